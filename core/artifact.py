@@ -1,0 +1,260 @@
+"""Artifacts: what one stage hands to the next is a directory with a `manifest.json` (DESIGN 2).
+
+The manifest names the kind, the command, the inputs with their hashes (so a model can be traced back to its text), every
+file with its size and sha256, and facts. A directory is written under a temporary name, hashed, flushed and renamed; it is
+never changed in place, and a reader that finds no manifest refuses it.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import Refused, WrongUse
+from .files import full_disk, read_json, sha256_file, sha256_json, sync_dir, sync_file, walk_files
+from .version import version
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+KINDS = (
+    "tokenizer", "tokens", "checkpoint", "run", "model", "calibration", "scores", "batch", "onnx", "engine", "plan", "bench",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of an artifact: name relative to its directory, size in bytes, sha256 of its content."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Input:
+    """What an artifact was made from: where it was, its kind ("foreign" when not ours), the hash of its content."""
+
+    path: str
+    kind: str
+    hash: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of one `manifest.json`."""
+
+    kind: str
+    format_version: int
+    throughline_version: str
+    command: str
+    recipe_hash: str | None
+    created: str
+    inputs: tuple[Input, ...]
+    files: tuple[FileRecord, ...]
+    facts: dict[str, Any]
+
+    @property
+    def hash(self) -> str:
+        """Identity of the content: kind, files and facts; not the time, the command or the place."""
+        return sha256_json({"kind": self.kind, "files": [asdict(file) for file in self.files], "facts": self.facts})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+@dataclass
+class Draft:
+    """An artifact being written: put files into `path` and facts into `facts`."""
+
+    path: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    inputs: list[Input] = field(default_factory=list)
+
+
+@contextmanager
+def create_artifact(
+    path: Path | str,
+    kind: str,
+    *,
+    inputs: Sequence[Input] = (),
+    recipe_hash: str | None = None,
+    overwrite: bool = False,
+) -> Iterator[Draft]:
+    """Write an artifact that appears whole at `path` or not at all.
+
+    Raises WrongUse when something is already there (unless `overwrite`, and then only an artifact is replaced) and
+    Failed when the disk is full.
+    """
+    assert kind in KINDS, kind
+    path = Path(path)
+    check_free(path, overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+    draft = Draft(staging, inputs=list(inputs))
+    try:
+        with full_disk(path):
+            staging.mkdir()
+            yield draft
+            seal(staging, kind, draft.inputs, recipe_hash, draft.facts)
+            _move_into_place(staging, path, overwrite)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def seal(directory: Path, kind: str, inputs: Sequence[Input], recipe_hash: str | None, facts: dict[str, Any]) -> Manifest:
+    """Hash and flush every file of `directory` and write its manifest last."""
+    records = []
+    for file in walk_files(directory):
+        if file.name != MANIFEST:
+            sync_file(file)
+            records.append(FileRecord(file.relative_to(directory).as_posix(), file.stat().st_size, sha256_file(file)))
+    manifest = Manifest(
+        kind, FORMAT_VERSION, version(), command_line(), recipe_hash, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        tuple(inputs), tuple(records), json.loads(json.dumps(facts)),
+    )  # fmt: skip
+    aside = directory / f".{MANIFEST}.tmp"
+    aside.write_text(manifest.to_json())
+    sync_file(aside)
+    os.replace(aside, directory / MANIFEST)
+    sync_dir(directory)
+    return manifest
+
+
+def check_free(path: Path | str, overwrite: bool = False) -> None:
+    """Refuse an output path that is taken. Call it before the work, so that hours are not lost to a full name."""
+    path = Path(path)
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not overwrite:
+        raise WrongUse("the output already exists", where=path, fix="choose another --out, or pass --overwrite to replace it")
+    if not (path / MANIFEST).is_file():
+        raise WrongUse(
+            "the output exists and is no artifact",
+            where=path,
+            why="--overwrite replaces only directories that Throughline wrote",
+            fix="choose another --out or remove it yourself",
+        )
+
+
+def _move_into_place(staging: Path, path: Path, overwrite: bool) -> None:
+    check_free(path, overwrite)
+    old = None
+    if path.exists():
+        old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp"
+        os.rename(path, old)
+    os.rename(staging, path)
+    sync_dir(path.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def command_line() -> str:
+    """The command that is running, as a person would type it."""
+    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    return shlex.join([name, *sys.argv[1:]])
+
+
+def is_artifact(path: Path | str) -> bool:
+    """Whether a directory holds a manifest."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def read_manifest(path: Path | str, *kinds: str) -> Manifest:
+    """The manifest of the artifact at `path`. Raises WrongUse when there is none or it is of another kind."""
+    path = Path(path)
+    if not path.exists():
+        raise WrongUse("no such path", where=path, fix="check the spelling; `ls` the directory that should hold it")
+    if not is_artifact(path):
+        raise WrongUse(
+            "not a Throughline artifact",
+            where=path,
+            why="it has no manifest.json, so it is foreign, unfinished or not an output",
+            fix="give the directory that a throughline command wrote",
+        )
+    manifest = _parse(path / MANIFEST)
+    if kinds and manifest.kind not in kinds:
+        raise WrongUse(f"expected {' or '.join(kinds)}, found {manifest.kind}", where=path, fix=f"give a {kinds[0]} directory")
+    return manifest
+
+
+def _parse(file: Path) -> Manifest:
+    raw = read_json(file)
+    try:
+        newest = int(raw["format_version"])
+        if newest > FORMAT_VERSION:
+            raise Refused(
+                f"written in format {newest}, newer than this program reads ({FORMAT_VERSION})",
+                where=file,
+                fix=f"install throughline {raw.get('throughline_version', '')} or later",
+            )
+        raw["inputs"] = tuple(Input(**item) for item in raw["inputs"])
+        raw["files"] = tuple(FileRecord(**item) for item in raw["files"])
+        return Manifest(**raw)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused("damaged manifest", where=file, why=str(error), fix="restore it or make the artifact again") from error
+
+
+def verify_artifact(path: Path | str, *, sizes_only: bool = False) -> Manifest:
+    """Check every file against the manifest. Raises Refused naming the first file that is missing, cut or changed."""
+    path = Path(path)
+    manifest = read_manifest(path)
+    for record in manifest.files:
+        file = path / record.name
+        fix = "copy it again from a good place, or make the artifact again with: " + manifest.command
+        if not file.is_file():
+            raise Refused("a file of the artifact is missing", where=file, fix=fix)
+        if file.stat().st_size != record.bytes:
+            raise Refused(
+                "a file of the artifact has the wrong size", where=file,
+                why=f"{file.stat().st_size:,} bytes, the manifest says {record.bytes:,}", fix=fix,
+            )  # fmt: skip
+        if not sizes_only and (found := sha256_file(file)) != record.sha256:
+            raise Refused(
+                "a file of the artifact is damaged", where=file,
+                why=f"sha256 {found[:16]}…, the manifest says {record.sha256[:16]}…", fix=fix,
+            )  # fmt: skip
+    return manifest
+
+
+def input_record(path: Path | str) -> Input:
+    """The record by which an artifact names what it was made from: ours by manifest, foreign files by their bytes."""
+    path = Path(path)
+    if path.is_dir() and is_artifact(path):
+        manifest = read_manifest(path)
+        return Input(str(path), manifest.kind, manifest.hash)
+    if path.is_dir():
+        return Input(str(path), "foreign", sha256_json([[f.relative_to(path).as_posix(), sha256_file(f)] for f in walk_files(path)]))
+    if path.is_file():
+        return Input(str(path), "foreign", sha256_file(path))
+    raise WrongUse("no such file or directory", where=path, fix="check the spelling")
+
+
+def chain(path: Path | str) -> list[tuple[int, Input, bool | None]]:
+    """The provenance of an artifact: (depth, input, still the same?) back to foreign inputs; None = no longer there."""
+    rows: list[tuple[int, Input, bool | None]] = []
+
+    def descend(manifest: Manifest, depth: int) -> None:
+        for item in manifest.inputs:
+            here = Path(item.path)
+            same: bool | None = None
+            parent = None
+            if item.kind != "foreign" and is_artifact(here):
+                parent = read_manifest(here)
+                same = parent.hash == item.hash
+            elif here.exists():
+                same = input_record(here).hash == item.hash
+            rows.append((depth, item, same))
+            if parent is not None and same:
+                descend(parent, depth + 1)
+
+    descend(read_manifest(path), 1)
+    return rows

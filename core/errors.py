@@ -1,0 +1,77 @@
+"""The errors a user can meet: what happened, where, why, and what to do; one exit code per kind (DESIGN 9).
+
+Everything that a user can cause raises one of these. The command line prints the four parts and exits with
+`exit_code`; a traceback appears only with `--debug`. Asserts are for invariants of our own.
+"""
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_WRONG_USE = 2
+EXIT_REFUSED = 3
+EXIT_STOPPED = 75
+EXIT_INTERRUPTED = 130
+
+
+class ThroughlineError(Exception):
+    """Root of every error a user can meet.
+
+    `what` happened in one line, `where` (a path, a file:line, a field), `why` (with the numbers), `fix` (what to do).
+    """
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, what: str, *, where: object = "", why: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where, self.why, self.fix = what, str(where), why, fix
+
+    def __str__(self) -> str:
+        parts = [self.what]
+        for label, text in (("where", self.where), ("why", self.why), ("fix", self.fix)):
+            if text:
+                lines = text.splitlines()
+                parts.append(f"  {label + ':':<7}{lines[0]}")
+                parts += [f"         {line}" for line in lines[1:]]
+        return "\n".join(parts)
+
+    def as_dict(self) -> dict[str, object]:
+        """The error for `--json`."""
+        return {"error": self.what, "where": self.where, "why": self.why, "fix": self.fix, "exit_code": self.exit_code}
+
+    def __reduce__(self) -> tuple:  # keyword-only parts survive a trip between processes
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+def _rebuild(kind: type["ThroughlineError"], args: tuple, state: dict) -> "ThroughlineError":
+    error = kind.__new__(kind)
+    Exception.__init__(error, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class Failed(ThroughlineError):
+    """The work was understood and could not be done (exit 1)."""
+
+
+class WrongUse(ThroughlineError):
+    """A wrong option, recipe or path, or a device that is not there (exit 2)."""
+
+    exit_code = EXIT_WRONG_USE
+
+
+class MissingExtra(WrongUse):
+    """An optional package is not installed (exit 2)."""
+
+    def __init__(self, package: str, needed_for: str, install: str) -> None:
+        super().__init__(f"{needed_for} needs the package {package}, which is not installed", fix=f"pip install {install}")
+
+
+class Refused(ThroughlineError):
+    """A check said no: a hash, a parity bound, a capability, a comparison (exit 3)."""
+
+    exit_code = EXIT_REFUSED
+
+
+class Stopped(ThroughlineError):
+    """Stopped by a signal with everything saved; the same command continues (exit 75)."""
+
+    exit_code = EXIT_STOPPED

@@ -1,0 +1,94 @@
+"""Workspaces: work in progress (a run, a tokenisation, an evaluation) as append-only files and a small state (DESIGN 2).
+
+One process at a time owns a workspace; the lock goes with the process, so a crash never leaves one behind. The manifest is
+written when the stage ends, and from then on the directory is an artifact.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .artifact import Input, Manifest, seal
+from .errors import Refused, WrongUse
+from .files import full_disk, read_json, write_atomic
+
+LOCK = ".lock"
+STATE = "state.json"
+
+
+class Workspace:
+    """A directory being worked in. Use as a context manager: it takes the lock and gives it back."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    def __enter__(self) -> "Workspace":
+        self.path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(handle, 64).decode(errors="replace").strip()
+            os.close(handle)
+            raise WrongUse(
+                "another process is working in this directory", where=self.path,
+                why=f"process {owner or 'unknown'} holds its lock", fix="wait for it, stop it, or choose another directory",
+            ) from None  # fmt: skip
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+        self._lock = handle
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def append(self, name: str, *records: dict[str, Any], sync: bool = False) -> None:
+        """Append records to `<name>` as JSON lines; with `sync` they survive a power cut."""
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        with full_disk(self.path / name), open(self.path / name, "ab") as file:
+            file.write(text.encode())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def records(self, name: str) -> Iterator[dict[str, Any]]:
+        """The records of `<name>`; a last line cut by a crash is left out."""
+        yield from read_records(self.path / name)
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """Replace `state.json` atomically."""
+        write_atomic(self.path / STATE, json.dumps(state, indent=1) + "\n")
+
+    def read_state(self) -> dict[str, Any] | None:
+        """The content of `state.json`, or None in a fresh workspace."""
+        file = self.path / STATE
+        return read_json(file) if file.exists() else None
+
+    def finish(self, kind: str, inputs: Sequence[Input], recipe_hash: str | None, facts: dict[str, Any]) -> Manifest:
+        """Turn the workspace into an artifact."""
+        (self.path / LOCK).unlink(missing_ok=True)
+        return seal(self.path, kind, inputs, recipe_hash, facts)
+
+
+def read_records(file: Path | str) -> Iterator[dict[str, Any]]:
+    """The records of a JSON-lines file; a last line cut by a crash is left out. Raises Refused for a damaged one before it."""
+    file = Path(file)
+    if not file.exists():
+        return
+    lines = file.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # no newline after it: the writer was killed inside this line
+                return
+            raise Refused("damaged line", where=f"{file}:{number}", why=str(error), fix="remove that line") from error
