@@ -1,0 +1,60 @@
+"""What every command shares: --json, --debug, errors with exit codes instead of tracebacks, --set."""
+
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ..core import console
+from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ThroughlineError
+
+
+def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --json and --debug and turns our errors into messages and exit codes. Put it under @click.command()."""
+
+    @click.option("--json", "json_output", is_flag=True, help="Print one JSON object on stdout, everything else on stderr.")
+    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+    @functools.wraps(function)
+    def wrapped(*args: Any, json_output: bool, debug: bool, **kwargs: Any) -> Any:
+        console.configure(json_output=json_output)
+        try:
+            return function(*args, **kwargs)
+        except ThroughlineError as error:
+            _fail(error, json_output, debug)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(EXIT_INTERRUPTED)
+        except click.exceptions.ClickException:
+            raise
+        except (click.exceptions.Exit, SystemExit):
+            raise
+        except Exception as error:  # a fault of ours: say so in one line, keep the traceback for --debug
+            if debug:
+                traceback.print_exc()
+            click.echo(f"error: {type(error).__name__}: {error}\n  fix:   a fault in throughline; run again with --debug", err=True)
+            sys.exit(EXIT_FAILED)
+        finally:
+            console.configure()
+
+    return wrapped
+
+
+def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    click.echo(f"error: {error}", err=True)
+    if json_output:
+        click.echo(json.dumps(error.as_dict()))
+    sys.exit(error.exit_code)
+
+
+def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The RECIPE argument and the repeatable --set option (as `overrides`) of every command that takes a recipe."""
+    function = click.option(
+        "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a field of the recipe. Repeatable."
+    )(function)
+    return click.argument("recipe")(function)

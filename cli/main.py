@@ -1,0 +1,68 @@
+"""`throughline`: one command with a verb per stage. Verbs are imported when they are called, so `--help` takes no time."""
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from ..core.version import version
+
+# verb -> (file in cli/, one-line help); the help stands here so that listing the verbs imports nothing
+VERBS = {
+    "data": ("data", "Tokenizers and token stores: train, tokenise, inspect, deduplicate, export."),
+    "train": ("train", "Pretrain a GPT or a BERT from a recipe."),
+    "eval": ("eval", "Evaluate a run, checkpoint, model directory or ONNX artifact."),
+    "export": ("export", "Write a checkpoint as ONNX or as a Hugging Face directory, with a parity report."),
+    "generate": ("generate", "Continue text with a GPT."),
+    "embed": ("embed", "Embed texts with a BERT."),
+    "serve": ("serve", "Serve models over HTTP (OpenAI-compatible)."),
+    "bench": ("bench", "Measure the latency of your own artifact."),
+    "launch": ("launch", "Run a command on several processes, or write the job file that does."),
+    "demo": ("demo", "The whole road on the shipped sample: text to served endpoint in minutes."),
+    "show": ("show", "Print what an artifact is and what it was made from."),
+    "verify": ("verify", "Re-hash an artifact against its manifest."),
+    "report": ("report", "Write a run's report.html again."),
+    "compare": ("compare", "Compare two runs or two score files; the exit code says whether they agree."),
+    "recipe": ("recipe", "List, show and check recipes."),
+    "doctor": ("doctor", "Versions, hardware and optional packages of this machine."),
+}
+
+
+class Verbs(click.Group):
+    """A group whose commands are imported on demand from `cli/<file>.py`, attribute `command`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            return None
+        return importlib.import_module(f".{VERBS[name][0]}", __package__).command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_text) for name, (_, help_text) in VERBS.items()])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        import difflib
+
+        if args and not args[0].startswith("-") and args[0] not in VERBS:
+            near = difflib.get_close_matches(args[0], VERBS, 1, 0.5)
+            ctx.fail(f"no such command {args[0]!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+        return super().resolve_command(ctx, args)
+
+
+@click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version(), prog_name="throughline")
+def main() -> None:
+    """Carry a language model from raw text to a served endpoint.
+
+    \b
+    A first look, two minutes:   throughline demo
+    Then, for example:           throughline train gpt-shakespeare --set data.train=[\"my/tokens\"]
+    """
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Everything a person or a script reads goes through here: notes and progress to stderr, the result to stdout.
+
+On a terminal progress is a live bar; elsewhere it is a plain line every `PLAIN_EVERY_S` seconds with rate and time left.
+With `--json` stdout carries exactly one JSON object. No colour unless stderr is a terminal and NO_COLOR is unset.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+PLAIN_EVERY_S = 10.0
+_settings = {"json": False, "quiet": False}
+
+
+def configure(*, json_output: bool = False, quiet: bool = False) -> None:
+    """Set by the command line before a command runs."""
+    _settings.update(json=json_output, quiet=quiet)
+
+
+def say(text: str) -> None:
+    """A line for the person who watches."""
+    if not _settings["quiet"]:
+        print(text, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """A line that must be seen."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def result(payload: dict[str, Any], lines: Iterable[str] = ()) -> None:
+    """The result of a command: `payload` as one JSON object with --json, otherwise the lines."""
+    if _settings["json"]:
+        print(json.dumps(payload, default=str), flush=True)
+    else:
+        for line in lines:
+            print(line, flush=True)
+
+
+def stream(text: str) -> None:
+    """A piece of a result that grows while it is made (generated text); nothing with --json."""
+    if not _settings["json"]:
+        print(text, end="", flush=True)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Aligned lines of a table; numbers to the right."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(len(str(h)), *(len(row[i]) for row in cells)) if cells else len(str(h)) for i, h in enumerate(header)]
+    right = [all(isinstance(row[i], int | float) or row[i] is None for row in rows) and bool(rows) for i in range(len(header))]
+
+    def line(values: Sequence[str]) -> str:
+        return "  ".join(v.rjust(w) if r else v.ljust(w) for v, w, r in zip(values, widths, right)).rstrip()
+
+    return [line([str(h) for h in header]), line(["-" * w for w in widths]), *(line(row) for row in cells)]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 0.52 s, 41 s, 3 min 20 s, 2 h 05 min."""
+    if seconds < 10:
+        return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
+
+
+def amount(value: float, unit: str) -> str:
+    """A quantity with its unit: bytes as KiB…TiB, others with k, M, G, T."""
+    base, names = (1024, ("", "Ki", "Mi", "Gi", "Ti")) if unit == "B" else (1000, ("", "k", "M", "G", "T"))
+    step = 0
+    while abs(value) >= base and step < len(names) - 1:
+        value, step = value / base, step + 1
+    digits = 0 if step == 0 and float(value).is_integer() else (2 if abs(value) < 10 else 1)
+    return f"{value:.{digits}f} {names[step]}{unit}"
+
+
+class progress:
+    """Progress of a long piece of work, as a context manager: `bar.advance(n, note)`.
+
+    `total` in `unit`; None when unknown. Shows done, rate and time left.
+    """
+
+    def __init__(self, label: str, total: float | None = None, unit: str = "") -> None:
+        self.label, self.total, self.unit = label, total, unit
+        self.done = 0.0
+        self.note = ""
+        self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not _settings["quiet"]
+        self._start = self._last = time.monotonic()
+        self._base = 0.0
+
+    def __enter__(self) -> "progress":
+        return self
+
+    def start_at(self, done: float) -> None:
+        """Work that an earlier run did: it counts as done and not in the rate."""
+        self.done = self._base = done
+
+    def advance(self, amount_done: float, note: str = "") -> None:
+        """Add work done; redraws at most ten times a second on a terminal, prints every 10 s elsewhere."""
+        self.done += amount_done
+        self.note = note or self.note
+        now = time.monotonic()
+        if now - self._last >= (0.1 if self._live else PLAIN_EVERY_S):
+            self._last = now
+            self._show(now)
+
+    def _text(self, now: float) -> str:
+        spent = max(now - self._start, 1e-9)
+        rate = (self.done - self._base) / spent
+        parts = [self.label]
+        if self.total:
+            parts.append(f"{100 * self.done / self.total:3.0f}%")
+            parts.append(f"{amount(self.done, self.unit)} of {amount(self.total, self.unit)}")
+        else:
+            parts.append(amount(self.done, self.unit))
+        parts.append(f"{amount(rate, self.unit)}/s")
+        if self.total and rate > 0:
+            parts.append(f"{duration(spent)} < {duration(max(self.total - self.done, 0) / rate)}")
+        if self.note:
+            parts.append(self.note)
+        return "  ".join(parts)
+
+    def _show(self, now: float) -> None:
+        if _settings["quiet"]:
+            return
+        if self._live:
+            width = os.get_terminal_size(sys.stderr.fileno()).columns
+            print("\r\x1b[2K" + self._text(now)[: width - 1], end="", file=sys.stderr, flush=True)
+        else:
+            print(self._text(now), file=sys.stderr, flush=True)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)

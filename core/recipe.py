@@ -1,0 +1,238 @@
+"""Recipes: TOML files read into one tree of frozen pydantic models (DESIGN 3).
+
+Unknown keys are refused with the nearest known key named, all problems are shown at once with file, line and the offending
+line, and `--set a.b=c` overrides any field. Rules that span fields are small functions that return problems.
+"""
+
+import difflib
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import WrongUse
+from .files import sha256_json
+
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, strict (no "3" for 3), unknown keys refused, docstrings under fields are their help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong in a recipe: the dotted key ("train.steps") and what is wrong with it, with the fix if known."""
+
+    key: str
+    text: str
+    fix: str = ""
+
+
+Recipe = TypeVar("Recipe", bound=Section)
+Rule = Callable[[Any], Iterable[Problem]]
+
+
+def load_recipe(source: Path | str, model: type[Recipe], overrides: Sequence[str] = (), rules: Sequence[Rule] = ()) -> Recipe:
+    """Read a recipe from a path, or a shipped one by name, apply `a.b=c` overrides and check everything.
+
+    Raises WrongUse listing every problem at once.
+    """
+    path = find_recipe(source)
+    text = _read(path)
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise WrongUse("the recipe is not valid TOML", where=path, why=str(error), fix="mend that line") from None
+    origin = _set_overrides(tree, overrides)
+    return build_recipe(tree, model, rules, where=path, text=text, overridden=origin)
+
+
+def build_recipe(
+    tree: dict[str, Any],
+    model: type[Recipe],
+    rules: Sequence[Rule] = (),
+    *,
+    where: object = "recipe",
+    text: str = "",
+    overridden: frozenset[str] = frozenset(),
+) -> Recipe:
+    """Validate a tree of values into `model` and run the rules. Raises WrongUse listing every problem."""
+    problems: list[Problem] = []
+    recipe = None
+    try:
+        recipe = model.model_validate(tree)
+    except ValidationError as error:
+        problems = [_from_pydantic(item, model) for item in error.errors()]
+    if recipe is not None:
+        problems = [problem for rule in rules for problem in rule(recipe)]
+    if problems or recipe is None:
+        raise WrongUse(
+            f"the recipe has {len(problems)} problem{'s' if len(problems) != 1 else ''}",
+            where=where,
+            why="\n".join(_lines(problems, where, text, overridden)),
+            fix="see every field with: throughline recipe show NAME; a dry check: throughline recipe check RECIPE",
+        )
+    return recipe
+
+
+def find_recipe(source: Path | str) -> Path:
+    """The path of a recipe given by path, or of a shipped one given by name. Raises WrongUse naming the nearest one."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    names = shipped_recipes()
+    if path.suffix != ".toml" and str(source) in names:
+        return names[str(source)]
+    near = difflib.get_close_matches(path.stem, names, 1, 0.5)
+    raise WrongUse(
+        "no such recipe",
+        where=source,
+        why="neither a file nor a shipped recipe",
+        fix=(f"did you mean {near[0]}? " if near else "") + "list them with: throughline recipe list",
+    )
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> path of the recipes in the package."""
+    folder = Path(str(resources.files(__package__.rsplit(".", 1)[0]).joinpath("recipes")))
+    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+def recipe_hash(recipe: Section) -> str:
+    """sha256 of the resolved recipe."""
+    return sha256_json(recipe.model_dump(mode="json"))
+
+
+def dump_toml(recipe: Section) -> str:
+    """The resolved recipe as TOML, every field written out; valid input again (None fields are left out)."""
+    lines: list[str] = []
+    _dump(recipe.model_dump(mode="json", exclude_none=True), "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def describe(model: type[Section], prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """(key, type, default, help) of every field, depth first: the reference that `recipe show` prints."""
+    rows = []
+    for name, info in model.model_fields.items():
+        inner = _section_of(info.annotation)
+        if inner is not None:
+            rows += describe(inner, f"{prefix}{name}.")
+            continue
+        kind = re.sub(r"typing\.|<class '|'>|NoneType", lambda m: "None" if m[0] == "NoneType" else "", str(info.annotation))
+        default = "required" if info.is_required() else json.dumps(info.get_default(call_default_factory=True), default=str)
+        rows.append((prefix + name, kind, default, info.description or ""))
+    return rows
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except UnicodeDecodeError:
+        raise WrongUse("the recipe is not a text file", where=path, fix="a recipe is TOML in UTF-8") from None
+
+
+def _set_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> frozenset[str]:
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise WrongUse(f"--set {item!r} is not of the form section.key=value", fix="for example: --set train.steps=100")
+        node = tree
+        *parents, last = key.strip().split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise WrongUse(f"--set {key}: {parent} is a value, not a section", fix="see: throughline recipe show NAME")
+        node[last] = _toml_value(value)
+    return frozenset(item.partition("=")[0].strip() for item in overrides)
+
+
+def _toml_value(text: str) -> Any:
+    """A TOML value, or the text itself when it is none (so that paths and names need no quotes)."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for option in typing.get_args(annotation):
+            if isinstance(option, type) and issubclass(option, Section):
+                return option
+    return None
+
+
+def _from_pydantic(item: Any, model: type[Section]) -> Problem:
+    path = [str(part) for part in item["loc"]]
+    key = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        section: type[Section] | None = model
+        for part in path[:-1]:
+            field = section.model_fields.get(part) if section else None
+            section = _section_of(field.annotation) if field else None
+        known = list(section.model_fields) if section else []
+        near = difflib.get_close_matches(path[-1], known, 1, 0.5)
+        return Problem(key, "unknown key", f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(known))
+    if item["type"] == "missing":
+        return Problem(key, "missing")
+    return Problem(key, f"{item['msg'][0].lower()}{item['msg'][1:]}, not {item['input']!r}")
+
+
+def _lines(problems: Sequence[Problem], where: object, text: str, overridden: frozenset[str]) -> list[str]:
+    lines = []
+    source = text.splitlines()
+    for problem in problems:
+        number = None if problem.key in overridden else line_of(text, problem.key)
+        place = "--set" if problem.key in overridden else f"{where}:{number}" if number else f"{where}"
+        lines.append(f"{place}: [{problem.key}] {problem.text}" + (f"; {problem.fix}" if problem.fix else ""))
+        if number:
+            lines.append(f"    {source[number - 1].strip()}")
+    return lines
+
+
+def line_of(text: str, key: str) -> int | None:
+    """The 1-based line of a TOML text on which dotted `key` is given, or that of its nearest section, or None."""
+    wanted = key.split(".")
+    section: list[str] = []
+    best = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\[?\s*([^\]]+?)\s*\]\]?", line):
+            section = [part.strip().strip("\"'") for part in header[1].split(".")]
+            if wanted[: len(section)] == section:
+                best = number
+        elif pair := re.match(r"\s*([\w.\-\"']+)\s*=", line):
+            name = section + [part.strip("\"'") for part in pair[1].split(".")]
+            if name == wanted:
+                return number
+            if wanted[: len(name)] == name:
+                best = number
+    return best
+
+
+def _dump(node: dict[str, Any], prefix: str, lines: list[str]) -> None:
+    for name, value in node.items():
+        if not isinstance(value, dict):
+            lines.append(f"{name} = {_literal(value)}")
+    for name, value in node.items():
+        if isinstance(value, dict):
+            lines += ["", f"[{prefix}{name}]"]
+            _dump(value, f"{prefix}{name}.", lines)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_literal(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_literal(item)}" for key, item in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)  # TOML's strings, numbers and booleans are JSON's
