@@ -1,0 +1,318 @@
+"""Token stores: Megatron-LM's `.bin` + `.idx` shards read as one long stream.
+
+A shard is two files. `.bin` holds token ids back to back. `.idx` (little-endian) holds
+
+    "MMIDIDX\\0\\0"  version u64 = 1  dtype code u8  sequences u64  documents + 1 u64      (34 bytes)
+    int32 lengths[sequences]   int64 byte pointers[sequences]   int64 first sequence of each document[documents + 1]
+
+A store is any number of shards in name order. Nothing is read up front but the headers; tokens and indexes stay in the
+page cache (mmap advised for random access), so resident memory grows with what is read and the kernel takes it back.
+At most MAPPED_SHARDS files are mapped at a time: a mapping holds a file descriptor.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..core.artifact import read_manifest, verify_artifact
+from ..core.errors import Refused, WrongUse
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+UINT16_VOCABULARY = 65500  # Megatron-LM writes uint16 below this vocabulary size and int32 from it on
+MAPPED_SHARDS = 400
+REHASH_BYTES = 1 << 30  # stores up to this size are re-hashed when opened (1.7 GB/s); of larger ones, sizes are checked
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype that Megatron-LM gives a vocabulary of this size."""
+    return np.dtype(np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32)
+
+
+def write_index(path: str | Path, lengths: np.ndarray, document_bounds: np.ndarray, dtype: np.dtype | str) -> None:
+    """Write one `.idx`: `lengths` int32 (sequences,) in tokens, `document_bounds` int64 (documents + 1,) in sequences."""
+    name = np.dtype(dtype).name
+    code = next(code for code, known in CODES.items() if known == name)
+    lengths = np.ascontiguousarray(lengths, "<i4")
+    bounds = np.ascontiguousarray(document_bounds, "<i8")
+    assert len(bounds) and bounds[0] == 0 and bounds[-1] == len(lengths), "document bounds must span the sequences"
+    pointers = np.zeros(len(lengths), "<i8")
+    np.cumsum(lengths[:-1], dtype="<i8", out=pointers[1:])
+    pointers *= np.dtype(dtype).itemsize
+    with open(path, "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(bounds)))
+        for array in (lengths, pointers, bounds):
+            file.write(array.data)
+
+
+@lru_cache(maxsize=MAPPED_SHARDS)
+def _map(path: Path) -> mmap.mmap:
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mapped, "madvise"):
+        mapped.madvise(mmap.MADV_RANDOM)
+    return mapped
+
+
+class Shard:
+    """One `.bin` + `.idx` pair. Raises Refused when the two do not fit together."""
+
+    def __init__(self, prefix: Path):
+        self.bin, self.idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        for path in (self.bin, self.idx):
+            if not path.is_file():
+                raise Refused("a token shard lacks a file", where=str(path), fix="tokenise again or restore the file")
+        size = self.idx.stat().st_size
+        with open(self.idx, "rb") as file:
+            head = file.read(HEADER.size)
+        if len(head) < HEADER.size or not head.startswith(MAGIC):
+            raise Refused("not a Megatron index", where=str(self.idx), why="the file does not begin with MMIDIDX")
+        _, version, code, self.sequences, bounds = HEADER.unpack(head)
+        self.documents = bounds - 1
+        if version != 1 or code not in CODES:
+            raise Refused("unknown index format", where=str(self.idx), why=f"version {version}, dtype code {code}")
+        needed = HEADER.size + 12 * self.sequences + 8 * bounds
+        if size < needed:
+            raise Refused("index cut short", where=str(self.idx), why=f"{size:,} bytes, the header asks for {needed:,}")
+        self.dtype = np.dtype(CODES[code])
+        stored = int(self.pointers[-1] // self.dtype.itemsize + self.lengths[-1]) if self.sequences else 0
+        held = self.bin.stat().st_size
+        if held != stored * self.dtype.itemsize or self.bounds[0] != 0 or self.bounds[-1] != self.sequences:
+            why = f"{held:,} bytes of tokens, the index describes {stored * self.dtype.itemsize:,}"
+            raise Refused("tokens and index do not fit together", where=str(self.bin), why=why, fix="tokenise again")
+        self.tokens = stored
+
+    def _part(self, dtype: str, count: int, offset: int) -> np.ndarray:
+        return np.frombuffer(_map(self.idx), dtype, count, offset) if count else np.empty(0, dtype)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self._part("<i4", self.sequences, HEADER.size)
+
+    @property
+    def pointers(self) -> np.ndarray:
+        return self._part("<i8", self.sequences, HEADER.size + 4 * self.sequences)
+
+    @property
+    def bounds(self) -> np.ndarray:
+        return self._part("<i8", self.documents + 1, HEADER.size + 12 * self.sequences)
+
+    @property
+    def data(self) -> np.ndarray:
+        return np.frombuffer(_map(self.bin), self.dtype) if self.tokens else np.empty(0, self.dtype)
+
+    def sequence_start(self, sequences: np.ndarray) -> np.ndarray:
+        """Token offset in the shard at which each sequence begins; the count of sequences gives the end."""
+        if not self.sequences:
+            return np.zeros(len(sequences), np.int64)
+        starts = self.pointers[np.minimum(sequences, self.sequences - 1)] // self.dtype.itemsize
+        return np.where(sequences < self.sequences, starts, self.tokens)
+
+
+def _last_at_most(key: Callable[[np.ndarray], np.ndarray], count: int, values: np.ndarray) -> np.ndarray:
+    """The last i in range(count) with key(i) <= value, for each value: a bisection that touches log2(count) entries."""
+    low, high = np.zeros(len(values), np.int64), np.full(len(values), count, np.int64)
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        below = key(middle) <= values
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    return low
+
+
+class Cut(NamedTuple):
+    """A place in the stream; `inside` when it parts a sequence, which then belongs to both sides (as does its document)."""
+
+    token: int
+    sequence: int
+    document: int
+    inside_sequence: bool
+    inside_document: bool
+
+
+class TokenStore:
+    """Shards as one stream of `tokens` ids in `sequences` inside `documents`. Positions are tokens from the start."""
+
+    def __init__(self, shards: list[Shard], facts: dict, identity: str, cuts: tuple[Cut, Cut] | None = None):
+        self.shards, self.identity, self._all_facts = shards, identity, facts
+        counts = np.array([(s.tokens, s.sequences, s.documents) for s in shards], np.int64).reshape(-1, 3)
+        self._firsts = np.concatenate([np.zeros((1, 3), np.int64), np.cumsum(counts, axis=0)])
+        end = [int(n) for n in self._firsts[-1]]
+        self._cuts = cuts or (Cut(0, 0, 0, False, False), Cut(*end, False, False))
+        start, stop = self._cuts
+        self.dtype = shards[0].dtype
+        self.tokens = stop.token - start.token
+        self.sequences = stop.sequence + stop.inside_sequence - start.sequence
+        self.documents = stop.document + stop.inside_document - start.document
+
+    @classmethod
+    def open(cls, path: str | Path) -> TokenStore:
+        """Open a store artifact, or adopt a foreign Megatron prefix or directory (facts["foreign"] is then True).
+
+        Raises WrongUse when there is no store, Refused when it is unfinished, cut short or (up to REHASH_BYTES) changed.
+        """
+        path = Path(path)
+        manifest = path / "manifest.json"
+        if manifest.is_file():
+            held = sum(file.stat().st_size for file in path.glob("*.bin"))
+            read = read_manifest(path, "tokens")
+            verify_artifact(path, sizes_only=held > REHASH_BYTES)
+            facts, identity = dict(read.facts), str(read.hash)
+        elif (path / "state.json").is_file():
+            why = "it has a state.json but no manifest.json: its tokenisation has not finished"
+            raise Refused("unfinished token store", where=str(path), why=why, fix="run the same tokenize command again")
+        else:
+            facts, identity = {"foreign": True}, ""
+        if path.is_dir():
+            prefixes = sorted(file.with_suffix("") for file in path.glob("*.idx"))
+        else:
+            named = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+            prefixes = [named] if Path(f"{named}.idx").is_file() else []
+        if not prefixes:
+            fix = "give a directory written by `throughline data tokenize`, or a Megatron prefix (PREFIX.bin + PREFIX.idx)"
+            raise WrongUse("no token store here", where=str(path), fix=fix)
+        shards = [Shard(prefix) for prefix in prefixes]
+        if len({shard.dtype for shard in shards}) > 1:
+            dtypes = ", ".join(sorted({str(shard.dtype) for shard in shards}))
+            raise Refused("shards of different dtypes in one store", where=str(path), why=dtypes)
+        store = cls(shards, facts, identity or _foreign_identity(shards))
+        if not store.tokens:
+            raise Refused("the token store is empty", where=str(path), why="its shards hold no token")
+        return store
+
+    @property
+    def facts(self) -> dict:
+        """The manifest's facts, with the counts of this view."""
+        counts = {"tokens": self.tokens, "documents": self.documents, "sequences": self.sequences}
+        return {**self._all_facts, **counts, "dtype": str(self.dtype)}
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop), a new array of the store's dtype. Raises IndexError outside the store."""
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"tokens {start}..{stop} of a store of {self.tokens}")
+        out = np.empty(stop - start, self.dtype)
+        start, stop = start + self._cuts[0].token, stop + self._cuts[0].token
+        firsts = self._firsts[:, 0]
+        index = int(np.searchsorted(firsts, start, side="right")) - 1
+        position = start
+        while position < stop:
+            until = min(stop, int(firsts[index + 1]))
+            offset = int(firsts[index])
+            out[position - start : until - start] = self.shards[index].data[position - offset : until - offset]
+            position, index = until, index + 1
+        return out
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Tokens [start, start + length) for each start: (len(starts), length) int64, gathered shard by shard."""
+        starts = np.asarray(starts, np.int64)
+        if len(starts) and not (0 <= starts.min() and starts.max() + length <= self.tokens):
+            raise IndexError(f"windows {starts.min()}..{starts.max() + length} of a store of {self.tokens}")
+        out = np.empty((len(starts), length), np.int64)
+        firsts = self._firsts[:, 0]
+        places = starts + self._cuts[0].token
+        owners = np.searchsorted(firsts, places, side="right") - 1
+        straddles = places + length > firsts[owners + 1]
+        for owner in np.unique(owners[~straddles]):
+            rows = np.flatnonzero((owners == owner) & ~straddles)
+            data = np.lib.stride_tricks.sliding_window_view(self.shards[owner].data, length)
+            out[rows] = data[places[rows] - firsts[owner]]
+        for row in np.flatnonzero(straddles):
+            out[row] = self.read(int(starts[row]), int(starts[row]) + length)
+        return out
+
+    def document_start(self, documents: np.ndarray) -> np.ndarray:
+        """Token at which each document begins (the count of documents gives the end), in O(log) reads each."""
+        start, stop = self._cuts
+        documents = np.asarray(documents, np.int64) + start.document
+        owners = np.clip(np.searchsorted(self._firsts[:, 2], documents, side="right") - 1, 0, len(self.shards) - 1)
+        out = np.empty(len(documents), np.int64)
+        for owner in np.unique(owners):
+            rows, shard = owners == owner, self.shards[owner]
+            local = shard.bounds[documents[rows] - self._firsts[owner, 2]]
+            out[rows] = self._firsts[owner, 0] + shard.sequence_start(local)
+        return np.clip(out, start.token, stop.token) - start.token
+
+    def document_at(self, tokens: np.ndarray) -> np.ndarray:
+        """The document that holds each token position."""
+        tokens = np.asarray(tokens, np.int64) + self._cuts[0].token
+        owners = np.searchsorted(self._firsts[:, 0], tokens, side="right") - 1
+        out = np.empty(len(tokens), np.int64)
+        for owner in np.unique(owners):
+            rows, shard = owners == owner, self.shards[owner]
+            start = lambda d, shard=shard: shard.sequence_start(shard.bounds[d])  # noqa: E731
+            local = _last_at_most(start, shard.documents, tokens[rows] - self._firsts[owner, 0])
+            out[rows] = self._firsts[owner, 2] + local
+        return out - self._cuts[0].document
+
+    @cached_property
+    def sequence_starts(self) -> np.ndarray:
+        """Token offset of every sequence and the end, int64 (sequences + 1,): 8 bytes a sequence, for whole passes."""
+        start, stop = self._cuts
+        every = [first[0] + s.pointers // s.dtype.itemsize for first, s in zip(self._firsts, self.shards)]
+        kept = np.concatenate(every)[start.sequence : start.sequence + self.sequences]
+        return np.append(np.clip(kept, start.token, stop.token), stop.token) - start.token
+
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """Tokens in every sequence, int64 (sequences,)."""
+        return np.diff(self.sequence_starts)
+
+    @cached_property
+    def document_bounds(self) -> np.ndarray:
+        """First sequence of every document and the count of sequences, int64 (documents + 1,)."""
+        start = self._cuts[0]
+        every = [first[1] + shard.bounds[:-1] for first, shard in zip(self._firsts, self.shards)]
+        kept = np.concatenate(every)[start.document : start.document + self.documents] - start.sequence
+        return np.append(np.maximum(kept, 0), self.sequences)
+
+    @property
+    def document_starts(self) -> np.ndarray:
+        """Token offset of every document and the end, int64 (documents + 1,)."""
+        return self.sequence_starts[self.document_bounds]
+
+    def view(self, start_fraction: float, stop_fraction: float) -> TokenStore:
+        """The part between two fractions of the stream.
+
+        A cut falls on the nearest document boundary; when that is an end of the store (one document), on the nearest
+        boundary of sequences; when that is an end too, on the token. Views over adjoining fractions share no token.
+        """
+        if not 0 <= start_fraction < stop_fraction <= 1:
+            raise WrongUse("bad part of a token store", why=f"{start_fraction} to {stop_fraction} is not within 0 to 1")
+        cuts = (self._cut(start_fraction), self._cut(stop_fraction))
+        if cuts[0].token >= cuts[1].token:
+            why = f"{start_fraction} to {stop_fraction} of {self.tokens:,} tokens in {self.documents:,} documents is empty"
+            raise WrongUse("empty part of a token store", why=why, fix="give more text or a larger fraction")
+        return TokenStore(self.shards, self._all_facts, f"{self.identity}:{cuts[0].token}-{cuts[1].token}", cuts)
+
+    def _cut(self, fraction: float) -> Cut:
+        if fraction in (0.0, 1.0):
+            return self._cuts[int(fraction)]
+        base = self._cuts[0]
+        target = round(fraction * self.tokens)
+        document = int(self.document_at(np.array([min(target, self.tokens - 1)]))[0])
+        start, end = (int(t) for t in self.document_start(np.array([document, document + 1])))
+        if target - start > end - target:
+            start, document = end, document + 1
+        if 0 < start < self.tokens:
+            sequence = self.document_bounds[document]
+            return Cut(base.token + start, base.sequence + int(sequence), base.document + document, False, False)
+        starts = self.sequence_starts
+        sequence = int(np.argmin(np.abs(starts - target)))
+        inside = not 0 < starts[sequence] < self.tokens
+        if inside:
+            sequence = int(np.searchsorted(starts, target, side="right")) - 1
+        token = target if inside else int(starts[sequence])
+        document = int(np.searchsorted(self.document_bounds, sequence, side="right")) - 1
+        return Cut(base.token + token, base.sequence + sequence, base.document + document, inside, True)
+
+
+def _foreign_identity(shards: list[Shard]) -> str:
+    """What names a store without a manifest: sizes and names; its content is not hashed at opening."""
+    return "foreign:" + ",".join(f"{s.bin.name}={s.tokens}/{s.sequences}/{s.documents}" for s in shards)
