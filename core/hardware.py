@@ -1,0 +1,152 @@
+"""Hardware facts: what the CPU and the GPUs of this machine are, and what a chip can do.
+
+Nothing here imports torch: GPUs are read from `nvidia-smi`, the CPU from the kernel, peaks from `chips.toml`.
+"""
+
+import functools
+import os
+import platform
+import shutil
+import subprocess
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from .errors import Refused
+
+# the first compute capability whose tensor cores take a dtype (NVIDIA CUDA programming guide, arithmetic tables)
+NEEDS_CAPABILITY = {"fp32": 0.0, "fp16": 7.0, "int8": 7.2, "bf16": 8.0, "tf32": 8.0, "fp8": 8.9}
+# instruction sets with which a CPU computes matrix products in a dtype without converting to fp32 first
+CPU_DTYPE_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16"), "int8": ("avx512_vnni", "avx_vnni")}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A row of `chips.toml`: peaks in TFLOP/s by dtype (dense), memory in GB, bandwidths in GB/s."""
+
+    key: str
+    name: str
+    memory_gb: float
+    bandwidth_gb_s: float
+    tflops: dict[str, float]
+    capability: str = ""
+    nvlink_gb_s: float = 0.0
+    match: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """This machine's processor: model name, usable cores, memory in bytes, dtypes it multiplies natively."""
+
+    name: str
+    cores: int
+    memory_bytes: int
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device as the driver describes it, with its row of `chips.toml` when known."""
+
+    index: int
+    name: str
+    capability: str
+    memory_bytes: int
+    driver: str
+    chip: Chip | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine: its CPU and GPUs."""
+
+    cpu: Cpu
+    gpus: tuple[Gpu, ...] = field(default=())
+
+
+@functools.cache
+def chips() -> dict[str, Chip]:
+    """Every known chip by key."""
+    raw = tomllib.loads(Path(__file__).with_name("chips.toml").read_text())
+    return {key: Chip(key=key, **{**row, "match": tuple(row["match"])}) for key, row in raw.items()}
+
+
+def find_chip(name: str, memory_bytes: int = 0) -> Chip | None:
+    """The chip whose match words all stand in a driver's device name (its memory size counts as a word), or None."""
+    text = f"{name} {round(memory_bytes / 1e9)}gb".lower().replace("-", " ")
+    hits = [chip for chip in chips().values() if all(word.replace("-", " ") in text for word in chip.match)]
+    if not hits and memory_bytes:  # V100 and A100 come in two sizes: take the nearer one
+        hits = [chip for chip in chips().values() if chip.match[0].replace("-", " ") in text]
+        hits.sort(key=lambda chip: abs(chip.memory_gb * 1e9 - memory_bytes))
+    return hits[0] if hits else None
+
+
+@functools.cache
+def machine() -> Machine:
+    """Facts of this machine, read once."""
+    return Machine(_cpu(), _gpus())
+
+
+def _cpu() -> Cpu:
+    name, flags = platform.processor() or platform.machine(), set()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                flags = set(value.split())
+                break
+    dtypes = ("fp32", *(dtype for dtype, needs in CPU_DTYPE_FLAGS.items() if flags.intersection(needs)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Cpu(name, cores, memory_limit_bytes(), dtypes)
+
+
+def memory_limit_bytes() -> int:
+    """Main memory this process may use: the machine's, or its control group's limit when that is lower."""
+    limit = psutil.virtual_memory().total
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(file).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limit = min(limit, int(text))
+    return limit
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    query = "index,name,compute_cap,memory.total,driver_version"
+    try:
+        out = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=20, check=True,
+        ).stdout  # fmt: skip
+    except (subprocess.SubprocessError, OSError):
+        return ()
+    gpus = []
+    for line in out.splitlines():
+        index, name, capability, mib, driver = (part.strip() for part in line.split(","))
+        size = int(float(mib) * 2**20)
+        gpus.append(Gpu(int(index), name, capability, size, driver, find_chip(name, size)))
+    return tuple(gpus)
+
+
+def check_dtype(dtype: str, device: str, *, capability: str = "", name: str = "") -> None:
+    """Refuse a dtype that the device cannot compute fast, naming the alternative. CPUs compute every dtype, some slowly."""
+    if device == "cpu" or not capability:
+        return
+    if float(capability) >= NEEDS_CAPABILITY[dtype]:
+        return
+    instead = "fp16" if float(capability) >= NEEDS_CAPABILITY["fp16"] else "fp32"
+    raise Refused(
+        f"{name or 'this GPU'} cannot compute in {dtype}",
+        where=f"compute capability {capability}",
+        why=f"{dtype} needs compute capability {NEEDS_CAPABILITY[dtype]} or later",
+        fix=f"use {instead}" + (" (with loss scaling, which is on by default for fp16)" if instead == "fp16" else ""),
+    )

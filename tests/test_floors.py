@@ -1,0 +1,86 @@
+"""The house stands: nothing imports upward, no circles, packages complete, start-up light, heavy libraries stay out of light modules."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+FLOORS = {"core": 0, "models": 1, "data": 1, "planner": 2, "train": 3, "inference": 4, "eval": 5, "cli": 6}
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def sources() -> list[Path]:
+    return sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+
+
+def reached(path: Path) -> set[str]:
+    """The floors that a module imports, by its relative imports; an absolute self-import is reported as 'throughline'."""
+    found = set()
+    parts = path.relative_to(ROOT).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = parts[: len(parts) - (node.level - 1)] if node.level > 1 else parts
+            full = [*base, *((node.module or "").split(".") if node.module else [])]
+            found.update([full[0]] if full else [alias.name for alias in node.names])
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "throughline":
+            found.add("throughline")
+        elif isinstance(node, ast.Import):
+            found.update("throughline" for alias in node.names if alias.name.split(".")[0] == "throughline")
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_imports_upward(path: Path) -> None:
+    floor = path.relative_to(ROOT).parts[0]
+    for other in reached(path):
+        assert other != "throughline", f"{path}: absolute self-import"
+        if other in FLOORS and other != floor:
+            assert FLOORS[other] < FLOORS[floor], f"{path}: {floor} imports {other}, which is not below it"
+
+
+def test_packages_listed_and_inits_empty() -> None:
+    """pyproject lists every package, so that a wheel holds them all; every __init__.py is empty."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {"throughline"}
+    for top in (*FLOORS, "recipes"):
+        for init in (ROOT / top).rglob("__init__.py"):
+            found.add("throughline." + ".".join(init.parent.relative_to(ROOT).parts))
+            assert init.read_text().strip() == "", f"{init} is not empty"
+        for module in (ROOT / top).rglob("*.py"):
+            assert (module.parent / "__init__.py").exists(), f"{module.parent} has no __init__.py"
+    assert listed == found
+
+
+def imported_after(code: str) -> set[str]:
+    """Top-level modules present after running `code` in a fresh interpreter."""
+    out = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sorted({{n.split('.')[0] for n in sys.modules}}))"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return set(out.stdout.split("\n")[-2].split())
+
+
+def test_help_imports_neither_torch_nor_datasets() -> None:
+    code = "import sys\nfrom throughline.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass"
+    heavy = {"torch", "datasets", "transformers", "numpy", "pydantic", "onnx", "fastapi", "rich", "tokenizers"}
+    assert not imported_after(code) & heavy
+
+
+def test_light_modules_import_no_torch() -> None:
+    """core, models/config.py, models/presets.py and train/recipe.py work where torch is blocked."""
+    names = ["throughline." + ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "core").glob("*.py") if p.stem != "__init__"]
+    names += ["throughline.models.config", "throughline.models.presets", "throughline.train.recipe"]
+    code = "import sys\nsys.modules['torch'] = None\n" + "\n".join(f"import {name}" for name in names) + "\ndel sys.modules['torch']"
+    assert "torch" not in imported_after(code)
+
+
+def test_command_modules_import_no_heavy_library() -> None:
+    """Every verb's module loads without torch: help and errors of the command line are quick."""
+    from throughline.cli.main import VERBS
+
+    files = sorted({file for file, _ in VERBS.values()})
+    code = "import sys\n" + "\n".join(f"import throughline.cli.{name}" for name in files)
+    assert not imported_after(code) & {"torch", "datasets", "transformers", "fastapi", "onnx"}
