@@ -53,12 +53,23 @@ def claim(
     )  # fmt: skip
 
 
-def finish(name: str, claims: Sequence[Claim], *, packages: Sequence[str] = (), kind: str = "benchmark", **extra: Any) -> None:
+def finish(
+    name: str, claims: Sequence[Claim], *, packages: Sequence[str] = (), kind: str = "benchmark", **extra: Any
+) -> None:
     """Print the table and the one JSON line that ends every benchmark and proof."""
     header = ("claim", "ours", "theirs", "unit", "ratio", "spread", "goal", "met", "peer")
-    rows = [(c.name, c.ours, c.theirs, c.unit, c.ratio, f"{c.spread[0]}-{c.spread[1]}", c.goal, c.met, c.peer) for c in claims]
+    rows = [
+        (c.name, c.ours, c.theirs, c.unit, c.ratio, f"{c.spread[0]}-{c.spread[1]}", c.goal, c.met, c.peer)
+        for c in claims
+    ]
     print("\n".join(table(header, rows)))
-    line = {kind: name, "claims": [asdict(c) for c in claims], **extra, "machine": machine_facts(), "versions": versions(packages)}
+    line = {
+        kind: name,
+        "claims": [asdict(c) for c in claims],
+        **extra,
+        "machine": machine_facts(),
+        "versions": versions(packages),
+    }
     print(json.dumps(line | {"date": time.strftime("%Y-%m-%d")}), flush=True)
 
 

@@ -16,7 +16,9 @@ from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ThroughlineError
 def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds --json and --debug and turns our errors into messages and exit codes. Put it under @click.command()."""
 
-    @click.option("--json", "json_output", is_flag=True, help="Print one JSON object on stdout, everything else on stderr.")
+    @click.option(
+        "--json", "json_output", is_flag=True, help="Print one JSON object on stdout, everything else on stderr."
+    )
     @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
     @functools.wraps(function)
     def wrapped(*args: Any, json_output: bool, debug: bool, **kwargs: Any) -> Any:
@@ -35,7 +37,10 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:  # a fault of ours: say so in one line, keep the traceback for --debug
             if debug:
                 traceback.print_exc()
-            click.echo(f"error: {type(error).__name__}: {error}\n  fix:   a fault in throughline; run again with --debug", err=True)
+            click.echo(
+                f"error: {type(error).__name__}: {error}\n  fix:   a fault in throughline; run again with --debug",
+                err=True,
+            )
             sys.exit(EXIT_FAILED)
         finally:
             console.configure()
@@ -55,6 +60,10 @@ def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
 def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The RECIPE argument and the repeatable --set option (as `overrides`) of every command that takes a recipe."""
     function = click.option(
-        "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a field of the recipe. Repeatable."
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="SECTION.KEY=VALUE",
+        help="Override a field of the recipe. Repeatable.",
     )(function)
     return click.argument("recipe")(function)

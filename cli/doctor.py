@@ -12,7 +12,19 @@ from ..core import console, hardware
 from ..core.version import version
 from .common import throughline_command
 
-REQUIRED = ("torch", "numpy", "pyarrow", "tokenizers", "datasets", "safetensors", "pydantic", "onnx", "onnxruntime", "fastapi", "uvicorn")
+REQUIRED = (
+    "torch",
+    "numpy",
+    "pyarrow",
+    "tokenizers",
+    "datasets",
+    "safetensors",
+    "pydantic",
+    "onnx",
+    "onnxruntime",
+    "fastapi",
+    "uvicorn",
+)
 OPTIONAL = {"gigatoken": "fast", "ray": "ray", "lm_eval": "eval", "transformers": "test"}  # package -> extra
 
 
@@ -33,7 +45,9 @@ def command() -> None:
         f"native {' '.join(machine.cpu.dtypes)}",
     ]
     for gpu in machine.gpus:
-        lines.append(f"GPU {gpu.index} {gpu.name}, capability {gpu.capability}, {console.amount(gpu.memory_bytes, 'B')}, driver {gpu.driver}")
+        lines.append(
+            f"GPU {gpu.index} {gpu.name}, capability {gpu.capability}, {console.amount(gpu.memory_bytes, 'B')}, driver {gpu.driver}"
+        )
     if not machine.gpus:
         lines.append("GPU   none (training, export and serving run on the CPU)")
     lines.append(f"disk  {console.amount(shutil.disk_usage('.').free, 'B')} free here")
@@ -42,7 +56,9 @@ def command() -> None:
         lines.append(f"  {name:<14}{packages[name] or 'MISSING: pip install throughline'}")
     for name, extra in OPTIONAL.items():
         lines.append(f"  {name:<14}{packages[name] or f'not installed (optional: pip install throughline[{extra}])'}")
-    console.result({"version": version(), "machine": asdict(machine), "packages": packages, "compiler": compiler}, lines)
+    console.result(
+        {"version": version(), "machine": asdict(machine), "packages": packages, "compiler": compiler}, lines
+    )
 
 
 def _version(name: str) -> str | None:

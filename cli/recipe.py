@@ -40,7 +40,9 @@ def show(name: str | None) -> None:
     from ..train.recipe import TrainRecipe
 
     rows = describe(TrainRecipe)
-    lines = [line for key, kind, default, note in rows for line in (f"{key}  ({kind}, default {default})", f"    {note}")]
+    lines = [
+        line for key, kind, default, note in rows for line in (f"{key}  ({kind}, default {default})", f"    {note}")
+    ]
     console.result({"fields": [dict(zip(("key", "type", "default", "help"), row)) for row in rows]}, lines)
 
 

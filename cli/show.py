@@ -32,7 +32,9 @@ def command(path: str) -> None:
     if rows:
         lines.append("  made from")
         state = {True: "", False: "  (CHANGED since)", None: "  (no longer there)"}
-        lines += [f"  {'  ' * depth}{item.kind}  {item.path}  {item.hash[:12]}{state[same]}" for depth, item, same in rows]
+        lines += [
+            f"  {'  ' * depth}{item.kind}  {item.path}  {item.hash[:12]}{state[same]}" for depth, item, same in rows
+        ]
     payload = asdict(manifest) | {
         "hash": manifest.hash,
         "chain": [{"depth": depth, **asdict(item), "unchanged": same} for depth, item, same in rows],

@@ -110,7 +110,9 @@ def create_artifact(
         raise
 
 
-def seal(directory: Path, kind: str, inputs: Sequence[Input], recipe_hash: str | None, facts: dict[str, Any]) -> Manifest:
+def seal(
+    directory: Path, kind: str, inputs: Sequence[Input], recipe_hash: str | None, facts: dict[str, Any]
+) -> Manifest:
     """Hash and flush every file of `directory` and write its manifest last."""
     records = []
     for file in walk_files(directory):
@@ -135,7 +137,9 @@ def check_free(path: Path | str, overwrite: bool = False) -> None:
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not overwrite:
-        raise WrongUse("the output already exists", where=path, fix="choose another --out, or pass --overwrite to replace it")
+        raise WrongUse(
+            "the output already exists", where=path, fix="choose another --out, or pass --overwrite to replace it"
+        )
     if not (path / MANIFEST).is_file():
         raise WrongUse(
             "the output exists and is no artifact",
@@ -182,7 +186,9 @@ def read_manifest(path: Path | str, *kinds: str) -> Manifest:
         )
     manifest = _parse(path / MANIFEST)
     if kinds and manifest.kind not in kinds:
-        raise WrongUse(f"expected {' or '.join(kinds)}, found {manifest.kind}", where=path, fix=f"give a {kinds[0]} directory")
+        raise WrongUse(
+            f"expected {' or '.join(kinds)}, found {manifest.kind}", where=path, fix=f"give a {kinds[0]} directory"
+        )
     return manifest
 
 
@@ -200,7 +206,9 @@ def _parse(file: Path) -> Manifest:
         raw["files"] = tuple(FileRecord(**item) for item in raw["files"])
         return Manifest(**raw)
     except (KeyError, TypeError, ValueError) as error:
-        raise Refused("damaged manifest", where=file, why=str(error), fix="restore it or make the artifact again") from error
+        raise Refused(
+            "damaged manifest", where=file, why=str(error), fix="restore it or make the artifact again"
+        ) from error
 
 
 def verify_artifact(path: Path | str, *, sizes_only: bool = False) -> Manifest:
@@ -232,7 +240,11 @@ def input_record(path: Path | str) -> Input:
         manifest = read_manifest(path)
         return Input(str(path), manifest.kind, manifest.hash)
     if path.is_dir():
-        return Input(str(path), "foreign", sha256_json([[f.relative_to(path).as_posix(), sha256_file(f)] for f in walk_files(path)]))
+        return Input(
+            str(path),
+            "foreign",
+            sha256_json([[f.relative_to(path).as_posix(), sha256_file(f)] for f in walk_files(path)]),
+        )
     if path.is_file():
         return Input(str(path), "foreign", sha256_file(path))
     raise WrongUse("no such file or directory", where=path, fix="check the spelling")

@@ -27,8 +27,8 @@ class CausalBackend(Protocol):
         """Append `ids` (int64) to cache rows `first_row` … `first_row + B` and return float32 logits (B, N, V).
 
         Row b already holds `past[b]` tokens; its logits are those after the tokens `ids[b, ask[b]]`. Prefill is S > 1,
-        decode S = 1, both with ragged `past`. A row with fewer than S tokens is filled up with any id on the right: what
-        lies behind its real length is overwritten by its next call and never attended to by its real tokens.
+        decode S = 1, both with ragged `past`. A row with fewer than S tokens is filled up with any id on the right:
+        what lies behind its real length is never attended to by its real tokens and overwritten by its next call.
         """
 
     def copy_row(self, cache: Cache, source: int, target: int, tokens: int) -> None:
@@ -45,6 +45,7 @@ class EncoderBackend(Protocol):
     def forward(
         self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """float32 outputs: `last_hidden_state` (B, S, H), `mlm_logits` (B, N, V) at the positions `ask`,
-        `sentence_embedding` (B, H) the mean over real tokens, and with an NSP head `pooler_output` (B, H), `nsp_logits` (B, 2).
+        """float32 outputs: `last_hidden_state` (B, S, H); `mlm_logits` (B, N, V) at the positions `ask`;
+        `sentence_embedding` (B, H), the mean over real tokens; with an NSP head `pooler_output` (B, H) and
+        `nsp_logits` (B, 2).
         """

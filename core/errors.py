@@ -62,7 +62,9 @@ class MissingExtra(WrongUse):
     """An optional package is not installed (exit 2)."""
 
     def __init__(self, package: str, needed_for: str, install: str) -> None:
-        super().__init__(f"{needed_for} needs the package {package}, which is not installed", fix=f"pip install {install}")
+        super().__init__(
+            f"{needed_for} needs the package {package}, which is not installed", fix=f"pip install {install}"
+        )
 
 
 class Refused(ThroughlineError):

@@ -101,7 +101,9 @@ def read_json(path: Path | str) -> Any:
     except FileNotFoundError:
         raise WrongUse("no such file", where=path) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Refused("damaged JSON file", where=path, why=str(error), fix="restore the file or make it again") from error
+        raise Refused(
+            "damaged JSON file", where=path, why=str(error), fix="restore the file or make it again"
+        ) from error
 
 
 def walk_files(root: Path) -> Iterable[Path]:

@@ -19,7 +19,11 @@ from .errors import Refused
 # the first compute capability whose tensor cores take a dtype (NVIDIA CUDA programming guide, arithmetic tables)
 NEEDS_CAPABILITY = {"fp32": 0.0, "fp16": 7.0, "int8": 7.2, "bf16": 8.0, "tf32": 8.0, "fp8": 8.9}
 # instruction sets with which a CPU computes matrix products in a dtype without converting to fp32 first
-CPU_DTYPE_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16"), "int8": ("avx512_vnni", "avx_vnni")}
+CPU_DTYPE_FLAGS = {
+    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "fp16": ("avx512_fp16", "amx_fp16"),
+    "int8": ("avx512_vnni", "avx_vnni"),
+}
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,14 @@ def chips() -> dict[str, Chip]:
 
 def find_chip(name: str, memory_bytes: int = 0) -> Chip | None:
     """The chip whose match words all stand in a driver's device name (its memory size counts as a word), or None."""
-    text = f"{name} {round(memory_bytes / 1e9)}gb".lower().replace("-", " ")
-    hits = [chip for chip in chips().values() if all(word.replace("-", " ") in text for word in chip.match)]
+    text = f" {name} {round(memory_bytes / 1e9)}gb ".lower().replace("-", " ")
+
+    def stands(word: str) -> bool:  # as whole words: "l4" is not in "l40s"
+        return f" {word.replace('-', ' ')} " in text
+
+    hits = [chip for chip in chips().values() if all(map(stands, chip.match))]
     if not hits and memory_bytes:  # V100 and A100 come in two sizes: take the nearer one
-        hits = [chip for chip in chips().values() if chip.match[0].replace("-", " ") in text]
+        hits = [chip for chip in chips().values() if stands(chip.match[0])]
         hits.sort(key=lambda chip: abs(chip.memory_gb * 1e9 - memory_bytes))
     return hits[0] if hits else None
 

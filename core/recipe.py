@@ -41,7 +41,9 @@ Recipe = TypeVar("Recipe", bound=Section)
 Rule = Callable[[Any], Iterable[Problem]]
 
 
-def load_recipe(source: Path | str, model: type[Recipe], overrides: Sequence[str] = (), rules: Sequence[Rule] = ()) -> Recipe:
+def load_recipe(
+    source: Path | str, model: type[Recipe], overrides: Sequence[str] = (), rules: Sequence[Rule] = ()
+) -> Recipe:
     """Read a recipe from a path, or a shipped one by name, apply `a.b=c` overrides and check everything.
 
     Raises WrongUse listing every problem at once.
@@ -127,8 +129,12 @@ def describe(model: type[Section], prefix: str = "") -> list[tuple[str, str, str
         if inner is not None:
             rows += describe(inner, f"{prefix}{name}.")
             continue
-        kind = re.sub(r"typing\.|<class '|'>|NoneType", lambda m: "None" if m[0] == "NoneType" else "", str(info.annotation))
-        default = "required" if info.is_required() else json.dumps(info.get_default(call_default_factory=True), default=str)
+        kind = re.sub(
+            r"typing\.|<class '|'>|NoneType", lambda m: "None" if m[0] == "NoneType" else "", str(info.annotation)
+        )
+        default = (
+            "required" if info.is_required() else json.dumps(info.get_default(call_default_factory=True), default=str)
+        )
         rows.append((prefix + name, kind, default, info.description or ""))
     return rows
 
@@ -144,13 +150,17 @@ def _set_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> frozenset[
     for item in overrides:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
-            raise WrongUse(f"--set {item!r} is not of the form section.key=value", fix="for example: --set train.steps=100")
+            raise WrongUse(
+                f"--set {item!r} is not of the form section.key=value", fix="for example: --set train.steps=100"
+            )
         node = tree
         *parents, last = key.strip().split(".")
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise WrongUse(f"--set {key}: {parent} is a value, not a section", fix="see: throughline recipe show NAME")
+                raise WrongUse(
+                    f"--set {key}: {parent} is a value, not a section", fix="see: throughline recipe show NAME"
+                )
         node[last] = _toml_value(value)
     return frozenset(item.partition("=")[0].strip() for item in overrides)
 

@@ -1,0 +1,51 @@
+# Every target works from a clean clone with only Python and make. PYTHON chooses the interpreter, VENV the place.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+PYTEST := $(BIN)/python -m pytest
+RUN := runs/demo
+
+.PHONY: demo test slow lint gpu-check bench prove-layouts clean help
+
+help:
+	@echo "make demo           install, then text to served GPT and BERT in minutes on a laptop CPU"
+	@echo "make test           install and run the fast tests"
+	@echo "make slow           the tests that take minutes or several processes"
+	@echo "make lint           ruff and mypy"
+	@echo "make gpu-check      tests and benchmarks that need a CUDA device; installs nothing"
+	@echo "make bench          every benchmark against its peers (NANOGPT=path of a nanoGPT checkout)"
+	@echo "make prove-layouts  every parallel layout against the single process"
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,fast,eval,bench]"
+	@touch $@
+
+demo: $(VENV)/.installed
+	@env -u OMP_NUM_THREADS $(BIN)/throughline demo --out $(RUN)
+
+test: $(VENV)/.installed-test
+	$(PYTEST) -n 2 -m "not slow and not gpu"
+
+slow: $(VENV)/.installed-test
+	$(PYTEST) -m "slow and not gpu" --durations 15
+
+lint: $(VENV)/.installed-test
+	$(BIN)/python -m ruff check .
+	mkdir -p build/lint && ln -sfn $(CURDIR) build/lint/throughline
+	cd build/lint && $(abspath $(BIN))/python -m mypy --config-file throughline/pyproject.toml -p throughline.core -p throughline.models \
+		-p throughline.data -p throughline.train -p throughline.inference -p throughline.eval -p throughline.cli
+
+# a bare machine with torch, transformers and onnxruntime: nothing is installed, the checkout itself is put on the path
+gpu-check:
+	mkdir -p build/path && ln -sfn $(CURDIR) build/path/throughline
+	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) -m pytest tests/gpu -m gpu -rs
+	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) benchmarks/gpu.py
+
+clean:
+	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache

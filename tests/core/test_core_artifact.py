@@ -1,0 +1,134 @@
+"""Artifacts appear whole or not at all, name what they were made from, and notice any changed byte."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from throughline.core.artifact import chain, create_artifact, input_record, read_manifest, verify_artifact
+from throughline.core.errors import Failed, Refused, WrongUse
+from throughline.core.workspace import Workspace, read_records
+
+
+def make(path: Path, kind: str = "tokens", inputs: tuple = (), text: str = "hello") -> Path:
+    with create_artifact(path, kind, inputs=inputs) as draft:
+        (draft.path / "sub").mkdir()
+        (draft.path / "sub" / "a.txt").write_text(text)
+        draft.facts["n"] = 3
+    return path
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.endswith(".tmp")]
+
+
+def test_round_trip_and_identity(tmp_path: Path) -> None:
+    """The hash depends on content and facts, not on place or time."""
+    a, b = make(tmp_path / "a"), make(tmp_path / "b")
+    c = make(tmp_path / "c", text="other")
+    assert read_manifest(a, "tokens").facts == {"n": 3}
+    assert verify_artifact(a).files[0].name == "sub/a.txt"
+    assert read_manifest(a).hash == read_manifest(b).hash != read_manifest(c).hash
+    assert not leftovers(tmp_path)
+
+
+def test_failure_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), create_artifact(tmp_path / "x", "tokens") as draft:
+        (draft.path / "half").write_text("half")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_any_damage_is_refused_by_name(tmp_path: Path, harm: str) -> None:
+    file = make(tmp_path / "a") / "sub" / "a.txt"
+    data = bytearray(file.read_bytes())
+    data[2] ^= 1
+    {"flip": lambda: file.write_bytes(data), "cut": lambda: file.write_bytes(data[:2]), "remove": file.unlink}[harm]()
+    with pytest.raises(Refused) as caught:
+        verify_artifact(tmp_path / "a")
+    assert "a.txt" in caught.value.where and caught.value.fix
+
+
+def test_taken_output_kept_unless_overwrite(tmp_path: Path) -> None:
+    make(tmp_path / "a", text="first")
+    with pytest.raises(WrongUse, match="already exists"):
+        make(tmp_path / "a")
+    with create_artifact(tmp_path / "a", "tokens", overwrite=True) as draft:
+        (draft.path / "b").write_text("second")
+    assert [f.name for f in verify_artifact(tmp_path / "a").files] == ["b"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "keep").write_text("x")
+    with pytest.raises(WrongUse, match="no artifact"), create_artifact(tmp_path / "mine", "tokens", overwrite=True):
+        pass
+    assert (tmp_path / "mine" / "keep").exists()
+
+
+def test_wrong_kind_and_foreign_are_refused(tmp_path: Path) -> None:
+    make(tmp_path / "a")
+    with pytest.raises(WrongUse, match="expected checkpoint, found tokens"):
+        read_manifest(tmp_path / "a", "checkpoint")
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(WrongUse, match="not a Throughline artifact"):
+        read_manifest(tmp_path / "plain")
+    with pytest.raises(WrongUse, match="no such path"):
+        read_manifest(tmp_path / "nowhere")
+
+
+def test_chain_reaches_foreign_text_and_sees_changes(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    make(tmp_path / "tokens", inputs=(input_record(text),))
+    make(tmp_path / "run", "run", inputs=(input_record(tmp_path / "tokens"),))
+    assert [(d, i.kind, same) for d, i, same in chain(tmp_path / "run")] == [(1, "tokens", True), (2, "foreign", True)]
+    text.write_text("other words")
+    assert chain(tmp_path / "run")[1][2] is False
+    text.unlink()
+    assert chain(tmp_path / "run")[1][2] is None
+
+
+def test_full_disk_is_one_clear_error(tmp_path: Path) -> None:
+    """A real write beyond the file-size limit: our error, nothing left behind."""
+    code = (
+        "import signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from throughline.core.artifact import create_artifact\n"
+        "from throughline.core.errors import Failed\n"
+        "try:\n"
+        "    with create_artifact(sys.argv[1], 'tokens') as d: (d.path / 'big').write_bytes(bytes(200_000))\n"
+        "except Failed as e: print(e)\n"
+    )
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # noqa: E731
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a")], capture_output=True, text=True, preexec_fn=limit
+    )
+    assert "cannot write" in out.stdout and "file-size limit" in out.stdout, out.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_workspace_lock_and_records(tmp_path: Path) -> None:
+    """One owner at a time, the loser is told who; a line cut by a crash is dropped, damage before it is refused."""
+    with Workspace(tmp_path / "w") as work:
+        with pytest.raises(WrongUse, match="another process"), Workspace(tmp_path / "w"):
+            pass
+        work.append("log.jsonl", {"a": 1}, {"a": 2}, sync=True)
+        work.write_state({"step": 5})
+        assert work.read_state() == {"step": 5}
+    file = tmp_path / "w" / "log.jsonl"
+    with open(file, "a") as out:
+        out.write('{"a": 3')
+    assert [r["a"] for r in read_records(file)] == [1, 2]
+    file.write_text('{"a": 1}\n{"a":\n{"a": 3}\n')
+    with pytest.raises(Refused, match="damaged line"):
+        list(read_records(file))
+    with Workspace(tmp_path / "w") as work:
+        work.finish("run", (), None, {"steps": 5})
+    assert verify_artifact(tmp_path / "w").facts == {"steps": 5}
+
+
+def test_error_survives_pickling() -> None:
+    """Errors cross process borders whole (spawned workers send them back)."""
+    import pickle
+
+    error = pickle.loads(pickle.dumps(Failed("what", where="here", why="because", fix="do")))
+    assert (type(error), str(error)) == (Failed, str(Failed("what", where="here", why="because", fix="do")))

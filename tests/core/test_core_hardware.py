@@ -1,0 +1,39 @@
+"""Chips are found by the names drivers print; a card is refused what it cannot compute, with the alternative named."""
+
+import pytest
+from throughline.core import hardware
+from throughline.core.errors import Refused
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "memory_bytes", "key"),
+    [
+        ("Tesla V100-SXM2-32GB", 34089730048, "v100-32gb"), ("Tesla V100-SXM2-16GB", 16944988160, "v100-16gb"),
+        ("Tesla T4", 15843721216, "t4"), ("NVIDIA A100-SXM4-80GB", 85e9, "a100-80gb"), ("NVIDIA A100-PCIE-40GB", 42e9, "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", 85e9, "h100-80gb"), ("NVIDIA H200", 150e9, "h200"), ("NVIDIA L4", 24e9, "l4"),
+        ("NVIDIA L40S", 48e9, "l40s"), ("NVIDIA GeForce RTX 4090", 25e9, None),
+    ],
+)  # fmt: skip
+def test_chip_by_driver_name(driver_name: str, memory_bytes: float, key: str | None) -> None:
+    chip = hardware.find_chip(driver_name, int(memory_bytes))
+    assert (chip.key if chip else None) == key
+
+
+def test_dtype_rules_agree_with_the_chip_table() -> None:
+    """A chip lists bf16 exactly when its compute capability allows it: two sources, one truth."""
+    for chip in hardware.chips().values():
+        if chip.capability:
+            assert ("bf16" in chip.tflops) == (float(chip.capability) >= hardware.NEEDS_CAPABILITY["bf16"]), chip.key
+
+
+def test_t4_refuses_bf16_and_names_fp16() -> None:
+    with pytest.raises(Refused) as caught:
+        hardware.check_dtype("bf16", "cuda", capability="7.5", name="Tesla T4")
+    assert "use fp16" in caught.value.fix
+    hardware.check_dtype("fp16", "cuda", capability="7.5")
+    hardware.check_dtype("bf16", "cpu")
+
+
+def test_this_machine() -> None:
+    cpu = hardware.machine().cpu
+    assert cpu.cores >= 1 and cpu.memory_bytes > 2**28 and "fp32" in cpu.dtypes
