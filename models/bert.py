@@ -1,0 +1,111 @@
+"""BERT: a bidirectional encoder with a masked-LM head and a next-sentence head.
+
+Post-norm as published by default; `norm_first` gives the pre-norm order of Megatron's BERT. The masked-LM head works on any
+selection of positions, so that training pays for logits only where there is a target.
+
+Shape letters: B batch, S positions, W width, N selected positions, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .config import BERTConfig
+from .layers import Block, RelativeBias, activation_function, make_norm
+
+
+class BERT(nn.Module):
+    """`model(ids)` gives logits everywhere; training calls `hidden`, `mlm_head` on the masked positions, and `nsp_head`.
+
+    Blocks are keyed by their layer number. Parameters have torch's default values until `init.initialise` or a
+    checkpoint fills them.
+    """
+
+    def __init__(self, config: BERTConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.token_table = nn.Embedding(config.vocab_size, width)
+        self.position_table = nn.Embedding(config.sequence_length, width)
+        self.type_table = nn.Embedding(config.token_types, width) if config.token_types else None
+        self.relative_bias = RelativeBias(config) if config.relative_buckets else None
+        self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
+        self.norm = make_norm(config)  # after the embeddings (post-norm) or after the last block (norm_first)
+        self.mlm_transform = nn.Linear(width, width, bias=config.bias) if config.mlm_transform else None
+        self.mlm_norm = make_norm(config) if config.mlm_transform else None
+        self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.bias else None
+        self.pooler = nn.Linear(width, width, bias=config.bias) if config.nsp else None
+        self.nsp = nn.Linear(width, 2, bias=config.bias) if config.nsp else None
+        self.activation = activation_function(config.activation)
+
+    def forward(self, input_ids: Tensor, **inputs: Tensor | None) -> Tensor:
+        """Ids (B, S), and what `hidden` takes -> masked-LM logits (B, S, V)."""
+        return self.mlm_head(self.hidden(input_ids, **inputs))
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        token_types: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Ids (B, S) -> (B, S, W).
+
+        `token_types` (B, S): sentence A (0, when absent) or B (1). `attention_mask` (B, S) bool: True for real tokens. `positions` (B, S):
+        0, 1, 2, ... when absent. `document_ids` (B, S): tokens of a packed row see only their own document.
+        """
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x_BSW = self.embed(input_ids, positions, token_types)
+        return self.encode(x_BSW, positions, attention_mask, document_ids)
+
+    def embed(self, input_ids: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
+        """Ids (B, S), positions (S,) or (B, S), types (B, S) -> (B, S, W)."""
+        x_BSW = self.token_table(input_ids)
+        if self.type_table is not None:
+            x_BSW = x_BSW + (self.type_table.weight[0] if token_types is None else self.type_table(token_types))
+        x_BSW = x_BSW + self.position_table(positions)
+        if not self.config.norm_first:
+            x_BSW = self.norm(x_BSW)
+        return F.dropout(x_BSW, self.config.dropout, self.training) if self.config.dropout else x_BSW
+
+    def encode(
+        self,
+        x_BSW: Tensor,
+        positions: Tensor,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The blocks, and the final norm of the pre-norm order."""
+        mask = None
+        if document_ids is not None:
+            mask = (document_ids[:, :, None] == document_ids[:, None, :])[:, None]  # (B, 1, S, S)
+        if attention_mask is not None:
+            real = attention_mask.bool()[:, None, None, :]  # (B, 1, 1, S)
+            mask = real if mask is None else mask & real
+        if self.relative_bias is not None:
+            bias = self.relative_bias(positions).to(x_BSW.dtype)
+            mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        for block in self.blocks.values():
+            x_BSW = block(x_BSW, mask)
+        return self.norm(x_BSW) if self.config.norm_first else x_BSW
+
+    def mlm_head(self, hidden_NW: Tensor) -> Tensor:
+        """(..., W) -> logits (..., V) at those positions."""
+        return F.linear(self.mlm_features(hidden_NW), self.token_table.weight, self.mlm_bias)
+
+    def mlm_features(self, hidden_NW: Tensor) -> Tensor:
+        """The transform before the decoder: what a loss that computes the logits in pieces multiplies with the token table."""
+        if self.mlm_transform is None or self.mlm_norm is None:
+            return hidden_NW
+        return self.mlm_norm(self.activation(self.mlm_transform(hidden_NW)))
+
+    def nsp_head(self, hidden_BSW: Tensor) -> Tensor | None:
+        """(B, S, W) -> (B, 2): logits of "B follows A" and "B is random", from the first position; None without the head."""
+        pooled = self.pooled(hidden_BSW)
+        return None if self.nsp is None or pooled is None else self.nsp(pooled)
+
+    def pooled(self, hidden_BSW: Tensor) -> Tensor | None:
+        """(B, S, W) -> (B, W): tanh of the dense layer on the first position; None without the next-sentence head."""
+        return None if self.pooler is None else torch.tanh(self.pooler(hidden_BSW[:, 0]))

@@ -1,0 +1,82 @@
+"""Keys and values of the tokens read so far, for generation.
+
+A cache has a fixed number of rows (slots) and of places per row. Rows may hold different numbers of tokens: a batch of
+prompts is given padded on the right, `advance` says how many tokens of each row were real, and the next call overwrites the rest.
+
+Shape letters: B rows, S new positions, T places, G key-value heads, D head width.
+"""
+
+import torch
+from torch import Tensor
+
+from .config import GPTConfig
+
+
+class KeyValueCache:
+    """Room for `places` tokens in each of `rows` sequences; `lengths` (B,) says how many each holds.
+
+    One step: `model.hidden(ids, cache=cache)` and then `cache.advance(counts)`. Until `advance` is called, nothing counts as read.
+    An exporter or a server may pass its own object with the same four methods: `positions`, `mask`, `layer`, `advance`.
+    """
+
+    def __init__(
+        self, config: GPTConfig, rows: int, places: int | None = None, *, device=None, dtype: torch.dtype | None = None
+    ) -> None:
+        places = places or config.sequence_length
+        shape = (config.layers, rows, config.key_value_heads, places, config.head_size)
+        # zeros, not empty: a masked place still enters a product with probability 0, and 0 x NaN is NaN
+        self.keys_LBGTD = torch.zeros(shape, device=device, dtype=dtype)
+        self.values_LBGTD = torch.zeros(shape, device=device, dtype=dtype)
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self.seen = 0  # places that the present step looks at: kept as a number, so that reading it costs no device sync
+        self._places_now = self.lengths
+
+    @property
+    def places(self) -> int:
+        return self.keys_LBGTD.shape[3]
+
+    def positions(self, count: int) -> Tensor:
+        """Where the next `count` tokens of every row stand: (B, S)."""
+        return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
+
+    def mask(self, positions: Tensor) -> Tensor:
+        """(B, S) -> (B, 1, S, T): a token sees the places up to its own. Called once per step, before any layer."""
+        self._places_now = positions
+        self.seen = int(positions[:, -1].max()) + 1
+        if self.seen > self.places:
+            raise IndexError(f"a row would hold {self.seen} tokens and the cache has {self.places} places per row")
+        return (torch.arange(self.seen, device=positions.device) <= positions[:, :, None])[:, None]
+
+    def layer(self, number: int) -> "_Layer":
+        return _Layer(self, number)
+
+    def advance(self, counts: Tensor | int) -> None:
+        """The first `counts` (B,) tokens of the last step are now part of each row."""
+        self.lengths += counts
+
+    def reset(self, rows: Tensor | slice) -> None:
+        """Empty some rows, so that other sequences can use them."""
+        self.lengths[rows] = 0
+
+    def take(self, start: int, stop: int) -> "KeyValueCache":
+        """Rows [start, stop) as a cache over the same memory: a prompt can be read into one row while others wait."""
+        part = object.__new__(KeyValueCache)
+        part.keys_LBGTD, part.values_LBGTD = self.keys_LBGTD[:, start:stop], self.values_LBGTD[:, start:stop]
+        part.lengths = self.lengths[start:stop]
+        part.seen, part._places_now = 0, part.lengths
+        return part
+
+
+class _Layer:
+    def __init__(self, cache: KeyValueCache, number: int) -> None:
+        self.cache, self.number = cache, number
+
+    def extend(self, key_BGSD: Tensor, value_BGSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values at their places; give back everything that this step may look at."""
+        cache = self.cache
+        where = cache._places_now[:, None, :, None].expand_as(key_BGSD)
+        found = []
+        for store, new in ((cache.keys_LBGTD, key_BGSD), (cache.values_LBGTD, value_BGSD)):
+            store[self.number].scatter_(2, where, new.to(store.dtype))
+            found.append(store[self.number, :, :, : cache.seen])
+        return found[0], found[1]

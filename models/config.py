@@ -1,0 +1,211 @@
+"""Shapes of the models: what a GPT or a BERT is made of, how many parameters it has and what a token costs.
+
+No torch here: recipes, the planner and `throughline show` read these on any machine. The counts are tested against the
+built models and against the published ones.
+
+Letters: L layers, W width, A heads, G key-value heads, D head width, F feed-forward width, V vocabulary, S sequence.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from ..core.errors import WrongUse
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """What a GPT and a BERT share. Zero in `kv_heads`, `head_width` or `mlp_width` means the usual size (see properties)."""
+
+    vocab_size: int = 50257
+    sequence_length: int = 1024  # the longest sequence, and the rows of a learned position table
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    kv_heads: int = 0  # 0: one per head; fewer: grouped-query attention; 1: multi-query
+    head_width: int = 0  # 0: width / heads
+    mlp_width: int = 0  # 0: 4 x width
+    activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu_tanh"
+    gated: bool = False  # down(activation(gate(x)) * up(x)): SwiGLU and its kin
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_epsilon: float = 1e-5
+    bias: bool = True  # in the linear layers and in the layer norms; an RMS norm has a scale only
+    dropout: float = 0.0  # on embeddings, attention probabilities and both residual branches
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_width or self.width // self.heads
+
+    @property
+    def feed_forward_size(self) -> int:
+        return self.mlp_width or 4 * self.width
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as plain values for JSON or TOML."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """The config with these fields, the others at their defaults.
+
+        Raises `WrongUse` on a field that does not exist (naming the nearest one) and on a shape that cannot be built.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in fields:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                fix = f"did you mean {near[0]}?" if near else "the fields are: " + ", ".join(known)
+                raise WrongUse(f"{cls.__name__} has no field {key!r}", where=f"model.{key}", fix=fix)
+        config = cls(**fields)
+        if problems := config.validate():
+            raise WrongUse(f"this {cls.__name__} cannot be built", where="model", why="\n".join(problems))
+        return config
+
+    def validate(self) -> list[str]:
+        """Everything that is wrong with this shape, one sentence each; empty when it can be built."""
+        problems = [
+            f"{name} is {getattr(self, name)}; it must be at least 1"
+            for name in ("vocab_size", "sequence_length", "layers", "width", "heads")
+            if getattr(self, name) < 1
+        ]
+        problems += [
+            f"{name} is {getattr(self, name)}; it must be 0 (the usual size) or more"
+            for name in ("kv_heads", "head_width", "mlp_width")
+            if getattr(self, name) < 0
+        ]
+        if problems:
+            return problems
+        if not self.head_width and self.width % self.heads:
+            problems.append(f"width {self.width} is not a multiple of heads {self.heads} (or set head_width)")
+        if self.heads % self.key_value_heads:
+            problems.append(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if not 0.0 <= self.dropout < 1.0:
+            problems.append(f"dropout is {self.dropout}; it must be in [0, 1)")
+        if self.norm_epsilon <= 0:
+            problems.append(f"norm_epsilon is {self.norm_epsilon}; it must be above 0")
+        for name, allowed in (("activation", ("gelu", "gelu_tanh", "silu")), ("norm", ("layernorm", "rmsnorm"))):
+            if getattr(self, name) not in allowed:
+                problems.append(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        return problems
+
+    def parameter_count(self) -> int:
+        raise NotImplementedError
+
+    def norm_parameters(self) -> int:
+        return self.width * (2 if self.bias and self.norm == "layernorm" else 1)
+
+    def block_matrix_parameters(self) -> int:
+        """Weights of one block that multiply every token: query, key, value, output and the feed-forward matrices."""
+        attention = 2 * self.width * self.head_size * (self.heads + self.key_value_heads)
+        return attention + (3 if self.gated else 2) * self.width * self.feed_forward_size
+
+    def block_parameters(self) -> int:
+        """All parameters of one block: its matrices, their biases and two norms."""
+        attention_bias = self.head_size * (self.heads + 2 * self.key_value_heads) + self.width
+        mlp_bias = (2 if self.gated else 1) * self.feed_forward_size + self.width
+        biases = attention_bias + mlp_bias if self.bias else 0
+        return self.block_matrix_parameters() + biases + 2 * self.norm_parameters()
+
+    def blocks_flops_per_token(self, sequence_length: int) -> int:
+        """Forward and backward through all blocks, for one token of a sequence of this length.
+
+        Forward: 2 FLOPs per weight, and 2 S A D each for the scores and for the weighted sum; backward: twice that. Attention is
+        counted over the whole square, causal or not, as the published figures do (Narayanan et al. 2021, section 5.1
+        and appendix, without the recomputed forward; the same convention as Chowdhery et al. 2022, appendix B).
+        """
+        attention = 2 * 2 * sequence_length * self.heads * self.head_size
+        return 3 * self.layers * (2 * self.block_matrix_parameters() + attention)
+
+
+@dataclass(frozen=True)
+class GPTConfig(TransformerConfig):
+    """A causal decoder: GPT-2 by default; rotary positions, RMS norm, gated MLP and fewer key heads make it a Llama."""
+
+    positions: Literal["learned", "rotary"] = "learned"
+    rope_theta: float = 10000.0
+    tied: bool = True  # the output matrix is the token table
+
+    def validate(self) -> list[str]:
+        problems = super().validate()
+        if self.positions not in ("learned", "rotary"):
+            problems.append(f"positions is {self.positions!r}; it must be one of learned, rotary")
+        elif self.positions == "rotary" and not problems and self.head_size % 2:
+            problems.append(f"rotary positions turn pairs of numbers; the head width {self.head_size} is odd")
+        return problems
+
+    def parameter_count(self) -> int:
+        """Parameters of the built model; a tied output matrix counts once."""
+        tables = self.vocab_size * self.width * (1 if self.tied else 2)
+        tables += self.sequence_length * self.width if self.positions == "learned" else 0
+        return tables + self.layers * self.block_parameters() + self.norm_parameters()
+
+    def flops_per_token(self, sequence_length: int | None = None) -> int:
+        """Model FLOPs of forward and backward for one token, with logits for every token.
+
+        Equals 72 L W^2 (1 + S/(6W) + V/(12 L W)) for the GPT-2 shape: Narayanan et al. 2021 give 96 B S L W^2 (1 + S/(6W) +
+        V/(16 L W)) per iteration with the forward of every block computed twice; this is once. Recomputation is never counted.
+        """
+        blocks = self.blocks_flops_per_token(sequence_length or self.sequence_length)
+        return blocks + 6 * self.width * self.vocab_size
+
+
+@dataclass(frozen=True)
+class BERTConfig(TransformerConfig):
+    """A bidirectional encoder with the masked-LM and next-sentence heads: BERT-Base by default."""
+
+    vocab_size: int = 30522
+    sequence_length: int = 512
+    activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu"
+    norm_epsilon: float = 1e-12
+    norm_first: bool = False  # True: the pre-norm order of Megatron's BERT, with a final norm and none on the embeddings
+    token_types: int = 2  # 0: no segment table
+    nsp: bool = True  # pooler and next-sentence head
+    mlm_transform: bool = True  # dense + activation + norm before the tied decoder
+    relative_buckets: int = 0  # T5-style position bias shared by all layers, one number per bucket and head; 0: none
+    relative_distance: int = 128  # distances beyond this share the last bucket
+
+    def validate(self) -> list[str]:
+        problems = super().validate()
+        if self.token_types < 0:
+            problems.append(f"token_types is {self.token_types}; it must be 0 or more")
+        if self.relative_buckets and (self.relative_buckets < 4 or self.relative_buckets % 2):
+            problems.append(f"relative_buckets is {self.relative_buckets}; it must be 0 or an even number from 4 on")
+        return problems
+
+    def parameter_count(self) -> int:
+        """Parameters of the built model, heads included; the decoder is the token table and counts once."""
+        linear_bias = self.width if self.bias else 0
+        tables = (self.vocab_size + self.sequence_length + self.token_types) * self.width
+        tables += self.relative_buckets * self.heads
+        norms = self.norm_parameters()  # on the embeddings or at the end, never both
+        head = self.vocab_size if self.bias else 0
+        if self.mlm_transform:
+            head += self.width * self.width + linear_bias + self.norm_parameters()
+        if self.nsp:
+            head += self.width * self.width + linear_bias + 2 * self.width + (2 if self.bias else 0)
+        return tables + norms + self.layers * self.block_parameters() + head
+
+    def flops_per_token(self, sequence_length: int | None = None, predicted: float = 1.0) -> int:
+        """Model FLOPs of forward and backward for one token; `predicted` is the share of tokens that get MLM logits.
+
+        With 1.0 (logits everywhere) this is the published convention, see `GPTConfig.flops_per_token`; a model that
+        computes the head on the masked 15 % only does less. The transform and the pooler (once per sequence) are counted.
+        """
+        length = sequence_length or self.sequence_length
+        head = 6 * self.width * self.vocab_size + (6 * self.width * self.width if self.mlm_transform else 0)
+        pooled = 6 * (self.width * self.width + 2 * self.width) if self.nsp else 0
+        return self.blocks_flops_per_token(length) + round(predicted * head + pooled / length)
+
+
+ModelConfig = GPTConfig | BERTConfig
+FAMILIES: dict[str, type[GPTConfig] | type[BERTConfig]] = {"gpt": GPTConfig, "bert": BERTConfig}
+
+
+def family_of(config: ModelConfig) -> str:
+    """`gpt` or `bert`, as written in a checkpoint's `model.json`."""
+    return "gpt" if isinstance(config, GPTConfig) else "bert"

@@ -1,0 +1,104 @@
+"""GPT: a causal decoder. GPT-2's shape by default; the config's switches make it a Llama.
+
+What differs from the GPT-2 paper: dropout is off unless asked for, and query, key and value are one matrix ordered by head
+(see `Attention`). Everything else is GPT-2: learned positions, a norm before each branch and at the end, tied output matrix.
+
+Shape letters: B batch, S positions, W width, V vocabulary; `hidden` (B, S, W) is written hidden_BSH in the contracts.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .cache import KeyValueCache
+from .config import GPTConfig
+from .layers import Block, make_norm, rotary_table
+
+
+class GPT(nn.Module):
+    """`model(ids)` gives logits; `hidden` and `head` are its two halves.
+
+    Blocks are keyed by their layer number, so a pipeline stage that holds some of them keeps their names. Parameters have
+    torch's default values until `init.initialise` or a checkpoint fills them.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_table = nn.Embedding(config.vocab_size, config.width)
+        self.position_table = (
+            nn.Embedding(config.sequence_length, config.width) if config.positions == "learned" else None
+        )
+        self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
+        self.norm = make_norm(config)
+        self.output = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Ids (B, S) -> logits (B, S, V)."""
+        return self.head(self.hidden(input_ids, positions, document_ids, cache))
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Ids (B, S) -> (B, S, W), the final norm included.
+
+        `positions` (B, S): where each token stands, 0, 1, 2, ... when absent. `document_ids` (B, S): tokens see only their own document.
+        `cache`: the ids continue what its rows hold; positions and the mask come from it, and it keeps the new keys and values.
+        """
+        if cache is not None and positions is None:
+            positions = cache.positions(input_ids.shape[1])
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return self.encode(self.embed(input_ids, positions), positions, document_ids, cache)
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Ids (B, S) and positions (S,) or (B, S) -> (B, S, W)."""
+        x_BSW = self.token_table(input_ids)
+        if self.position_table is not None:
+            x_BSW = x_BSW + self.position_table(positions)
+        return F.dropout(x_BSW, self.config.dropout, self.training) if self.config.dropout else x_BSW
+
+    def encode(
+        self,
+        x_BSW: Tensor,
+        positions: Tensor,
+        document_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """The blocks and the final norm. A causal kernel without a mask is used unless documents or a cache need one."""
+        mask = None
+        if cache is not None:
+            mask = cache.mask(positions)
+        elif document_ids is not None:
+            mask = causal_document_mask(document_ids)
+        rotary = None
+        if self.config.positions == "rotary":
+            rotary = rotary_table(positions, self.config.head_size, self.config.rope_theta, x_BSW.dtype)
+        for layer, block in self.blocks.items():
+            memory = cache.layer(int(layer)) if cache is not None else None
+            x_BSW = block(x_BSW, mask, mask is None, rotary, memory)
+        return self.norm(x_BSW)
+
+    def head(self, hidden_BSW: Tensor) -> Tensor:
+        """(..., W) -> logits (..., V)."""
+        return F.linear(hidden_BSW, self.output_weight())
+
+    def output_weight(self) -> Tensor:
+        """The matrix (V, W) of the head: for a loss that computes the logits in pieces."""
+        return self.token_table.weight if self.output is None else self.output.weight
+
+
+def causal_document_mask(document_ids: Tensor) -> Tensor:
+    """Ids (B, S) -> (B, 1, S, S), True where a token may look: its own document, itself and before."""
+    same = document_ids[:, :, None] == document_ids[:, None, :]
+    return same.tril()[:, None]

@@ -1,0 +1,58 @@
+"""First values of the parameters, the same for every layout.
+
+Each parameter is drawn from a generator of its own, seeded by (seed, its name): a rank that holds one shard or one pipeline stage
+gets the numbers that the single process has, without drawing the others.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .bert import BERT
+from .config import BERTConfig, GPTConfig, ModelConfig
+from .gpt import GPT
+
+STD = 0.02  # GPT-2 and BERT alike
+RESIDUAL = ("attention.out.weight", "mlp.down.weight")
+
+
+def initial_values(name: str, shape: torch.Size, config: ModelConfig, seed: int = 0) -> Tensor:
+    """The float32 values on the CPU of one whole parameter.
+
+    Matrices are normal with std 0.02; where the norm comes first, those that write into the residual stream are divided by sqrt(2 L) so that
+    L layers add up to the same variance (Radford et al. 2019, section 2.3). Biases are 0 and norm scales 1.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    scaled = name.endswith(RESIDUAL) and (isinstance(config, GPTConfig) or config.norm_first)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+    return torch.empty(shape).normal_(0.0, STD / math.sqrt(2 * config.layers) if scaled else STD, generator=generator)
+
+
+@torch.no_grad()
+def initialise(model: GPT | BERT, seed: int = 0) -> None:
+    """Fill every parameter of the model with its first values."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(initial_values(name, parameter.shape, model.config, seed))
+
+
+def empty_model(config: ModelConfig, device: torch.device | str = "meta", dtype: torch.dtype | None = None) -> GPT | BERT:
+    """The module without values: on `meta` it takes no memory, elsewhere its memory is not filled yet."""
+    with torch.device("meta"):
+        model: nn.Module = BERT(config) if isinstance(config, BERTConfig) else GPT(config)
+    model = model.to(dtype=dtype) if dtype is not None else model
+    return model if str(device) == "meta" else model.to_empty(device=device)  # type: ignore[return-value]
+
+
+def build(
+    config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> GPT | BERT:
+    """The model of this config with its first values."""
+    model = empty_model(config, device, dtype)
+    initialise(model, seed)
+    return model

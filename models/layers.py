@@ -1,0 +1,202 @@
+"""The parts of both models: attention, feed-forward, norms, one block.
+
+Nothing here knows about devices, ranks or files. `Attention.attend` is a plain attribute: a context-parallel layout or a
+windowed model replaces it from outside with a function of the same signature.
+
+Shape letters: B batch, S query positions, T key positions, W width, A heads, G key-value heads, D head width, F feed-forward width.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .config import BERTConfig, TransformerConfig
+
+Rotary = tuple[Tensor, Tensor]  # cos and sin, each (1 or B, 1, S, D)
+
+
+class LayerMemory(Protocol):
+    """What a block needs from a key-value cache: it gives its new keys and values and gets all of them back."""
+
+    def extend(self, key_BGSD: Tensor, value_BGSD: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+def scaled_dot_product(
+    q_BASD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention through torch's fused kernel.
+
+    `mask` broadcasts to (B, A, S, T): True (or 0.0) where a query may look, False (or -inf) where not. Without a mask and
+    with `is_causal` the kernel skips the upper triangle. Returns (B, A, S, D).
+    """
+    grouped = k_BGTD.shape[1] != q_BASD.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BASD, k_BGTD, v_BGTD, attn_mask=mask, is_causal=is_causal, dropout_p=dropout, enable_gqa=grouped
+    )
+
+
+def rotary_table(positions: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> Rotary:
+    """Cosines and sines of rotary positions (Su et al. 2021), for the layout that pairs i with i + D/2 (as Llama's weights do).
+
+    `positions` (S,) or (B, S). Angles are float32 whatever the model's dtype: they reach thousands, and bf16 has 8 bits.
+    """
+    steps = torch.arange(0, head_size, 2, device=positions.device).float() / head_size
+    angles = positions[..., None].float() * (1.0 / theta**steps)  # (S, D/2) or (B, S, D/2)
+    angles = torch.cat((angles, angles), dim=-1)
+    angles = angles[None, None] if positions.dim() == 1 else angles[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x_BASD: Tensor, rotary: Rotary) -> Tensor:
+    """Each pair (i, i + D/2) turned by its angle."""
+    cos, sin = rotary
+    first, second = x_BASD.chunk(2, dim=-1)
+    return x_BASD * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def make_norm(config: TransformerConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.width, eps=config.norm_epsilon)
+    return nn.LayerNorm(config.width, eps=config.norm_epsilon, bias=config.bias)
+
+
+def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    if name == "silu":
+        return F.silu
+    approximate = "tanh" if name == "gelu_tanh" else "none"
+    return lambda x: F.gelu(x, approximate=approximate)
+
+
+class Attention(nn.Module):
+    """Self-attention with its projections.
+
+    With as many key as query heads the three projections are one matrix whose output rows are ordered (A, 3, D): head by head
+    its query, key and value. One matrix product, and a contiguous slice of rows is a set of whole heads, so tensor parallelism
+    shards it on dim 0 like any other. With fewer key heads, `q` has rows (A, D) and `kv` has rows (G, 2, D), and
+    each is sharded by heads or, when there are fewer key heads than ranks, `kv` is replicated. The number of heads
+    is read from the tensors, so a shard computes with the heads it has.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        heads, kv_heads, size = config.heads, config.key_value_heads, config.head_size
+        self.head_size = size
+        self.dropout = config.dropout
+        self.fused = heads == kv_heads
+        if self.fused:
+            self.qkv = nn.Linear(config.width, heads * 3 * size, bias=config.bias)
+        else:
+            self.q = nn.Linear(config.width, heads * size, bias=config.bias)
+            self.kv = nn.Linear(config.width, kv_heads * 2 * size, bias=config.bias)
+        self.out = nn.Linear(heads * size, config.width, bias=config.bias)
+        self.attend: Callable[..., Tensor] = scaled_dot_product
+
+    def project(self, x_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query (B, A, S, D), key and value (B, G, S, D)."""
+        batch, length = x_BSW.shape[0], x_BSW.shape[1]
+        if self.fused:
+            qkv = self.qkv(x_BSW).view(batch, length, -1, 3, self.head_size)
+            q, k, v = qkv.unbind(3)  # each (B, S, A, D)
+        else:
+            q = self.q(x_BSW).view(batch, length, -1, self.head_size)
+            k, v = self.kv(x_BSW).view(batch, length, -1, 2, self.head_size).unbind(3)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(
+        self,
+        x_BSW: Tensor,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        rotary: Rotary | None = None,
+        memory: LayerMemory | None = None,
+    ) -> Tensor:
+        """(B, S, W) -> (B, S, W). Rotary positions are applied before keys enter the memory."""
+        q, k, v = self.project(x_BSW)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        if memory is not None:
+            k, v = memory.extend(k, v)
+        dropout = self.dropout if self.training else 0.0
+        heads_BASD = self.attend(q, k, v, mask=mask, is_causal=is_causal, dropout=dropout)
+        return self.out(heads_BASD.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        size = config.feed_forward_size
+        self.up = nn.Linear(config.width, size, bias=config.bias)
+        self.gate = nn.Linear(config.width, size, bias=config.bias) if config.gated else None
+        self.down = nn.Linear(size, config.width, bias=config.bias)
+        self.activation = activation_function(config.activation)
+
+    def forward(self, x_BSW: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x_BSW)))
+        return self.down(self.activation(self.gate(x_BSW)) * self.up(x_BSW))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward with their residual branches, the norm before each (GPT) or after each sum (BERT)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm_first = not isinstance(config, BERTConfig) or config.norm_first
+        self.dropout = config.dropout
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = FeedForward(config)
+
+    def forward(
+        self,
+        x_BSW: Tensor,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        rotary: Rotary | None = None,
+        memory: LayerMemory | None = None,
+    ) -> Tensor:
+        if self.norm_first:
+            x_BSW = x_BSW + self.drop(self.attention(self.attention_norm(x_BSW), mask, is_causal, rotary, memory))
+            return x_BSW + self.drop(self.mlp(self.mlp_norm(x_BSW)))
+        x_BSW = self.attention_norm(x_BSW + self.drop(self.attention(x_BSW, mask, is_causal, rotary, memory)))
+        return self.mlp_norm(x_BSW + self.drop(self.mlp(x_BSW)))
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class RelativeBias(nn.Module):
+    """A number per head and distance bucket, added to the attention scores of every layer (Raffel et al. 2020, T5, section 2.1).
+
+    Half of the buckets are for keys to the right. In each half the first half counts single steps, the rest grow
+    logarithmically up to `distance`; all beyond share the last one.
+    """
+
+    def __init__(self, config: BERTConfig) -> None:
+        super().__init__()
+        self.buckets, self.distance = config.relative_buckets, config.relative_distance
+        self.table = nn.Embedding(config.relative_buckets, config.heads)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """`positions` (S,) or (B, S) -> (1 or B, A, S, S)."""
+        offset = positions[..., None, :] - positions[..., :, None]  # key minus query
+        half = self.buckets // 2
+        exact = half // 2
+        far = offset.abs().clamp(min=1).float() / exact
+        scale = (half - exact) / torch.log(torch.tensor(self.distance / exact))
+        grown = (exact + (torch.log(far) * scale).long()).clamp(max=half - 1)
+        bucket = torch.where(offset.abs() < exact, offset.abs(), grown) + half * (offset > 0)
+        bias = self.table(bucket).movedim(-1, -3)  # (A, S, S) or (B, A, S, S)
+        return bias if positions.dim() == 2 else bias[None]
