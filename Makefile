@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest
 RUN := runs/demo
 
-.PHONY: demo test slow lint gpu-check bench prove-layouts clean help
+.PHONY: demo test slow lint reference gpu-check bench prove-layouts clean help
 
 help:
 	@echo "make demo           install, then text to served GPT and BERT in minutes on a laptop CPU"
@@ -40,6 +40,13 @@ lint: $(VENV)/.installed-test
 	mkdir -p build/lint && ln -sfn $(CURDIR) build/lint/throughline
 	cd build/lint && $(abspath $(BIN))/python -m mypy --config-file throughline/pyproject.toml -p throughline.core -p throughline.models \
 		-p throughline.data -p throughline.train -p throughline.inference -p throughline.eval -p throughline.cli
+
+bench: $(VENV)/.installed-test
+	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/run_all.py $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(BENCHFLAGS)
+
+reference: $(VENV)/.installed
+	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_results.py
 
 # a bare machine with torch, transformers and onnxruntime: nothing is installed, the checkout itself is put on the path
 gpu-check:

@@ -1,0 +1,68 @@
+"""Run every benchmark in turn and keep their JSON lines: python benchmarks/run_all.py [--only NAME] [--nanogpt PATH] [--quick].
+
+Results go to benchmarks/results/<machine>.json, one entry a benchmark; an entry is replaced when its benchmark has run.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from common import machine_facts, parser
+
+HERE = Path(__file__).parent
+# benchmark -> the options it needs beyond --quick; {nanogpt} is the path of a checkout
+BENCHMARKS: dict[str, list[str]] = {
+    "tokenize": [],
+    "data_order": [],
+    "train_gpt": ["--nanogpt", "{nanogpt}"],
+    "eval": [],
+}
+
+
+def machine_name() -> str:
+    """A file name for this machine: its first GPU, or its processor and cores."""
+    facts = machine_facts()
+    name = facts["gpus"][0] if facts["gpus"] else f"{facts['cpu']}-{facts['cores']}-cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def last_json_line(text: str) -> dict:
+    """The JSON object on the last line that holds one."""
+    for line in reversed(text.splitlines()):
+        if line.startswith("{"):
+            return json.loads(line)
+    raise ValueError("no JSON line in the output")
+
+
+def main() -> int:
+    options = parser(__doc__ or "")
+    options.add_argument("--only", action="append", choices=sorted(BENCHMARKS), help="run this one; repeatable")
+    options.add_argument("--nanogpt", default=os.environ.get("NANOGPT", ""), help="path of a nanoGPT checkout")
+    options.add_argument("--results", type=Path, default=HERE / "results" / f"{machine_name()}.json")
+    chosen = options.parse_args()
+    results = json.loads(chosen.results.read_text()) if chosen.results.exists() else {}
+    failed = []
+    for name, needs in BENCHMARKS.items():
+        if chosen.only and name not in chosen.only:
+            continue
+        if "{nanogpt}" in needs and not chosen.nanogpt:
+            print(f"{name}: left out, it needs --nanogpt PATH", file=sys.stderr)
+            continue
+        command = [sys.executable, str(HERE / f"{name}.py"), *(word.format(nanogpt=chosen.nanogpt) for word in needs)]
+        done = subprocess.run(command + ["--quick"] * chosen.quick, stdout=subprocess.PIPE, text=True)
+        print(done.stdout)
+        if done.returncode:
+            failed.append(name)
+            continue
+        results[name] = last_json_line(done.stdout) | {"quick": chosen.quick}
+        chosen.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

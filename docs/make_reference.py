@@ -1,0 +1,60 @@
+"""Write docs/cli.md and docs/recipe.md from the program itself: python docs/make_reference.py [--check]."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from throughline.cli.main import VERBS, main
+from throughline.core.recipe import describe
+from throughline.train.recipe import TrainRecipe
+
+HERE = Path(__file__).parent
+
+
+def cli_page() -> str:
+    """Help of every command, as it prints at 100 columns."""
+    parts = ["# Command line", "", "Made by `make reference` from the program; a test checks that it is current.", ""]
+    top = click.Context(main, info_name="throughline", terminal_width=100, max_content_width=100)
+    for verb in VERBS:
+        command = main.get_command(top, verb)
+        assert command is not None
+        context = click.Context(command, info_name=verb, parent=top, terminal_width=100, max_content_width=100)
+        parts += [f"## throughline {verb}", "", "```text", _help(command, context), "```", ""]
+        if isinstance(command, click.Group):
+            for name in command.list_commands(context):
+                inner = command.get_command(context, name)
+                assert inner is not None
+                deeper = click.Context(inner, info_name=name, parent=context, terminal_width=100, max_content_width=100)
+                parts += [f"### throughline {verb} {name}", "", "```text", _help(inner, deeper), "```", ""]
+    return "\n".join(parts)
+
+
+def _help(command: click.Command, context: click.Context) -> str:
+    return "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
+
+
+def recipe_page() -> str:
+    """Every field of a recipe with type, default and meaning."""
+    lines = ["# Recipe reference", "", "Made by `make reference` from the program; a test checks that it is current.", ""]
+    lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for key, kind, default, note in describe(TrainRecipe):
+        cells = [text.replace("|", "\\|").replace("\n", " ") for text in (kind, default, note)]
+        lines.append(f"| `{key}` | {cells[0]} | {cells[1]} | {cells[2]} |")
+    return "\n".join(lines) + "\n"
+
+
+def main_() -> int:
+    stale = []
+    for name, text in (("cli.md", cli_page()), ("recipe.md", recipe_page())):
+        if "--check" not in sys.argv:
+            (HERE / name).write_text(text)
+        elif not (HERE / name).exists() or (HERE / name).read_text() != text:
+            stale.append(name)
+    if stale:
+        sys.stderr.write(f"stale: {', '.join(stale)}; run: make reference\n")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main_())

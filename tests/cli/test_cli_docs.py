@@ -1,0 +1,75 @@
+"""Documents tell the truth: the references are current, every path the README names exists, every command in it parses."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from throughline.cli.main import main
+
+
+def load_generator(root: Path):
+    spec = importlib.util.spec_from_file_location("make_reference", root / "docs" / "make_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_references_are_current(root: Path) -> None:
+    made = load_generator(root)
+    for name, page in (("cli.md", made.cli_page()), ("recipe.md", made.recipe_page())):
+        assert (root / "docs" / name).read_text() == page, f"docs/{name} is stale: make reference"
+
+
+def documents(root: Path) -> list[Path]:
+    return [root / "README.md", *sorted(path for path in (root / "docs").glob("*.md") if path.name not in ("cli.md", "recipe.md"))]
+
+
+def test_paths_named_in_the_documents_exist(root: Path) -> None:
+    """Paths in backticks that start with a folder of the repository."""
+    tops = {path.name for path in root.iterdir() if path.is_dir()}
+    for document in documents(root):
+        for name in re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", document.read_text()):
+            if name.split("/")[0] in tops - {"runs", "build"}:
+                assert (root / name).exists(), f"{document.name} names {name}, which does not exist"
+    for name in re.findall(r"\]\(([^)#:]+)\)", (root / "README.md").read_text()):
+        assert (root / name).exists(), f"README.md links {name}, which does not exist"
+
+
+def commands(root: Path) -> list[str]:
+    found = []
+    for document in documents(root):
+        for block in re.findall(r"```(?:sh|bash)\n(.*?)```", document.read_text(), re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.strip().startswith("throughline "):
+                    found.append(line.strip().split("  #")[0])
+    return found
+
+
+def test_every_command_in_the_documents_parses(root: Path) -> None:
+    """Each `throughline …` line names a real command with real options (parsed, not run)."""
+    found = commands(root)
+    assert found, "no commands in the documents"
+    for line in found:
+        words = shlex.split(line.split(" | ")[0].split(" > ")[0].rstrip("&").strip())[1:]
+        command: click.Command = main
+        context = click.Context(main, info_name="throughline")
+        while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+            inner = command.get_command(context, words[0])
+            assert inner is not None, f"{line}: no command {words[0]}"
+            command, words = inner, words[1:]
+        try:
+            command.make_context("throughline", list(words), resilient_parsing=False)
+        except click.exceptions.Exit:
+            pass
+        except click.ClickException as error:
+            pytest.fail(f"{line}: {error.format_message()}")
+
+
+def test_make_targets_named_in_the_readme_exist(root: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M))
+    for name in re.findall(r"\bmake ([a-z][a-z-]+)", (root / "README.md").read_text()):
+        assert name in targets, f"README.md names make {name}"
