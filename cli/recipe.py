@@ -37,9 +37,9 @@ def show(name: str | None) -> None:
         text = find_recipe(name).read_text()
         console.result({"recipe": name, "text": text}, text.splitlines())
         return
-    from ..train.recipe import TrainRecipe
+    from ..train.recipe import Recipe
 
-    rows = describe(TrainRecipe)
+    rows = describe(Recipe)
     lines = [
         line for key, kind, default, note in rows for line in (f"{key}  ({kind}, default {default})", f"    {note}")
     ]
@@ -55,8 +55,8 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
     \b
     Example:  throughline recipe check gpt-shakespeare --set train.steps=100
     """
-    from ..train.recipe import RULES, TrainRecipe
+    from ..train.recipe import RULES, Recipe
 
-    resolved = load_recipe(recipe, TrainRecipe, overrides, RULES)
+    resolved = load_recipe(recipe, Recipe, overrides, RULES)
     text = dump_toml(resolved)
     console.result({"recipe": resolved.model_dump(mode="json")}, text.splitlines())

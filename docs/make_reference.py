@@ -7,7 +7,7 @@ import click
 
 from throughline.cli.main import VERBS, main
 from throughline.core.recipe import describe
-from throughline.train.recipe import TrainRecipe
+from throughline.train.recipe import Recipe
 
 HERE = Path(__file__).parent
 
@@ -38,7 +38,7 @@ def recipe_page() -> str:
     """Every field of a recipe with type, default and meaning."""
     lines = ["# Recipe reference", "", "Made by `make reference` from the program; a test checks that it is current.", ""]
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-    for key, kind, default, note in describe(TrainRecipe):
+    for key, kind, default, note in describe(Recipe):
         cells = [text.replace("|", "\\|").replace("\n", " ") for text in (kind, default, note)]
         lines.append(f"| `{key}` | {cells[0]} | {cells[1]} | {cells[2]} |")
     return "\n".join(lines) + "\n"
