@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,7 @@ HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 UINT16_VOCABULARY = 65500  # Megatron-LM writes uint16 below this vocabulary size and int32 from it on
 MAPPED_SHARDS = 400
+DOCUMENTS_IN_MEMORY = 1 << 22  # up to here (32 MB) a store keeps where documents begin; beyond, it bisects the mapped index
 REHASH_BYTES = 1 << 30  # stores up to this size are re-hashed when opened (1.7 GB/s); of larger ones, sizes are checked
 
 
@@ -38,7 +39,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def write_index(path: str | Path, lengths: np.ndarray, document_bounds: np.ndarray, dtype: np.dtype | str) -> None:
-    """Write one `.idx`: `lengths` int32 (sequences,) in tokens, `document_bounds` int64 (documents + 1,) in sequences."""
+    """Write one `.idx`: `lengths` int32 (sequences,) in tokens, `document_bounds` int64 (documents + 1,) sequences."""
     name = np.dtype(dtype).name
     code = next(code for code, known in CODES.items() if known == name)
     lengths = np.ascontiguousarray(lengths, "<i4")
@@ -128,7 +129,7 @@ def _last_at_most(key: Callable[[np.ndarray], np.ndarray], count: int, values: n
 
 
 class Cut(NamedTuple):
-    """A place in the stream; `inside` when it parts a sequence, which then belongs to both sides (as does its document)."""
+    """A place in the stream. A sequence or document that it parts (`inside_…`) belongs to both sides."""
 
     token: int
     sequence: int
@@ -156,7 +157,7 @@ class TokenStore:
     def open(cls, path: str | Path) -> TokenStore:
         """Open a store artifact, or adopt a foreign Megatron prefix or directory (facts["foreign"] is then True).
 
-        Raises WrongUse when there is no store, Refused when it is unfinished, cut short or (up to REHASH_BYTES) changed.
+        Raises WrongUse when there is no store, Refused when one is unfinished, cut or (up to REHASH_BYTES) changed.
         """
         path = Path(path)
         manifest = path / "manifest.json"
@@ -176,7 +177,7 @@ class TokenStore:
             named = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
             prefixes = [named] if Path(f"{named}.idx").is_file() else []
         if not prefixes:
-            fix = "give a directory written by `throughline data tokenize`, or a Megatron prefix (PREFIX.bin + PREFIX.idx)"
+            fix = "give the output of `throughline data tokenize`, or a Megatron prefix (PREFIX.bin + PREFIX.idx)"
             raise WrongUse("no token store here", where=str(path), fix=fix)
         shards = [Shard(prefix) for prefix in prefixes]
         if len({shard.dtype for shard in shards}) > 1:
@@ -212,7 +213,7 @@ class TokenStore:
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Tokens [start, start + length) for each start: (len(starts), length) int64, gathered shard by shard."""
         starts = np.asarray(starts, np.int64)
-        if len(starts) and not (0 <= starts.min() and starts.max() + length <= self.tokens):
+        if len(starts) and not (starts.min() >= 0 and starts.max() + length <= self.tokens):
             raise IndexError(f"windows {starts.min()}..{starts.max() + length} of a store of {self.tokens}")
         out = np.empty((len(starts), length), np.int64)
         firsts = self._firsts[:, 0]
@@ -227,8 +228,36 @@ class TokenStore:
             out[row] = self.read(int(starts[row]), int(starts[row]) + length)
         return out
 
+    def take(self, positions: np.ndarray) -> np.ndarray:
+        """The token at each position: int64, same length."""
+        places = np.asarray(positions, np.int64) + self._cuts[0].token
+        if len(self.shards) == 1:
+            return self.shards[0].data[places].astype(np.int64)
+        owners = np.searchsorted(self._firsts[:, 0], places, side="right") - 1
+        out = np.empty(len(places), np.int64)
+        for owner in np.unique(owners):
+            rows = owners == owner
+            out[rows] = self.shards[owner].data[places[rows] - self._firsts[owner, 0]]
+        return out
+
+    def parts(self) -> Iterator[tuple[int, TokenStore]]:
+        """(first token, store) for each shard's share of this view: what a pass in bounded memory goes over."""
+        start, stop = self._cuts
+        for first, last, shard in zip(self._firsts[:-1], self._firsts[1:], self.shards):
+            low = start if start.token > first[0] else Cut(*(int(n) for n in first), False, False)
+            high = stop if stop.token < last[0] else Cut(*(int(n) for n in last), False, False)
+            if low.token < high.token:
+                tokens, sequences, documents = (int(n) for n in first)
+                cuts = tuple(
+                    Cut(c.token - tokens, c.sequence - sequences, c.document - documents, *c[3:]) for c in (low, high)
+                )
+                identity = f"{self.identity}/{tokens}"
+                yield low.token - start.token, TokenStore([shard], self._all_facts, identity, cuts)
+
     def document_start(self, documents: np.ndarray) -> np.ndarray:
         """Token at which each document begins (the count of documents gives the end), in O(log) reads each."""
+        if self.documents <= DOCUMENTS_IN_MEMORY:
+            return self.document_starts[documents]
         start, stop = self._cuts
         documents = np.asarray(documents, np.int64) + start.document
         owners = np.clip(np.searchsorted(self._firsts[:, 2], documents, side="right") - 1, 0, len(self.shards) - 1)
@@ -241,6 +270,8 @@ class TokenStore:
 
     def document_at(self, tokens: np.ndarray) -> np.ndarray:
         """The document that holds each token position."""
+        if self.documents <= DOCUMENTS_IN_MEMORY:
+            return np.searchsorted(self.document_starts, tokens, side="right") - 1
         tokens = np.asarray(tokens, np.int64) + self._cuts[0].token
         owners = np.searchsorted(self._firsts[:, 0], tokens, side="right") - 1
         out = np.empty(len(tokens), np.int64)
@@ -272,7 +303,7 @@ class TokenStore:
         kept = np.concatenate(every)[start.document : start.document + self.documents] - start.sequence
         return np.append(np.maximum(kept, 0), self.sequences)
 
-    @property
+    @cached_property
     def document_starts(self) -> np.ndarray:
         """Token offset of every document and the end, int64 (documents + 1,)."""
         return self.sequence_starts[self.document_bounds]
@@ -287,7 +318,8 @@ class TokenStore:
             raise WrongUse("bad part of a token store", why=f"{start_fraction} to {stop_fraction} is not within 0 to 1")
         cuts = (self._cut(start_fraction), self._cut(stop_fraction))
         if cuts[0].token >= cuts[1].token:
-            why = f"{start_fraction} to {stop_fraction} of {self.tokens:,} tokens in {self.documents:,} documents is empty"
+            part = f"{start_fraction} to {stop_fraction}"
+            why = f"{part} of {self.tokens:,} tokens in {self.documents:,} documents is empty"
             raise WrongUse("empty part of a token store", why=why, fix="give more text or a larger fraction")
         return TokenStore(self.shards, self._all_facts, f"{self.identity}:{cuts[0].token}-{cuts[1].token}", cuts)
 

@@ -1,0 +1,92 @@
+"""BERT's dynamic masks: drawn anew for every (seed, epoch, row) by a counter-based generator (data/order.py).
+
+Of the maskable tokens of a segment `rate` are chosen (Devlin et al. 2018, section 3.1 and appendix A.1); of the chosen,
+80 % become [MASK], 10 % a random token, 10 % stay. A segment with n maskable tokens has floor(rate * n + u) chosen, with
+u uniform in [0, 1), so the mean rate is exact at every length; at least one (which matters under 7 tokens), at most
+`max_predictions`. The replacement is uniform over the vocabulary without its special ids. With whole words, words
+are chosen in random order while they fit; the first that does not is taken with the probability that keeps the mean.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .options import NO_TARGET, DatasetOptions
+from .order import GOLDEN, below, bits, mix, unit
+
+CHOOSE, COUNT = np.uint64(0x51), np.uint64(0x52)
+
+
+class Masker:
+    """Look-up tables for one vocabulary. `special` bool (vocab,): never masked. `continues` bool (vocab,): inside a word."""
+
+    def __init__(self, options: DatasetOptions):
+        self.options = options
+        size = options.vocab_size
+        self.special = np.zeros(size, bool)
+        named = (options.pad_id, options.cls_id, options.sep_id, options.mask_id, *options.special_ids)
+        self.special[[i for i in named if i is not None and i < size]] = True
+        self.ordinary = np.flatnonzero(~self.special)
+        self.continues = np.zeros(size, bool)
+        self.continues[list(options.continuation_ids)] = True
+
+    def __call__(self, tokens: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mask segments laid end to end.
+
+        tokens (T,) int64, special tokens included; lengths (N,) of the segments; keys (N,) uint64, one per segment.
+        Returns (inputs, targets), both (T,) int64; targets is NO_TARGET where nothing was chosen.
+        """
+        maskable = np.flatnonzero(~self.special[tokens])
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        segment = owner[maskable]
+        column = (maskable - (np.cumsum(lengths) - lengths)[segment]).astype(np.uint64)
+        words = bits(keys[segment], column)
+        candidates = np.bincount(segment, minlength=len(lengths))
+        quota = self._quota(candidates, keys)
+        choose = self._choose_words if self.options.whole_word else self._choose_tokens
+        chosen = choose(tokens, maskable, segment, words, candidates, quota)
+        places, words = maskable[chosen], mix(words[chosen] + GOLDEN)
+        inputs, targets = tokens.copy(), np.full(len(tokens), NO_TARGET, np.int64)
+        targets[places] = tokens[places]
+        fate = words & np.uint64(0xFFFFFFFF)  # the low half decides, the high half draws the replacement
+        inputs[places[fate < np.uint64(int(0.8 * 2**32))]] = self.options.mask_id
+        other = fate >= np.uint64(int(0.9 * 2**32))
+        inputs[places[other]] = self.ordinary[below(words[other], len(self.ordinary))]
+        return inputs, targets
+
+    def _quota(self, candidates: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        quota = np.floor(self.options.mask_rate * candidates + unit(mix(keys ^ COUNT * GOLDEN))).astype(np.int64)
+        quota = np.minimum(np.maximum(quota, 1), candidates)
+        limit = self.options.max_predictions
+        return quota if limit is None else np.minimum(quota, limit)
+
+    def _choose_tokens(self, tokens, maskable, segment, words, candidates, quota) -> np.ndarray:
+        """Indices into `maskable` of the `quota` smallest draws of each segment."""
+        shift = np.uint64(max(1, len(quota).bit_length()))
+        ranked = (segment.astype(np.uint64) << (np.uint64(64) - shift)) | (words >> shift)
+        first = np.cumsum(candidates) - candidates
+        drawn = quota > 0
+        limit = np.zeros(len(quota), np.uint64)
+        limit[drawn] = np.sort(ranked)[(first + quota - 1)[drawn]]
+        return np.flatnonzero((ranked <= limit[segment]) & drawn[segment])
+
+    def _choose_words(self, tokens, maskable, segment, words, candidates, quota) -> np.ndarray:
+        """Indices into `maskable` of whole words, drawn until each segment's quota is met."""
+        if not len(maskable):
+            return np.empty(0, np.int64)
+        gap = np.ones(len(maskable), bool)
+        gap[1:] = (np.diff(maskable) > 1) | (np.diff(segment) > 0)
+        begins = np.flatnonzero(gap | ~self.continues[tokens[maskable]])
+        size = np.diff(np.append(begins, len(maskable)))
+        owner = segment[begins]
+        order = np.lexsort((words[begins], owner))
+        ends = np.cumsum(size[order])
+        before = ends - size[order] - (np.cumsum(candidates) - candidates)[owner[order]]
+        room = quota[owner[order]] - before
+        draw = unit(mix(words[begins][order] ^ CHOOSE * GOLDEN))
+        crossing = (room > 0) & (size[order] > room) & (draw * size[order] < room)
+        if self.options.max_predictions is not None:
+            crossing &= before + size[order] <= self.options.max_predictions
+        taken = np.zeros(len(begins), bool)
+        taken[order] = (size[order] <= room) | crossing
+        return np.flatnonzero(np.repeat(taken, size))

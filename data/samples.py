@@ -1,0 +1,114 @@
+"""GPT rows, and `open_dataset`: from token stores and plain options to a dataset.
+
+A dataset is a pure function of (seed, epoch, row): `batch(position, count)` gives rows position .. position + count of
+the endless sequence of epochs, the same for any batch size, rank count or restart. Batches are dicts of numpy arrays
+whose keys docs/architecture.md lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ..core.errors import WrongUse
+from .options import NO_TARGET, DatasetOptions
+from .order import below, key, locate
+from .store import TokenStore
+
+Batch = dict[str, np.ndarray]
+
+
+class Dataset(Protocol):
+    """What training reads: `rows` in one epoch, and any rows by position."""
+
+    rows: int
+
+    def batch(self, position: int, count: int) -> Batch: ...
+
+
+class GPTWindows:
+    """Window i of the stream covers tokens [i*S, i*S + S + 1): S inputs and the same shifted by one as targets.
+
+    With `random_offsets` the windows of epoch e begin at a phase drawn from [0, S) for (seed, e), so that epochs cut the
+    text differently; an epoch then has one row less and leaves out up to S tokens at either end. With
+    `separate_documents` the batch says where documents begin, and no target lies in another document than its input.
+    """
+
+    def __init__(self, store: TokenStore, options: DatasetOptions):
+        self.store, self.options = store, options
+        length = options.sequence_length
+        self.rows = store.tokens // length - 1 if options.random_offsets else (store.tokens - 1) // length
+        if self.rows < 1:
+            raise WrongUse(
+                "too little text for one training row",
+                why=f"{store.tokens:,} tokens, rows of {length:,} (+ 1 for the last target)",
+                fix="give more text, a larger part of it, or a smaller sequence_length",
+            )
+
+    def batch(self, position: int, count: int) -> Batch:
+        options, length = self.options, self.options.sequence_length
+        epochs, rows = locate(position, count, self.rows, options.seed, options.order == "shuffled")
+        starts = rows * length
+        if options.random_offsets:
+            starts += below(key(options.seed, epochs, 2), length)
+        window = self.store.windows(starts, length + 1)
+        batch = {"input_ids": window[:, :-1].copy(), "targets": window[:, 1:].copy()}
+        if options.separate_documents:
+            begins = _document_begins(self.store, starts, length + 1)
+            batch["targets"][begins[:, 1:] > 0] = NO_TARGET
+            batch.update(_document_columns(begins[:, :-1]))
+        return batch
+
+
+def _document_begins(store: TokenStore, starts: np.ndarray, length: int) -> np.ndarray:
+    """How many documents begin at each token of each window: (rows, length) int32; what runs on at column 0 counts not."""
+    first, last = store.document_at(starts), store.document_at(starts + length - 1)
+    counts = last - first
+    row = np.repeat(np.arange(len(starts)), counts)
+    inside = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    columns = store.document_start(first[row] + 1 + inside) - starts[row]
+    begins = np.zeros((len(starts), length), np.int32)
+    np.add.at(begins, (row, columns), 1)
+    return begins
+
+
+def _document_columns(begins: np.ndarray) -> Batch:
+    columns = np.arange(begins.shape[1], dtype=np.int64)
+    latest = np.maximum.accumulate(np.where(begins > 0, columns, 0), axis=1)
+    return {"document_ids": np.cumsum(begins, axis=1, dtype=np.int32), "positions": columns - latest}
+
+
+def open_dataset(
+    stores: TokenStore | Sequence[TokenStore],
+    options: DatasetOptions,
+    weights: Sequence[float] | None = None,
+    cache: str | Path | None = None,
+) -> Dataset:
+    """The dataset of one store, or the mixture of several by `weights` (by their rows when None).
+
+    `cache` is a directory for what has to be computed once per store (packing, sentence pairs); without one it is kept
+    in memory. Raises WrongUse when the options contradict each other or the store holds less than one row.
+    """
+    options.validate()
+    stores = [stores] if isinstance(stores, TokenStore) else list(stores)
+    datasets = [_one(store, options, None if cache is None else Path(cache)) for store in stores]
+    if len(datasets) == 1:
+        return datasets[0]
+    from .mixture import Mixture
+
+    return Mixture(datasets, weights or [dataset.rows for dataset in datasets])
+
+
+def _one(store: TokenStore, options: DatasetOptions, cache: Path | None) -> Dataset:
+    if options.family == "bert":
+        from .bert import BERTPairs
+
+        return BERTPairs(store, options, cache)
+    if options.packing == "best_fit":
+        from .packed import GPTPacked
+
+        return GPTPacked(store, options, cache)
+    return GPTWindows(store, options)
