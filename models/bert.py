@@ -52,8 +52,8 @@ class BERT(nn.Module):
     ) -> Tensor:
         """Ids (B, S) -> (B, S, W).
 
-        `token_types` (B, S): sentence A (0, when absent) or B (1). `attention_mask` (B, S) bool: True for real tokens. `positions` (B, S):
-        0, 1, 2, ... when absent. `document_ids` (B, S): tokens of a packed row see only their own document.
+        `token_types` (B, S): sentence A (0, when absent) or B (1). `attention_mask` (B, S) bool: True for real tokens.
+        `positions` (B, S): 0, 1, 2, ... when absent. `document_ids` (B, S): tokens of a packed row see only their own document.
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)

@@ -52,8 +52,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Ids (B, S) -> (B, S, W), the final norm included.
 
-        `positions` (B, S): where each token stands, 0, 1, 2, ... when absent. `document_ids` (B, S): tokens see only their own document.
-        `cache`: the ids continue what its rows hold; positions and the mask come from it, and it keeps the new keys and values.
+        `positions` (B, S): where each token stands; 0, 1, 2, ... when absent. `document_ids` (B, S): tokens see only their
+        own document. `cache`: the ids continue what its rows hold; positions and the mask come from it, and it keeps the
+        new keys and values.
         """
         if cache is not None and positions is None:
             positions = cache.positions(input_ids.shape[1])

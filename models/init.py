@@ -21,8 +21,8 @@ RESIDUAL = ("attention.out.weight", "mlp.down.weight")
 def initial_values(name: str, shape: torch.Size, config: ModelConfig, seed: int = 0) -> Tensor:
     """The float32 values on the CPU of one whole parameter.
 
-    Matrices are normal with std 0.02; where the norm comes first, those that write into the residual stream are divided by sqrt(2 L) so that
-    L layers add up to the same variance (Radford et al. 2019, section 2.3). Biases are 0 and norm scales 1.
+    Matrices are normal with std 0.02; where the norm comes first, those that write into the residual stream are divided by
+    sqrt(2 L), so that the sum of L layers keeps its variance (Radford et al. 2019, section 2.3). Biases are 0, norm scales 1.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)

@@ -1,0 +1,150 @@
+"""Every preset has the parameters and costs the FLOPs that its config says, and those that were published."""
+
+import json
+
+import pytest
+import torch
+from throughline.core.errors import WrongUse
+from throughline.models.config import BERTConfig, GPTConfig, family_of
+from throughline.models.init import empty_model
+from throughline.models.presets import preset, preset_names
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_count_equals_the_built_model(name):
+    config = preset(name)
+    assert sum(parameter.numel() for parameter in empty_model(config).parameters()) == config.parameter_count()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2-124m", 124_439_808),  # the released GPT-2 checkpoints
+        ("gpt2-355m", 354_823_168),
+        ("gpt2-774m", 774_030_080),
+        ("gpt2-1.5b", 1_557_611_200),
+        ("bert-base", 110_106_428),  # BertForPreTraining
+        ("llama-7b", 6_738_415_616),
+        ("llama-8b", 8_030_261_248),
+        ("llama-70b", 70_553_706_496),
+        ("gpt-shakespeare", 804_096),  # nanoGPT prints 0.80M, positions left out
+    ],
+)
+def test_released_models(name, count):
+    assert preset(name).parameter_count() == count
+
+
+def published(shared, name):
+    return json.loads((shared / "published" / f"{name}.json").read_text())["rows"]
+
+
+def shapes_of(config):
+    return config.layers, config.width, config.heads
+
+
+def test_published_sc21_rows(shared):
+    """Table 1 of Narayanan et al. 2021 prints one decimal; their formula gives our count without the final norm."""
+    for row in published(shared, "megatron_sc21_table1"):
+        label = {1008.0: "gpt-1t-megatron"}.get(row["params_b"], f"sc21-{row['params_b']}b")
+        config = preset(label)
+        assert shapes_of(config) == (row["layers"], row["hidden"], row["heads"])
+        assert config.parameter_count() / 1e9 == pytest.approx(row["params_b"], abs=0.051 if row["params_b"] < 1000 else 0.5)
+        layers, width = config.layers, config.width
+        tables = (config.vocab_size + config.sequence_length) / (12 * layers * width)
+        formula = 12 * layers * width**2 * (1 + 13 / (12 * width) + tables)
+        assert config.parameter_count() - 2 * width == pytest.approx(formula, rel=1e-12)
+
+
+def test_published_2019_and_2020_rows(shared):
+    for row in published(shared, "megatron2019_table1_weak_scaling"):
+        config = preset(f"megatron2019-{row['params_b']}b")
+        assert shapes_of(config) == (row["layers"], row["hidden"], row["heads"])
+        assert config.parameter_count() / 1e9 == pytest.approx(row["params_b"], abs=0.05)
+    for row in published(shared, "megatron_readme_2020_scaling"):
+        config = preset(f"megatron2020-{row['params_b_label'].lower()}")
+        assert shapes_of(config) == (row["layers"], row["hidden"], row["heads"])
+    for label, row in zip(("336m", "1.3b", "3.9b"), published(shared, "megatron2019_bert"), strict=False):
+        config = preset(f"megatron-bert-{label}")
+        assert shapes_of(config) == (row["layers"], row["hidden"], row["heads"])
+        billions = float(label[:-1]) / (1000 if label.endswith("m") else 1)
+        assert config.parameter_count() / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_published_megatron_core_rows(shared):
+    for row in published(shared, "megatron_core_h100_weak_scaling"):
+        label = row["params_b_label"].split("B")[0]
+        config = preset(f"mcore-{label}b")
+        assert shapes_of(config) == (row["layers"], row["hidden"], row["heads"])
+        assert config.parameter_count() / 1e9 == pytest.approx(float(label), abs=0.55)  # printed without decimals
+
+
+def test_published_giants(shared):
+    google = published(shared, "mlperf_v11_google_open")[0]
+    config = preset("google-481b")
+    assert (config.layers, config.width, config.feed_forward_size) == (64, google["model_dim"], google["ffn_dim"])
+    assert config.parameter_count() == google["params"] == 481_815_347_200
+    deepspeed = published(shared, "deepspeed_3d_2020")[1]
+    config = preset("gpt-1t-deepspeed")
+    assert (config.layers, config.width) == (deepspeed["layers"], deepspeed["hidden"])
+    assert config.parameter_count() > 1.0e12
+    assert preset("mt-nlg-530b").parameter_count() / 1e9 == pytest.approx(529.6, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["gpt-toy", "llama-toy", "bert-toy", "gpt-shakespeare"])
+def test_flops_equal_what_torch_counts(name):
+    """torch's counter sees every matrix product of forward and backward; the plain attention kernel is used, because for the
+    fused one it counts the products that the backward computes again."""
+    config = preset(name)
+    length, batch = config.sequence_length, 2
+    model = empty_model(config, "cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    ids = torch.randint(0, config.vocab_size, (batch, length))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        hidden = model.hidden(ids)
+        loss = model.head(hidden).sum() if family_of(config) == "gpt" else model.mlm_head(hidden).sum()
+        if family_of(config) == "bert":
+            loss = loss + model.nsp_head(hidden).sum()
+        loss.backward()
+    assert counter.get_total_flops() / (batch * length) == pytest.approx(config.flops_per_token(length), rel=1e-12)
+
+
+def test_flops_equal_the_published_formula():
+    """96 B S L W^2 (1 + S/(6W) + V/(16 L W)) of Narayanan et al. 2021, with the second forward of the blocks taken off."""
+    for name in preset_names("gpt"):
+        config = preset(name)
+        usual = not config.gated and not config.kv_heads
+        if not usual:
+            continue
+        layers, width, vocabulary, length = config.layers, config.width, config.vocab_size, config.sequence_length
+        full = 96 * layers * width**2 * (1 + length / (6 * width) + vocabulary / (16 * layers * width))
+        again = 24 * layers * width**2 * (1 + length / (6 * width))
+        assert config.flops_per_token(length) == pytest.approx(full - again, rel=1e-12)
+
+
+def test_masked_share_of_the_head():
+    config = BERTConfig()
+    everywhere, masked = config.flops_per_token(128), config.flops_per_token(128, predicted=0.15)
+    assert everywhere - masked == pytest.approx(0.85 * 6 * 768 * (30522 + 768), rel=1e-6)
+
+
+def test_overrides_and_dictionaries():
+    config = preset("gpt2-124m", layers=2, vocab_size=100)
+    assert isinstance(config, GPTConfig)
+    assert (config.layers, config.vocab_size, config.width) == (2, 100, 768)
+    assert GPTConfig.from_dict(config.to_dict()) == config
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+
+
+def test_mistakes_are_named():
+    with pytest.raises(WrongUse, match="did you mean gpt2-124m"):
+        preset("gpt2-123m")
+    with pytest.raises(WrongUse, match="did you mean heads"):
+        preset("gpt2-124m", head=2)
+    with pytest.raises(WrongUse, match="width 768 is not a multiple of heads 7"):
+        preset("gpt2-124m", heads=7)
+    assert len(GPTConfig(layers=0, width=0, heads=-1).validate()) == 3
+    assert GPTConfig(width=12, heads=4, positions="rotary").validate() == [
+        "rotary positions turn pairs of numbers; the head width 3 is odd"
+    ]
