@@ -74,7 +74,7 @@ def from_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
     missing = [name for pair in pairs(config) for name in pair.theirs if name not in state]
     if missing:
         raise Failed("tensors are missing", where=directory, why=f"{len(missing)} of them, such as {', '.join(missing[:5])}")
-    used = set()
+    used: set[str] = set()
     with torch.no_grad():
         for pair in pairs(config):
             value = _inward([state[name] for name in pair.theirs], pair, config.head_size)
