@@ -14,7 +14,7 @@ import numpy as np
 from .options import NO_TARGET, DatasetOptions
 from .order import GOLDEN, below, bits, mix, unit
 
-CHOOSE, COUNT = np.uint64(0x51), np.uint64(0x52)
+CHOOSE, COUNT = np.uint64(0x510E527FADE682D1), np.uint64(0x9B05688C2B3E6C1F)  # tell the draws of one key apart
 
 
 class Masker:
@@ -55,7 +55,7 @@ class Masker:
         return inputs, targets
 
     def _quota(self, candidates: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        quota = np.floor(self.options.mask_rate * candidates + unit(mix(keys ^ COUNT * GOLDEN))).astype(np.int64)
+        quota = np.floor(self.options.mask_rate * candidates + unit(mix(keys ^ COUNT))).astype(np.int64)
         quota = np.minimum(np.maximum(quota, 1), candidates)
         limit = self.options.max_predictions
         return quota if limit is None else np.minimum(quota, limit)
@@ -83,7 +83,7 @@ class Masker:
         ends = np.cumsum(size[order])
         before = ends - size[order] - (np.cumsum(candidates) - candidates)[owner[order]]
         room = quota[owner[order]] - before
-        draw = unit(mix(words[begins][order] ^ CHOOSE * GOLDEN))
+        draw = unit(mix(words[begins][order] ^ CHOOSE))
         crossing = (room > 0) & (size[order] > room) & (draw * size[order] < room)
         if self.options.max_predictions is not None:
             crossing &= before + size[order] <= self.options.max_predictions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..core.errors import WrongUse
@@ -32,9 +32,9 @@ class DatasetOptions:
     mask_rate: float = 0.15
     max_predictions: int | None = None  # at most so many masked tokens in a pair
     whole_word: bool = False
-    continuation_ids: tuple[int, ...] = ()  # ids that continue a word ("##…"), for whole_word
+    continuation_ids: tuple[int, ...] = field(default=(), repr=False)  # ids that continue a word ("##…"), for whole_word
     vocab_size: int = 0
-    special_ids: tuple[int, ...] = ()  # never masked, never drawn as a replacement
+    special_ids: tuple[int, ...] = field(default=(), repr=False)  # never masked, never drawn as a replacement
     pad_id: int = 0
     cls_id: int | None = None
     sep_id: int | None = None

@@ -16,6 +16,7 @@ import mmap
 import struct
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -187,6 +188,15 @@ class TokenStore:
         if not store.tokens:
             raise Refused("the token store is empty", where=str(path), why="its shards hold no token")
         return store
+
+    def content_identity(self) -> str:
+        """Names the content of this view: by the manifest, or for a foreign store by a hash of its indexes."""
+        if not self._all_facts.get("foreign"):
+            return self.identity
+        digest = sha256()
+        for shard in self.shards:
+            digest.update(shard.idx.read_bytes())
+        return f"{self.identity} {digest.hexdigest()}"
 
     @property
     def facts(self) -> dict:
