@@ -1,0 +1,77 @@
+"""Batches made ahead of the training step. The state is one integer: the samples consumed by all ranks together.
+
+Batch k of rank r is rows position + (k * world + r) * batch_size onward, `batch_size` of them: a pure function, so any
+number of workers, ranks and restarts reads the same rows. Workers are threads: the work is NumPy's large loops and the
+tokenizer, which both release Python's lock, and a process would copy each batch once more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from ..core.errors import WrongUse
+
+if TYPE_CHECKING:
+    from .samples import Batch, Dataset
+
+
+class Loader:
+    """An endless iterator of batches; `position` counts the samples consumed by all ranks, after what was yielded.
+
+    `workers` threads keep `ahead` batches each ready; with 0 workers a batch is made when it is asked for. `waited`
+    counts the batches that were not ready when asked for, after the first. Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        position: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 1,
+        ahead: int = 4,
+    ):
+        if batch_size < 1 or not 0 <= rank < world or position < 0:
+            raise WrongUse("bad loader", why=f"batch_size {batch_size}, rank {rank} of {world}, position {position}")
+        self.dataset, self.batch_size, self.position = dataset, batch_size, position
+        self.rank, self.world, self.waited = rank, world, 0
+        self._ahead = workers * ahead
+        self._asked = position  # where the next batch that nobody works on begins
+        self._pending: deque[Future[Batch]] = deque()
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="loader") if workers else None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch of this rank. An error of a worker is raised here, in its turn."""
+        step = self.batch_size * self.world
+        if self._pool is None:
+            batch = self.dataset.batch(self.position + self.rank * self.batch_size, self.batch_size)
+        else:
+            if self._pending:
+                self.waited += not self._pending[0].done()
+            while len(self._pending) <= self._ahead:
+                start = self._asked + self.rank * self.batch_size
+                self._pending.append(self._pool.submit(self.dataset.batch, start, self.batch_size))
+                self._asked += step
+            batch = self._pending.popleft().result()
+        self.position += step
+        return batch
+
+    def close(self) -> None:
+        """Drop what was made ahead and end the workers."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pending.clear()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
