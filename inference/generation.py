@@ -129,10 +129,16 @@ class Sequence:
 
 
 class SlotBatch:
-    """Answers many requests at once on one backend; `slots` of them decode together, the others wait in order."""
+    """Answers many requests at once on one backend; `slots` of them decode together, the others wait in order.
 
-    def __init__(self, backend: CausalBackend, decode: Callable[[list[int]], str], slots: int) -> None:
+    `vocab_size`: the tokenizer's, when smaller than the model's, whose padding rows then are never chosen.
+    """
+
+    def __init__(
+        self, backend: CausalBackend, decode: Callable[[list[int]], str], slots: int, vocab_size: int | None = None
+    ) -> None:
         self.backend, self.slots = backend, slots
+        self._vocab_size = min(vocab_size or backend.vocab_size, backend.vocab_size)
         self._decode = decode
         self._cache = backend.new_cache(slots)
         self._decoding: list[Sequence] = []  # row i of the cache is self._decoding[i]
@@ -144,7 +150,7 @@ class SlotBatch:
         check_fit(request, self.backend.context)
         sequence = Sequence(request, TextStream(self._decode, request.stop), request.sampling.generator())
         if request.sampling.repetition_penalty != 1:
-            sequence.seen_V = np.zeros(self.backend.vocab_size, bool)
+            sequence.seen_V = np.zeros(self._vocab_size, bool)
             sequence.seen_V[request.prompt_ids] = True
         self.waiting.append(sequence)
         return sequence
@@ -191,7 +197,7 @@ class SlotBatch:
             return None
         self._decoding.append(sequence)
         self._filling = None
-        return logits[:, 0]
+        return logits[:, 0, : self._vocab_size]
 
     def _decode_logits(self, rows: int) -> np.ndarray:
         """Put the newest token of the first `rows` sequences into the cache; logits (rows, V)."""
@@ -201,7 +207,7 @@ class SlotBatch:
         logits = self.backend.forward(ids_B1, past_B, np.zeros((rows, 1), np.int64), self._cache)
         for sequence in ready:
             sequence.past += 1
-        return logits[:, 0]
+        return logits[:, 0, : self._vocab_size]
 
     def _choose(self, sequences: list[Sequence], logits_BV: np.ndarray) -> list[tuple[Sequence, Piece]]:
         settings = [sequence.request.sampling for sequence in sequences]
@@ -260,10 +266,14 @@ def describe(token_id: int, logits_V: np.ndarray, logprobs: int | None) -> Token
 
 
 def generate(
-    backend: CausalBackend, decode: Callable[[list[int]], str], requests: list[Request], slots: int = 8
+    backend: CausalBackend,
+    decode: Callable[[list[int]], str],
+    requests: list[Request],
+    slots: int = 8,
+    vocab_size: int | None = None,
 ) -> Iterator[tuple[int, Piece]]:
-    """Answer all requests; yields (request number, piece) as they are made."""
-    batch = SlotBatch(backend, decode, min(slots, len(requests)))
+    """Answer all requests; yields (request number, piece) as they are made. Arguments as for `SlotBatch`."""
+    batch = SlotBatch(backend, decode, min(slots, len(requests)), vocab_size)
     for number, request in enumerate(requests):
         batch.add(request).owner = number
     while batch.busy:
