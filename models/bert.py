@@ -76,9 +76,12 @@ class BERT(nn.Module):
         positions: Tensor,
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
-        """The blocks, and the final norm of the pre-norm order."""
-        mask = None
+        """The blocks, and the final norm of the pre-norm order.
+
+        `mask` (1 or B, 1, S, T), True where a token may look: for rows of which this is only a part; without `document_ids`.
+        """
         if document_ids is not None:
             mask = (document_ids[:, :, None] == document_ids[:, None, :])[:, None]  # (B, 1, S, S)
         if attention_mask is not None:
@@ -101,11 +104,10 @@ class BERT(nn.Module):
             return hidden_NW
         return self.mlm_norm(self.activation(self.mlm_transform(hidden_NW)))
 
-    def nsp_head(self, hidden_BSW: Tensor) -> Tensor | None:
-        """(B, S, W) -> (B, 2): logits of "B follows A" and "B is random", from the first position; None without the head."""
-        pooled = self.pooled(hidden_BSW)
-        return None if self.nsp is None or pooled is None else self.nsp(pooled)
+    def nsp_head(self, first_BW: Tensor) -> Tensor | None:
+        """First position `hidden[:, 0]` (B, W) -> (B, 2): logits of "B follows A" and "B is random"; None without the head."""
+        return None if self.nsp is None else self.nsp(self.pooled(first_BW))
 
-    def pooled(self, hidden_BSW: Tensor) -> Tensor | None:
-        """(B, S, W) -> (B, W): tanh of the dense layer on the first position; None without the next-sentence head."""
-        return None if self.pooler is None else torch.tanh(self.pooler(hidden_BSW[:, 0]))
+    def pooled(self, first_BW: Tensor) -> Tensor | None:
+        """First position (B, W) -> (B, W): tanh of the dense layer; None without the next-sentence head."""
+        return None if self.pooler is None else torch.tanh(self.pooler(first_BW))

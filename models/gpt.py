@@ -75,9 +75,12 @@ class GPT(nn.Module):
         positions: Tensor,
         document_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
-        """The blocks and the final norm. A causal kernel without a mask is used unless documents or a cache need one."""
-        mask = None
+        """The blocks and the final norm. A causal kernel without a mask is used unless documents or a cache need one.
+
+        `mask` (1 or B, 1, S, T), True where a token may look, replaces the causal one: for rows of which this is only a part.
+        """
         if cache is not None:
             mask = cache.mask(positions)
         elif document_ids is not None:

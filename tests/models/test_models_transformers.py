@@ -102,7 +102,7 @@ def test_bert_loss_and_gradients(tmp_path):
     hidden = model.hidden(ids, token_types=types, attention_mask=mask)
     selected = targets != -100
     loss = F.cross_entropy(model.mlm_head(hidden[selected]), targets[selected])
-    loss = loss + F.cross_entropy(model.nsp_head(hidden), nsp_targets)
+    loss = loss + F.cross_entropy(model.nsp_head(hidden[:, 0]), nsp_targets)
     output = reference(input_ids=ids, token_type_ids=types, attention_mask=mask.long())
     expected = F.cross_entropy(output.prediction_logits.flatten(0, 1), targets.flatten())
     expected = expected + F.cross_entropy(output.seq_relationship_logits, nsp_targets)
