@@ -15,6 +15,7 @@ from .options import NO_TARGET, DatasetOptions
 from .order import GOLDEN, below, bits, mix, unit
 
 CHOOSE, COUNT = np.uint64(0x510E527FADE682D1), np.uint64(0x9B05688C2B3E6C1F)  # tell the draws of one key apart
+CACHEFUL = 1 << 14  # tokens masked together: the temporaries stay in the cache
 
 
 class Masker:
@@ -31,11 +32,23 @@ class Masker:
         self.continues[list(options.continuation_ids)] = True
 
     def __call__(self, tokens: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mask segments laid end to end.
+        """Mask segments laid end to end, a cacheful at a time.
 
         tokens (T,) int64, special tokens included; lengths (N,) of the segments; keys (N,) uint64, one per segment.
         Returns (inputs, targets), both (T,) int64; targets is NO_TARGET where nothing was chosen.
         """
+        inputs, targets = tokens.copy(), np.full(len(tokens), NO_TARGET, np.int64)
+        ends = np.cumsum(lengths)
+        first = 0
+        while first < len(lengths):
+            start = ends[first] - lengths[first]
+            last = max(first + 1, int(np.searchsorted(ends, start + CACHEFUL, side="right")))
+            part = slice(start, ends[last - 1])
+            self._mask(inputs[part], targets[part], lengths[first:last], keys[first:last])
+            first = last
+        return inputs, targets
+
+    def _mask(self, tokens: np.ndarray, targets: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> None:
         maskable = np.flatnonzero(~self.special[tokens])
         owner = np.repeat(np.arange(len(lengths)), lengths)
         segment = owner[maskable]
@@ -46,13 +59,11 @@ class Masker:
         choose = self._choose_words if self.options.whole_word else self._choose_tokens
         chosen = choose(tokens, maskable, segment, words, candidates, quota)
         places, words = maskable[chosen], mix(words[chosen] + GOLDEN)
-        inputs, targets = tokens.copy(), np.full(len(tokens), NO_TARGET, np.int64)
         targets[places] = tokens[places]
         fate = words & np.uint64(0xFFFFFFFF)  # the low half decides, the high half draws the replacement
-        inputs[places[fate < np.uint64(int(0.8 * 2**32))]] = self.options.mask_id
+        tokens[places[fate < np.uint64(int(0.8 * 2**32))]] = self.options.mask_id
         other = fate >= np.uint64(int(0.9 * 2**32))
-        inputs[places[other]] = self.ordinary[below(words[other], len(self.ordinary))]
-        return inputs, targets
+        tokens[places[other]] = self.ordinary[below(words[other], len(self.ordinary))]
 
     def _quota(self, candidates: np.ndarray, keys: np.ndarray) -> np.ndarray:
         quota = np.floor(self.options.mask_rate * candidates + unit(mix(keys ^ COUNT))).astype(np.int64)
@@ -62,8 +73,7 @@ class Masker:
 
     def _choose_tokens(self, tokens, maskable, segment, words, candidates, quota) -> np.ndarray:
         """Indices into `maskable` of the `quota` smallest draws of each segment."""
-        shift = np.uint64(max(1, len(quota).bit_length()))
-        ranked = (segment.astype(np.uint64) << (np.uint64(64) - shift)) | (words >> shift)
+        ranked = _ranked(segment, words)
         first = np.cumsum(candidates) - candidates
         drawn = quota > 0
         limit = np.zeros(len(quota), np.uint64)
@@ -79,7 +89,7 @@ class Masker:
         begins = np.flatnonzero(gap | ~self.continues[tokens[maskable]])
         size = np.diff(np.append(begins, len(maskable)))
         owner = segment[begins]
-        order = np.lexsort((words[begins], owner))
+        order = np.argsort(_ranked(owner, words[begins]))
         ends = np.cumsum(size[order])
         before = ends - size[order] - (np.cumsum(candidates) - candidates)[owner[order]]
         room = quota[owner[order]] - before
@@ -90,3 +100,8 @@ class Masker:
         taken = np.zeros(len(begins), bool)
         taken[order] = (size[order] <= room) | crossing
         return np.flatnonzero(np.repeat(taken, size))
+
+
+def _ranked(segment: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Keys that sort by segment (fewer than 2**15 in a cacheful), then by draw."""
+    return (segment.astype(np.uint64) << np.uint64(49)) | (words >> np.uint64(15))
