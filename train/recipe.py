@@ -7,11 +7,16 @@ targets of the whole batch, so `micro_batch_rows` changes memory and speed and n
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ..core.errors import WrongUse
 from ..core.recipe import Problem, Section
+from ..models.config import FAMILIES, BERTConfig, ModelConfig, family_of
+from ..models.presets import preset, preset_names
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Source(Section):
@@ -32,8 +37,12 @@ class DataSection(Section):
     """Token store to validate on; "" holds out the end of the training store instead."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the training store held out when `validation` is not given; 0 = no validation."""
-    keep_documents_apart: bool = False
-    """GPT: attention and positions end at document boundaries."""
+    packing: Literal["windows", "best_fit"] = "windows"
+    """GPT rows: the stream cut every sequence_length tokens, or whole documents fitted together and kept apart."""
+    separate_documents: bool = False
+    """GPT windows: attention, positions and targets end at document boundaries."""
+    random_offsets: bool = True
+    """GPT windows: every epoch cuts the stream at another place."""
 
     def sources(self) -> list[Source]:
         """The training stores, each with its weight."""
@@ -44,12 +53,12 @@ class DataSection(Section):
 class ModelSection(Section):
     """What is trained."""
 
-    family: Literal["gpt", "bert"] = "gpt"
-    """Decoder trained on next tokens, or encoder trained on masked ones."""
+    family: Literal["gpt", "bert"] | None = None
+    """Decoder trained on next tokens, or encoder trained on masked ones; by default the preset's, else gpt."""
     preset: str = ""
     """A named shape of models/presets.toml; "" starts from the family's defaults."""
     overrides: dict[str, Any] = {}
-    """Fields of the model's config to set: layers, heads, width and so on. The vocabulary is the tokenizer's."""
+    """Fields of the model's config to set: layers, heads, width, dropout... The vocabulary is that of the token store."""
 
 
 class OptimizerSection(Section):
@@ -80,7 +89,7 @@ class ScheduleSection(Section):
     """Steps of linear warm-up from 0."""
     decay_steps: int | None = Field(default=None, gt=0)
     """Length of the decay in steps; by default it ends with the last step (wsd: a fifth of the run)."""
-    final_fraction: float = Field(default=0.1, ge=0, le=1)
+    final_fraction: Fraction = 0.1
     """Learning rate at the end of the decay, as a share of the peak."""
     power: float = Field(default=1.0, gt=0)
     """Exponent of the polynomial decay."""
@@ -139,7 +148,11 @@ class ObjectiveSection(Section):
     whole_word: bool = False
     """Mask all pieces of a word together."""
     packing: bool = False
-    """Several sequences in one row, kept apart in attention, instead of padding."""
+    """Several pairs in one row, kept apart in attention, instead of padding."""
+    pair_copies: int = Field(default=1, gt=0)
+    """Differently drawn passes over the text that make one epoch."""
+    short_fraction: Fraction = 0.1
+    """Share of documents whose pairs aim at a shorter length."""
 
 
 class CheckpointSection(Section):
@@ -232,10 +245,12 @@ def schedule_rule(recipe: Recipe) -> Iterable[Problem]:
 
 def family_rule(recipe: Recipe) -> Iterable[Problem]:
     """Fields that belong to one family stay with it."""
-    if recipe.model.family == "gpt" and recipe.objective is not None:
+    family = model_family(recipe)
+    if family == "gpt" and recipe.objective is not None:
         yield Problem("objective", "belongs to BERT; a GPT predicts the next token", "leave it out or set model.family")
-    if recipe.model.family == "bert" and recipe.data.keep_documents_apart:
-        yield Problem("data.keep_documents_apart", "belongs to GPT", "for BERT, objective.packing keeps sequences apart")
+    if family == "bert" and (recipe.data.separate_documents or recipe.data.packing != "windows"):
+        key = "data.separate_documents" if recipe.data.separate_documents else "data.packing"
+        yield Problem(key, "belongs to GPT", "for BERT, objective.packing fits pairs together and keeps them apart")
 
 
 def data_rule(recipe: Recipe) -> Iterable[Problem]:
@@ -246,6 +261,29 @@ def data_rule(recipe: Recipe) -> Iterable[Problem]:
         yield Problem("train.eval_every_steps", "there is no validation split", "set data.validation_fraction or data.validation")
 
 
+def model_rule(recipe: Recipe) -> Iterable[Problem]:
+    """The preset exists, its fields can be set, the shape can be built and holds a row."""
+    try:
+        config = model_config(recipe)
+    except WrongUse as error:
+        key = "model.preset" if error.where.endswith("presets.toml") else error.where or "model"
+        yield Problem(key.replace("model.", "model.overrides.") if "has no field" in error.what else key,
+                      ": ".join(part for part in (error.what, error.why.replace("\n", "; ")) if part), error.fix)  # fmt: skip
+        return
+    if recipe.model.family and recipe.model.family != family_of(config):
+        yield Problem("model.family", f"preset {recipe.model.preset} is a {family_of(config)}", "leave model.family out")
+    if config.sequence_length < recipe.train.sequence_length:
+        yield Problem(
+            "train.sequence_length",
+            f"{recipe.train.sequence_length} is more than the model's {config.sequence_length} positions",
+            f"at most {config.sequence_length}, or set model.overrides.sequence_length",
+        )
+    if isinstance(config, BERTConfig):
+        sentences = (recipe.objective or ObjectiveSection()).sentences
+        if sentences != "none" and not (config.nsp and config.token_types >= 2):
+            yield Problem("objective.sentences", f"{sentences} needs a model with nsp and two token types", 'set it to "none"')
+
+
 def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
     """This version trains in one process."""
     for name, degree in recipe.parallel.model_dump().items():
@@ -253,7 +291,31 @@ def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
             yield Problem(f"parallel.{name}", f"{degree} processes are not supported yet, one is", f"set parallel.{name} = 1")
 
 
-RULES = (batch_rule, schedule_rule, family_rule, data_rule, parallel_rule)
+def model_family(recipe: Recipe) -> str:
+    """`gpt` or `bert`: as given, else the preset's, else gpt."""
+    if recipe.model.family or not recipe.model.preset:
+        return recipe.model.family or "gpt"
+    return family_of(preset(recipe.model.preset)) if recipe.model.preset in preset_names() else "gpt"
+
+
+def model_config(recipe: Recipe, vocab_size: int | None = None) -> ModelConfig:
+    """The model's config: preset, overrides, and the vocabulary of the tokens unless the recipe sets one.
+
+    Raises WrongUse for an unknown preset or field and for a shape that cannot be built.
+    """
+    fields = dict(recipe.model.overrides)
+    if vocab_size is not None:
+        fields.setdefault("vocab_size", vocab_size)
+    family = model_family(recipe)
+    if family == "bert" and recipe.objective is not None and recipe.objective.sentences == "none":
+        fields.setdefault("nsp", False)
+    if recipe.model.preset:
+        return preset(recipe.model.preset, **fields)
+    fields.setdefault("sequence_length", recipe.train.sequence_length)
+    return FAMILIES[family].from_dict(fields)
+
+
+RULES = (batch_rule, schedule_rule, family_rule, data_rule, model_rule, parallel_rule)
 
 
 def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
@@ -277,6 +339,8 @@ def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
             }
         ),
     }
-    if recipe.model.family == "bert" and recipe.objective is None:
+    family = model_family(recipe)
+    update["model"] = recipe.model.model_copy(update={"family": family})
+    if family == "bert" and recipe.objective is None:
         update["objective"] = ObjectiveSection()
     return recipe.model_copy(update=update)

@@ -1,0 +1,29 @@
+"""`throughline compare RUN RUN`: losses and gradient norms of two runs, step by step, against a stated bound."""
+
+import click
+
+from ..core import console
+from .common import throughline_command
+
+
+@click.command()
+@click.argument("first", type=click.Path())
+@click.argument("second", type=click.Path())
+@click.option("--bound", type=float, default=1e-5, show_default=True, help="Largest relative difference that is allowed.")
+@throughline_command
+def command(first: str, second: str, bound: float) -> None:
+    """Compare the losses and gradient norms of two runs; exit code 3 when a difference is above the bound.
+
+    \b
+    Example:  throughline compare runs/one runs/two --bound 1e-6
+    """
+    from ..train.compare import check_bound, compare_runs
+
+    comparison = compare_runs(first, second)
+    lines = console.table(
+        ("figure", "steps", "largest difference", "at step", "first", "second"),
+        [(row.name, row.steps, row.difference, row.step, row.first, row.second) for row in comparison],
+    )
+    check_bound(comparison, bound, first, second)
+    payload = {"bound": bound, "figures": [row.as_dict() for row in comparison]}
+    console.result(payload, [*lines, f"all within the relative bound {bound:g}"])

@@ -1,0 +1,51 @@
+"""`throughline train RECIPE`: pretrain a GPT or a BERT, or continue a run that was stopped."""
+
+from pathlib import Path
+
+import click
+
+from ..core import console
+from .common import recipe_options, throughline_command
+
+
+@click.command()
+@recipe_options
+@click.option("--run-dir", type=click.Path(), help="Directory of the run; by default runs/<name of the recipe>.")
+@click.option(
+    "--resume",
+    type=click.Choice(["auto", "never"]),
+    default="auto",
+    show_default=True,
+    help="auto continues the run that is there, to the last bit; never refuses a directory with a run.",
+)
+@click.option("--profile", is_flag=True, help="Write a trace of a few steps and the time per class of kernel.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print the plan, write nothing.")
+@throughline_command
+def command(
+    recipe: str, overrides: tuple[str, ...], run_dir: str | None, resume: str, profile: bool, dry_run: bool
+) -> None:
+    """Train a model from RECIPE (a file or the name of a shipped one).
+
+    \b
+    Example:  throughline train gpt-shakespeare --set data.train=tokens/shakespeare
+    A stopped or killed run goes on with the same command.
+    """
+    from ..core.recipe import find_recipe, load_recipe
+    from ..train.recipe import RULES, Recipe, resolve
+
+    resolved = resolve(load_recipe(recipe, Recipe, overrides, RULES))
+    directory = Path(run_dir) if run_dir else Path("runs") / find_recipe(recipe).stem
+    from ..train.build import plan_run
+    from ..train.evaluate import Validation
+    from ..train.loop import train
+
+    plan = plan_run(resolved)
+    if dry_run:
+        console.result(plan.summary(), plan.lines())
+        return
+    evaluators = [Validation(plan)] if plan.validation_stores else []
+    summary = train(plan, directory, resume=resume, evaluators=evaluators, profile=profile)
+    figures = {"loss": summary["loss"], **{f"validation {name}": value for name, value in summary["validation"].items()}}
+    lines = [f"{name:<26}{value:,.4f}" if isinstance(value, float) else f"{name:<26}{value}" for name, value in figures.items()]
+    lines += [f"{'tokens/s':<26}{summary['tokens_per_s']:,.0f}", f"run in {directory}; report: {directory / 'report.html'}"]
+    console.result(summary, lines)

@@ -1,0 +1,213 @@
+"""From a resolved recipe to the things that train: stores, datasets, config, trainer. Nothing is written here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.artifact import Input, input_record
+from ..core.console import amount
+from ..core.errors import Refused, WrongUse
+from ..data.options import DatasetOptions
+from ..data.samples import Dataset, open_dataset
+from ..data.store import TokenStore
+from ..data.tokenizer import Tokenizer
+from ..models.config import ModelConfig
+from ..models.init import build, empty_model
+from .compile import maybe_compile
+from .memory import check_memory
+from .objective import LOSSES, StepBatch, prepare
+from .optimizers import build_optimizer
+from .precision import LossScaler, pick_device, weight_dtype
+from .recipe import ObjectiveSection, Recipe, model_config, model_family
+from .step import Trainer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked run before anything of it is allocated or written."""
+
+    recipe: Recipe
+    family: str
+    config: ModelConfig
+    device: torch.device
+    memory: dict[str, int]  # predicted bytes by term
+    train_stores: Sequence[TokenStore]
+    validation_stores: Sequence[TokenStore]
+    tokenizer: Tokenizer | None  # None for a foreign store, which has none
+    tokenizer_json: bytes | None
+    inputs: Sequence[Input]
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.recipe.train.rows_per_step * self.recipe.train.sequence_length
+
+    def summary(self) -> dict[str, Any]:
+        """What will be trained on what, and what it needs, for `train --dry-run`."""
+        tokens = self.tokens_per_step * self.recipe.train.steps
+        return {
+            "family": self.family,
+            "parameters": self.config.parameter_count(),
+            "device": str(self.device),
+            "train_tokens_in_store": sum(store.tokens for store in self.train_stores),
+            "validation_tokens": sum(store.tokens for store in self.validation_stores),
+            "tokens_to_train": tokens,
+            "flops": tokens * self.config.flops_per_token(self.recipe.train.sequence_length),
+            "memory_bytes": sum(self.memory.values()),
+            "memory": self.memory,
+        }
+
+    def lines(self) -> list[str]:
+        """The summary for a person."""
+        facts = self.summary()
+        memory = ", ".join(f"{name} {amount(size, 'B')}" for name, size in self.memory.items())
+        return [
+            f"{self.family} of {facts['parameters']:,} parameters on {facts['device']}",
+            f"{self.recipe.train.steps:,} steps of {self.tokens_per_step:,} tokens: {facts['tokens_to_train']:,} tokens, {facts['flops']:.3g} FLOPs",
+            f"training split {facts['train_tokens_in_store']:,} tokens, validation {facts['validation_tokens']:,}",
+            f"memory about {amount(facts['memory_bytes'], 'B')}: {memory}",
+        ]
+
+
+def plan_run(recipe: Recipe) -> Plan:
+    """Open and check everything that a resolved recipe names.
+
+    Raises WrongUse for what is missing or does not fit together, Refused for a damaged store, a precision that the device
+    lacks and a model larger than memory.
+    """
+    device = pick_device(recipe.train.device, recipe.train.precision)
+    sources = recipe.data.sources()
+    stores = [TokenStore.open(source.path) for source in sources]
+    paths = [source.path for source in sources]
+    if recipe.data.validation:
+        train, validation = stores, [TokenStore.open(recipe.data.validation)]
+        paths.append(recipe.data.validation)
+    elif recipe.data.validation_fraction:
+        cut = 1 - recipe.data.validation_fraction
+        train, validation = [store.view(0.0, cut) for store in stores], [store.view(cut, 1.0) for store in stores]
+    else:
+        train, validation = stores, []
+    vocab_size = _one_vocabulary(recipe, [*stores, *(validation if recipe.data.validation else [])], paths)
+    config = model_config(recipe, vocab_size)
+    file = Path(paths[0]) / "tokenizer.json"
+    tokenizer_json = file.read_bytes() if file.is_file() else None
+    return Plan(
+        recipe=recipe,
+        family=model_family(recipe),
+        config=config,
+        device=device,
+        memory=check_memory(config, recipe, device),
+        train_stores=train,
+        validation_stores=validation,
+        tokenizer=Tokenizer.load(file) if tokenizer_json is not None else None,
+        tokenizer_json=tokenizer_json,
+        inputs=[input_record(path) for path in paths],
+    )
+
+
+def _one_vocabulary(recipe: Recipe, stores: Sequence[TokenStore], paths: Sequence[str]) -> int:
+    """The vocabulary that all stores share, or the recipe's when it is as large. Refuses ids without an embedding."""
+    marks = {str(store.facts.get("tokenizer", "")): path for store, path in zip(stores, paths)}
+    if len(marks) > 1:
+        where = ", ".join(marks.values())
+        raise Refused("token stores of different tokenizers", where=where, fix="tokenise all with one tokenizer")
+    given = recipe.model.overrides.get("vocab_size")
+    vocab_size = given or stores[0].facts.get("vocab_size")
+    if not vocab_size:
+        fix = "set model.overrides.vocab_size, and train with a tokenizer.json beside the store to evaluate text"
+        raise WrongUse("the size of the vocabulary is not known", where=paths[0], why="the store is foreign", fix=fix)
+    for store, path in zip(stores, paths):
+        largest = store.facts.get("largest_id", -1)
+        if largest >= vocab_size:
+            raise Refused(
+                "the tokens do not fit the model's vocabulary",
+                where=path,
+                why=f"largest id {largest}, vocab_size {vocab_size}",
+                fix=f"set model.overrides.vocab_size to at least {store.facts.get('vocab_size', largest + 1)}, or leave it out",
+            )
+    return int(vocab_size)
+
+
+def dataset_options(plan: Plan) -> DatasetOptions:
+    """The recipe's rows, in the terms of the data stage."""
+    recipe, data = plan.recipe, plan.recipe.data
+    if plan.family == "gpt":
+        return DatasetOptions(
+            "gpt",
+            recipe.train.sequence_length,
+            seed=recipe.train.seed,
+            packing=data.packing,
+            separate_documents=data.separate_documents,
+            random_offsets=data.random_offsets and data.packing == "windows",
+        )
+    objective, tokenizer = recipe.objective or ObjectiveSection(), plan.tokenizer
+    if tokenizer is None:
+        where = data.sources()[0].path
+        raise WrongUse("a BERT needs the tokenizer of its tokens", where=where, fix="put its tokenizer.json beside them")
+    return DatasetOptions(
+        "bert",
+        recipe.train.sequence_length,
+        seed=recipe.train.seed,
+        packing="packed" if objective.packing else "windows",
+        nsp=objective.sentences,
+        pair_copies=objective.pair_copies,
+        short_fraction=objective.short_fraction,
+        mask_rate=objective.mask_fraction,
+        whole_word=objective.whole_word,
+        continuation_ids=tuple(sorted(i for word, i in tokenizer.vocab.items() if word.startswith("##"))),
+        vocab_size=tokenizer.vocab_size,
+        special_ids=tuple(sorted(tokenizer.special_ids)),
+        pad_id=tokenizer.pad_id or 0,
+        cls_id=tokenizer.cls_id,
+        sep_id=tokenizer.sep_id,
+        mask_id=tokenizer.mask_id,
+    )
+
+
+def training_rows(plan: Plan, cache: Path | None = None) -> Dataset:
+    """The dataset that the run trains on."""
+    weights = [source.weight for source in plan.recipe.data.sources()]
+    return open_dataset(plan.train_stores, dataset_options(plan), weights if len(weights) > 1 else None, cache)
+
+
+def validation_rows(plan: Plan, cache: Path | None = None) -> list[Dataset]:
+    """The validation split in order, every window or pair once, one dataset a store."""
+    options = replace(dataset_options(plan), order="sequential", random_offsets=False, pair_copies=1)
+    return [open_dataset(store, options, None, cache) for store in plan.validation_stores]
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """A dataset whose batches are ready for the step; the loader's thread makes them."""
+
+    plan: Plan
+    dataset: Dataset
+
+    def batch(self, position: int, count: int) -> StepBatch:
+        train, objective = self.plan.recipe.train, self.plan.recipe.objective
+        rows = self.dataset.batch(position, count)
+        dtype, mask_fraction = weight_dtype(train.precision), objective.mask_fraction if objective else 0.0
+        return prepare(rows, self.plan.family, train.rows_per_micro_batch, self.plan.device, dtype, mask_fraction)
+
+
+def build_trainer(plan: Plan, *, fill: bool = True) -> Trainer:
+    """Model, optimizer and loss at step 0. `fill=False` leaves the weights to a checkpoint."""
+    recipe = plan.recipe
+    dtype = weight_dtype(recipe.train.precision)
+    torch.manual_seed(recipe.train.seed)  # dropout; initial weights have generators of their own
+    if fill:
+        model = build(plan.config, recipe.train.seed, plan.device, dtype)
+    else:
+        model = empty_model(plan.config, plan.device, dtype)
+    model.train()
+    return Trainer(
+        model=model,
+        optimizer=build_optimizer(model, recipe),
+        loss=maybe_compile(LOSSES[plan.family], recipe),
+        scaler=LossScaler.of(recipe.train.precision),
+        precision=recipe.train.precision,
+        device=plan.device,
+        clip_norm=recipe.train.clip_norm,
+    )

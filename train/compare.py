@@ -1,0 +1,66 @@
+"""Two runs compared step by step: did they train the same model?"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import Refused, WrongUse
+from .metrics import FILE, read_metrics
+
+FIGURES = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The step at which one figure of two runs differs most, relative to the larger; inf where one alone is not finite."""
+
+    name: str
+    steps: int
+    difference: float
+    step: int
+    first: float | None
+    second: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return asdict(self)
+
+
+def compare_runs(first: Path | str, second: Path | str) -> list[Difference]:
+    """The largest relative difference of each figure over the steps that both runs logged.
+
+    Raises WrongUse when one has no metrics or they share no step.
+    """
+    tables = []
+    for run in (first, second):
+        if not (Path(run) / FILE).is_file():
+            raise WrongUse("no metrics to compare", where=run, fix=f"give the directory of a run, which has a {FILE}")
+        tables.append({record["step"]: record for record in read_metrics(run) if "loss" in record})
+    steps = sorted(set(tables[0]) & set(tables[1]))
+    if not steps:
+        raise WrongUse("the runs logged no step in common", where=f"{first}, {second}")
+    return [_largest(name, steps, *tables) for name in FIGURES]
+
+
+def _largest(name: str, steps: list[int], first: dict[int, Any], second: dict[int, Any]) -> Difference:
+    worst = Difference(name, len(steps), -1.0, steps[0], None, None)
+    for step in steps:
+        a, b = first[step][name], second[step][name]
+        if a is None or b is None:
+            difference = 0.0 if a == b else float("inf")
+        else:
+            difference = abs(a - b) / max(abs(a), abs(b), 1e-300)
+        if difference > worst.difference:
+            worst = Difference(name, len(steps), difference, step, a, b)
+    return worst
+
+
+def check_bound(comparison: list[Difference], bound: float, first: Path | str, second: Path | str) -> None:
+    """Raise Refused naming the figure and the step when a difference is above the bound."""
+    above = [row for row in comparison if not row.difference <= bound]
+    if above:
+        raise Refused(
+            f"the runs differ by more than the relative bound {bound:g}",
+            where=f"{first}, {second}",
+            why="\n".join(f"{row.name} by {row.difference:.3g} at step {row.step:,}: {row.first}, {row.second}" for row in above),
+        )

@@ -1,0 +1,300 @@
+"""The training loop: start or resume, step, log, evaluate, save; stop on a signal with everything saved.
+
+A run is a workspace directory: recipe.toml (resolved), metrics.jsonl, events.jsonl, checkpoints/, report.html, and
+manifest.json when it has ended. The same command continues a run that was stopped or killed, to the last bit.
+"""
+
+import platform
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.artifact import MANIFEST, is_artifact, read_manifest
+from ..core.console import amount, duration, progress, say
+from ..core.errors import Failed, Stopped, WrongUse
+from ..core.files import write_atomic
+from ..core.hardware import machine
+from ..core.recipe import dump_toml, load_recipe, recipe_hash
+from ..core.version import version
+from ..core.workspace import Workspace
+from ..data.loader import Loader
+from .build import Plan, StepBatches, build_trainer, training_rows
+from .checkpoint import CheckpointWriter, find_resumable, restore
+from .metrics import Metrics, PhaseMemory, Record, peak_flops, read_metrics
+from .objective import TERMS
+from .profile import Profile
+from .recipe import Recipe
+from .schedule import learning_rate_factor
+from .signals import Signals, StopNow
+from .step import StepResult, Trainer, no_mark, train_step
+
+Evaluator = Callable[[nn.Module, int], dict[str, Any]]
+MAY_CHANGE = ("train.steps", "train.eval_", "train.stop_after_skipped", "checkpoint.", "log.")  # on resume
+MEMORY_EVERY_S = 1.0
+
+
+def train(
+    plan: Plan, run_dir: Path | str, *, resume: str = "auto", evaluators: Sequence[Evaluator] = (), profile: bool = False
+) -> dict[str, Any]:
+    """Train to the recipe's last step and return the summary.
+
+    `resume`: "auto" continues what is in `run_dir`, "never" refuses a directory that holds a run. Raises Stopped after
+    SIGTERM and KeyboardInterrupt after Ctrl-C, both saved; Failed when too many steps in a row were not finite.
+    """
+    with Workspace(run_dir) as workspace:
+        claim(workspace, plan.recipe, resume)
+        checkpoint = find_resumable(workspace.path / "checkpoints")
+        if checkpoint is not None and is_artifact(workspace.path):
+            done = read_manifest(workspace.path, "run").facts
+            if done["step"] >= plan.recipe.train.steps:
+                say(f"{workspace.path} is already trained to step {done['step']:,}")
+                return done
+        (workspace.path / MANIFEST).unlink(missing_ok=True)
+        write_atomic(workspace.path / "recipe.toml", dump_toml(plan.recipe))
+        trainer = build_trainer(plan, fill=checkpoint is None)
+        if checkpoint is not None:
+            restore(checkpoint, trainer)
+            say(f"resumed at step {trainer.step:,} from {checkpoint}")
+        return Run(plan, workspace, trainer, evaluators, profile).to_the_end()
+
+
+def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
+    """Check that this recipe may train in this directory. Raises WrongUse when another run or other files are there."""
+    file = workspace.path / "recipe.toml"
+    if not file.exists():
+        others = [path.name for path in workspace.path.iterdir() if not path.name.startswith(".")]
+        if others:
+            why = f"it holds {others[0]} and no recipe.toml"
+            raise WrongUse("not a run's directory", where=workspace.path, why=why, fix="choose another --run-dir")
+        return
+    if resume == "never":
+        raise WrongUse("a run is already there", where=workspace.path, fix="--resume auto continues it; --run-dir starts elsewhere")
+    before, now = (_leaves(tree.model_dump(mode="json")) for tree in (load_recipe(file, Recipe), recipe))
+    changed = [key for key in sorted(before | now) if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE)]
+    if changed:
+        raise WrongUse(
+            "the run there has another recipe",
+            where=file,
+            why="\n".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed),
+            fix="train in another directory with --run-dir, or take the change back",
+        )
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
+
+
+class Run:
+    """One process's share of a run: from where the trainer stands to the last step or a signal."""
+
+    def __init__(
+        self, plan: Plan, workspace: Workspace, trainer: Trainer, evaluators: Sequence[Evaluator], profile: bool
+    ) -> None:
+        self.plan, self.workspace, self.trainer, self.evaluators = plan, workspace, trainer, evaluators
+        recipe = self.recipe = plan.recipe
+        self.metrics = Metrics(workspace, list(recipe.log.sinks), workspace.path.name)
+        self.writer = CheckpointWriter(
+            workspace.path / "checkpoints", recipe.checkpoint.keep, plan.tokenizer_json, plan.inputs, recipe_hash(recipe)
+        )
+        self.memory = PhaseMemory(plan.device)
+        self.profile = Profile(workspace.path / "profile", plan.device) if profile else None
+        self.signals = Signals()
+        self.peak, self.peak_source = peak_flops(plan.device, recipe.train.precision)
+        predicted = {} if recipe.objective is None else {"predicted": recipe.objective.mask_fraction}
+        self.flops_per_token = plan.config.flops_per_token(recipe.train.sequence_length, **predicted)
+        self.first_step, self.saved_step = trainer.step, trainer.step
+        self.tokens, self.step_seconds = 0, 0.0  # of this process, without its first step, which compiles and allocates
+        self.last: Record = next((record for record in reversed(read_metrics(workspace.path)) if "loss" in record), {})
+        self.validation: dict[str, Any] = {}
+
+    def to_the_end(self) -> dict[str, Any]:
+        """Every step that is left, the last evaluation and save, the report and the manifest."""
+        recipe, trainer = self.recipe, self.trainer
+        start = time.monotonic()
+        self._event("resumed" if trainer.step else "started", **self._environment())
+        rows = StepBatches(self.plan, training_rows(self.plan, self.workspace.path / "cache"))
+        loader = Loader(rows, recipe.train.rows_per_step, position=trainer.samples, ahead=2)
+        try:
+            with self.signals, loader as batches, self._progress() as bar:
+                while trainer.step < recipe.train.steps and self.signals.received is None:
+                    self._step(batches, bar)
+                    self._between_steps()
+                if self.signals.received is None:
+                    self._evaluate()
+                if self.signals.received is not None:
+                    self._stop()
+            self._save()
+            self.writer.wait()
+        finally:
+            self.metrics.flush()
+            self.writer.close()
+        return self._finish(time.monotonic() - start)
+
+    def _progress(self) -> progress:
+        bar = progress("train", self.recipe.train.steps * self.plan.tokens_per_step, "tokens")
+        bar.start_at(self.trainer.step * self.plan.tokens_per_step)
+        return bar
+
+    def _step(self, batches: Loader, bar: progress) -> None:
+        """One step, its record and its line."""
+        trainer, recipe = self.trainer, self.recipe
+        start = time.perf_counter()
+        factor = learning_rate_factor(trainer.step, recipe)
+        watch = trainer.step - self.first_step < 3 or start - self.memory_read > MEMORY_EVERY_S
+        if watch:
+            self.memory.start()
+            self.memory_read = start
+        batch = next(batches)
+        result = train_step(trainer, batch, factor, self.memory.mark if watch else no_mark)
+        seconds = time.perf_counter() - start
+        if trainer.step > self.first_step + 1:
+            self.tokens, self.step_seconds = self.tokens + batch.tokens, self.step_seconds + seconds
+        self._record(result, factor, seconds, batch.tokens, watch)
+        rate = batch.tokens / seconds
+        bar.advance(self.plan.tokens_per_step, self._note(result, rate))
+        if self.profile is not None:
+            self.profile.step()
+        if result.skipped:
+            self._event("skipped", in_row=trainer.skipped_in_row)
+            if trainer.skipped_in_row >= recipe.train.stop_after_skipped:
+                raise Failed(
+                    f"{trainer.skipped_in_row} steps in a row had a loss or gradient that is not finite",
+                    where=f"{self.workspace.path}, step {trainer.step:,}",
+                    why=f"loss {result.loss}, gradient norm {result.grad_norm}, loss scale {trainer.scaler.scale:g}",
+                    fix="lower optimizer.learning_rate, lengthen schedule.warmup_steps, or use bf16 or fp32 in train.precision",
+                )
+
+    memory_read = float("-inf")
+
+    def _note(self, result: StepResult, tokens_per_s: float) -> str:
+        note = f"step {self.trainer.step:,}  loss {result.loss:.4f}"
+        if self.peak:
+            note += f"  MFU {100 * tokens_per_s * self.flops_per_token / self.peak:.0f}%"
+        return note
+
+    def _record(self, result: StepResult, factor: float, seconds: float, tokens: int, watch: bool) -> None:
+        step = self.trainer.step
+        if step % self.recipe.log.every_steps and not result.skipped and step != self.recipe.train.steps:
+            return
+        rate = tokens / seconds
+        record: Record = {
+            "step": step,
+            "loss": result.loss,
+            "lr": self.recipe.optimizer.learning_rate * factor,
+            "grad_norm": result.grad_norm,
+            "tokens": tokens,
+            "step_s": round(seconds, 6),
+            "tokens_per_s": round(rate, 1),
+            "mfu": round(rate * self.flops_per_token / self.peak, 4) if self.peak else None,
+        }
+        if len(result.terms) > 1:
+            record |= dict(zip(TERMS[self.plan.family], result.terms))
+        if self.trainer.scaler.active:
+            record["scale"] = self.trainer.scaler.scale
+        if result.skipped:
+            record["skipped"] = True
+        if watch:
+            record["memory"] = self.memory.record()
+        self.metrics.add(record)
+        self.last = record
+
+    def _between_steps(self) -> None:
+        """What is due after this step: an evaluation, a checkpoint. The last step has both at the end."""
+        step, recipe = self.trainer.step, self.recipe
+        if step == recipe.train.steps or self.signals.received is not None:
+            return
+        if recipe.train.eval_every_steps and step % recipe.train.eval_every_steps == 0:
+            self._evaluate()
+        if recipe.checkpoint.save_every_steps and step % recipe.checkpoint.save_every_steps == 0:
+            self._save()
+
+    def _evaluate(self) -> None:
+        start = time.perf_counter()
+        figures: dict[str, Any] = {}
+        try:
+            with self.signals.interruptible():
+                for evaluator in self.evaluators:
+                    figures |= evaluator(self.trainer.model, self.trainer.step)
+        except StopNow:
+            return
+        if figures:
+            self.validation = figures
+            self.metrics.add({"step": self.trainer.step, "validation": figures, "eval_s": round(time.perf_counter() - start, 3)})
+
+    def _save(self) -> None:
+        if self.trainer.step == self.saved_step and self.trainer.step:
+            return
+        facts = {"validation": self.validation} if self.validation else {}
+        pause = self.writer.save(self.trainer, facts)
+        self.saved_step = self.trainer.step
+        self.metrics.flush()
+        self.memory.mark("save")
+        self._event("checkpoint", pause_s=round(pause, 4), memory=self.memory.record())
+
+    def _stop(self) -> None:
+        """Save where a signal stopped the run, and say how to go on."""
+        self._save()
+        self.writer.wait()
+        self.metrics.flush()
+        received = self.signals.received
+        assert received is not None
+        self._event("stopped", signal=received.name)
+        if received == signal.SIGINT:
+            say(f"saved at step {self.trainer.step:,}; the same command continues")
+            raise KeyboardInterrupt
+        raise Stopped(
+            f"stopped by {received.name} at step {self.trainer.step:,}, saved and verified",
+            where=self.workspace.path,
+            fix="the same command continues to the last bit",
+        )
+
+    def _finish(self, seconds: float) -> dict[str, Any]:
+        rate = self.tokens / self.step_seconds if self.step_seconds else 0.0
+        summary = {
+            "run": str(self.workspace.path),
+            "step": self.trainer.step,
+            "parameters": self.plan.config.parameter_count(),
+            "loss": self.last.get("loss"),
+            "validation": self.validation,
+            "seconds": round(seconds, 2),
+            "steps_here": self.trainer.step - self.first_step,
+            "tokens_per_s": round(rate, 1),
+            "mfu": round(rate * self.flops_per_token / self.peak, 4) if self.peak else None,
+            "skipped_steps": self.trainer.skipped,
+        }
+        if self.profile is not None:
+            self.profile.close()
+        self._event("finished", **summary)
+        from .report import write_report
+
+        write_report(self.workspace.path)
+        self.workspace.finish("run", self.plan.inputs, recipe_hash(self.recipe), summary)
+        say(f"{summary['steps_here']:,} steps in {duration(seconds)}, {amount(rate, 'tokens')}/s in a step")
+        return summary
+
+    def _event(self, name: str, **facts: Any) -> None:
+        self.workspace.append("events.jsonl", {"event": name, "step": self.trainer.step, "time": time.time(), **facts})
+
+    def _environment(self) -> dict[str, Any]:
+        here = machine()
+        return {
+            "throughline": version(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": str(self.plan.device),
+            "cpu": here.cpu.name,
+            "gpus": [gpu.name for gpu in here.gpus],
+            "threads": torch.get_num_threads(),
+            "parameters": self.plan.config.parameter_count(),
+            "predicted_memory": self.plan.memory,
+            "peak_flops": self.peak,
+            "peak_source": self.peak_source,
+        }

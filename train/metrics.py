@@ -1,0 +1,148 @@
+"""What a run writes down: `metrics.jsonl` is the truth, the terminal and the dashboards show the same records.
+
+One record per logged step: step, loss and its terms, lr, grad_norm, step_s, tokens_per_s, mfu, and every now and then
+memory by phase. One record per evaluation: step and `validation`. The file is only ever appended to; after a resume a
+step can stand in it twice, and the later one counts (`read_metrics`).
+"""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ..core.errors import MissingExtra
+from ..core.hardware import machine
+from ..core.workspace import Workspace, read_records
+
+FILE = "metrics.jsonl"
+FLUSH_EVERY_S = 1.0
+Record = dict[str, Any]
+
+
+class Metrics:
+    """Buffers records and writes them about once a second; close() at the end."""
+
+    def __init__(self, workspace: Workspace, sinks: list[str], name: str) -> None:
+        self._workspace = workspace
+        self._buffer: list[Record] = []
+        self._written = time.monotonic()
+        self._sinks = [SINKS[sink](workspace.path, name) for sink in sinks]
+
+    def add(self, record: Record) -> None:
+        """Keep a record; numbers that are not finite become null, as JSON has none."""
+        self._buffer.append({key: None if _not_finite(value) else value for key, value in record.items()})
+        if time.monotonic() - self._written > FLUSH_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        records, self._buffer = self._buffer, []
+        self._written = time.monotonic()
+        if records:
+            self._workspace.append(FILE, *records)
+        for sink in self._sinks:
+            for record in records:
+                sink(record)
+
+
+def _not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def read_metrics(run: Path | str) -> list[Record]:
+    """The records of a run in step order, each step once; evaluations are merged into the record of their step."""
+    merged: dict[int, Record] = {}
+    for record in read_records(Path(run) / FILE):
+        merged[record["step"]] = merged.get(record["step"], {}) | record
+    return [merged[step] for step in sorted(merged)]
+
+
+def flat(record: Record) -> dict[str, float]:
+    """The numbers of a record under slash-joined names, for dashboards."""
+    numbers: dict[str, float] = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            numbers |= {f"{key}/{name}": number for name, number in flat(value).items()}
+        elif isinstance(value, int | float) and key != "step":
+            numbers[key] = value
+    return numbers
+
+
+def _tensorboard(run: Path, name: str) -> Callable[[Record], None]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise MissingExtra("tensorboard", "the sink tensorboard", "tensorboard") from None
+    writer = SummaryWriter(str(run / "tensorboard"))
+
+    def sink(record: Record) -> None:
+        for key, value in flat(record).items():
+            writer.add_scalar(key, value, record["step"])
+
+    return sink
+
+
+def _wandb(run: Path, name: str) -> Callable[[Record], None]:
+    try:
+        import wandb
+    except ImportError:
+        raise MissingExtra("wandb", "the sink wandb", "wandb") from None
+    session = wandb.init(project="throughline", name=name, dir=str(run))
+    return lambda record: session.log(flat(record), step=record["step"])
+
+
+SINKS: dict[str, Callable[[Path, str], Callable[[Record], None]]] = {"tensorboard": _tensorboard, "wandb": _wandb}
+
+
+class PhaseMemory:
+    """Memory at the end of each phase of a step, in bytes: resident on the host, and the phase's peak on the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._process = device, psutil.Process()
+        self.host: dict[str, int] = {}
+        self.gpu: dict[str, int] = {}
+
+    def start(self) -> None:
+        """Forget the step before."""
+        self.host, self.gpu = {}, {}
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def mark(self, phase: str) -> None:
+        """A phase ended; of several forwards in a step the largest counts."""
+        self.host[phase] = max(self.host.get(phase, 0), self._process.memory_info().rss)
+        if self._device.type == "cuda":
+            self.gpu[phase] = max(self.gpu.get(phase, 0), torch.cuda.max_memory_allocated(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def record(self) -> Record:
+        """As it stands in metrics.jsonl."""
+        return {"host": self.host} | ({"gpu": self.gpu} if self.gpu else {})
+
+
+def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
+    """FLOP/s against which utilisation is stated, and where the figure is from.
+
+    A GPU's is the dense peak of its row in chips.toml. A CPU's clock and vector units are not known well enough, so the
+    fastest of a few 768-wide matrix products in the run's dtype is taken (some 20 ms).
+    """
+    if device.type == "cuda":
+        gpus = {gpu.index: gpu for gpu in machine().gpus}
+        gpu = gpus.get(device.index or 0)
+        if gpu is None or gpu.chip is None or precision not in gpu.chip.tflops:
+            return 0.0, "unknown"
+        return gpu.chip.tflops[precision] * 1e12, f"{gpu.chip.name}, dense {precision}"
+    dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(precision, torch.float32)
+    size = 768
+    a = torch.ones(size, size, dtype=dtype)
+    a @ a
+    best = math.inf
+    for _ in range(4):
+        start = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best, f"measured matrix product, {size} wide, {torch.get_num_threads()} threads"

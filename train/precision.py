@@ -1,0 +1,73 @@
+"""Arithmetic: autocast for the matrix products, loss scaling for fp16, and what a device can do.
+
+Weights, gradients and optimizer state are fp32 (fp64 with precision fp64); bf16 and fp16 are the inputs of the matrix
+products inside autocast. fp16 underflows below 6e-8, so its loss is scaled up and the gradients are divided again
+(Micikevicius et al. 2018, section 3.2), with the scale found by the run itself.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from ..core.errors import WrongUse
+from ..core.hardware import check_dtype
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FIRST_SCALE = 2.0**16  # 65,504 is the largest fp16: the first steps halve the scale until the gradients fit
+GROWTH_INTERVAL = 2000  # good steps before the scale is doubled, as in torch.amp
+
+
+def pick_device(wanted: str, precision: str) -> torch.device:
+    """The device of a recipe's `train.device`, able to compute in `precision`.
+
+    Raises WrongUse when there is no such device and Refused when it cannot compute in that precision.
+    """
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise WrongUse("no CUDA device here", where="train.device", fix='set train.device = "cpu", or see: throughline doctor')
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    major, minor = torch.cuda.get_device_capability(device)
+    if precision in AUTOCAST:
+        check_dtype(precision, "cuda", capability=f"{major}.{minor}", name=torch.cuda.get_device_name(device))
+    return device
+
+
+def weight_dtype(precision: str) -> torch.dtype:
+    """Dtype of weights, gradients and optimizer state."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """The context in which the model runs forward."""
+    if precision not in AUTOCAST:
+        return nullcontext()
+    return torch.autocast(device.type, AUTOCAST[precision])
+
+
+@dataclass
+class LossScaler:
+    """The scale of the loss in fp16: halved after a step that overflowed, doubled after many that did not.
+
+    In other precisions it is 1 and stays 1.
+    """
+
+    scale: float = 1.0
+    good_steps: int = 0
+    active: bool = False
+
+    @classmethod
+    def of(cls, precision: str) -> "LossScaler":
+        return cls(FIRST_SCALE, 0, True) if precision == "fp16" else cls()
+
+    def update(self, finite: bool) -> None:
+        """After each step: whether its gradients were finite."""
+        if not self.active:
+            return
+        if not finite:
+            self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == GROWTH_INTERVAL:
+            self.scale, self.good_steps = self.scale * 2, 0

@@ -1,0 +1,93 @@
+"""`train --profile`: a trace of a few steps, time per class of kernel, and on a GPU a memory snapshot.
+
+Written under `profile/` of the run: `trace.json` (open it in chrome://tracing or Perfetto), `kernels.json`, and
+`memory.pickle` (PyTorch's own format, for pytorch.org/memory_viz). Profiled steps are slower than others.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from ..core.console import say, table
+
+SKIPPED, WARMUP, ACTIVE = 3, 1, 5  # steps: the first ones compile and allocate
+CLASSES = (  # the first pattern found in an operator's or kernel's name decides
+    ("optimizer", r"fused_adam|foreach|multi_tensor|Optimizer"),
+    ("attention", r"scaled_dot_product|flash|fmha|attention|softmax_backward|_softmax"),
+    ("loss", r"nll|cross_entropy|log_softmax"),
+    ("matrix products", r"mm\b|addmm|gemm|matmul|linear|cutlass|cublas|mkldnn|xmma"),
+    ("norms", r"norm"),
+    ("embedding", r"embedding|index|gather|scatter"),
+    ("dropout", r"dropout|bernoulli|philox"),
+    ("copies", r"copy|clone|Memcpy|Memset|contiguous|::to\b|cat\b|fill_|zero_"),
+    ("compiled kernels", r"triton|inductor|cpp_fused|graph_|CompiledF|Compiled|Torch-Compiled"),
+    ("elementwise", r"gelu|silu|add|mul|div|sub|tanh|pow|sum|elementwise|vectorized|reduce"),
+)
+
+
+def kernel_class(name: str) -> str:
+    """The class that a kernel's time is counted under."""
+    return next((kind for kind, pattern in CLASSES if re.search(pattern, name)), "other")
+
+
+class Profile:
+    """Profiles steps SKIPPED + WARMUP .. + ACTIVE of this process; call step() after each."""
+
+    def __init__(self, directory: Path, device: torch.device) -> None:
+        self.directory, self._cuda = directory, device.type == "cuda"
+        directory.mkdir(parents=True, exist_ok=True)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+        if self._cuda:
+            torch.cuda.memory._record_memory_history(max_entries=200_000)  # private, and the only way to a snapshot
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=SKIPPED, warmup=WARMUP, active=ACTIVE, repeat=1),
+            on_trace_ready=self._ready,
+            record_shapes=True,
+        )
+        self._profile.start()
+        self._open = True
+
+    def step(self) -> None:
+        """A step ended."""
+        if self._open:
+            self._profile.step()
+
+    def close(self) -> None:
+        """End early, when the run was shorter than what is profiled."""
+        if self._open:
+            self._profile.stop()
+            self._open = False
+
+    def _ready(self, profiled: Any) -> None:
+        self._open = False
+        profiled.export_chrome_trace(str(self.directory / "trace.json"))
+        rows = time_per_class(profiled.key_averages(), self._cuda)
+        (self.directory / "kernels.json").write_text(json.dumps(rows, indent=1) + "\n")
+        if self._cuda:
+            torch.cuda.memory._dump_snapshot(str(self.directory / "memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        header = ("kernels", "ms a step", "share %", "calls a step")
+        say("\n".join(table(header, [(row["class"], row["ms"], row["share"], row["calls"]) for row in rows])))
+        say(f"trace in {self.directory / 'trace.json'}")
+
+
+def time_per_class(averages: Any, cuda: bool) -> list[dict[str, Any]]:
+    """Own time of all operators (on a GPU: of its kernels) per class and step, largest first."""
+    times: dict[str, list[float]] = {}
+    for event in averages:
+        own = event.self_device_time_total if cuda else event.self_cpu_time_total
+        if own and not event.key.startswith("ProfilerStep"):
+            entry = times.setdefault(kernel_class(event.key), [0.0, 0])
+            entry[0] += own
+            entry[1] += event.count
+    total = sum(entry[0] for entry in times.values()) or 1.0
+    rows = [
+        {"class": kind, "ms": us / 1000 / ACTIVE, "share": 100 * us / total, "calls": round(count / ACTIVE)}
+        for kind, (us, count) in times.items()
+    ]
+    return sorted(rows, key=lambda row: -row["ms"])

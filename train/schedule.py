@@ -1,0 +1,35 @@
+"""The learning rate as a share of its peak: one pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+
+def learning_rate_factor(step: int, recipe: Recipe) -> float:
+    """Share of the peak learning rate that step `step` (from 0) uses, in (0, 1].
+
+    Warm-up is linear and its first step is not zero: (step + 1) / warmup_steps. The decay would reach `final_fraction` one
+    step after its last, so that a decay to 0 wastes no step. wsd (warm-up, stable, decay: Hu et al. 2024, MiniCPM,
+    section 4) stays at the peak and falls linearly at the end.
+    """
+    schedule, steps = recipe.schedule, recipe.train.steps
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    if schedule.kind == "wsd":
+        length = schedule.decay_steps or max(steps // 5, 1)
+        start = max(steps - length, schedule.warmup_steps)
+    else:
+        length = schedule.decay_steps or steps - schedule.warmup_steps
+        start = schedule.warmup_steps
+    done = min(max(step - start, 0) / length, 1.0)
+    if schedule.kind == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        left = (1 - done) ** (schedule.power if schedule.kind == "polynomial" else 1.0)
+    return schedule.final_fraction + (1 - schedule.final_fraction) * left

@@ -1,0 +1,88 @@
+"""One optimizer step: micro-batches, sum of losses over the global target count, clip, update or skip.
+
+The device is waited for once a step, when losses and gradient norm are read together.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .objective import LossFunction, StepBatch
+from .precision import LossScaler, autocast
+
+
+@dataclass
+class Trainer:
+    """What a run changes as it goes: everything here is in its checkpoints."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: LossFunction  # perhaps compiled
+    scaler: LossScaler
+    precision: str
+    device: torch.device
+    clip_norm: float
+    step: int = 0
+    samples: int = 0  # rows consumed, those of skipped steps included: the data position
+    skipped: int = 0  # steps skipped so far because the loss or a gradient was not finite
+    skipped_in_row: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did: mean loss of each term, their sum, the gradient norm before clipping."""
+
+    loss: float
+    terms: tuple[float, ...]
+    grad_norm: float
+    skipped: bool
+
+
+def no_mark(phase: str) -> None:
+    """Nobody watches the phases of this step."""
+
+
+def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, mark: Callable[[str], None] = no_mark) -> StepResult:
+    """Forward and backward over the micro-batches, then one update, or none when a number is not finite.
+
+    `lr_factor` multiplies each group's `base_lr`; `mark` is told the end of each phase.
+    """
+    scale = trainer.scaler.scale
+    sums = torch.zeros_like(batch.inverse_counts)
+    for micro_batch in batch.micro_batches:
+        with autocast(trainer.precision, trainer.device):
+            loss, terms = trainer.loss(trainer.model, micro_batch, batch.inverse_counts)
+        mark("forward")
+        (loss if scale == 1.0 else loss * scale).backward()
+        sums += terms
+    mark("backward")
+    gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    *terms, norm = torch.cat((sums * batch.inverse_counts, norm.view(1))).tolist()
+    norm /= scale
+    finite = all(map(math.isfinite, (*terms, norm)))
+    if finite:
+        _update(trainer, gradients, norm, lr_factor)
+    trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.scaler.update(finite)
+    trainer.step += 1
+    trainer.samples += sum(len(micro_batch["input_ids"]) for micro_batch in batch.micro_batches)
+    trainer.skipped += not finite
+    trainer.skipped_in_row = 0 if finite else trainer.skipped_in_row + 1
+    mark("optimizer")
+    return StepResult(sum(terms), tuple(terms), norm, not finite)
+
+
+def _update(trainer: Trainer, gradients: list[Tensor], norm: float, lr_factor: float) -> None:
+    """Undo the loss scale and clip in one pass over the gradients, then let the optimizer move."""
+    factor = 1.0 / trainer.scaler.scale
+    if trainer.clip_norm and norm > trainer.clip_norm:
+        factor *= trainer.clip_norm / (norm + 1e-6)
+    if factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = group["base_lr"] * lr_factor
+    trainer.optimizer.step()
