@@ -99,8 +99,6 @@ def _copy_tokenizer(opened: OpenedModel, target: Path) -> dict[str, int]:
     """Copy tokenizer.json with a tokenizer_config.json that names its special tokens; returns their ids by our names."""
     if opened.tokenizer is None:
         return {}
-    import tokenizers
-
     from ..data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(opened.tokenizer)
@@ -110,13 +108,14 @@ def _copy_tokenizer(opened: OpenedModel, target: Path) -> dict[str, int]:
             why=f"{tokenizer.vocab_size} > {opened.model.config.vocab_size}", fix="use the tokenizer it was trained with",
         )  # fmt: skip
     (target / "tokenizer.json").write_bytes(opened.tokenizer.read_bytes())
-    names = ("eos", "bos", "pad", "unk", "cls", "sep", "mask")
-    special = {name: value for name in names if (value := getattr(tokenizer, f"{name}_id")) is not None}
-    tokens = tokenizers.Tokenizer.from_file(str(opened.tokenizer))
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": opened.model.config.sequence_length}
-    config |= {f"{name}_token": tokens.id_to_token(value) for name, value in special.items()}
+    texts = {i: text for text, i in tokenizer.vocab.items()}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": opened.model.config.sequence_length,
+    }
+    config |= {f"{role}_token": texts[i] for role, i in tokenizer.special.items()}
     _write_json(target / "tokenizer_config.json", config)
-    return special
+    return tokenizer.special
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,0 +1,81 @@
+"""Small models with tokenizers, written once per session as Hugging Face directories: what every inference test starts from."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.huggingface import to_huggingface
+from throughline.models.init import build
+
+TEXT = [
+    "The quick brown fox jumps over the lazy dog, again and again.",
+    "Wörter mit Umlauten, café, naïve, 東京, Ελλάδα and 🙂 emoji.",
+    "A model reads text and says which word is likely to come next.",
+] * 20
+
+
+def gpt_tokenizer(vocab_size: int = 300) -> tokenizers.Tokenizer:
+    """Byte-level BPE with an end-of-text token: random ids decode to cut characters, as a bad model's do."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return tokenizer
+
+
+def bert_tokenizer() -> tokenizers.Tokenizer:
+    """WordPiece with BERT's special tokens."""
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer.train_from_iterator(TEXT, trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False))
+    return tokenizer
+
+
+def write_model(path: Path, model, tokenizer: tokenizers.Tokenizer) -> Path:
+    """A Hugging Face directory of ours."""
+    path.mkdir()
+    fields, state = to_huggingface(model)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(fields))
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(scope="session")
+def gpt_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2-shaped model with random weights, large enough in its initial values to have opinions."""
+    tokenizer = gpt_tokenizer()
+    config = GPTConfig(vocab_size=304, sequence_length=160, layers=2, width=48, heads=4, tied=False)
+    return write_model(tmp_path_factory.mktemp("gpt") / "gpt", opinionated(build(config, 3)), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def bert_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT-shaped model with random weights and both heads."""
+    tokenizer = bert_tokenizer()
+    config = BERTConfig(vocab_size=tokenizer.get_vocab_size(), sequence_length=64, layers=2, width=48, heads=4)
+    return write_model(tmp_path_factory.mktemp("bert") / "bert", opinionated(build(config, 5)), tokenizer)
+
+
+def opinionated(model):
+    """Scale the matrices up, so that logits differ by several units and no arg-max hangs on rounding."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(6.0)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(parameter.numel()))
+    return model
