@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .errors import Failed
+
 Ids = tuple[int, ...]
 
 
@@ -30,28 +32,48 @@ class Score:
     greedy: bool  # every token of the continuation is the arg-max (the first one, on a tie)
     tokens: int  # scored tokens
     truncated: int = 0  # context tokens dropped from the left to fit the window
+    rank: int = 0  # one-token answers of a masked model: how many tokens are more probable
     token_logprobs: tuple[float, ...] = ()  # filled when the scorer was asked to keep them
 
 
 Scored = list[tuple[int, tuple[Score, ...]]]
 
 
+def check_question(question: Question, window: int, where: str = "") -> None:
+    """Raise Failed when a continuation has no tokens or does not fit the window; contexts are cut, continuations never."""
+    for _, continuation in question.pairs:
+        if not continuation:
+            why = "the tokenizer makes no token of it, or merges it into the context"
+            raise Failed("nothing to score: a continuation has no tokens", where=where, why=why, fix="mend the record")
+        if len(continuation) > window:
+            raise Failed(
+                "a continuation is longer than the model's window", where=where,
+                why=f"{len(continuation):,} tokens, the window has {window:,}",
+                fix="shorten or remove the record, or evaluate a model with a longer window",
+            )  # fmt: skip
+
+
 class Scorer(Protocol):
     """What evaluation needs from a model, an exported graph or an engine.
 
-    `recipe` holds the facts that are printed beside every score (kind, window, bos, dtype, ...); equal recipes on equal
+    `recipe` holds the facts that are printed beside every score (scorer, window, bos, dtype, ...); equal recipes on equal
     weights give equal scores. `identity` is a hash of weights, tokenizer and recipe: the key of stored answers.
+    `window` is the longest input in tokens, `prefix` the token that stands for an empty context.
     """
 
     recipe: dict[str, Any]
     identity: str
+    window: int
+
+    @property
+    def prefix(self) -> int: ...
+
+    def tokenize(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, nothing added."""
+        ...
 
     def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
         """Tokenises questions given as (context, continuation) texts."""
-        ...
-
-    def encode_document(self, text: str) -> list[Question]:
-        """Tokenises a document into windows that predict every token of it exactly once."""
         ...
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:

@@ -1,0 +1,233 @@
+"""Causal scoring: the log-probability of continuations under a GPT, by lm-evaluation-harness's rules.
+
+- A pair is tokenised whole and then split at the length of the context's own encoding; blanks at the end of the context
+  belong to the continuation; an empty context is the prefix token (BOS, else EOS).
+- An input longer than the window loses tokens from its left; how many is counted in every answer.
+- Log-softmax in float32 whatever the model's dtype; logits only at scored positions, in pieces of `HEAD_LINES`.
+- Batches hold questions of similar length up to a budget of tokens and are halved when memory runs out. What shares a batch
+  does not change an answer by a bit on the CPU (see tree.py).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.errors import Failed, WrongUse
+from ..core.files import sha256_json
+from ..core.scorer import Ids, Question, Score, Scored, check_question
+from ..models.gpt import GPT
+from .tree import Tree, TreeAttention, attending, plant, whole_blocks
+
+HEAD_LINES = 256  # logits of 256 positions of a 50,257-token vocabulary are 51 MB
+BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
+
+
+class CausalText:
+    """Tokenisation by the harness's rules, shared by everything that scores continuations."""
+
+    def __init__(self, tokenizer: Any, *, bos: bool) -> None:
+        self.tokenizer = tokenizer
+        self.bos: Ids = ()
+        if bos:
+            if tokenizer.bos_id is None:
+                raise WrongUse("the tokenizer has no BOS token", fix="evaluate without --bos")
+            self.bos = (tokenizer.bos_id,)
+
+    @property
+    def prefix(self) -> int:
+        """The token that stands for an empty context."""
+        for found in (self.tokenizer.bos_id, self.tokenizer.eos_id):
+            if found is not None:
+                return int(found)
+        raise WrongUse(
+            "the tokenizer has neither a BOS nor an EOS token",
+            why="a text without context (BLiMP, perplexity of a document) is predicted from one of them",
+            fix="choose tasks with a context, or a tokenizer with an end-of-text token",
+        )
+
+    def tokenize(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, without BOS."""
+        if not texts:
+            return []
+        flat, lengths = self.tokenizer.encode_batch(list(texts))
+        ends = np.cumsum(lengths)
+        flat = np.asarray(flat).tolist()
+        return [tuple(flat[stop - length : stop]) for stop, length in zip(ends.tolist(), np.asarray(lengths).tolist())]
+
+    def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
+        """(context, continuation) texts -> ids. Each distinct text is tokenised once."""
+        moved = [[_blanks_to_the_right(*pair) for pair in pairs] for pairs in questions]
+        texts = {text: Ids() for pairs in moved for context, continuation in pairs for text in (context, context + continuation)}
+        texts.update(zip(texts, self.tokenize(list(texts))))
+        return [
+            Question(tuple(self._pair(texts[context], texts[context + continuation]) for context, continuation in pairs))
+            for pairs in moved
+        ]
+
+    def _pair(self, context: Ids, whole: Ids) -> tuple[Ids, Ids]:
+        if context:
+            return self.bos + context, whole[len(context) :]
+        if whole[:1] == (self.prefix,):  # the text brings its own prefix token: it is not predicted
+            return whole[:1], whole[1:]
+        return (self.prefix,), whole
+
+
+def _blanks_to_the_right(context: str, continuation: str) -> tuple[str, str]:
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation
+
+
+class CausalScorer(CausalText):
+    """Scores with a torch GPT; implements `core.scorer.Scorer`.
+
+    `identity` names the weights (a checkpoint's hash). `batch_tokens` bounds memory, not results. `window` is the longest
+    input, by default the model's. With `keep_tokens` answers carry the log-probability of every token.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Any,
+        *,
+        identity: str = "",
+        bos: bool = False,
+        window: int | None = None,
+        batch_tokens: int | None = None,
+        batch_questions: int | None = None,
+        keep_tokens: bool = False,
+    ) -> None:
+        super().__init__(tokenizer, bos=bos)
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise WrongUse(
+                "the tokenizer does not belong to the model",
+                why=f"it has {tokenizer.vocab_size:,} tokens, the model predicts {model.config.vocab_size:,}",
+                fix="give the tokenizer that the model was trained with",
+            )
+        self.model = model.eval()
+        weight = model.output_weight()
+        self.device, self.dtype = weight.device, weight.dtype
+        self.window = min(window or model.config.sequence_length, model.config.sequence_length)
+        self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self.device.type, BATCH_TOKENS["cpu"])
+        self.batch_questions = batch_questions
+        self.keep_tokens = keep_tokens
+        self.recipe = {"scorer": "causal", "window": self.window, "bos": bos, "dtype": str(self.dtype).removeprefix("torch.")}
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe])
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
+        """Answers, longest questions first, so that memory is at its peak at once. Raises Failed as `check_question` does."""
+        for question in questions:
+            check_question(question, self.window)
+        trees = {index: plant(question, self.window) for index, question in enumerate(questions)}
+        for batch in batches({index: tree.tokens for index, tree in trees.items()}, self.batch_tokens, self.batch_questions):
+            yield from halving(batch, lambda part: self._answer([trees[index] for index in part]))
+
+    def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[list[tuple[int, str]]]:
+        """Greedy text, through the batching that serving uses; contexts are cut from the left to leave room for the answer."""
+        from ..inference.torch_backend import TorchCausal
+        from .written import greedy_texts
+
+        yield from greedy_texts(TorchCausal(self.model), self, contexts, until, max_tokens)
+
+    @torch.inference_mode()
+    def _answer(self, trees: list[Tree]) -> list[tuple[Score, ...]]:
+        hidden_SW = self._hidden(trees)
+        starts = np.concatenate([[0], np.cumsum([tree.tokens for tree in trees])])
+        lines = np.concatenate([line + start for tree, start in zip(trees, starts) for line in tree.lines])
+        targets = np.concatenate([target for tree in trees for target in tree.targets])
+        logprobs, greedy = token_logprobs(self.model.head, hidden_SW, lines, targets)
+        answers, done = [], 0
+        for tree in trees:
+            scores = []
+            for target, truncated in zip(tree.targets, tree.truncated):
+                part = slice(done, done + len(target))
+                done = part.stop
+                kept = tuple(logprobs[part].tolist()) if self.keep_tokens else ()
+                total = float(logprobs[part].sum(dtype=np.float64))
+                scores.append(Score(total, bool(greedy[part].all()), len(target), truncated, kept))
+            answers.append(tuple(scores))
+        return answers
+
+    def _hidden(self, trees: list[Tree]) -> Tensor:
+        """The packed batch through the model: (S, W)."""
+        tokens = sum(tree.tokens for tree in trees)
+        packed = np.zeros((2, whole_blocks(tokens)), np.int64)
+        packed[0, :tokens] = np.concatenate([tree.ids for tree in trees])
+        packed[1, :tokens] = np.concatenate([tree.positions for tree in trees])
+        ids, positions = torch.from_numpy(packed).to(self.device)
+        with attending(self.model, TreeAttention(trees, self.device, self.dtype)):
+            return self.model.hidden(ids[None], positions[None])[0]
+
+
+def batches(sizes: dict[int, int], budget: int, most: int | None = None) -> Iterator[list[int]]:
+    """Indices in batches of at most `budget` tokens (one question may exceed it alone), the longest first."""
+    batch: list[int] = []
+    filled = 0
+    for index in sorted(sizes, key=lambda index: (-sizes[index], index)):
+        if batch and (filled + sizes[index] > budget or len(batch) == most):
+            yield batch
+            batch, filled = [], 0
+        batch.append(index)
+        filled += sizes[index]
+    if batch:
+        yield batch
+
+
+def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ...]]]) -> Iterator[Scored]:
+    """Answer a batch; when memory runs out, its halves. Raises Failed when one question alone does not fit."""
+    try:
+        found = answer(batch)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        found = None
+    if found is not None:
+        yield list(zip(batch, found))
+        return
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if len(batch) == 1:
+        raise Failed("out of memory on a single question", fix="use a device with more memory, or a smaller --window")
+    middle = len(batch) // 2
+    for half in (batch[:middle], batch[middle:]):
+        yield from halving(half, answer)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    # torch's CPU allocator raises a plain RuntimeError
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)
+
+
+def token_logprobs(
+    head: Callable[[Tensor], Tensor], hidden_SW: Tensor, lines: np.ndarray, targets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probability (float32) and arg-max flag of `targets` (T,) at positions `lines` (T,) of `hidden` (S, W).
+
+    A position asked for several targets has its logits computed once.
+    """
+    places, which = np.unique(lines, return_inverse=True)
+    logprobs, greedy = np.empty(len(lines), np.float32), np.empty(len(lines), bool)
+    order = np.argsort(which, kind="stable")
+    cuts = np.searchsorted(which[order], np.arange(0, len(places) + HEAD_LINES, HEAD_LINES))
+    for piece, (first, last) in enumerate(pairwise(cuts)):
+        chunk = places[piece * HEAD_LINES : (piece + 1) * HEAD_LINES]
+        filled = np.resize(chunk, whole_blocks(len(chunk)))  # repeats lines: every product has whole blocks
+        asked = order[first:last]
+        logits_NV = head(hidden_SW[torch.from_numpy(filled).to(hidden_SW.device)]).float()
+        row = torch.from_numpy(which[asked] - piece * HEAD_LINES).to(hidden_SW.device)
+        target = torch.from_numpy(targets[asked]).to(hidden_SW.device)
+        logprobs[asked], greedy[asked] = _pick(logits_NV, row, target)
+    return logprobs, greedy
+
+
+def _pick(logits_NV: Tensor, row: Tensor, target: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    chosen = logits_NV[row, target]
+    best = logits_NV.amax(dim=-1)[row] == chosen
+    # a tie is greedy only for the first of the equal tokens; the full arg-max is paid for where it can matter
+    for index in best.nonzero().flatten().tolist():
+        best[index] = logits_NV[row[index]].argmax() == target[index]
+    logprobs = torch.log_softmax(logits_NV, dim=-1)[row, target]
+    return logprobs.cpu().numpy(), best.cpu().numpy()

@@ -1,0 +1,121 @@
+"""Causal scoring on any backend (ONNX Runtime, later engines) through `core.backend.CausalBackend`.
+
+A question is laid out as in tree.py: its prefix is read once into a cache row, copied to one row per branch, and the branches
+are read on top of it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..core.backend import CausalBackend
+from ..core.errors import WrongUse
+from ..core.files import sha256_json
+from ..core.scorer import Question, Score, Scored, check_question
+from .causal import CausalText, batches
+from .tree import Tree, plant
+from .written import greedy_texts
+
+BATCH_TOKENS = 1024
+LOGITS = 1 << 25  # numbers asked for at a time: 128 MiB
+
+
+class ExportedScorer(CausalText):
+    """Scores with a causal backend; implements `core.scorer.Scorer` by the same rules as `CausalScorer`."""
+
+    def __init__(
+        self,
+        backend: CausalBackend,
+        tokenizer: Any,
+        *,
+        identity: str = "",
+        bos: bool = False,
+        window: int | None = None,
+        keep_tokens: bool = False,
+    ) -> None:
+        super().__init__(tokenizer, bos=bos)
+        if tokenizer.vocab_size > backend.vocab_size:
+            why = f"it has {tokenizer.vocab_size:,} tokens, the model predicts {backend.vocab_size:,}"
+            raise WrongUse("the tokenizer does not belong to the model", why=why, fix="export the model again with its tokenizer")
+        self.backend = backend
+        self.window = min(window or backend.context, backend.context)
+        self.keep_tokens = keep_tokens
+        self.recipe = {"scorer": f"causal ({backend.name})", "window": self.window, "bos": bos, "dtype": "as exported"}
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe])
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
+        """See `CausalScorer.score`; the last bits of an answer may depend on what shares its batch."""
+        for question in questions:
+            check_question(question, self.window)
+        trees = {index: plant(question, self.window) for index, question in enumerate(questions)}
+        for batch in batches({index: tree.tokens for index, tree in trees.items()}, BATCH_TOKENS):
+            yield list(zip(batch, self._answer([trees[index] for index in batch])))
+
+    def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[list[tuple[int, str]]]:
+        """Greedy text; see `CausalScorer.generate`."""
+        yield from greedy_texts(self.backend, self, contexts, until, max_tokens)
+
+    def _answer(self, trees: list[Tree]) -> list[tuple[Score, ...]]:
+        """Prefixes in rows 0 … Q-1, then each copied to its branches' rows, which end up in the order of the trees."""
+        counts = [max(1, len(tree.branches)) for tree in trees]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        cache = self.backend.new_cache(int(offsets[-1]))
+        prefixes = [tree.ids[: tree.prefix] if tree.branches else tree.ids for tree in trees]
+        wanted = [[] if not len(prefix) else _lines_between(tree, 0, len(prefix)) for tree, prefix in zip(trees, prefixes)]
+        found = [{} for _ in trees] if not any(map(len, prefixes)) else self._read(prefixes, None, wanted, cache)
+        if not any(tree.branches for tree in trees):
+            return [self._scores(tree, lines) for tree, lines in zip(trees, found)]
+        for number in reversed(range(len(trees))):
+            for row in reversed(range(int(offsets[number]), int(offsets[number + 1]))):
+                if row != number and len(prefixes[number]):
+                    self.backend.copy_row(cache, number, row, len(prefixes[number]))
+        rows, past, asked, owners = [], [], [], []
+        for number, tree in enumerate(trees):
+            start = tree.prefix
+            for length in tree.branches or (0,):
+                rows.append(tree.ids[start : start + length])
+                past.append(len(prefixes[number]))
+                asked.append(_lines_between(tree, start, start + length))
+                owners.append((number, start))
+                start += length
+        for (number, start), lines in zip(owners, self._read(rows, past, asked, cache)):
+            found[number].update({start + line: logits for line, logits in lines.items()})
+        return [self._scores(tree, lines) for tree, lines in zip(trees, found)]
+
+    def _read(
+        self, rows: list[np.ndarray], past: list[int] | None, asked: list[list[int]], cache: Any
+    ) -> list[dict[int, np.ndarray]]:
+        """Append rows to the cache; the logits of each row at the places asked for, as {place: (V,)}."""
+        longest = max(max(len(row) for row in rows), 1)
+        most = max(max(len(lines) for lines in asked), 0)
+        found: list[dict[int, np.ndarray]] = []
+        at_once = max(1, LOGITS // (max(most, 1) * self.backend.vocab_size))
+        for first in range(0, len(rows), at_once):
+            part = slice(first, first + at_once)
+            ids = np.zeros((len(rows[part]), longest), np.int64)
+            ask = np.zeros((len(rows[part]), most), np.int64)
+            for line, (row, lines) in enumerate(zip(rows[part], asked[part])):
+                ids[line, : len(row)], ask[line, : len(lines)] = row, lines
+            before = np.array(past[part] if past else [0] * len(ids), np.int64)
+            logits = self.backend.forward(ids, before, ask, cache, first)
+            found += [{place: logits[line, i] for i, place in enumerate(lines)} for line, lines in enumerate(asked[part])]
+        return found
+
+    def _scores(self, tree: Tree, logits: dict[int, np.ndarray]) -> tuple[Score, ...]:
+        answers = []
+        for lines, targets, truncated in zip(tree.lines, tree.targets, tree.truncated):
+            rows_TV = np.stack([logits[line] for line in lines.tolist()])
+            greedy = bool((rows_TV.argmax(axis=1) == targets).all())
+            highest = rows_TV.max(axis=1, keepdims=True)
+            norm = highest[:, 0] + np.log(np.exp(rows_TV - highest).sum(axis=1, dtype=np.float32))
+            tokens = rows_TV[np.arange(len(targets)), targets] - norm
+            kept = tuple(tokens.tolist()) if self.keep_tokens else ()
+            answers.append(Score(float(tokens.sum(dtype=np.float64)), greedy, len(targets), truncated, token_logprobs=kept))
+        return tuple(answers)
+
+
+def _lines_between(tree: Tree, start: int, stop: int) -> list[int]:
+    """The scored lines of a tree in [start, stop), counted from `start`, each once."""
+    lines = np.unique(np.concatenate(tree.lines))
+    return (lines[(lines >= start) & (lines < stop)] - start).tolist()

@@ -1,0 +1,43 @@
+"""Few-shot prompts: which solved examples stand before a question is a pure function of (seed, task, record number).
+
+So a draw depends on no rank, batch or limit, and two models see the same examples. The form is lm-evaluation-harness's:
+each example solved, two newlines between them.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..core.errors import WrongUse
+from .task import Item
+
+SEPARATOR = "\n\n"
+
+
+def draw(task: str, record: int, count: int, pool: int, *, seed: int, exclude_self: bool) -> list[int]:
+    """Indices of `count` different examples out of `pool` for one record; with `exclude_self` never the record itself."""
+    digest = hashlib.sha256(f"{seed}/{task}/{record}".encode()).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    candidates = pool - 1 if exclude_self else pool
+    picks = generator.choice(candidates, size=count, replace=False, shuffle=True).tolist()
+    return [pick + 1 if exclude_self and pick >= record else pick for pick in picks]
+
+
+def with_examples(name: str, items: Sequence[Item], pool: Sequence[Item] | None, shots: int, seed: int) -> list[Item]:
+    """The items with `shots` solved examples before every context. `pool` None: examples are the other evaluated items."""
+    if not shots:
+        return list(items)
+    source = items if pool is None else pool
+    available = len(source) - (pool is None)
+    if shots > available:
+        raise WrongUse(f"{shots} examples asked for, {available} to choose from", where=f"task {name}", fix="lower --shots")
+    if not source[0].pairs:
+        raise WrongUse(f"task {name} takes no examples", why="it predicts whole documents", fix="leave --shots out")
+    made = []
+    for number, item in enumerate(items):
+        picks = draw(name, number, shots, len(source), seed=seed, exclude_self=pool is None)
+        before = "".join(source[pick].solved + SEPARATOR for pick in picks)
+        made.append(replace(item, pairs=tuple((before + context, continuation) for context, continuation in item.pairs)))
+    return made

@@ -1,0 +1,140 @@
+"""Metrics: what one record contributes, how contributions become a number, and its standard error.
+
+A record contributes a value or a tuple per metric (a list of them over a task); an aggregate works on arrays, so that the
+bootstrap resamples thousands of times without a Python loop over records.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.scorer import Score
+from .task import Item
+from .textops import plain_answer
+
+RESAMPLES = 1000
+_RESAMPLE_CELLS = 1 << 22  # drawn indices held at a time: 32 MiB
+
+Rows = np.ndarray  # (n, k): one line per record, k numbers each
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`aggregate` maps (..., n, k) to (...); `mean` marks a plain mean of k = 1, whose standard error has a closed form.
+
+    `higher` is the better direction. `paired` says that single records can be compared between two models.
+    """
+
+    aggregate: Callable[[Rows], np.ndarray]
+    higher: bool = True
+    mean: bool = False
+
+
+def _mean(rows: Rows) -> np.ndarray:
+    return rows[..., 0].mean(axis=-1)
+
+
+def _perplexity(rows: Rows) -> np.ndarray:
+    """exp of the negative mean log-probability (nats per record)."""
+    return np.exp(-rows[..., 0].mean(axis=-1))
+
+
+def _weighted_perplexity(rows: Rows) -> np.ndarray:
+    """exp of the negative log-probability per unit; lines are (log-probability, units)."""
+    return np.exp(-rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1))
+
+
+def _bits(rows: Rows) -> np.ndarray:
+    return -rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1) / math.log(2)
+
+
+def _f1_of(rows: Rows, label: int) -> np.ndarray:
+    """F1 of one label; lines are (gold, predicted). 0 where nothing is right, as scikit-learn has it."""
+    gold, predicted = rows[..., 0] == label, rows[..., 1] == label
+    both = (gold & predicted).sum(axis=-1)
+    total = gold.sum(axis=-1) + predicted.sum(axis=-1)
+    return np.divide(2.0 * both, total, out=np.zeros(np.shape(total)), where=total > 0)
+
+
+def _f1_macro(rows: Rows) -> np.ndarray:
+    """Mean F1 over the three labels of CommitmentBank."""
+    return np.mean([_f1_of(rows, label) for label in range(3)], axis=0)
+
+
+METRICS: dict[str, Metric] = {
+    "acc": Metric(_mean, mean=True),
+    "acc_norm": Metric(_mean, mean=True),
+    "acc_bytes": Metric(_mean, mean=True),
+    "exact_match": Metric(_mean, mean=True),
+    "p_at_1": Metric(_mean, mean=True),
+    "p_at_10": Metric(_mean, mean=True),
+    "f1": Metric(lambda rows: _f1_of(rows, 1)),
+    "f1_macro": Metric(_f1_macro),
+    "perplexity": Metric(_perplexity, higher=False),
+    "word_perplexity": Metric(_weighted_perplexity, higher=False),
+    "byte_perplexity": Metric(_weighted_perplexity, higher=False),
+    "token_perplexity": Metric(_weighted_perplexity, higher=False),
+    "adjusted_perplexity": Metric(_weighted_perplexity, higher=False),
+    "pseudo_perplexity": Metric(_weighted_perplexity, higher=False),
+    "bits_per_byte": Metric(_bits, higher=False),
+}
+
+
+def choice_outcome(item: Item, scores: Sequence[Score]) -> dict[str, list[float]]:
+    """What a multiple-choice record contributes. Ties go to the first choice.
+
+    acc compares sums, acc_norm sums per character of the choice, acc_bytes sums per UTF-8 byte, delimiters left out.
+    """
+    sums = np.array([score.logprob for score in scores])
+    characters = np.array([len(choice) for choice in item.choices])
+    size = np.array([len(choice.encode()) for choice in item.choices])
+    picks = {"acc": sums, "acc_norm": sums / characters, "acc_bytes": sums / size}
+    found = {name: [float(np.argmax(values) == item.gold)] for name, values in picks.items()}
+    labels = [float(item.gold), float(np.argmax(sums))]
+    return found | {"f1": labels, "f1_macro": labels}
+
+
+def loglikelihood_outcome(scores: Sequence[Score]) -> dict[str, list[float]]:
+    """acc: every token is the arg-max; perplexity: per record, whatever its number of tokens."""
+    return {"acc": [float(scores[0].greedy)], "perplexity": [scores[0].logprob]}
+
+
+def exact_match_outcome(answers: Sequence[str], text: str) -> dict[str, list[float]]:
+    """1 when the answer equals any accepted one, case, punctuation and outer blanks aside."""
+    given = plain_answer(text)
+    return {"exact_match": [float(any(plain_answer(answer) == given for answer in answers))]}
+
+
+def aggregate(name: str, outcomes: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """(value, standard error) of a metric over records; the error is None for a single record.
+
+    The mean has the closed form sd / sqrt(n) with n - 1 in sd; everything else a bootstrap over records with a fixed seed.
+    """
+    rows = np.asarray(outcomes, np.float64)
+    metric = METRICS[name]
+    value = float(metric.aggregate(rows))
+    if len(rows) < 2:
+        return value, None
+    if metric.mean:
+        return value, float(rows[:, 0].std(ddof=1) / math.sqrt(len(rows)))
+    return value, bootstrap_error(metric.aggregate, rows)
+
+
+def bootstrap_error(function: Callable[[Rows], np.ndarray], rows: Rows, resamples: int = RESAMPLES, seed: int = 0) -> float:
+    """Standard deviation of `function` over resamples of the lines of `rows`, drawn with replacement."""
+    generator = np.random.default_rng(seed)
+    at_once = max(1, _RESAMPLE_CELLS // rows.size)
+    values = []
+    for first in range(0, resamples, at_once):
+        count = min(at_once, resamples - first)
+        values.append(function(rows[generator.integers(len(rows), size=(count, len(rows)))]))
+    return float(np.concatenate(values).std(ddof=1))
+
+
+def random_baseline(name: str, items: Sequence[Item]) -> float | None:
+    """What guessing scores: the mean of 1 / choices for accuracies, None where guessing has no meaning."""
+    if not name.startswith("acc") or not items or not items[0].choices:
+        return None
+    return float(np.mean([1 / len(item.choices) for item in items]))

@@ -1,0 +1,124 @@
+"""From a path to a scorer: a run, a checkpoint, a model directory or an ONNX artifact, GPT or BERT."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.artifact import Input, is_artifact, read_manifest
+from ..core.errors import WrongUse
+from ..core.files import read_json
+from ..core.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class ScorerOptions:
+    """How to open a scorer. None means the model's own: its window, a batch that suits the device, BOS as in training."""
+
+    device: str = "cpu"
+    bos: bool | None = None
+    window: int | None = None
+    batch_tokens: int | None = None
+    batch_questions: int | None = None
+    keep_tokens: bool = False
+    pll: str = "within_word_l2r"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A scorer with what a report says of its model: family, where it came from, the step of a checkpoint, the module."""
+
+    scorer: Scorer
+    family: str
+    input: Input
+    step: int | None
+    model: Any = None  # the torch module, None for an exported graph
+    tokenizer: Any = None
+
+
+def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> Opened:
+    """The scorer of the model at `path`. Raises WrongUse when there is none, or it has no tokenizer."""
+    from ..data.tokenizer import Tokenizer
+    from ..models.config import family_of
+
+    path = Path(path)
+    if is_artifact(path) and read_manifest(path).kind == "onnx":
+        return _open_exported(path, options)
+    from ..inference.source import open_model
+
+    opened = open_model(path, options.device)
+    file = _tokenizer_of(opened.tokenizer, path)
+    tokenizer = Tokenizer.load(file)
+    family = family_of(opened.model.config)
+    scorer: Scorer
+    if family == "bert":
+        from .masked import MaskedScorer
+
+        scorer = MaskedScorer(
+            opened.model, tokenizer, identity=opened.input.hash, pll=options.pll, window=options.window,
+            batch_tokens=options.batch_tokens, keep_tokens=options.keep_tokens,
+        )  # fmt: skip
+    else:
+        from .causal import CausalScorer
+
+        scorer = CausalScorer(
+            opened.model, tokenizer, identity=opened.input.hash, bos=_wants_bos(options, file, tokenizer), window=options.window,
+            batch_tokens=options.batch_tokens, batch_questions=options.batch_questions, keep_tokens=options.keep_tokens,
+        )  # fmt: skip
+    return Opened(scorer, family, opened.input, _step(opened.input.path), opened.model, tokenizer)
+
+
+def _open_exported(path: Path, options: ScorerOptions) -> Opened:
+    from ..data.tokenizer import Tokenizer
+    from ..inference.backends import open_backend
+
+    loaded = open_backend(path, device=options.device)
+    if loaded.causal is None:
+        fix = "evaluate the checkpoint that it was exported from (`throughline show` names it)"
+        raise WrongUse("exported BERTs are not scored", where=path, fix=fix)
+    from .exported import ExportedScorer
+
+    file = _tokenizer_of(loaded.tokenizer, path)
+    tokenizer = Tokenizer.load(file)
+    scorer = ExportedScorer(
+        loaded.causal, tokenizer, identity=loaded.input.hash, bos=_wants_bos(options, file, tokenizer), window=options.window,
+        keep_tokens=options.keep_tokens,
+    )  # fmt: skip
+    return Opened(scorer, loaded.family, loaded.input, None, None, tokenizer)
+
+
+def _tokenizer_of(file: Path | None, path: Path) -> Path:
+    if file is None:
+        raise WrongUse(
+            "the model has no tokenizer", where=path, why="there is no tokenizer.json beside its weights",
+            fix="put the tokenizer.json that it was trained with into its directory",
+        )  # fmt: skip
+    return file
+
+
+def _wants_bos(options: ScorerOptions, file: Path, tokenizer: Any) -> bool:
+    """As asked, else the tokenizer file's own habit: whether its post-processor puts BOS before a text (Llama's does)."""
+    if options.bos is not None:
+        return options.bos
+    steps = read_json(file).get("post_processor") or {}
+    for step in steps.get("processors", [steps]):
+        for piece in step.get("single") or []:
+            special = piece.get("SpecialToken")
+            if special:
+                ids = step["special_tokens"][special["id"]]["ids"]
+                return tokenizer.bos_id is not None and ids == [tokenizer.bos_id]
+            break
+    return False
+
+
+def _step(path: str) -> int | None:
+    found = re.fullmatch(r"step-(\d+)", Path(path).name)
+    return int(found[1]) if found else None
+
+
+def checkpoints_of(run: Path | str) -> list[Path]:
+    """The complete checkpoints of a run, oldest first. Raises WrongUse when there are none."""
+    found = sorted(path for path in (Path(run) / "checkpoints").glob("step-*") if is_artifact(path))
+    if not found:
+        raise WrongUse("no checkpoints here", where=run, fix="--all-checkpoints needs the directory of a run")
+    return found

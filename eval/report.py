@@ -1,0 +1,139 @@
+"""Scores as files: JSON for machines, Markdown and a self-contained HTML page for people, every record's answer beside them."""
+
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..core.artifact import Input, create_artifact, read_manifest
+from ..core.console import table
+from .runner import TaskScores
+
+HEADER = ("task", "metric", "value", "stderr", "random", "n", "shots", "cut", "prompt")
+FILE = "results.json"
+
+
+def rows_of(results: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """One line per metric of every task and group, in HEADER's columns."""
+    return [
+        (s["task"], name, m["value"], m["stderr"], m["random"], s["n"], s["shots"], s["truncated_records"], s["prompt_hash"])
+        for s in (*results["tasks"], *results["groups"])
+        for name, m in s["metrics"].items()
+    ]
+
+
+def lines_of(results: dict[str, Any]) -> list[str]:
+    """The results for a terminal."""
+    lines = [f"{results['model']}  {protocol(results)}"]
+    if results["validation"]:
+        lines += [f"{name:<20}{value:,.4f}" if isinstance(value, float) else f"{name:<20}{value:,}" for name, value in results["validation"].items()]
+    rows = rows_of(results)
+    if rows:
+        lines += table(HEADER, rows)
+    cut = sum(task["truncated_tokens"] for task in results["tasks"])
+    if cut:
+        records = sum(task["truncated_records"] for task in results["tasks"])
+        lines.append(f"{records:,} records lost {cut:,} context tokens on their left to the window")
+    for name, found in results.get("contamination", {}).items():
+        clean = ", ".join(f"{metric} {value:.4g}" for metric, value in found["clean"].items())
+        lines.append(f"{name}: {found['hits']:,} of {found['checked']:,} records share {found['n']} tokens with the store; without them {clean}")
+    return lines
+
+
+def protocol(results: dict[str, Any]) -> str:
+    """What every number of a report depends on besides the task: scorer, window, BOS, dtype."""
+    return ", ".join(f"{name} {value}" for name, value in results["scorer"].items())
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The results as a Markdown page."""
+    text = [f"# Scores of {results['model']}", "", protocol(results), ""]
+    if results["validation"]:
+        text += ["| validation | value |", "|---|---|", *(f"| {name} | {value:.6g} |" for name, value in results["validation"].items()), ""]
+    if rows := rows_of(results):
+        text += ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+        text += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
+        text += ["", "stderr: closed form for means, bootstrap over records otherwise. cut: records whose context lost tokens.", ""]
+        text += [f"- **{task['task']}**: {task['about']}" for task in results["tasks"]]
+    return "\n".join(text) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def page(results: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -> str:
+    """The results as one HTML file without outside references; `history` are results of earlier steps, for the curves."""
+    from jinja2 import Environment
+
+    template = Environment(autoescape=True).from_string(resources.files(__package__).joinpath("report.html").read_text())
+    return template.render(
+        results=results, header=HEADER, rows=[[_cell(value) for value in row] for row in rows_of(results)],
+        protocol=protocol(results), bars=_bars(results), curves=curves([*history, results]),
+    )  # fmt: skip
+
+
+def _bars(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """First metric of every task whose value lies in [0, 1], as a bar with its error and the random baseline (percent)."""
+    bars = []
+    for summary in (*results["tasks"], *results["groups"]):
+        metric = next(iter(summary["metrics"].values()))
+        if 0 <= metric["value"] <= 1 and metric["higher_is_better"]:
+            error, random = metric["stderr"] or 0.0, metric["random"]
+            bars.append({
+                "task": summary["task"], "value": 100 * metric["value"], "low": 100 * max(0, metric["value"] - 1.96 * error),
+                "high": 100 * min(1, metric["value"] + 1.96 * error), "random": None if random is None else 100 * random,
+            })  # fmt: skip
+    return bars
+
+
+WIDTH, HEIGHT = 420, 160
+
+
+def curves(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Score against step, one plot per task and first metric with at least two steps: points in a WIDTH x HEIGHT box."""
+    series: dict[str, dict[int, float]] = {}
+    for results in history:
+        if results["step"] is None:
+            continue
+        for summary in (*results["tasks"], *results["groups"]):
+            name, metric = next(iter(summary["metrics"].items()))
+            series.setdefault(f"{summary['task']} {name}", {})[results["step"]] = metric["value"]
+        for name, value in results["validation"].items():
+            series.setdefault(f"validation {name}", {})[results["step"]] = value
+    plots = []
+    for name, by_step in series.items():
+        points = sorted(by_step.items())
+        if len(points) < 2:
+            continue
+        low, high = min(by_step.values()), max(by_step.values())
+        span, first, last = (high - low) or 1.0, points[0][0], points[-1][0]
+        placed = [
+            (round((step - first) / (last - first) * WIDTH, 1), round((1 - (value - low) / span) * HEIGHT, 1)) for step, value in points
+        ]
+        plots.append({"name": name, "points": placed, "low": f"{low:.4g}", "high": f"{high:.4g}", "first": first, "last": last})
+    return plots
+
+
+def write_scores(
+    path: Path, results: dict[str, Any], scores: Sequence[TaskScores], inputs: Sequence[Input], history: Sequence[dict[str, Any]] = ()
+) -> None:
+    """Write a scores artifact, in place of an earlier one of the same path."""
+    with create_artifact(path, "scores", inputs=inputs, overwrite=True) as draft:
+        (draft.path / FILE).write_text(json.dumps(results, indent=1) + "\n")
+        (draft.path / "report.md").write_text(markdown(results))
+        (draft.path / "report.html").write_text(page(results, history))
+        with (draft.path / "samples.jsonl").open("w") as file:
+            file.writelines(json.dumps(sample) + "\n" for score in scores for sample in score.samples)
+        draft.facts |= {key: results[key] for key in ("model", "step", "scorer", "validation")}
+        draft.facts["scores"] = {
+            summary["task"]: {name: metric["value"] for name, metric in summary["metrics"].items()}
+            for summary in (*results["tasks"], *results["groups"])
+        }
+
+
+def read_scores(path: Path | str) -> dict[str, Any]:
+    """The results of a scores artifact. Raises WrongUse when `path` is none."""
+    read_manifest(path, "scores")
+    return json.loads((Path(path) / FILE).read_text())

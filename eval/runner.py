@@ -1,0 +1,276 @@
+"""Running an evaluation: questions of the tasks, answers that survive a crash, scores with all that explains them.
+
+Answers are appended batch by batch to `answers-<rank>.jsonl`, each under a key made of what was asked and of whom (weights,
+tokenizer, window). A later start reads all of these files and asks only what is missing, so the number of ranks, the
+batch size and the point of a crash leave no trace in the scores. Question i belongs to a rank by its key, not by its place.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..core.console import progress, say
+from ..core.errors import WrongUse
+from ..core.scorer import Question, Score, Scorer, check_question
+from ..core.workspace import Workspace, read_records
+from .fewshot import with_examples
+from .metrics import METRICS, aggregate, choice_outcome, exact_match_outcome, loglikelihood_outcome, random_baseline
+from .perplexity import document_outcome, rolling, stream, stream_outcome
+from .task import BoundTask, Item
+
+Outcome = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What besides tasks and model decides a score."""
+
+    data_dir: Path | None = None
+    limit: int | None = None
+    shots: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share the work; `meet` waits for all of them."""
+
+    rank: int = 0
+    world: int = 1
+    meet: Callable[[], None] = lambda: None
+
+
+@dataclass
+class TaskScores:
+    """One task's scores, and every record's answer in order."""
+
+    summary: dict[str, Any]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Answers:
+    """The store of answers: a dict in memory, JSON lines on disk (none without a directory)."""
+
+    def __init__(self, directory: Path | None, rank: int = 0) -> None:
+        self.directory = directory
+        self._file = f"answers-{rank}.jsonl"
+        self._known: dict[str, Any] = {}
+        self.reload()
+
+    def reload(self) -> None:
+        """Read what every rank has written."""
+        if self.directory is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _end_cut_line(self.directory / self._file)
+            for file in sorted(self.directory.glob("answers-*.jsonl")):
+                self._known.update((line["key"], line["answer"]) for line in read_records(file))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: str) -> Any:
+        return self._known[key]
+
+    def add(self, found: dict[str, Any]) -> None:
+        """Keep answers and append them to this rank's file in one write."""
+        self._known.update(found)
+        if self.directory is not None:
+            Workspace(self.directory).append(self._file, *({"key": key, "answer": answer} for key, answer in found.items()))
+
+
+def _end_cut_line(file: Path) -> None:
+    """Drop a last line that a crash cut, so that the next one does not continue it."""
+    if file.exists() and not (data := file.read_bytes()).endswith(b"\n") and data:
+        os.truncate(file, data.rfind(b"\n") + 1)
+
+
+def evaluate(
+    scorer: Scorer,
+    tasks: Sequence[BoundTask],
+    settings: Settings,
+    directory: Path | None = None,
+    ranks: Ranks = Ranks(),
+) -> list[TaskScores]:
+    """Score the tasks. `directory` keeps the answers for a later start. Ranks other than 0 return an empty list.
+
+    Raises WrongUse when a task has no data and Failed for a bad record, naming file, line and field.
+    """
+    answers = Answers(directory, ranks.rank)
+    asked = [_Asked(scorer, task, settings) for task in present(tasks, settings)]
+    for work in asked:
+        work.answer(answers, lambda key: int(key, 16) % ranks.world == ranks.rank)
+    ranks.meet()
+    if ranks.rank:
+        return []
+    answers.reload()
+    for work in asked:
+        work.answer(answers, lambda _: True)  # what a rank that died has left
+    return [work.scores(answers) for work in asked]
+
+
+def present(tasks: Sequence[BoundTask], settings: Settings) -> list[BoundTask]:
+    """The tasks whose data are there. Members of a group may be missing (said once); a task asked for by name may not."""
+    found, missing, why = [], [], None
+    for task in tasks:
+        try:
+            task.records(settings.data_dir, 1)
+            found.append(task)
+        except WrongUse as error:
+            if not task.group or len([t for t in tasks if t.group == task.group]) == 1:
+                raise
+            missing.append(task)
+            why = why or error
+    lost = {task.group for task in missing} - {task.group for task in found}
+    if why is not None and lost:
+        raise why
+    for group in sorted({task.group for task in missing}):
+        names = [task.name.removeprefix(f"{group}_") for task in missing if task.group == group]
+        say(f"{group}: {len(names)} members have no data and are left out ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})")
+    return found
+
+
+class _Asked:
+    """One task's records as questions with their keys."""
+
+    def __init__(self, scorer: Scorer, bound: BoundTask, settings: Settings) -> None:
+        self.scorer, self.bound, self.settings = scorer, bound, settings
+        self.items = self._items()
+        self.written = bound.task.kind == "generate_until"
+        if self.written:
+            task = bound.task
+            self.questions: list[Question] = []
+            self.owners = list(range(len(self.items)))
+            asked = [f"{item.context}\0{task.until}\0{task.max_tokens}" for item in self.items]
+        else:
+            per_item = list(self._questions())
+            self.questions = [question for questions in per_item for question in questions]
+            self.owners = [number for number, questions in enumerate(per_item) for _ in questions]
+            for question, owner in zip(self.questions, self.owners):
+                check_question(question, scorer.window, f"{self.items[owner].where} (task {bound.name})")
+            asked = [repr(question.pairs) for question in self.questions]
+        self.keys = [hashlib.sha256(f"{scorer.identity}\0{text}".encode()).hexdigest()[:24] for text in asked]
+
+    def _items(self) -> list[Item]:
+        bound, settings = self.bound, self.settings
+        items = bound.items(bound.records(settings.data_dir, settings.limit))
+        pool = None
+        if settings.shots and (bound.source.fewshot_files or bound.source.fewshot_split):
+            try:
+                pool = bound.items(bound.records(settings.data_dir, None, fewshot=True))
+            except WrongUse:
+                say(f"{bound.name}: no training records at hand; examples are drawn from the evaluated ones")
+        if settings.shots and pool is None and settings.limit:
+            pool_items = bound.items(bound.records(settings.data_dir, None))  # the draw does not depend on --limit
+            return with_examples(bound.name, pool_items, None, settings.shots, settings.seed)[: settings.limit]
+        return with_examples(bound.name, items, pool, settings.shots, settings.seed)
+
+    def _questions(self) -> Iterator[list[Question]]:
+        kind, scorer = self.bound.task.kind, self.scorer
+        if kind in ("last_token", "rolling", "stream"):
+            for ids in scorer.tokenize([item.text for item in self.items]):
+                if kind == "last_token":
+                    yield [Question(((ids[:-1] or (scorer.prefix,), ids[-1:]),))]
+                elif kind == "rolling":
+                    yield rolling(ids, scorer.window, scorer.prefix)
+                else:
+                    yield stream(ids, scorer.window, self.bound.task.stride)
+        else:
+            for question in scorer.encode([item.pairs for item in self.items]):
+                yield [question]
+
+    def answer(self, answers: Answers, mine: Callable[[str], bool]) -> None:
+        """Ask what is not answered yet and belongs to this rank; equal questions are asked once."""
+        pending = {key: number for number, key in enumerate(self.keys) if key not in answers and mine(key)}
+        if not pending:
+            return
+        keys, numbers = list(pending), list(pending.values())
+        with progress(self.bound.name, total=len(self.keys), unit="questions") as bar:
+            bar.start_at(len(self.keys) - len(keys))
+            for batch in self._batches(numbers):
+                answers.add({keys[place]: value for place, value in batch})
+                bar.advance(len(batch))
+
+    def _batches(self, numbers: list[int]) -> Iterator[list[tuple[int, Any]]]:
+        if self.written:
+            task = self.bound.task
+            yield from self.scorer.generate([self.items[number].context for number in numbers], task.until, task.max_tokens)
+            return
+        for batch in self.scorer.score([self.questions[number] for number in numbers]):
+            yield [(place, [_packed(score) for score in scores]) for place, scores in batch]
+
+    def scores(self, answers: Answers) -> TaskScores:
+        """Aggregate the answers of all records."""
+        bound, task = self.bound, self.bound.task
+        given: list[list[Any]] = [[] for _ in self.items]
+        for key, owner in zip(self.keys, self.owners):
+            given[owner].append(answers[key])
+        samples, outcomes = [], []
+        cut_records = cut_tokens = 0
+        for number, (item, found) in enumerate(zip(self.items, given)):
+            scores = [] if self.written else [_unpacked(packed) for answer in found for packed in answer]
+            outcome = self._outcome(item, scores, found)
+            lost = sum(score.truncated for score in scores) if task.kind not in ("rolling", "stream") else 0
+            cut_records, cut_tokens = cut_records + bool(lost), cut_tokens + lost
+            outcomes.append(outcome)
+            sample = {"task": bound.name, "record": number, "where": item.where, "answers": found}
+            samples.append(sample | {"metrics": {name: outcome[name] for name in task.metrics}})
+        metrics = {}
+        for name in task.metrics:
+            value, error = aggregate(name, [outcome[name] for outcome in outcomes])
+            baseline = random_baseline(name, self.items)
+            metrics[name] = {"value": value, "stderr": error, "random": baseline, "higher_is_better": METRICS[name].higher}
+        summary = {
+            "task": bound.name, "group": bound.group, "about": task.about, "kind": task.kind, "n": len(self.items),
+            "metrics": metrics, "shots": self.settings.shots, "seed": self.settings.seed if self.settings.shots else None,
+            "prompt_hash": bound.prompt_hash, "stride": task.stride or None, "prompt_checked": task.prompt_checked,
+            "truncated_records": cut_records, "truncated_tokens": cut_tokens, "scorer": self.scorer.recipe,
+        }  # fmt: skip
+        return TaskScores(summary, samples)
+
+    def _outcome(self, item: Item, scores: list[Score], found: list[Any]) -> Outcome:
+        kind = self.bound.task.kind
+        if kind == "generate_until":
+            return exact_match_outcome(item.answers, found[0])
+        if kind in ("multiple_choice", "partial"):
+            return choice_outcome(item, scores)
+        if kind == "rolling":
+            return document_outcome(item, scores)
+        if kind == "stream":
+            return stream_outcome(item, scores)
+        if kind == "cloze":
+            return {"p_at_1": [float(scores[0].rank < 1)], "p_at_10": [float(scores[0].rank < 10)]}
+        return loglikelihood_outcome(scores)
+
+
+def _packed(score: Score) -> list[Any]:
+    """A score as a short JSON list (numbers come back bit for bit)."""
+    packed = [score.logprob, int(score.greedy), score.tokens, score.truncated, score.rank]
+    return [*packed, list(score.token_logprobs)] if score.token_logprobs else packed
+
+
+def _unpacked(packed: list[Any]) -> Score:
+    logprob, greedy, tokens, truncated, rank, *kept = packed
+    return Score(logprob, bool(greedy), tokens, truncated, rank, tuple(kept[0]) if kept else ())
+
+
+def group_means(scores: Sequence[TaskScores], groups: dict[str, bool]) -> list[dict[str, Any]]:
+    """Summaries of groups that report a mean: the unweighted mean over members, its error from theirs (independent)."""
+    made = []
+    for group, wanted in groups.items():
+        members = [score.summary for score in scores if score.summary["group"] == group]
+        if not wanted or not members:
+            continue
+        metrics = {}
+        for name, first in members[0]["metrics"].items():
+            each = [member["metrics"][name] for member in members]
+            errors = [value["stderr"] for value in each]
+            error = None if None in errors else sum(e * e for e in errors) ** 0.5 / len(each)
+            metrics[name] = first | {"value": sum(value["value"] for value in each) / len(each), "stderr": error}
+        made.append({
+            **members[0], "task": group, "group": "", "members": len(members), "metrics": metrics,
+            **{key: sum(member[key] for member in members) for key in ("n", "truncated_records", "truncated_tokens")},
+        })  # fmt: skip
+    return made

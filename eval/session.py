@@ -1,0 +1,199 @@
+"""One `throughline eval`: open the model, score the tasks, check, report; for one model or every checkpoint of a run."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..core.console import table, warn
+from ..core.errors import Refused, WrongUse
+from ..core.workspace import Workspace
+from .opening import Opened, ScorerOptions, checkpoints_of, open_scorer
+from .report import lines_of, write_scores
+from .runner import Ranks, Settings, TaskScores, evaluate, group_means
+from .task import BoundTask, find_tasks, load_task, shipped_tasks
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything a user can ask of an evaluation; see `throughline eval --help`."""
+
+    path: Path
+    tasks: str = ""
+    data_dir: Path | None = None
+    limit: int | None = None
+    shots: int = 0
+    seed: int = 0
+    device: str = "cpu"
+    bos: bool | None = None
+    window: int | None = None
+    batch_tokens: int | None = None
+    pll: str = "within_word_l2r"
+    against: str | None = None
+    bound: float = 1e-3
+    contamination: str | None = None
+    out: Path | None = None
+
+    @property
+    def settings(self) -> Settings:
+        if self.data_dir is not None and not self.data_dir.is_dir():
+            raise WrongUse("no such directory", where=self.data_dir, fix="--data-dir names the directory that holds the tasks' files")
+        return Settings(self.data_dir, self.limit, self.shots, self.seed)
+
+    @property
+    def options(self) -> ScorerOptions:
+        return ScorerOptions(
+            self.device, self.bos, self.window, self.batch_tokens, keep_tokens=self.against is not None, pll=self.pll
+        )
+
+    @property
+    def home(self) -> Path:
+        """Where scores go: beside the model, never inside it (a run's manifest covers its directory)."""
+        return self.out or self.path.with_name(self.path.resolve().name + ".scores")
+
+    def found_tasks(self) -> list[BoundTask]:
+        return find_tasks([name.strip() for name in self.tasks.split(",") if name.strip()])
+
+
+def evaluate_one(request: Request) -> tuple[dict[str, Any], list[str]] | None:
+    """Score one model; returns (results, lines to print), or None on ranks other than 0."""
+    tasks = request.found_tasks()
+    ranks = join_ranks()
+    with _owned(request.home, ranks):
+        results = _score(request, tasks, ranks, request.home / "scores")
+    return None if results is None else (results, [*lines_of(results), f"scores in {request.home / 'scores'}"])
+
+
+def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] | None:
+    """Score every checkpoint of a run, oldest first; answers that are there already are not asked again."""
+    tasks = request.found_tasks()
+    ranks = join_ranks()
+    history: list[dict[str, Any]] = []
+    with _owned(request.home, ranks):
+        for checkpoint in checkpoints_of(request.path):
+            one = replace(request, path=checkpoint, out=request.home)
+            results = _score(one, tasks, ranks, request.home / checkpoint.name, history)
+            if results is not None:
+                history.append(results)
+    if ranks.rank:
+        return None
+    rows = [
+        (results["step"], summary["task"], name, metric["value"], metric["stderr"])
+        for results in history for summary in (*results["tasks"], *results["groups"]) for name, metric in summary["metrics"].items()
+    ]  # fmt: skip
+    rows += [(results["step"], "validation", name, value, None) for results in history for name, value in results["validation"].items()]
+    last = request.home / f"step-{history[-1]['step']:08d}" / "report.html"
+    return {"checkpoints": history}, [*table(("step", "task", "metric", "value", "stderr"), rows), f"curves in {last}"]
+
+
+def _score(
+    request: Request, tasks: list[BoundTask], ranks: Ranks, out: Path, history: list[dict[str, Any]] | None = None
+) -> dict[str, Any] | None:
+    opened = open_scorer(request.path, request.options)
+    validation = validation_figures(opened, needed=not tasks) if ranks.rank == 0 else {}
+    scores = evaluate(opened.scorer, tasks, request.settings, request.home / "answers", ranks)
+    against = None
+    if request.against is not None:
+        other = open_scorer(request.against, request.options)
+        others = evaluate(other.scorer, tasks, request.settings, request.home / "answers", ranks)
+        if ranks.rank == 0:
+            against = token_gate(scores, others, request.against, request.bound)
+    if ranks.rank:
+        return None
+    groups = {task.group: task.task.mean for task in tasks if task.group}
+    results: dict[str, Any] = {
+        "model": str(request.path), "step": opened.step, "hash": opened.input.hash, "scorer": opened.scorer.recipe,
+        "validation": validation, "tasks": [score.summary for score in scores], "groups": group_means(scores, groups),
+    }  # fmt: skip
+    if against is not None:
+        results["against"] = against
+    if request.contamination is not None:
+        from .contamination import contaminated
+
+        results["contamination"] = contaminated(request.contamination, opened.tokenizer, tasks, scores, request.settings)
+    write_scores(out, results, scores, [opened.input], history or ())
+    return results
+
+
+def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
+    """The run's own validation figures of a checkpoint of ours (loss, bits per byte; masked-token and sentence accuracy).
+
+    Empty for foreign models; without tasks (`needed`) their absence is an error, since nothing would be measured.
+    """
+    run = Path(opened.input.path).parents[1] if opened.step is not None else None
+    if run is None or not (run / "recipe.toml").is_file():
+        if needed:
+            raise WrongUse("nothing to evaluate", why="no tasks, and not a run with a validation split", fix="give --tasks")
+        return {}
+    from ..core.recipe import load_recipe
+    from ..train.build import plan_run
+    from ..train.evaluate import Validation
+    from ..train.recipe import Recipe
+
+    try:
+        plan = plan_run(load_recipe(run / "recipe.toml", Recipe))
+    except (WrongUse, Refused) as error:
+        if needed:
+            raise
+        warn(f"no validation figures: {error.what} ({error.where})")
+        return {}
+    return Validation(plan, run / "cache").measure(opened.model) if plan.validation_stores else {}
+
+
+def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, bound: float) -> dict[str, Any]:
+    """Compare log-probabilities token by token. Raises Refused above `bound`, naming the record; returns the largest per task."""
+    worst: dict[str, float] = {}
+    for first, second in zip(ours, theirs, strict=True):
+        task = first.summary["task"]
+        worst[task] = 0.0
+        for one, other in zip(first.samples, second.samples, strict=True):
+            for a, b in zip(_token_logprobs(one), _token_logprobs(other), strict=True):
+                difference = abs(a - b)
+                if not difference <= bound:  # a NaN is refused too
+                    raise Refused(
+                        "the two forms of the model do not predict the same", where=f"{name}, task {task}, {one['where']}",
+                        why=f"log-probability of a token {a:.6f} and {b:.6f}: {difference:.3g} apart, the bound is {bound:g}",
+                        fix="export the model again; the scores of the second form would mean nothing",
+                    )  # fmt: skip
+                worst[task] = max(worst[task], difference)
+    return {"path": name, "bound": bound, "largest_difference": worst, "scores": [score.summary for score in theirs]}
+
+
+def _token_logprobs(sample: dict[str, Any]) -> list[float]:
+    return [value for answer in sample["answers"] if isinstance(answer, list) for packed in answer for value in packed[5]]
+
+
+def _owned(home: Path, ranks: Ranks) -> AbstractContextManager[Any]:
+    """The first rank holds the directory's lock; the others write files of their own."""
+    return Workspace(home) if ranks.rank == 0 else nullcontext()
+
+
+def join_ranks() -> Ranks:
+    """The processes that a launcher (torchrun, `throughline launch`) started with RANK and WORLD_SIZE; one without."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Ranks()
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may wait long for the slowest one
+    return Ranks(dist.get_rank(), world, dist.barrier)
+
+
+def task_listing() -> tuple[dict[str, Any], list[str]]:
+    """All shipped tasks and the files they look for: (JSON, lines)."""
+    tasks = {name: load_task(file) for name, file in shipped_tasks().items()}
+    rows = [(name, task.kind, ", ".join(task.metrics), len(task.members) or None, task.about) for name, task in tasks.items()]
+    lines = table(("task", "kind", "metrics", "members", "about"), rows)
+    lines += ["", "files looked for below --data-dir, in order:"]
+    lines += [f"  {name:<26}{'  '.join(task.source.files)}" for name, task in tasks.items()]
+    payload = {
+        name: task.model_dump(include={"about", "kind", "metrics", "prompt_checked"})
+        | {"files": {bound.name: bound.source.files for bound in find_tasks([name])}}
+        for name, task in tasks.items()
+    }
+    return {"tasks": payload}, lines
+

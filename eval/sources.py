@@ -1,0 +1,205 @@
+"""Where a task's records come from: local files in any usual format, or a `datasets` name when there is a network.
+
+Local files come first and need no network code at all. A record remembers its file and line, so that every complaint about
+it can name them.
+"""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..core.errors import Failed, WrongUse
+
+COMPRESSION = (".gz", ".bz2", ".xz", ".zst")
+FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".tokens")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a data file: its fields, and where it stands ("path:line", or "path:row" in parquet)."""
+
+    where: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TextLayout:
+    """How a .txt file is cut into records: `lines` a record, or WikiText `pages`; otherwise the whole file is one."""
+
+    lines: int = 0
+    pages: bool = False
+
+
+def find_files(patterns: Sequence[str], roots: Sequence[Path]) -> list[Path]:
+    """The files of the first pattern that matches anything, below the first root that has it; sorted. Empty if none."""
+    for root in roots:
+        for pattern in patterns:
+            found = sorted(path for path in root.glob(pattern) if path.is_file() and _format(path) in FORMATS)
+            if found:
+                return _one_form(found)
+    return []
+
+
+def _one_form(paths: list[Path]) -> list[Path]:
+    """Drop a compressed copy that lies beside its plain file."""
+    return [path for path in paths if path.suffix not in COMPRESSION or path.with_suffix("") not in paths]
+
+
+def _format(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix in COMPRESSION else path.suffix
+
+
+def read_records(paths: Sequence[Path], layout: TextLayout = TextLayout(), limit: int | None = None) -> list[Record]:
+    """The records of several files in order, at most `limit`.
+
+    Raises WrongUse for a format that is not known and Failed for a damaged file, naming file and line.
+    """
+    return list(islice((record for path in paths for record in _read(path, layout)), limit))
+
+
+def _read(path: Path, layout: TextLayout) -> Iterator[Record]:
+    kind = _format(path)
+    if kind == ".parquet":
+        yield from _parquet(path)
+        return
+    readers: dict[str, Callable[[TextIO, Path], Iterator[Record]]] = {
+        ".jsonl": _jsonl,
+        ".json": _json,
+        ".csv": lambda file, path: _table(file, path, ","),
+        ".tsv": lambda file, path: _table(file, path, "\t"),
+        ".txt": lambda file, path: _text(file, path, layout),
+        ".tokens": lambda file, path: _text(file, path, layout),
+    }
+    if kind not in readers:
+        raise WrongUse("unknown data format", where=path, fix="known: " + ", ".join(FORMATS) + ", each also " + "/".join(COMPRESSION))
+    try:
+        with _open(path) as file:
+            yield from readers[kind](file, path)
+    except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError) as error:
+        raise Failed("cannot read the data file", where=path, why=str(error), fix="check that the file is whole") from error
+
+
+def _open(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    if path.suffix == ".bz2":
+        return bz2.open(path, "rt", encoding="utf-8", newline="")
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt", encoding="utf-8", newline="")
+    if path.suffix == ".zst":
+        import zstandard
+
+        return io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(path.open("rb")), encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
+def _jsonl(file: TextIO, path: Path) -> Iterator[Record]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield Record(f"{path}:{number}", _object(line, f"{path}:{number}"))
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise Failed("not a JSON record", where=where, why=str(error), fix="every line must be one JSON object") from error
+    if not isinstance(value, dict):
+        raise Failed("not a JSON record", where=where, why=f"a {type(value).__name__}, not an object", fix="give named fields")
+    return value
+
+
+def _json(file: TextIO, path: Path) -> Iterator[Record]:
+    """A JSON file: a list of records, or an object with one under `data` or `rows`."""
+    try:
+        tree = json.load(file)
+    except ValueError as error:
+        raise Failed("not valid JSON", where=path, why=str(error), fix="give one record a line in a .jsonl file") from error
+    if isinstance(tree, dict):
+        tree = tree.get("data", tree.get("rows"))
+    if not isinstance(tree, list) or not all(isinstance(item, dict) for item in tree):
+        raise Failed("no list of records in the file", where=path, fix="give a list of objects, or one record a line as .jsonl")
+    for number, item in enumerate(tree, 1):
+        yield Record(f"{path}:{number}", item.get("row", item) if set(item) == {"row_idx", "row", "truncated_cells"} else item)
+
+
+def _table(file: TextIO, path: Path, delimiter: str) -> Iterator[Record]:
+    # Tab-separated benchmark files (GLUE) hold bare quotes inside cells and never quote a cell.
+    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    rows = csv.reader(file, delimiter=delimiter, quoting=quoting)
+    header = next(rows, [])
+    for row in rows:
+        if len(row) != len(header):
+            why = f"{len(row)} cells, the header has {len(header)}"
+            raise Failed("a row of another width", where=f"{path}:{rows.line_num}", why=why, fix="mend that line")
+        yield Record(f"{path}:{rows.line_num}", dict(zip(header, row)))
+
+
+def _text(file: TextIO, path: Path, layout: TextLayout) -> Iterator[Record]:
+    if layout.lines:
+        number = 1
+        while lines := [line.rstrip("\r\n") for line in islice(file, layout.lines)]:
+            if len(lines) < layout.lines:
+                why = f"{len(lines)} lines, a record has {layout.lines}"
+                raise Failed("the last record is cut", where=f"{path}:{number}", why=why, fix="restore the file")
+            yield Record(f"{path}:{number}", {"lines": lines})
+            number += layout.lines
+    elif layout.pages:
+        yield from _pages(file, path)
+    else:
+        yield Record(f"{path}:1", {"text": file.read()})
+
+
+_TITLE = re.compile(r" = [^=].* = \n")
+
+
+def _pages(file: TextIO, path: Path) -> Iterator[Record]:
+    """WikiText's articles: each begins at a top-level title (" = Title = ") that has a blank line on both sides."""
+    lines = list(file)
+    blank = [not line.strip() for line in lines]
+    starts = [
+        i for i, line in enumerate(lines)
+        if _TITLE.fullmatch(line) and (i == 0 or blank[i - 1]) and (i + 1 == len(lines) or blank[i + 1])
+    ]  # fmt: skip
+    for start, stop in zip(starts, [*starts[1:], len(lines)]):
+        yield Record(f"{path}:{start + 1}", {"page": "".join(lines[start:stop])})
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield Record(f"{path}:{number}", row)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise Failed("cannot read the parquet file", where=path, why=str(error), fix="check that the file is whole") from error
+
+
+def hub_records(name: str, config: str | None, split: str, limit: int | None) -> list[Record]:
+    """The records of a `datasets` name. Raises WrongUse when it cannot be had, naming --data-dir as the way out."""
+    import datasets
+
+    try:
+        found = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # datasets raises many kinds: no network, unknown name, gated, script refused
+        raise WrongUse(
+            f"cannot get the data set {name} ({config or 'default'}, {split})",
+            why=f"{type(error).__name__}: {error}",
+            fix="give the files yourself with --data-dir; `throughline eval --list` names the files each task looks for",
+        ) from error
+    count = len(found) if limit is None else min(limit, len(found))
+    return [Record(f"{name}/{split}:{i + 1}", found[i]) for i in range(count)]

@@ -1,0 +1,104 @@
+"""Text rules that prompts need and Jinja lacks: filters for task files, named after what they do.
+
+Each is the published preprocessing of a benchmark as lm-evaluation-harness 0.4.13 applies it, so that prompts are equal
+character for character.
+"""
+
+import ast
+import re
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# WikiText's detokeniser: (pattern, replacement) of literal and regular-expression steps, in this order.
+_WIKITEXT_LITERAL_FIRST = ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."))
+_WIKITEXT_PUNCTUATION = tuple((f" {mark} ", f"{mark} ") for mark in ":;.!?,")
+_WIKITEXT_BRACKETS = (
+    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
+    (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+    (r"{\s*([^}]*?)\s*}", r"{\1}"),
+    (r"\"\s*([^\"]*?)\s*\"", r'"\1"'),
+    (r"'\s*([^']*?)\s*'", r"'\1'"),
+)
+_WIKITEXT_LAST = (
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+
+
+def wikitext_detokenize(text: str) -> str:
+    """Undo WikiText's spacing (the same rules in lm_eval and in Megatron-LM's zero-shot task)."""
+    text = text.replace("s '", "s'")
+    text = re.sub(r"/' [0-9]/", r"/'[0-9]/", text)  # as published; it matches next to nothing
+    for old, new in (*_WIKITEXT_LITERAL_FIRST, *_WIKITEXT_PUNCTUATION):
+        text = text.replace(old, new)
+    for pattern, new in _WIKITEXT_BRACKETS:
+        text = re.sub(pattern, new, text)
+    for old, new in _WIKITEXT_LAST:
+        text = text.replace(old, new)
+    return text
+
+
+def without_brackets(text: str) -> str:
+    """HellaSwag: drop WikiHow's bracketed marks and the double spaces that they leave."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def lower_first(text: str) -> str:
+    """The text with its first letter in lower case."""
+    return text[:1].lower() + text[1:]
+
+
+def which(value: Any, *names: Sequence[str]) -> int:
+    """The index of the first list of names that holds `value`, compared as lower-case text.
+
+    Raises ValueError when none does, for example for the label -1 of an unlabelled test set.
+    """
+    wanted = str(value).strip().lower()
+    for index, options in enumerate(names):
+        if wanted in options:
+            return index
+    raise ValueError(f"{value!r} is none of {', '.join('/'.join(options) for options in names)}")
+
+
+def parse_list(value: Any) -> Any:
+    """A Python or JSON literal given as text (RACE keeps its problems so); lists pass through."""
+    return ast.literal_eval(value) if isinstance(value, str) else value
+
+
+_CAPITALISED = frozenset(["A", "An", "The", "She", "He", "It", "They", "My", "His", "Her", "Their"])
+_POSSESSIVE = frozenset(["my", "his", "her", "our", "their"])
+
+
+def winograd_option(option: str, text: str, pronoun: str, pronoun_loc: int) -> str:
+    """WSC273: an option in the form that fits the pronoun's place ("The dog" -> "the dog's" for "its" inside a sentence)."""
+    if pronoun.lower() in _POSSESSIVE:
+        option += "'s"
+    first = option.split()[0]
+    starts_sentence = text[pronoun_loc - 2] == "."
+    return option if starts_sentence or first not in _CAPITALISED else option.replace(first, first.lower())
+
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def plain_answer(text: str) -> str:
+    """An answer as exact match compares it: lower case, ASCII punctuation removed, outer blanks removed."""
+    return text.strip().lower().translate(_NO_PUNCTUATION)
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "wikitext_detokenize": wikitext_detokenize,
+    "without_brackets": without_brackets,
+    "lower_first": lower_first,
+    "which": which,
+    "parse_list": parse_list,
+    "winograd_option": winograd_option,
+}

@@ -1,0 +1,32 @@
+"""Answers that a model writes itself: greedy continuations up to a stop string, on any causal backend."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..core.backend import CausalBackend
+from ..inference.generation import Request, generate
+from ..inference.sampling import Sampling
+
+if TYPE_CHECKING:
+    from .causal import CausalText
+
+SLOTS = 16
+
+
+def greedy_texts(
+    backend: CausalBackend, text: "CausalText", contexts: Sequence[str], until: Sequence[str], max_tokens: int
+) -> Iterator[list[tuple[int, str]]]:
+    """Yields batches of (index, answer) as they end. A context loses tokens from its left when it and the answer do not fit."""
+    room = backend.context - max_tokens
+    prompts = [(text.bos + ids)[-room:] or (text.prefix,) for ids in text.tokenize(contexts)]
+    requests = [
+        Request(np.array(ids, np.int64), max_tokens, Sampling(temperature=0), tuple(until), text.tokenizer.eos_id) for ids in prompts
+    ]
+    answers = [""] * len(requests)
+    decode = text.tokenizer.decode
+    for number, piece in generate(backend, decode, requests, SLOTS, text.tokenizer.vocab_size):
+        answers[number] += piece.text
+        if piece.finish:
+            yield [(number, answers[number])]
