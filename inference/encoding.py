@@ -4,7 +4,7 @@ Letters: B texts, S tokens with [CLS] and [SEP], N positions asked for, H width.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,14 @@ from ..data.tokenizer import Tokenizer
 from .sampling import log_softmax
 
 BATCH_TOKENS = 4096  # padded tokens in one batch: 8 rows of 512
-NOTHING = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Encoding:
     """One text for an encoder: its ids with special tokens and the positions whose MLM logits are asked for."""
 
     ids: np.ndarray  # (S,)
-    ask: np.ndarray = NOTHING  # (N,)
+    ask: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # (N,)
     tell: Callable[[dict[str, np.ndarray] | Failed], None] | None = None  # where an engine sends the answer
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import tokenizers
 from safetensors.torch import save_file
-from tokenizers import decoders, models, pre_tokenizers, trainers
-
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.huggingface import to_huggingface
 from throughline.models.init import build
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog, again and again.",
