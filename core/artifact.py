@@ -111,14 +111,26 @@ def create_artifact(
 
 
 def seal(
-    directory: Path, kind: str, inputs: Sequence[Input], recipe_hash: str | None, facts: dict[str, Any]
+    directory: Path,
+    kind: str,
+    inputs: Sequence[Input],
+    recipe_hash: str | None,
+    facts: dict[str, Any],
+    known: dict[str, str] | None = None,
 ) -> Manifest:
-    """Hash and flush every file of `directory` and write its manifest last."""
+    """Hash and flush every file of `directory` and write its manifest last.
+
+    `known` holds the sha256 of files that were hashed and flushed when they were written: they are not read again.
+    """
+    known = known or {}
     records = []
     for file in walk_files(directory):
-        if file.name != MANIFEST:
+        name = file.relative_to(directory).as_posix()
+        if name in known:
+            records.append(FileRecord(name, file.stat().st_size, known[name]))
+        elif file.name != MANIFEST:
             sync_file(file)
-            records.append(FileRecord(file.relative_to(directory).as_posix(), file.stat().st_size, sha256_file(file)))
+            records.append(FileRecord(name, file.stat().st_size, sha256_file(file)))
     manifest = Manifest(
         kind, FORMAT_VERSION, version(), command_line(), recipe_hash, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         tuple(inputs), tuple(records), json.loads(json.dumps(facts)),

@@ -1,48 +1,34 @@
 """Readers: any byte range of any supported file as batches of documents, in bounded memory.
 
-A range [start, stop) owns the documents that begin in it, so ranges that cover a file yield each document once and in
-order wherever the cuts fall. Plain .txt (per line, per block) and .jsonl files are read in any range, .parquet by row
-groups; a compressed file, a document per file and a dataset are read whole.
+Ranges that cover a file yield each document once and in order wherever the cuts fall. Plain .txt (a document per line or
+per block) and .jsonl files are read in any range, .parquet by row groups; a compressed file, a document per file and a
+dataset are read whole. What happens to dirty text is stated in text.py.
 """
 
-import bz2
-import gzip
 import json
-import lzma
 import re
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from ..core.errors import Failed, MissingExtra, WrongUse
-from .text import PIECE_BYTES, check_is_text, clean, clean_string, pieces, strip_bom
+from ..core.errors import Failed
+from .columns import dataset_rows, parquet_rows
+from .inputs import Source
+from .streams import BLANK_LINES, LINE_END, between, open_blocks
+from .text import PIECE_BYTES, check_is_text, clean, clean_string, cut_place, strip_bom
 
-BLOCK_BYTES = 1 << 20
-ROWS_AT_ONCE = 256
-
-Documents = Literal["file", "line", "block"]
-
-
-@dataclass(frozen=True)
-class Source:
-    """One input: a file, or a dataset (`format` "dataset", `bytes` its size or 0 when unknown)."""
-
-    path: str
-    bytes: int
-    modified_ns: int
-    format: Literal["txt", "jsonl", "parquet", "dataset"]
-    compression: Literal["", "gz", "bz2", "zst"] = ""
+_BLANK_LINES = re.compile(BLANK_LINES.pattern.decode())
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How text becomes documents: `documents` for .txt, `field` for .jsonl, .parquet and datasets, `split` for datasets."""
+    """How text becomes documents: `documents` for .txt, `field` for .jsonl, .parquet and datasets, `split` for datasets.
 
-    documents: Documents = "block"
+    `piece_bytes` None hands every document over whole: for a tokenizer whose tokens cross white space.
+    """
+
+    documents: Literal["file", "line", "block"] = "block"
     field: str = "text"
     split: str = "train"
     unwrap: bool = False
@@ -57,153 +43,237 @@ class Batch(NamedTuple):
 
 
 def splittable(source: Source, options: ReadOptions) -> bool:
-    """Whether any byte range of the source can be read apart."""
-    if source.format == "txt":
-        return not source.compression and options.documents != "file"
-    return source.format in ("jsonl", "parquet") and not source.compression
+    """Whether byte ranges of the source can be read apart."""
+    if source.compression or source.format == "dataset":
+        return False
+    return source.format != "txt" or options.documents != "file"
 
 
 def read(
     source: Source,
     start: int,
-    stop: int,
+    stop: int | None,
     options: ReadOptions,
     counts: Counter[str],
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Batch]:
-    """The documents of `source` that begin in bytes [start, stop), cleaned and counted (see text.py).
+    """The documents of bytes [start, stop) of `source` (None: to its end), cleaned and counted by text.py's policy.
 
     `on_bytes` is told how many bytes of the file were taken since the last call. Raises Failed for a file that is cut
     short, damaged or not text, and for a record without the field.
     """
     if source.format == "dataset":
-        from .datasets_input import read_dataset
-
-        yield from _strings(read_dataset(source.path, options, on_bytes), counts, options)
+        yield from _values(dataset_rows(source.path, options.split, options.field, on_bytes), options, counts)
     elif source.format == "parquet":
-        yield from _strings(_parquet(source, start, stop, options.field, on_bytes), counts, options)
+        yield from _values(parquet_rows(source.path, start, stop, options.field, on_bytes), options, counts)
     else:
-        with _open(source, start, on_bytes) as stream:
+        separator = BLANK_LINES if source.format == "txt" and options.documents == "block" else LINE_END
+        with open_blocks(source.path, source.compression, max(start - 1, 0), on_bytes) as opened:
+            blocks = between(opened, start, stop, separator) if splittable(source, options) else opened
+            blocks = _checked(blocks, source.path, start, counts)
             if source.format == "jsonl":
-                yield from _jsonl(stream, source, start, stop, options, counts)
+                where = source.path if start == 0 else f"{source.path}, from byte {start:,}, "
+                yield from _jsonl(blocks, where, options, counts)
             elif options.documents == "file":
-                yield from _whole(stream, source, options, counts)
+                yield from _whole(blocks, options, counts)
             else:
-                yield from _txt(stream, source, start, stop, options, counts)
+                yield from _split(blocks, separator, options, counts)
 
 
-class _Stream:
-    """A file from `offset` on, decompressed, in blocks; damage becomes Failed with the file's name."""
-
-    def __init__(self, file: BinaryIO, source: Source, on_bytes: Callable[[int], None]):
-        self.source, self._file, self._on_bytes, self._told = source, file, on_bytes, file.tell()
-        self._blocks = self._decompressed()
-
-    def _decompressed(self) -> Iterator[bytes]:
-        kind = self.source.compression
-        if kind == "zst":
-            yield from _unzstd(self._file)
-            return
-        opened: Any = gzip.open(self._file) if kind == "gz" else bz2.open(self._file) if kind == "bz2" else self._file
-        while block := opened.read(BLOCK_BYTES):
-            yield block
-
-    def blocks(self) -> Iterator[bytes]:
-        """The rest of the stream. Raises Failed when the compressed data are cut short or damaged."""
-        try:
-            for block in self._blocks:
-                place = self._file.tell()
-                self._on_bytes(place - self._told)
-                self._told = place
-                yield block
-        except EOFError as error:
-            raise Failed(
-                "a compressed file is cut short", where=self.source.path,
-                why="it ends in the middle of its compressed data", fix="copy or download the file again",
-            ) from error  # fmt: skip
-        except (zlib.error, gzip.BadGzipFile, lzma.LZMAError, ValueError) as error:
-            raise _damaged(self.source, error) from error
-        except OSError as error:
-            if error.errno is not None:
-                raise Failed("cannot read a file", where=self.source.path, why=str(error), fix="check the disk and the file") from error
-            raise _damaged(self.source, error) from error  # bz2 reports damage as an OSError without a number
-
-
-def _damaged(source: Source, error: Exception) -> Failed:
-    return Failed("a compressed file is damaged", where=source.path, why=str(error), fix="copy or download the file again")
-
-
-@contextmanager
-def _open(source: Source, offset: int, on_bytes: Callable[[int], None]) -> Iterator[_Stream]:
-    try:
-        file = open(source.path, "rb", buffering=0)  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise Failed(
-            "cannot open an input", where=source.path, why=error.strerror or str(error),
-            fix="put the file back, or leave it out and start again with another --out",
-        ) from error  # fmt: skip
-    with file:
-        file.seek(offset)
-        yield _Stream(file, source, on_bytes)  # type: ignore[arg-type]
-
-
-def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """Zstandard frames in blocks. Small input steps bound the memory of highly compressed data (32,000 : 1)."""
-    import zstandard
-
-    context = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    decoder, pending, out, size = None, b"", [], 0
-    try:
-        while chunk := (pending or file.read(4096)):
-            decoder = decoder or context.decompressobj()
-            out.append(decoder.decompress(chunk))
-            size += len(out[-1])
-            pending = decoder.unused_data
-            decoder = None if decoder.eof else decoder
-            if size >= BLOCK_BYTES:
-                yield b"".join(out)
-                out, size = [], 0
-    except zstandard.ZstdError as error:
-        raise ValueError(str(error)) from error
-    if size:
-        yield b"".join(out)
-    if decoder is not None:
-        raise EOFError
-
-
-def _aligned(stream: _Stream, source: Source, start: int, stop: int, counts: Counter[str], options: ReadOptions) -> Iterator[tuple[bytes, int]]:
-    """Blocks of whole lines of the lines that begin in [start, stop), each with its offset; a line without end stays open.
-
-    A compressed stream is read from its beginning to its end. The stream must have been opened at max(start - 1, 0).
-    """
-    offset = max(start - 1, 0)
-    skipping = start > 0
-    carry, first = b"", True
-    for block in stream.blocks():
+def _checked(blocks: Iterable[bytes], path: str, start: int, counts: Counter[str]) -> Iterator[bytes]:
+    """The blocks, after a look at the first: not binary, no byte-order mark."""
+    first = True
+    for block in blocks:
         if first:
-            check_is_text(block, source.path, at_start=start == 0)
-            if start == 0:
-                trimmed = strip_bom(block, counts)
-                offset += len(block) - len(trimmed)
-                block = trimmed
+            check_is_text(block, path, at_start=start == 0)
+            block = strip_bom(block, counts) if start == 0 else block
             first = False
-        if skipping:  # to the first line that begins at or after `start`
-            place = block.find(b"\n")
-            if place < 0:
-                offset += len(block)
-                if offset >= stop and not source.compression:
-                    return
-                continue
-            offset += place + 1
-            block, skipping = block[place + 1 :], False
-        buffer = carry + block
-        place = buffer.rfind(b"\n") + 1
+        yield block
+
+
+def _whole(blocks: Iterable[bytes], options: ReadOptions, counts: Counter[str]) -> Iterator[Batch]:
+    """The whole stream as one document, in pieces."""
+    carry = b""
+    going = False
+    for block in blocks:
+        carry += block
+        while options.piece_bytes and len(carry) > options.piece_bytes:
+            carry, piece = _cut(carry, options, counts, going)
+            going = True
+            yield Batch([piece], continues=True)
+    text = clean(carry, counts, options.unwrap)
+    yield from _kept([text], counts, going)
+
+
+def _cut(raw: bytes, options: ReadOptions, counts: Counter[str], going: bool) -> tuple[bytes, str]:
+    """Take one piece off a long document: (the rest, the piece)."""
+    place, forced = cut_place(raw[: options.piece_bytes])
+    counts["forced_cuts"] += forced
+    counts["long"] += not going
+    return raw[place:], clean(raw[:place], counts, options.unwrap)
+
+
+def _kept(texts: list[str], counts: Counter[str], going: bool = False) -> Iterator[Batch]:
+    """A batch without its empty documents; with `going` the first text ends a document begun before and always stays."""
+    kept = [text for text in texts[going:] if text and not text.isspace()]
+    counts["empty"] += len(texts) - going - len(kept)
+    if going:
+        kept.insert(0, texts[0])
+    if kept:
+        yield Batch(kept)
+
+
+def _split(
+    blocks: Iterable[bytes], separator: re.Pattern[bytes], options: ReadOptions, counts: Counter[str]
+) -> Iterator[Batch]:
+    """Documents between separators. A document longer than `piece_bytes` is cut by its own content alone."""
+    limit, ending = options.piece_bytes, b"\n" if separator is LINE_END else b"\n\n"
+    carry, going = b"", False
+
+    def take(raw: bytes) -> Iterator[Batch]:
+        """Whole documents with their separators; the first may be the rest of one that was begun."""
+        nonlocal going
+        while limit and (long := _first_long(raw, limit, separator)) is not None:
+            if long:
+                yield from _kept(_texts(raw[:long], separator, options, counts), counts, going)
+                raw, going = raw[long:], False
+            raw, piece = _cut(raw, options, counts, going)
+            going = True
+            yield Batch([piece], continues=True)
+        if raw:
+            yield from _kept(_texts(raw, separator, options, counts), counts, going)
+            going = False
+
+    for block in blocks:
+        carry += block
+        if place := _last_end(carry, separator):
+            yield from take(carry[:place])
+            carry = carry[place:]
+        while limit and len(carry if separator is LINE_END else carry.rstrip(b" \t\r\n")) > limit:
+            carry, piece = _cut(carry, options, counts, going)
+            going = True
+            yield Batch([piece], continues=True)
+    if carry or going:
+        yield from take(carry if separator is LINE_END and carry.endswith(b"\n") else carry + ending)
+
+
+def _texts(raw: bytes, separator: re.Pattern[bytes], options: ReadOptions, counts: Counter[str]) -> list[str]:
+    """Documents that end in separators, as strings."""
+    if separator is LINE_END:
+        return clean(raw, counts).split("\n")[:-1]
+    texts = _BLANK_LINES.split(clean(raw, counts))[:-1]
+    return [clean(text.encode(), counts, True) for text in texts] if options.unwrap else texts
+
+
+def _last_end(raw: bytes, separator: re.Pattern[bytes]) -> int:
+    """Offset after a late separator whose end is certain, or 0."""
+    if separator is LINE_END:
+        return raw.rfind(b"\n") + 1
+    solid = len(raw.rstrip(b" \t\r\n"))  # a run of blank lines may go on in the next block
+    place = max(raw.rfind(b"\n\n", 0, solid), raw.rfind(b"\n\r\n", 0, solid))
+    found = separator.match(raw, place) if place >= 0 else separator.search(raw, 0, solid)
+    return found.end() if found else 0
+
+
+def _first_long(raw: bytes, limit: int, separator: re.Pattern[bytes]) -> int | None:
+    """Offset of the first document longer than `limit` bytes in `raw` (whole documents), or None.
+
+    Hops from newline to newline `limit` apart, so that text without long documents costs nothing.
+    """
+    if len(raw) <= limit:
+        return None
+    plain = b"\n" if separator is LINE_END else b"\n\n"
+    place = 0
+    while len(raw) - place > limit:
+        hop = raw.rfind(plain, place, place + limit)
+        if hop < 0:
+            break
+        place = hop + len(plain)
+    else:
+        return None
+    place = 0
+    for found in separator.finditer(raw):
+        if found.start() - place > limit:
+            return place
+        place = found.end()
+    return None
+
+
+def _jsonl(blocks: Iterable[bytes], where: str, options: ReadOptions, counts: Counter[str]) -> Iterator[Batch]:
+    """The field of every line; a line is held whole."""
+    number, pending = 0, []
+    for block in blocks:
+        place = block.rfind(b"\n") + 1
         if place:
-            if not source.compression and offset + place >= stop:
-                yield _until(buffer, offset, stop), offset
-                if (done := _line_end(buffer, offset, stop)) is not None:
-                    return
-                raise AssertionError(done)
-            yield buffer[:place], offset
-        offset += place
-        carry = buffer[place:]
+            raw = b"".join([*pending, block[:place]])
+            yield from _values([_fields(clean(raw, counts), where, number, options.field)], options, counts)
+            number += raw.count(b"\n")
+            pending = []
+        pending.append(block[place:])
+    if rest := b"".join(pending):
+        yield from _values([_fields(clean(rest, counts), where, number, options.field)], options, counts)
+
+
+def _fields(text: str, where: str, number: int, field: str) -> list[str | None]:
+    values = []
+    for line in text.split("\n"):
+        number += 1
+        if not line or line.isspace():
+            continue
+        try:
+            value = json.loads(line)[field]
+            if value is not None and not isinstance(value, str):
+                raise TypeError
+        except ValueError as error:
+            raise Failed(
+                "a line is not JSON", where=f"{where}:{number}", why=str(error), fix="repair or remove that line"
+            ) from error
+        except (KeyError, TypeError, IndexError) as error:
+            raise _bad_field(line, f"{where}:{number}", field) from error
+        values.append(value)
+    return values
+
+
+def _bad_field(line: str, where: str, field: str) -> Failed:
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        return Failed(
+            "a line is not a JSON object",
+            where=where,
+            why=f"it is {type(record).__name__}",
+            fix="write one object a line",
+        )
+    if field in record:
+        why = f"{field!r} is {type(record[field]).__name__}, not a string"
+        return Failed("a field holds no text", where=where, why=why, fix="name another with --field")
+    texts = [key for key, value in record.items() if isinstance(value, str)]
+    return Failed(
+        f"no field {field!r}",
+        where=where,
+        why=f"fields with text: {', '.join(texts) or 'none'}",
+        fix="name one with --field",
+    )
+
+
+def _values(rows: Iterable[list[Any]], options: ReadOptions, counts: Counter[str]) -> Iterator[Batch]:
+    """Values of a column (str, bytes or None) as batches; None counts as an empty document."""
+    limit = options.piece_bytes
+    for values in rows:
+        texts: list[str] = []
+        for value in values:
+            if isinstance(value, bytes):
+                text = clean(value, counts, options.unwrap)
+            else:
+                text = clean_string(value or "", counts, options.unwrap)
+            if limit is None or len(text) * 4 <= limit or len(text.encode()) <= limit:
+                texts.append(text)
+                continue
+            yield from _kept(texts, counts)
+            raw, going, texts = text.encode(), False, []
+            plain = ReadOptions(piece_bytes=limit)
+            while len(raw) > limit:
+                raw, piece = _cut(raw, plain, counts, going)
+                going = True
+                yield Batch([piece], continues=True)
+            yield Batch([clean(raw, counts)])
+        yield from _kept(texts, counts)

@@ -88,7 +88,9 @@ def check_is_text(head: bytes, where: str, at_start: bool) -> None:
     if bad <= BINARY_SHARE * len(text) and not (bad and kind):
         return
     fix = f"this looks like {kind}" if kind else "leave the file out, or convert it to UTF-8 (iconv -f latin1 -t utf-8)"
-    raise Failed("not a text file", where=where, why=f"{bad:,} of the first {len(text):,} characters are no UTF-8 text", fix=fix)
+    raise Failed(
+        "not a text file", where=where, why=f"{bad:,} of the first {len(text):,} characters are no UTF-8 text", fix=fix
+    )
 
 
 def check_replaced(replaced: int, characters: int, limit: float, where: str) -> None:

@@ -1,0 +1,190 @@
+"""`throughline data tokenizer|tokenize|inspect|dedup|export`: text to tokens, and what is in them."""
+
+import os
+from typing import Any
+
+import click
+
+from ..core import console
+from .common import throughline_command
+
+BACKENDS = ("auto", "gigatoken", "bpe-numpy", "wordpiece-numpy", "char-numpy", "tokenizers")
+
+
+@click.group()
+def command() -> None:
+    """Tokenizers and token stores: train, tokenise, inspect, deduplicate, export."""
+
+
+def text_options(function: Any) -> Any:
+    """INPUTS... and how they become documents."""
+    for decorate in (
+        click.option("--unwrap", is_flag=True, help="Join hard-wrapped lines of a paragraph by spaces."),
+        click.option("--split", default="train", show_default=True, help="Split of a dataset."),
+        click.option("--field", default="text", show_default=True, help="Field of .jsonl, column of .parquet or a dataset."),
+        click.option(
+            "--documents", type=click.Choice(["file", "line", "block"]), default="block", show_default=True,
+            help="What a document of a .txt file is: the file, a line, or a block between blank lines.",
+        ),
+        click.argument("inputs", nargs=-1, required=True),
+    ):  # fmt: skip
+        function = decorate(function)
+    return function
+
+
+def out_options(function: Any) -> Any:
+    overwrite = click.option("--overwrite", is_flag=True, help="Replace an artifact that is already at --out.")
+    return click.option("--out", required=True, help="Directory to write.")(overwrite(function))
+
+
+def read_options(documents: str, field: str, split: str, unwrap: bool) -> Any:
+    from ..data.readers import ReadOptions
+
+    return ReadOptions(documents, field, split, unwrap)  # type: ignore[arg-type]
+
+
+def parse_bytes(text: str | None) -> int | None:
+    """ "512", "64M", "1.5G" to bytes (powers of 1000; KiB, MiB, GiB of 1024)."""
+    if text is None:
+        return None
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+    number = text.upper().removesuffix("B")
+    unit = number.lstrip("0123456789.")
+    try:
+        value = int(float(number.removesuffix(unit)) * units[unit.strip()])
+    except (KeyError, ValueError):
+        raise click.BadParameter(f"{text!r} is no size; write for example 64M or 1GiB") from None
+    if value <= 0:
+        raise click.BadParameter(f"{text!r} is not above zero")
+    return value
+
+
+@command.command()
+@text_options
+@click.option(
+    "--type", "kind", type=click.Choice(["bpe", "wordpiece", "char", "import"]), default="bpe", show_default=True,
+    help="What to train; `import` takes one GPT-2 or BERT vocabulary or a tokenizer.json as INPUTS instead.",
+)  # fmt: skip
+@click.option(
+    "--vocab-size", type=click.IntRange(3), default=32000, show_default=True, help="Entries, special tokens included."
+)
+@click.option(
+    "--cased/--uncased",
+    default=None,
+    help="WordPiece: keep capitals and accents. Default: uncased; of an import: as it is.",
+)
+@click.option(
+    "--sample-bytes", default="1G", show_default=True, help="Text to train on; a larger input is sampled evenly."
+)
+@out_options
+@throughline_command
+def tokenizer(
+    inputs: tuple[str, ...],
+    kind: str,
+    vocab_size: int,
+    cased: bool | None,
+    sample_bytes: str,
+    out: str,
+    overwrite: bool,
+    **text: Any,
+) -> None:
+    """Train a tokenizer on text, or import one.
+
+    \b
+    Example:  throughline data tokenizer corpus/ --type bpe --vocab-size 8192 --out tok
+              throughline data tokenizer gpt2/ --type import --out gpt2-tok
+    """
+    from collections import Counter
+
+    from ..core.artifact import check_free, input_record
+    from ..core.errors import WrongUse
+    from ..data.inputs import expand_inputs
+    from ..data.train_tokenizer import import_tokenizer, sample, train_tokenizer
+
+    check_free(out, overwrite)
+    if kind == "import":
+        if len(inputs) != 1:
+            raise WrongUse(
+                "an import takes one path", why=f"{len(inputs)} were given", fix="name the directory of the vocabulary"
+            )
+        made, files = import_tokenizer(inputs[0], None if cased is None else not cased)
+        records, facts = [input_record(file) for file in files], {"trained": False}
+    else:
+        sources, counts = expand_inputs(list(inputs)), Counter[str]()
+        budget = parse_bytes(sample_bytes) or 0
+        texts = sample(sources, read_options(**text), budget, counts)
+        made = train_tokenizer(texts, kind, vocab_size, lowercase=not cased)  # type: ignore[arg-type]
+        records = [input_record(source.path) for source in sources if os.path.exists(source.path)]
+        facts = {"trained": True, "sample_bytes": budget, "counts": dict(counts)}
+    made.save(out, records, facts, overwrite)
+    console.result({"path": out, **made.facts()}, [f"{made.type} tokenizer of {made.vocab_size:,} entries in {out}"])
+
+
+@command.command()
+@text_options
+@click.option(
+    "--tokenizer", "tokenizer_path", required=True, help="Tokenizer artifact, model directory or tokenizer.json."
+)
+@click.option(
+    "--eos/--no-eos",
+    "append_eos",
+    default=None,
+    help="End every document with the end-of-text token [default: if there is one].",
+)
+@click.option("--sentences", is_flag=True, help="One sequence per sentence, as BERT's sentence pairs need.")
+@click.option("--workers", type=click.IntRange(1), help="Processes [default: one per core].")
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="auto",
+    show_default=True,
+    help="Encoder; the tokens are the same.",
+)
+@click.option(
+    "--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Who runs the tasks."
+)
+@click.option("--shard-bytes", help="Input per shard, e.g. 64M [default: 1/64 of the input, 8 MiB to 256 MiB].")
+@click.option(
+    "--max-replaced",
+    type=click.FloatRange(0, 1),
+    default=0.001,
+    show_default=True,
+    help="Share of characters that may be invalid.",
+)
+@click.option("--task-index", type=click.IntRange(0), help="This process's number in a job array, from 0.")
+@click.option("--task-count", type=click.IntRange(1), help="Processes in the job array.")
+@out_options
+@throughline_command
+def tokenize(
+    inputs: tuple[str, ...], tokenizer_path: str, append_eos: bool | None, sentences: bool, workers: int | None, backend: str, executor: str,
+    shard_bytes: str | None, max_replaced: float, task_index: int | None, task_count: int | None, out: str, overwrite: bool, **text: Any,
+) -> None:  # fmt: skip
+    """Tokenise text into a store of Megatron-compatible shards. Stopped or killed, the same command continues.
+
+    \b
+    Example:  throughline data tokenize corpus/*.jsonl.zst --tokenizer tok --out tokens --workers 8
+    """
+    from ..core.errors import WrongUse
+    from ..data.tokenize import Work
+    from ..data.tokenize import tokenize as run
+
+    if (task_index is None) != (task_count is None):
+        raise WrongUse("--task-index and --task-count go together", fix="give both or neither")
+    share = None if task_index is None or task_count is None else (task_index, task_count)
+    work = Work(workers or os.cpu_count() or 1, executor, backend, share)  # type: ignore[arg-type]
+    manifest = run(
+        inputs, tokenizer_path, out, options=read_options(**text), append_eos=append_eos, sentences=sentences,
+        shard_bytes=parse_bytes(shard_bytes), max_replaced=max_replaced, work=work, overwrite=overwrite,
+    )  # fmt: skip
+    if manifest is None:
+        console.result({"path": out, "complete": False}, [f"{out} is not complete yet"])
+        return
+    facts = manifest.facts
+    lines = [
+        f"{facts['tokens']:,} tokens in {facts['documents']:,} documents ({facts['sequences']:,} sequences, {len(facts['shards'])} shards) in {out}",
+        f"{facts['text_bytes'] / facts['tokens']:.2f} bytes per token, {facts['dtype']}, encoded by {', '.join(facts['backends'])}",
+    ]
+    dirty = {key: count for key, count in facts["counts"].items() if count}
+    if dirty:
+        lines.append("found in the text: " + ", ".join(f"{key} {count:,}" for key, count in dirty.items()))
+    console.result({"path": out, "complete": True, "hash": manifest.hash, **facts}, lines)

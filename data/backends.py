@@ -1,0 +1,178 @@
+"""Who turns text into ids: one adapter, several engines, all checked against the reference before they are used.
+
+Every backend has `name` and `encode_batch(list[str]) -> (ids int32 (tokens,), lengths int64 (texts,))`: flat arrays, because
+Python lists of ids cost five to eight times the encoding itself. The reference is the `tokenizers` library.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..core.console import warn
+from ..core.errors import MissingExtra, Refused, WrongUse
+from .tokenizer import Tokenizer
+
+CACHE_BYTES = (
+    256 << 20
+)  # of text per gigatoken instance: its cache of words grows with new words and has no limit of its own
+SAMPLE_TEXTS, SAMPLE_BYTES = 200, 1 << 20
+
+# What breaks tokenizers: contractions, runs of white space, digits, scripts, marks, emoji, controls, literal special text.
+NASTY = (
+    "", " ", "\n", "  \n\t ", "a", "Hello, world!", "I'm we'll they've it's 'tis DON'T I'LL 'S ''s", "x  y   z    \n\n\n  w \t\t v",
+    "tabs\tand\r\ncarriage\rreturns", " leading", "trailing ", "under_score __dunder__ snake_case CamelCase", "1234567890 3.14 1,000 2e-5 ½ ²³ ١٢٣",
+    "<|endoftext|>", "a<|endoftext|>b", "[CLS] [SEP] [MASK][PAD] [UNK]", "[mask] ##ing # ## ###", "<s></s><pad><unk>", "<|unk|>",
+    "naïve café résumé ÀÉÎ ẞ ß ﬁ ﬀ Ǆ İ ı", "e\u0301 a\u0308 n\u0303 \u0301", "日本語のテキスト 中文字符 한국어 𠀀𠀁", "שלום עולם مرحبا بالعالم नमस्ते สวัสดีครับ",
+    "Ελληνικά ΟΔΟΣ Σ ς Русский Ёё Ўў", "😀👨‍👩‍👧‍👦🏳️‍🌈 👍🏽 ©®™", "\u00a0no\u00a0break\u2003em\u3000wide\u2028line\u2029para\u0085nel", "\u200bzero\u200cwidth\u200d\ufeff\u00adsoft",
+    "\x00\x01\x07\x1b\x1c\x1f\x7f\x80\x9f", "\ufffd\ufffe\uffff\ue000\U000f0000\U0010ffff", "!?.,;:\"'`~@#$%^&*()-_=+[]{}|\\/<>", "“quotes” ‘single’ — – … « » ‹ ›",
+    "http://example.org/a?b=c&d=%20#e mail@example.org", "if (x != y) { return a[i] <<= 2; } // code\n\tx += 1;", "a" * 300, "ab" * 150 + " " + "-" * 200, " " * 100 + "x" + "\n" * 50,
+    "Supercalifragilisticexpialidocious antidisestablishmentarianism", "x" * 99 + " " + "y" * 100 + " " + "z" * 101, "é" * 120, "ｆｕｌｌ ｗｉｄｔｈ", "T\u0307 ﷽ ꙮ \u1e9e\u0130", "\t\x0b\x0c\x1d \x1e",
+)  # fmt: skip
+
+
+class Backend(Protocol):
+    """What encodes a batch."""
+
+    name: str
+
+    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class Reference:
+    """The `tokenizers` library itself."""
+
+    name = "tokenizers"
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.encode_batch = tokenizer.encode_batch
+
+
+class Gigatoken:
+    """The `gigatoken` package (extra `fast`): BPE at over 100 MB per core-second. One thread: processes share the cores."""
+
+    name = "gigatoken"
+
+    def __init__(self, tokenizer: Tokenizer):
+        # without its added tokens it has no special text to recognise
+        self._config = json.dumps(json.loads(tokenizer.to_json()) | {"added_tokens": [], "post_processor": None})
+        self._open()
+
+    def _open(self) -> None:
+        import gigatoken
+
+        self._engine = gigatoken.Tokenizer.from_json(self._config)
+        self._left = CACHE_BYTES
+
+    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        if not texts:
+            return np.empty(0, np.int32), np.empty(0, np.int64)
+        self._left -= sum(map(len, texts))
+        layout = self._engine.encode_batch(texts, parallel=False).layout
+        offsets = np.asarray(layout.offsets.data, np.int64)
+        ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
+        if self._left < 0:
+            self._open()
+        return ids.view(np.int32), np.diff(offsets)
+
+
+class Characters:
+    """Characters through a table over code points."""
+
+    name = "char-numpy"
+
+    def __init__(self, tokenizer: Tokenizer):
+        vocab = {token: i for token, i in json.loads(tokenizer.to_json())["model"]["vocab"].items() if len(token) == 1}
+        self._table = np.full(0x110000, -1 if tokenizer.unk_id is None else tokenizer.unk_id, np.int32)
+        self._table[[ord(character) for character in vocab]] = list(vocab.values())
+
+    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        codes = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32)
+        return self._table[codes], np.fromiter(map(len, texts), np.int64, len(texts))
+
+
+def _numpy_bpe(tokenizer: Tokenizer) -> Backend:
+    from .engines_bpe import BPEEngine  # type: ignore[import-not-found]
+
+    return BPEEngine(tokenizer.to_json())
+
+
+def _numpy_wordpiece(tokenizer: Tokenizer) -> Backend:
+    from .engines_wordpiece import WordPieceEngine  # type: ignore[import-not-found]
+
+    return WordPieceEngine(tokenizer.to_json())
+
+
+# by type of tokenizer: the fastest first
+BACKENDS: dict[str, dict[str, Any]] = {
+    "bpe": {"gigatoken": Gigatoken, "bpe-numpy": _numpy_bpe},
+    "wordpiece": {"wordpiece-numpy": _numpy_wordpiece},
+    "char": {"char-numpy": Characters},
+}
+NAMES = ("auto", "gigatoken", "bpe-numpy", "wordpiece-numpy", "char-numpy", "tokenizers")
+
+
+def open_backend(tokenizer: Tokenizer, name: str = "auto", sample: Sequence[str] = (), check: bool = True) -> Backend:
+    """The backend `name`, or with "auto" the fastest that is installed and agrees with the reference.
+
+    It is checked on NASTY and on the first texts of `sample`, unless `check` is off. Raises Refused when a named backend differs (with "auto" a
+    warning and the next one), MissingExtra when it is not installed, WrongUse when it cannot do this type.
+    """
+    fitting = BACKENDS.get(tokenizer.type, {})
+    if name == "tokenizers":
+        return Reference(tokenizer)
+    if name != "auto":
+        if name not in fitting:
+            able = ", ".join([*fitting, "tokenizers"])
+            raise WrongUse(
+                f"backend {name} cannot encode {tokenizer.type}", where="--backend", fix=f"use auto or one of: {able}"
+            )
+        try:
+            backend = fitting[name](tokenizer)
+        except ImportError as error:
+            if name == "gigatoken":
+                raise MissingExtra("gigatoken", "this backend", "throughline[fast]") from error
+            raise
+        if check and (why := difference(backend, tokenizer, sample)):
+            raise Refused(
+                f"backend {name} differs from the tokenizers library", why=why, fix="use --backend tokenizers"
+            )
+        return backend
+    for candidate, make in fitting.items():
+        try:
+            backend = make(tokenizer)
+        except ImportError:
+            continue
+        except Exception as error:  # an engine that cannot load this tokenizer says so in its own way
+            warn(f"backend {candidate} cannot load this tokenizer ({error}); trying the next")
+            continue
+        why = difference(backend, tokenizer, sample)
+        if not why:
+            return backend
+        warn(f"backend {candidate} differs from the tokenizers library and is not used: {why}")
+    return Reference(tokenizer)
+
+
+def difference(backend: Backend, tokenizer: Tokenizer, sample: Sequence[str] = ()) -> str:
+    """Where `backend` and the reference disagree, in words; empty when they agree on NASTY and the sample."""
+    texts = list(NASTY)
+    size = 0
+    for text in sample[:SAMPLE_TEXTS]:
+        size += len(text)
+        if size > SAMPLE_BYTES:
+            break
+        texts.append(text)
+    try:
+        ids, lengths = backend.encode_batch(texts)
+    except Exception as error:
+        return f"it fails: {type(error).__name__}: {error}"
+    expected, expected_lengths = tokenizer.encode_batch(texts)
+    if np.array_equal(ids, expected) and np.array_equal(lengths, expected_lengths):
+        return ""
+    ends, expected_ends = np.cumsum(lengths), np.cumsum(expected_lengths)
+    for text, end, length, right, right_length in zip(texts, ends, lengths, expected_ends, expected_lengths):
+        ours, theirs = ids[end - length : end], expected[right - right_length : right]
+        if not np.array_equal(ours, theirs):
+            return f"{text[:60]!r} gives {ours[:12].tolist()}, the reference {theirs[:12].tolist()}"
+    return "the number of texts differs"

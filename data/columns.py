@@ -1,0 +1,97 @@
+"""Text columns: parquet files by row group, and Hugging Face datasets, streamed."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..core.errors import Failed, MissingExtra, WrongUse
+from .inputs import DATASET_PREFIX, is_saved_dataset
+
+TARGET_BYTES = 4 << 20  # of text per batch of rows
+
+
+def parquet_rows(
+    path: str, start: int, stop: int | None, column: str, on_bytes: Callable[[int], None]
+) -> Iterator[list[Any]]:
+    """Lists of values (bytes or None) of the row groups whose first byte lies in [start, stop)."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+            names = file.schema_arrow.names
+            if column not in names:
+                raise WrongUse(
+                    f"no column {column!r}", where=path, why=f"columns: {', '.join(names)}", fix="name one with --field"
+                )
+            kind = file.schema_arrow.field(column).type
+            if not (
+                pa.types.is_string(kind)
+                or pa.types.is_large_string(kind)
+                or pa.types.is_binary(kind)
+                or pa.types.is_large_binary(kind)
+            ):
+                raise WrongUse(
+                    f"column {column!r} holds no text",
+                    where=path,
+                    why=f"its type is {kind}",
+                    fix="name another with --field",
+                )
+            for group in range(file.num_row_groups):
+                facts = file.metadata.row_group(group)
+                if _offset(facts) >= start and (stop is None or _offset(facts) < stop):
+                    size = _column(facts, column).total_uncompressed_size
+                    rows = max(1, min(4096, TARGET_BYTES * max(facts.num_rows, 1) // max(size, 1)))
+                    for batch in file.iter_batches(rows, [group], [column]):
+                        yield batch.column(0).cast(pa.large_binary()).to_pylist()  # bytes: arrow does not check UTF-8
+                    on_bytes(facts.total_byte_size)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise Failed(
+            "a parquet file is damaged", where=path, why=str(error), fix="copy or download the file again"
+        ) from error
+
+
+def _column(row_group: Any, name: str) -> Any:
+    return next(
+        c for c in map(row_group.column, range(row_group.num_columns)) if c.path_in_schema.split(".")[0] == name
+    )
+
+
+def _offset(row_group: Any) -> int:
+    first = row_group.column(0)
+    return first.dictionary_page_offset if first.has_dictionary_page else first.data_page_offset
+
+
+def dataset_rows(name: str, split: str, column: str, on_bytes: Callable[[int], None]) -> Iterator[list[Any]]:
+    """Lists of values (str or None) of a `save_to_disk` directory or of `datasets:NAME[:CONFIG]`, streamed from the hub."""
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtra("datasets", "reading a Hugging Face dataset", "datasets") from None
+    try:
+        if name.startswith(DATASET_PREFIX):
+            repository, _, config = name.removeprefix(DATASET_PREFIX).partition(":")
+            rows: Any = datasets.load_dataset(repository, config or None, split=split, streaming=True)
+        else:
+            assert is_saved_dataset(name)
+            rows = datasets.load_from_disk(name)
+            if isinstance(rows, datasets.DatasetDict):
+                if split not in rows:
+                    raise WrongUse(
+                        f"no split {split!r}", where=name, why=f"splits: {', '.join(rows)}", fix="name one with --split"
+                    )
+                rows = rows[split]
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise Failed(
+            "cannot open a dataset", where=name, why=str(error).splitlines()[0], fix="check its name and the network"
+        ) from error
+    names = rows.column_names
+    if names is not None and column not in names:
+        raise WrongUse(
+            f"no column {column!r}", where=name, why=f"columns: {', '.join(names)}", fix="name one with --field"
+        )
+    if names is not None:
+        rows = rows.select_columns([column])
+    for batch in rows.iter(batch_size=64):
+        values = batch[column]
+        on_bytes(sum(len(value) for value in values if value))
+        yield values

@@ -1,0 +1,137 @@
+"""Who runs the tasks: this process, local processes, one element of a job array, or Ray. The result is the same.
+
+Workers are spawned, never forked (tokenizer libraries deadlock after a fork), each single-threaded, each with its own pipe.
+A worker that dies is replaced and its task tried once more; a worker whose parent has died ends at its next message.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from ..core.console import warn
+from ..core.errors import Failed, MissingExtra
+from .backends import open_backend
+from .plan import Plan, Task, read_plan
+from .tasks import STORE, run_task
+from .tokenizer import Tokenizer
+
+TRIES = 2
+
+
+def run_here(
+    work: Path, plan: Plan, tasks: Sequence[Task], tokenizer: Tokenizer, backend: Any, on_bytes: Callable[[int], None]
+) -> None:
+    """Run the tasks in this process."""
+    for task in tasks:
+        run_task(work, plan, task, tokenizer, backend, on_bytes)
+
+
+def run_processes(
+    work: Path, tasks: Sequence[Task], workers: int, backend: str, on_bytes: Callable[[int], None]
+) -> None:
+    """Run the tasks in `workers` local processes. Raises what a task raises, and Failed when a task kills its worker twice."""
+    waiting = deque(task.index for task in tasks)
+    tries: Counter[int] = Counter()
+    pool: dict[Connection, tuple[BaseProcess, int]] = {}
+    try:
+        for _ in range(min(workers, len(waiting))):
+            _start(pool, work, backend, waiting.popleft())
+        while pool:
+            for ready in wait(list(pool)):
+                pipe = ready if isinstance(ready, Connection) else None
+                assert pipe is not None
+                process, index = pool[pipe]
+                try:
+                    kind, value = pipe.recv()
+                except (EOFError, OSError):
+                    del pool[pipe]
+                    process.join()
+                    tries[index] += 1
+                    _judge_death(process, index, tries[index], work)
+                    _start(pool, work, backend, index)
+                    continue
+                if kind == "bytes":
+                    on_bytes(value)
+                elif kind == "error":
+                    raise value
+                elif waiting:
+                    pool[pipe] = (process, waiting.popleft())
+                    pipe.send(pool[pipe][1])
+                else:
+                    pipe.send(None)
+                    process.join()
+                    del pool[pipe]
+    finally:
+        for process, _ in pool.values():
+            process.terminate()
+        for process, _ in pool.values():
+            process.join()
+
+
+def _start(pool: dict[Connection, tuple[BaseProcess, int]], work: Path, backend: str, index: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_worker, args=(theirs, str(work), backend), daemon=True)
+    process.start()
+    theirs.close()  # so that the worker's death is the end of the pipe
+    ours.send(index)
+    pool[ours] = (process, index)
+
+
+def _judge_death(process: BaseProcess, index: int, tries: int, work: Path) -> None:
+    how = f"signal {-process.exitcode}" if (process.exitcode or 0) < 0 else f"exit code {process.exitcode}"
+    if tries >= TRIES:
+        why = f"it ended with {how} {tries} times; signal 9 is most often the system short of memory"
+        fix = "use fewer --workers or a smaller --shard-bytes and run the same command again: finished shards are kept"
+        raise Failed(f"the worker of task {index} died", where=work, why=why, fix=fix)
+    warn(f"a worker died with {how} in task {index}; trying the task again")
+
+
+def _worker(pipe: Connection, work: str, backend_name: str) -> None:
+    """Run tasks from the pipe until None comes or the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    folder = Path(work)
+    try:
+        plan, tokenizer = read_plan(folder), Tokenizer.load(folder / STORE)
+        tasks = plan.tasks()
+        backend = open_backend(tokenizer, backend_name, check=False)  # the parent has checked it
+        while (index := pipe.recv()) is not None:
+            run_task(folder, plan, tasks[index], tokenizer, backend, lambda done: pipe.send(("bytes", done)))
+            pipe.send(("done", index))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except Exception as error:  # to the parent, which raises it
+        pipe.send(("error", error))
+
+
+def run_ray(work: Path, tasks: Sequence[Task], backend: str, on_bytes: Callable[[int], None]) -> None:
+    """Run the tasks on a Ray cluster whose nodes share the file system. A lost node's tasks run again elsewhere."""
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtra("ray", "--executor ray", "throughline[ray]") from None
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, configure_logging=False)
+    remote = ray.remote(num_cpus=1, max_retries=-1)(_ray_task)
+    sizes = {remote.remote(str(work.resolve()), task.index, backend): task.bytes for task in tasks}
+    while sizes:
+        for done in ray.wait(list(sizes), num_returns=1)[0]:
+            try:
+                ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            on_bytes(sizes.pop(done))
+
+
+def _ray_task(work: str, index: int, backend_name: str) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    folder = Path(work)
+    plan, tokenizer = read_plan(folder), Tokenizer.load(folder / STORE)
+    run_task(folder, plan, plan.tasks()[index], tokenizer, open_backend(tokenizer, backend_name, check=False))

@@ -1,0 +1,110 @@
+"""What the user names as input - files, directories, globs, datasets - as a list of sources in a fixed order."""
+
+import glob
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..core.console import warn
+from ..core.errors import WrongUse
+
+FORMATS = {".txt": "txt", ".md": "txt", ".text": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+COMPRESSIONS = {".gz": "gz", ".bz2": "bz2", ".zst": "zst"}
+DATASET_PREFIX = "datasets:"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input: a file, or a dataset (`bytes` is its size, 0 when unknown; `modified_ns` its time of change, 0 for a dataset)."""
+
+    path: str
+    bytes: int
+    modified_ns: int
+    format: Literal["txt", "jsonl", "parquet", "dataset"]
+    compression: Literal["", "gz", "bz2", "zst"] = ""
+
+
+def expand_inputs(inputs: list[str]) -> list[Source]:
+    """Sources in the order given; a directory or a glob gives its files sorted by path.
+
+    `datasets:NAME[:CONFIG]` is streamed from the hub; a `save_to_disk` directory is recognised.
+    Raises WrongUse for a missing path, a directory without text files, a file named twice.
+    """
+    if not inputs:
+        raise WrongUse("no input given", fix="name files, directories, globs or datasets:NAME")
+    sources: list[Source] = []
+    for name in inputs:
+        if name.startswith(DATASET_PREFIX):
+            sources.append(Source(name, 0, 0, "dataset"))
+        elif os.path.isdir(name):
+            sources += _directory(name)
+        elif os.path.exists(name):
+            sources.append(_file(name))
+        elif matches := sorted(glob.glob(name, recursive=True)):
+            sources += [_file(match) for match in matches if os.path.isfile(match)]
+        else:
+            raise WrongUse(
+                "no such input", where=name, fix="check the path; a dataset of the hub is written datasets:NAME"
+            )
+    paths = [source.path for source in sources]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise WrongUse("an input is named twice", where=twice, fix="name every file once")
+    return sources
+
+
+def _format(path: str) -> tuple[str, str]:
+    """(format, compression) from a file's name; the format is empty for an unknown suffix."""
+    stem, suffix = os.path.splitext(path.lower())
+    compression = COMPRESSIONS.get(suffix, "")
+    return FORMATS.get(os.path.splitext(stem)[1] if compression else suffix, ""), compression
+
+
+def _file(path: str) -> Source:
+    """A file named by the user: an unknown suffix is taken as text (what is no text is noticed when it is read)."""
+    if os.path.isdir(path):
+        raise WrongUse("expected a file", where=path)
+    form, compression = _format(path)
+    if path.lower().endswith((".json", ".json.gz", ".json.bz2", ".json.zst")):
+        form = "jsonl"
+    if form == "parquet" and compression:
+        raise WrongUse(
+            "a parquet file inside another compression", where=path, fix="unpack it: parquet is compressed itself"
+        )
+    facts = os.stat(path)
+    return Source(path, facts.st_size, facts.st_mtime_ns, form or "txt", compression)  # type: ignore[arg-type]
+
+
+def _directory(path: str) -> list[Source]:
+    if is_saved_dataset(path):
+        size = sum(file.stat().st_size for file in Path(path).rglob("*.arrow"))
+        return [Source(path, size, 0, "dataset")]
+    found: list[Source] = []
+    ignored: list[str] = []
+    for folder, folders, names in os.walk(path):
+        folders.sort()
+        for name in names:
+            if not name.startswith("."):
+                full = os.path.join(folder, name)
+                found.append(_file(full)) if _format(full)[0] else ignored.append(full)
+    if ignored:
+        warn(f"{path}: {len(ignored)} files are not text by their names and were left out, {ignored[0]} the first")
+    if not found:
+        suffixes = ", ".join([*FORMATS, *(f"…{suffix}" for suffix in COMPRESSIONS)])
+        raise WrongUse(
+            "a directory without text files", where=path, why=f"looked for {suffixes}", fix="name the files themselves"
+        )
+    return sorted(found, key=lambda source: source.path)
+
+
+def is_saved_dataset(path: str) -> bool:
+    """Whether a directory was written by `datasets.Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    if os.path.isfile(os.path.join(path, "dataset_dict.json")):
+        return True
+    state = os.path.join(path, "state.json")
+    if not (os.path.isfile(state) and os.path.isfile(os.path.join(path, "dataset_info.json"))):
+        return False
+    with open(state) as file:
+        return "_data_files" in json.load(file)

@@ -1,0 +1,154 @@
+"""The plan of a tokenisation: which bytes of which file make which shard, computed from file sizes alone.
+
+Document order is the plan's: sources in the order given, bytes in the order of the file. It does not depend on the shard
+size, on who runs a task or when. A plan of 10 TB takes a second and a few megabytes.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import Refused
+from ..core.files import read_json, sha256_json, write_atomic
+from .inputs import Source
+from .readers import ReadOptions, splittable
+from .text import MAX_REPLACED
+
+PLAN = "plan.json"
+LEAST_SHARD, MOST_SHARD = 8 << 20, 256 << 20  # bytes of input: seconds to minutes of work for the slowest backend
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes [start, stop) of source number `source`; stop None is the end of the file."""
+
+    source: int
+    start: int
+    stop: int | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """The work for one shard; `bytes` of input."""
+
+    index: int
+    spans: tuple[Span, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides the tokens, and the shard size. `tokenizer` is a fingerprint."""
+
+    sources: tuple[Source, ...]
+    options: ReadOptions
+    tokenizer: str
+    append_eos: bool
+    sentences: bool
+    shard_bytes: int
+    max_replaced: float = MAX_REPLACED
+
+    @property
+    def bytes(self) -> int:
+        return sum(source.bytes for source in self.sources)
+
+    @property
+    def hash(self) -> str:
+        return sha256_json(asdict(self))
+
+    def tasks(self) -> list[Task]:
+        """Every task, in the order of its documents. A source that cannot be split is in one task."""
+        tasks: list[Task] = []
+        spans: list[Span] = []
+        size = 0
+
+        def close() -> None:
+            nonlocal spans, size
+            if spans:
+                tasks.append(Task(len(tasks), tuple(spans), size))
+            spans, size = [], 0
+
+        for number, source in enumerate(self.sources):
+            if not splittable(source, self.options):
+                if size + source.bytes > self.shard_bytes:
+                    close()
+                spans.append(Span(number, 0, None))
+                size += source.bytes
+            start = 0
+            while splittable(source, self.options) and (start < source.bytes or not source.bytes):
+                stop = min(source.bytes, start + self.shard_bytes - size)
+                spans.append(Span(number, start, stop if stop < source.bytes else None))
+                size += stop - start
+                start = stop
+                if size >= self.shard_bytes:
+                    close()
+                if not source.bytes:
+                    break
+            if size >= self.shard_bytes:
+                close()
+        close()
+        return tasks
+
+
+def default_shard_bytes(total: int) -> int:
+    """Shard size for a corpus: 64 shards, but none below 8 MiB nor above 256 MiB of input. Not a matter of the workers."""
+    return min(max(-(-total // 64), LEAST_SHARD), MOST_SHARD)
+
+
+def write_plan(work: Path, plan: Plan) -> None:
+    """Put the plan into the work directory, or check that the one there is the same.
+
+    Raises Refused naming what differs: a re-run continues only with the same inputs, tokenizer and settings.
+    """
+    file = work / PLAN
+    if not file.exists():
+        write_atomic(file, json.dumps(asdict(plan)) + "\n")
+    differs = differences(read_json(file), json.loads(json.dumps(asdict(plan))))
+    if differs:
+        raise Refused(
+            "an unfinished tokenisation with other inputs or settings is here", where=work, why="; ".join(differs),
+            fix="repeat the first command to continue it, pass --overwrite to start again, or choose another --out",
+        )  # fmt: skip
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What differs between two plans, in words."""
+    found = []
+    for key in ("tokenizer", "append_eos", "sentences", "shard_bytes", "max_replaced", "options"):
+        if old.get(key) != new[key]:
+            found.append(
+                f"{key} was {old.get(key)}, is {new[key]}" if key != "tokenizer" else "the tokenizer has changed"
+            )
+    before = {source["path"]: source for source in old["sources"]}
+    after = {source["path"]: source for source in new["sources"]}
+    found += [f"input {path} is gone" for path in before if path not in after][:3]
+    found += [f"input {path} is new" for path in after if path not in before][:3]
+    found += [f"input {path} has changed" for path in after if path in before and before[path] != after[path]][:3]
+    if not found and list(before) != list(after):
+        found.append("the inputs are in another order")
+    return found
+
+
+def read_plan(work: Path) -> Plan:
+    """The plan in a work directory. Raises WrongUse when there is none."""
+    raw = read_json(work / PLAN)
+    raw["sources"] = tuple(Source(**source) for source in raw["sources"])
+    raw["options"] = ReadOptions(**raw["options"])
+    return Plan(**raw)
+
+
+def check_unchanged(source: Source) -> None:
+    """Raise Refused when a file is not what it was when the plan was made."""
+    if source.format == "dataset" or not os.path.exists(source.path):
+        return  # a missing file is reported by the reader that opens it
+    facts = os.stat(source.path)
+    if (facts.st_size, facts.st_mtime_ns) != (source.bytes, source.modified_ns):
+        why = f"{source.bytes:,} bytes when the plan was made, {facts.st_size:,} now, or written since"
+        raise Refused(
+            "an input has changed during the tokenisation",
+            where=source.path,
+            why=why,
+            fix="start again with --overwrite",
+        )

@@ -1,0 +1,210 @@
+"""One task: its documents to one shard. Any process on any machine may run any task any number of times.
+
+Files are written under temporary names and renamed; `NNNNN.json`, renamed last, is the commit record. A task whose record
+is there is skipped. Killed at any point it leaves temporary files that the end of the tokenisation removes with the directory.
+"""
+
+import hashlib
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ..core.files import full_disk, read_json, sha256_file, sync_dir, sync_file, write_atomic
+from .backends import Backend
+from .inputs import Source
+from .plan import Plan, Task, check_unchanged
+from .readers import Batch, read
+from .sentences import split_sentences
+from .store import token_dtype, write_index
+from .text import check_replaced
+from .tokenizer import Tokenizer
+
+STORE = "store"  # inside the work directory: what becomes the artifact
+
+
+def record_path(work: Path, index: int) -> Path:
+    return work / f"{index:05d}.json"
+
+
+def read_record(work: Path, index: int) -> dict[str, Any] | None:
+    """The commit record of a task, or None while it is not committed."""
+    path = record_path(work, index)
+    return read_json(path) if path.exists() else None
+
+
+class Encoder:
+    """Batches of text to tokens, sequences and documents, by the plan's policy."""
+
+    def __init__(self, tokenizer: Tokenizer, backend: Backend, append_eos: bool, sentences: bool):
+        self._backend, self._sentences = backend, sentences
+        self._eos = tokenizer.eos_id if append_eos else None
+        self._open = 0  # tokens of a document whose end is still to come
+        self._tail, self._pieces = "", 0  # the same with sentences: its last sentence so far, its sentences written
+
+    def __call__(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(ids, lengths of the sequences, sequences of each document that ends here); all empty documents are left out."""
+        return self._by_sentence(batch) if self._sentences else self._by_document(batch)
+
+    def _by_document(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ids, lengths = self._backend.encode_batch(batch.texts)
+        totals = lengths.copy()
+        totals[0] += self._open
+        ended = len(totals) - batch.continues
+        kept = totals[:ended] > 0
+        if self._eos is not None:
+            ids = np.insert(ids, np.cumsum(lengths)[:ended][kept], self._eos)
+            totals[:ended] += kept
+        self._open = int(totals[-1]) if batch.continues else 0
+        done = totals[:ended][kept]
+        return ids, done, np.ones(len(done), np.int64)
+
+    def _by_sentence(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        sentences: list[str] = []
+        counts = []
+        for place, text in enumerate(batch.texts):
+            found = split_sentences(self._tail + text)
+            self._tail = ""
+            if batch.continues and place + 1 == len(batch.texts):
+                self._tail = found.pop() if found else ""
+            sentences += found
+            counts.append(len(found))
+        ids, lengths = self._backend.encode_batch(sentences)
+        owners = np.repeat(np.arange(len(counts)), counts)
+        written = np.bincount(owners[lengths > 0], minlength=len(counts))
+        written[0] += self._pieces
+        self._pieces = int(written[-1]) if batch.continues else 0
+        documents = written[: len(counts) - batch.continues]
+        return ids, lengths[lengths > 0], documents[documents > 0]
+
+
+class ShardWriter:
+    """One shard under temporary names. Lengths are spilled to disk, so memory does not grow with the shard."""
+
+    def __init__(self, work: Path, index: int, dtype: np.dtype):
+        self._work, self._name, self._dtype = work, f"{index:05d}", dtype
+        self._mark = f"{socket.gethostname()}.{os.getpid()}.tmp"
+        self._bin, self._lengths, self._documents = (
+            open(self._aside(kind), "w+b") for kind in ("bin", "lengths", "documents")
+        )  # noqa: SIM115
+        self._digest = hashlib.sha256()
+        self.tokens = self.sequences = self.documents = 0
+        self.largest_id = -1
+
+    def _aside(self, kind: str) -> Path:
+        return self._work / f".{self._name}.{kind}.{self._mark}"
+
+    def write(self, ids: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> None:
+        if len(ids):
+            self.largest_id = max(self.largest_id, int(ids.max()))
+            data = ids.astype(self._dtype)
+            self._digest.update(data.data)
+            self._bin.write(data.data)
+        self._lengths.write(lengths.astype(np.int32).data)
+        self._documents.write(documents.astype(np.int64).data)
+        self.tokens += len(ids)
+        self.sequences += len(lengths)
+        self.documents += len(documents)
+
+    def commit(self) -> dict[str, Any]:
+        """Rename the shard into the store; an empty one is left out. Returns the files' sizes and hashes."""
+        files = {}
+        if self.tokens:
+            for file in (self._bin, self._lengths, self._documents):
+                file.flush()
+            bounds = np.zeros(self.documents + 1, np.int64)
+            np.cumsum(_spilled(self._documents, np.int64), out=bounds[1:])
+            write_index(self._aside("idx"), _spilled(self._lengths, np.int32), bounds, self._dtype)
+            hashes = {"bin": self._digest.hexdigest(), "idx": sha256_file(self._aside("idx"))}
+            for kind, digest in hashes.items():
+                aside, name = self._aside(kind), f"{self._name}.{kind}"
+                sync_file(aside)
+                files[name] = {"bytes": aside.stat().st_size, "sha256": digest}
+                os.replace(aside, self._work / STORE / name)
+            sync_dir(self._work / STORE)
+        self.close()
+        return files
+
+    def close(self) -> None:
+        """Close and remove what is temporary."""
+        for file in (self._bin, self._lengths, self._documents):
+            with suppress(OSError):  # flushing the rest to a full disk
+                file.close()
+        for kind in ("bin", "idx", "lengths", "documents"):
+            with suppress(OSError):
+                self._aside(kind).unlink(missing_ok=True)
+
+
+def _spilled(file: BinaryIO, dtype: type) -> np.ndarray:
+    return np.memmap(file, dtype, "r") if file.seek(0, os.SEEK_END) else np.empty(0, dtype)
+
+
+def run_task(
+    work: Path,
+    plan: Plan,
+    task: Task,
+    tokenizer: Tokenizer,
+    backend: Backend,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Write the shard of `task` and commit it; returns its record. Raises Failed for bad input and a full disk."""
+    if committed := read_record(work, task.index):
+        on_bytes(task.bytes)
+        return committed
+    counts: Counter[str] = Counter()
+    size: Counter[str] = Counter()
+    plain = all(source.format in ("txt", "jsonl") and not source.compression for source in plan.sources)
+    with full_disk(work):
+        writer = ShardWriter(work, task.index, token_dtype(tokenizer.vocab_size))
+        try:
+            encode = Encoder(tokenizer, backend, plan.append_eos, plan.sentences)
+            for batch in _batches(plan, task, counts, on_bytes):
+                size["characters"] += sum(map(len, batch.texts))
+                size["text_bytes"] += len("".join(batch.texts).encode())
+                writer.write(*encode(batch))
+                if (
+                    plain
+                ):  # then a corpus has no more characters than bytes, and the rest of it cannot change the verdict
+                    check_replaced(counts["replaced"], plan.bytes, plan.max_replaced, _named(plan, task))
+            record = {
+                "task": task.index,
+                "files": writer.commit(),
+                "tokens": writer.tokens,
+                "sequences": writer.sequences,
+                "documents": writer.documents,
+                "largest_id": writer.largest_id,
+                "text_bytes": size["text_bytes"],
+                "characters": size["characters"],
+                "counts": dict(counts),
+                "sources": {
+                    plan.sources[s.source].path: _hash(plan.sources[s.source]) for s in task.spans if s.start == 0
+                },
+                "backend": backend.name,
+            }
+            write_atomic(record_path(work, task.index), json.dumps(record) + "\n")
+        finally:
+            writer.close()
+    return record
+
+
+def _batches(plan: Plan, task: Task, counts: Counter[str], on_bytes: Callable[[int], None]) -> Iterator[Batch]:
+    for span in task.spans:
+        source = plan.sources[span.source]
+        check_unchanged(source)
+        yield from read(source, span.start, span.stop, plan.options, counts, on_bytes)
+
+
+def _named(plan: Plan, task: Task) -> str:
+    first = plan.sources[task.spans[0].source].path
+    return first if len(task.spans) == 1 else f"{first} and {len(task.spans) - 1} more"
+
+
+def _hash(source: Source) -> str:
+    """sha256 of a source file, taken by the task that begins it (1.7 GB/s: little beside the encoding)."""
+    return sha256_file(source.path) if os.path.isfile(source.path) else ""

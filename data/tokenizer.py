@@ -1,0 +1,213 @@
+"""The tokenizer that every stage uses: a `tokenizer.json` in the Hugging Face format, and which ids have a role.
+
+Encoding never adds special tokens and never makes one out of text: a document that contains the characters
+`<|endoftext|>` or `[MASK]` is encoded as those characters.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.artifact import MANIFEST, Input, create_artifact
+from ..core.errors import Refused, WrongUse
+from ..core.files import read_json
+
+FILE = "tokenizer.json"
+ROLES = ("eos", "bos", "pad", "unk", "cls", "sep", "mask")
+# Names by which the tokens of a role are known where no manifest says so: GPT-2, Llama, BERT and ours.
+KNOWN = {
+    "eos": ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"),
+    "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "pad": ("[PAD]", "<|pad|>", "<pad>"),
+    "unk": ("[UNK]", "<|unk|>", "<unk>"),
+    "cls": ("[CLS]",),
+    "sep": ("[SEP]",),
+    "mask": ("[MASK]", "<mask>"),
+}
+BATCH_BYTES = 1 << 20  # of text per call of the library: its encodings take about 100 bytes a token
+
+
+class Tokenizer:
+    """A tokenizer and the ids of its special roles. `text` is the content of a tokenizer.json."""
+
+    def __init__(self, text: str, special: dict[str, int] | None = None, where: str = FILE):
+        import tokenizers
+
+        try:
+            self._library = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises plain Exception for every fault of the file
+            fix = "give a tokenizer.json in the Hugging Face format"
+            raise Refused("not a tokenizer", where=where, why=str(error), fix=fix) from error
+        self._library.no_padding()
+        self._library.no_truncation()
+        self._library.encode_special_tokens = True  # literal special text stays text
+        self._config: dict[str, Any] = json.loads(text)
+        self.vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self.vocab.values()) + 1
+        self.special = (
+            _roles(self.vocab) if special is None else {role: special[role] for role in ROLES if role in special}
+        )
+        if outside := {role: i for role, i in self.special.items() if not 0 <= i < self.vocab_size}:
+            why = f"{outside} outside the vocabulary of {self.vocab_size:,}"
+            raise Refused("a special token is no entry of the vocabulary", where=where, why=why)
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Tokenizer":
+        """Load from a tokenizer artifact, a store, a checkpoint, a model directory or a tokenizer.json.
+
+        Raises WrongUse when there is no tokenizer there and Refused when the file is damaged.
+        """
+        path = Path(path)
+        file = path / FILE if path.is_dir() else path
+        if not file.is_file():
+            fix = "give a directory with a tokenizer.json, or make one: throughline data tokenizer"
+            raise WrongUse("no tokenizer here", where=path, why=f"{file} does not exist", fix=fix)
+        return cls(file.read_text(encoding="utf-8"), _stated_roles(file), str(file))
+
+    @cached_property
+    def type(self) -> str:
+        """ "bpe", "wordpiece" or "char"; for other foreign models their name in lower case."""
+        model = str(self._config["model"].get("type", "")).lower()
+        splits = self._config.get("pre_tokenizer") or {}
+        return "char" if model == "wordlevel" and splits.get("type") == "Split" else model
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.special.get("eos")
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.special.get("bos")
+
+    @property
+    def pad_id(self) -> int | None:
+        return self.special.get("pad")
+
+    @property
+    def unk_id(self) -> int | None:
+        return self.special.get("unk")
+
+    @property
+    def cls_id(self) -> int | None:
+        return self.special.get("cls")
+
+    @property
+    def sep_id(self) -> int | None:
+        return self.special.get("sep")
+
+    @property
+    def mask_id(self) -> int | None:
+        return self.special.get("mask")
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Every id that stands for no text: roles and the file's special added tokens."""
+        added = self._config.get("added_tokens") or []
+        return frozenset({token["id"] for token in added if token.get("special")} | set(self.special.values()))
+
+    @cached_property
+    def splits_at_space(self) -> bool:
+        """Whether text may be cut before white space without changing its tokens (true of all that are made here)."""
+        steps = _flatten(self._config.get("pre_tokenizer"), "pretokenizers")
+        normal = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "StripAccents"}
+        if any(step["type"] not in normal for step in _flatten(self._config.get("normalizer"), "normalizers")):
+            return False
+        if any(step["type"] == "ByteLevel" and step.get("add_prefix_space", True) for step in steps):
+            return False
+        if any(" " in token["content"] or "\n" in token["content"] for token in self._config.get("added_tokens") or []):
+            return False
+        return self.type == "char" or any(
+            step["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
+            or (step["type"] == "ByteLevel" and step.get("use_regex", True))
+            for step in steps
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of `text`, int32 (tokens,)."""
+        return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of all texts back to back, int32 (tokens,), and the tokens of each, int64 (texts,)."""
+        ids: list[np.ndarray] = []
+        lengths = np.zeros(len(texts), np.int64)
+        start = size = 0
+        for place, text in enumerate(texts):
+            size += len(text)
+            if size >= BATCH_BYTES or place + 1 == len(texts):
+                for row, encoding in enumerate(
+                    self._library.encode_batch_fast(texts[start : place + 1], add_special_tokens=False), start
+                ):
+                    ids.append(np.array(encoding.ids, np.int32))
+                    lengths[row] = len(ids[-1])
+                start, size = place + 1, 0
+        return np.concatenate(ids) if ids else np.empty(0, np.int32), lengths
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text of the ids; special tokens appear by name, bytes that are no UTF-8 as U+FFFD."""
+        return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def fingerprint(self) -> str:
+        """sha256 of the tokenizer.json in canonical form: the same for the same tokens, however the file is laid out."""
+        config = {key: value for key, value in self._config.items() if key not in ("truncation", "padding")}
+        return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The content of a tokenizer.json, without padding and truncation."""
+        return json.dumps(self._config | {"truncation": None, "padding": None}, ensure_ascii=False, indent=1)
+
+    def facts(self) -> dict[str, Any]:
+        """What an artifact's manifest says of it."""
+        return {
+            "type": self.type,
+            "vocab_size": self.vocab_size,
+            "special": self.special,
+            "fingerprint": self.fingerprint(),
+        }
+
+    def save(
+        self,
+        path: Path | str,
+        inputs: Sequence[Input] = (),
+        facts: dict[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write a tokenizer artifact."""
+        with create_artifact(path, "tokenizer", inputs=inputs, overwrite=overwrite) as draft:
+            (draft.path / FILE).write_text(self.to_json(), encoding="utf-8")
+            draft.facts.update(self.facts() | (facts or {}))
+
+
+def _flatten(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    if step is None:
+        return []
+    return list(step[key]) if step["type"] == "Sequence" else [step]
+
+
+def _roles(vocab: dict[str, int]) -> dict[str, int]:
+    return {role: vocab[name] for role in ROLES for name in reversed(KNOWN[role]) if name in vocab}
+
+
+def _stated_roles(file: Path) -> dict[str, int] | None:
+    """Roles as a tokenizer artifact or a Hugging Face `tokenizer_config.json` beside the file states them."""
+    manifest = file.parent / MANIFEST
+    if manifest.is_file():
+        stated = read_json(manifest).get("facts", {}).get("special")
+        if isinstance(stated, dict):
+            return {str(role): int(i) for role, i in stated.items()}
+    config = file.parent / "tokenizer_config.json"
+    if not config.is_file():
+        return None
+    vocab = {token["content"]: token["id"] for token in read_json(file).get("added_tokens") or []}
+    stated = read_json(config)
+    roles = {}
+    for role in ROLES:
+        token = stated.get(f"{role}_token")
+        name = token.get("content") if isinstance(token, dict) else token
+        if name in vocab:
+            roles[role] = vocab[name]
+    return roles or None

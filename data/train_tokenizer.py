@@ -1,0 +1,284 @@
+"""Tokenizers made here: byte-level BPE, WordPiece and characters, trained on a sample of the text or imported.
+
+Training is a pure function of the files and the settings: the same tokenizer.json on every run. The library's WordPiece
+trainer is not (ids of continuing characters follow the order of a hash map), so WordPiece is trained by its BPE trainer
+over words whose continuing characters are letters of their own.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Library
+
+from ..core.console import amount, progress, warn
+from ..core.errors import Failed, WrongUse
+from ..core.files import read_json
+from .inputs import Source
+from .readers import ReadOptions, read, splittable
+from .tokenizer import FILE, Tokenizer
+
+SAMPLE_BYTES = 1_000_000_000
+STRIPE_BYTES = 1 << 20  # a large file is sampled as stripes of this size, evenly spaced
+COMPRESSED_RATIO = 3.5  # text bytes per byte of a compressed file, for the shares of the sample only
+RUN = re.compile(r"\S{1000}")  # a longer run without space is broken for training: its pieces are no words anyway
+EOT, UNK = "<|endoftext|>", "<|unk|>"
+BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+CONTINUES = 0xF0000  # private-use code points stand for the continuing characters of a word (planes 15 and 16)
+WATCH_BYTES = 16 << 20
+WORD_BYTES = 700  # of memory per distinct word while merging (measured: 480 to 650 on English, code and 11 languages)
+
+Type = Literal["bpe", "wordpiece", "char"]
+
+
+def sample(sources: list[Source], options: ReadOptions, budget: int, counts: Counter[str]) -> Iterator[str]:
+    """About `budget` bytes of text, each file in proportion to its size.
+
+    A file that can be read in ranges gives evenly spaced stripes; a compressed one, a dataset or a document per file gives its
+    beginning, as much as its share.
+    """
+    sizes = [source.bytes * (COMPRESSED_RATIO if source.compression else 1) or budget for source in sources]
+    share = min(1.0, budget / max(sum(sizes), 1))
+    with progress("sample", total=min(budget, sum(sizes)), unit="B") as bar:
+        for source, size in zip(sources, sizes):
+            taken = 0
+            for start, stop in _stripes(source, share, options):
+                for batch in read(source, start, stop, options, counts):
+                    yield from batch.texts
+                    done = sum(map(len, batch.texts))
+                    taken += done
+                    bar.advance(done)
+                    if share < 1 and taken > size * share and not splittable(source, options):
+                        break
+
+
+def _stripes(source: Source, share: float, options: ReadOptions) -> Iterator[tuple[int, int | None]]:
+    if share >= 1 or not splittable(source, options):
+        yield 0, None
+        return
+    for index in range(math.ceil(source.bytes / STRIPE_BYTES)):
+        if math.floor((index + 1) * share) > math.floor(index * share) or (
+            index == 0 and source.bytes * share < STRIPE_BYTES
+        ):
+            stop = (index + 1) * STRIPE_BYTES
+            yield index * STRIPE_BYTES, stop if stop < source.bytes else None
+
+
+def train_tokenizer(texts: Iterable[str], kind: Type, vocab_size: int, lowercase: bool = True) -> Tokenizer:
+    """Train on `texts`. The vocabulary has at most `vocab_size` entries, special tokens included.
+
+    Raises Failed when there is no text or the merging would not fit into memory, WrongUse for a vocabulary too small.
+    """
+    if kind == "char":
+        return _characters(texts, vocab_size)
+    if kind == "wordpiece":
+        return _wordpiece(texts, vocab_size, lowercase)
+    return _bpe(texts, vocab_size)
+
+
+def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    _check_room(vocab_size, len(alphabet) + 1, "256 bytes and one special token")
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator((RUN.sub("\\g<0>\n", text) for text in _watched(texts)), trainer)
+    library.add_special_tokens([EOT])
+    return _made(library, vocab_size)
+
+
+def _wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokenizer:
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    splitter = pre_tokenizers.BertPreTokenizer()
+    plain: Counter[str] = Counter()
+    for text in texts:
+        normal = normalizer.normalize_str(RUN.sub("\\g<0>\n", text))
+        plain.update(word for word, _ in splitter.pre_tokenize_str(normal))
+    characters = Counter[str]()
+    for word, count in plain.items():
+        for character in set(word):
+            characters[character] += count
+    # the commonest characters, alone and continuing, may take up to half of the vocabulary
+    room = max((vocab_size - len(BERT_SPECIAL)) // 4, 1)
+    kept = sorted(sorted(characters, key=lambda c: (-characters[c], c))[:room])
+    _check_room(vocab_size, len(BERT_SPECIAL) + 2 * len(kept), "the special tokens and the characters")
+    inside = {character: chr(CONTINUES + place) for place, character in enumerate(kept)}
+    words = Counter(
+        {word[0] + "".join(inside[c] for c in word[1:]): n for word, n in plain.items() if set(word) <= inside.keys()}
+    )
+    trained = Library(models.BPE())
+    _merge(trained, words, vocab_size - len(BERT_SPECIAL), [*kept, *inside.values()])
+    back = {code: character for character, code in inside.items()}
+
+    def name(token: str) -> str:
+        return ("##" if token[0] in back else "") + "".join(back.get(c, c) for c in token)
+
+    ranked = sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    tokens = [*BERT_SPECIAL, *(name(token) for token, _ in ranked)]
+    return _made(bert_library({token: place for place, token in enumerate(tokens)}, lowercase), vocab_size)
+
+
+def _watched(texts: Iterable[str]) -> Iterator[str]:
+    """The texts; from time to time the distinct words so far say whether merging will fit into memory."""
+    words: set[int] = set()
+    size, look = 0, WATCH_BYTES
+    for text in texts:
+        size += len(text)
+        if size <= WATCH_BYTES or size >= look:  # all of the beginning, then a text in each further stretch
+            words.update(map(hash, text.split()))
+        if size >= look:
+            # distinct words grow with a power of the text of at most 0.75 (Heaps' law; 0.5 to 0.7 for prose)
+            check_memory(int(len(words) * max(size / WATCH_BYTES, 1) ** 0.75))
+            look = size * 2
+        yield text
+    if not size:
+        raise Failed("no text to train on", fix="name inputs that hold text")
+
+
+def _merge(library: Library, words: Counter[str], vocab_size: int, alphabet: list[str]) -> None:
+    """Train the BPE model of `library` on counted words, alphabet first; each word is given as often as it counts."""
+    if not words:
+        raise Failed("no text to train on", fix="name inputs that hold text")
+    check_memory(len(words))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    library.train_from_iterator(_repeated(words), trainer)
+
+
+def _repeated(words: Counter[str]) -> Iterator[str]:
+    for word in sorted(words):
+        left = words[word]
+        while left > 0:
+            part = min(left, 10_000)
+            yield " ".join([word] * part)
+            left -= part
+
+
+def check_memory(words: int) -> None:
+    """Raise Failed when merging this many distinct words needs more memory than is free."""
+    needed, free = words * WORD_BYTES + (128 << 20), psutil.virtual_memory().available
+    if needed > 0.9 * free:
+        raise Failed(
+            "not enough memory to train the tokenizer",
+            why=f"{words:,} distinct words need about {amount(needed, 'B')}, {amount(free, 'B')} are free",
+            fix="give a smaller --sample-bytes",
+        )
+
+
+def _check_room(vocab_size: int, least: int, what: str) -> None:
+    if vocab_size < least:
+        raise WrongUse(
+            "the vocabulary is too small",
+            where="--vocab-size",
+            why=f"{vocab_size}; {what} take {least}",
+            fix=f"give at least {least}",
+        )
+
+
+def _made(library: Library, vocab_size: int) -> Tokenizer:
+    made = Tokenizer(library.to_str())
+    if made.vocab_size < vocab_size:
+        warn(f"the text gave {made.vocab_size:,} tokens, fewer than the {vocab_size:,} asked for")
+    return made
+
+
+def _characters(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Ids in the order of code points, then the special tokens; rarer characters than there is room for become unknown."""
+    seen: Counter[str] = Counter()
+    for text in texts:
+        seen.update(text)
+    if not seen:
+        raise Failed("no text to train on", fix="name inputs that hold text")
+    _check_room(vocab_size, 3, "one character and two special tokens")
+    kept = sorted(sorted(seen, key=lambda c: (-seen[c], c))[: vocab_size - 2])
+    vocab = {character: place for place, character in enumerate(kept)}
+    library = Library(models.WordLevel({**vocab, UNK: len(vocab), EOT: len(vocab) + 1}, unk_token=UNK))
+    library.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    library.decoder = decoders.Fuse()
+    library.add_special_tokens([UNK, EOT])
+    return Tokenizer(library.to_str())
+
+
+def bert_library(vocab: dict[str, int], lowercase: bool) -> Library:
+    """BERT's tokenizer over a vocabulary: its normaliser, its splitting at white space and punctuation, greedy WordPiece."""
+    library = Library(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))
+    library.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library.decoder = decoders.WordPiece()
+    roles = [(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
+    library.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", roles)
+    library.add_special_tokens(list(BERT_SPECIAL))
+    return library
+
+
+def import_tokenizer(path: Path | str, lowercase: bool | None = None) -> tuple[Tokenizer, list[Path]]:
+    """A GPT-2 vocabulary (encoder.json + vocab.bpe, or vocab.json + merges.txt), BERT's vocab.txt, or a tokenizer.json.
+
+    `path` is the directory or one of the files; also returned are the files it was made from. `lowercase` of a BERT
+    vocabulary is found out from its entries when not given. Raises WrongUse and Refused.
+    """
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent
+    if not path.exists():
+        raise WrongUse("no such path", where=path, fix="check the spelling")
+    for encoder, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+        if (
+            (path.is_dir() or path.name in (encoder, merges))
+            and (folder / encoder).is_file()
+            and (folder / merges).is_file()
+        ):
+            return _gpt2(folder / encoder, folder / merges), [folder / encoder, folder / merges]
+    vocab = path / "vocab.txt" if path.is_dir() else path
+    if vocab.suffix == ".txt" and vocab.is_file():
+        return _bert(vocab, lowercase), [vocab]
+    if (path / FILE if path.is_dir() else path).is_file():
+        return Tokenizer.load(path), [path / FILE if path.is_dir() else path]
+    raise WrongUse(
+        "no vocabulary here", where=path, why="looked for encoder.json + vocab.bpe, vocab.json + merges.txt, vocab.txt, tokenizer.json",
+        fix="give the directory that holds one of these",
+    )  # fmt: skip
+
+
+def _gpt2(encoder: Path, merges: Path) -> Tokenizer:
+    vocab: dict[str, int] = read_json(encoder)
+    lines = merges.read_text(encoding="utf-8").split("\n")
+    pairs: list[Any] = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    known = all(len(pair) == 2 and pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab for pair in pairs)
+    if not known:
+        raise WrongUse(
+            "merges and vocabulary do not belong together",
+            where=merges,
+            fix=f"give the {merges.name} that came with {encoder.name}",
+        )
+    library = Library(models.BPE(vocab, pairs))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    if EOT in vocab:
+        library.add_special_tokens([EOT])
+    return Tokenizer(library.to_str())
+
+
+def _bert(file: Path, lowercase: bool | None) -> Tokenizer:
+    tokens = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    vocab = {token.rstrip("\r"): place for place, token in enumerate(tokens)}
+    if missing := [name for name in BERT_SPECIAL if name not in vocab]:
+        raise WrongUse(
+            "not a BERT vocabulary", where=file, why=f"it lacks {', '.join(missing)}", fix="give BERT's vocab.txt"
+        )
+    if lowercase is None:
+        lowercase = not any(token != token.lower() for token in vocab if not token.startswith("["))
+    return Tokenizer(bert_library(vocab, lowercase).to_str())
