@@ -82,8 +82,8 @@ class Attention(nn.Module):
     With as many key as query heads the three projections are one matrix whose output rows are ordered (A, 3, D): head by head
     its query, key and value. One matrix product, and a contiguous slice of rows is a set of whole heads, so tensor parallelism
     shards it on dim 0 like any other. With fewer key heads, `q` has rows (A, D) and `kv` has rows (G, 2, D), and
-    each is sharded by heads or, when there are fewer key heads than ranks, `kv` is replicated. The number of heads
-    is read from the tensors, so a shard computes with the heads it has.
+    each is sharded by heads or, when there are fewer key heads than ranks, `kv` is replicated. The numbers of heads and
+    positions are read from what the projections return, so a shard computes with the heads it has.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -102,13 +102,11 @@ class Attention(nn.Module):
 
     def project(self, x_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query (B, A, S, D), key and value (B, G, S, D)."""
-        batch, length = x_BSW.shape[0], x_BSW.shape[1]
         if self.fused:
-            qkv = self.qkv(x_BSW).view(batch, length, -1, 3, self.head_size)
-            q, k, v = qkv.unbind(3)  # each (B, S, A, D)
+            q, k, v = self.qkv(x_BSW).unflatten(-1, (-1, 3, self.head_size)).unbind(3)  # each (B, S, A, D)
         else:
-            q = self.q(x_BSW).view(batch, length, -1, self.head_size)
-            k, v = self.kv(x_BSW).view(batch, length, -1, 2, self.head_size).unbind(3)
+            q = self.q(x_BSW).unflatten(-1, (-1, self.head_size))
+            k, v = self.kv(x_BSW).unflatten(-1, (-1, 2, self.head_size)).unbind(3)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(
