@@ -30,7 +30,7 @@ def command(path: str, target: str, out: str, overwrite: bool) -> None:
         [name, line["max_abs"], line["mean_abs"], line["scale"], line.get("top1_agreement")]
         for name, line in report["outputs"].items()
     ]
-    lines = [*console.table(header, rows), f"bound: {report['bound']:g} {report['bound_reason']}"]
+    lines = [*console.table(header, rows), f"bound: {report['bound']:g} of {report['bound_of']}"]
     if "greedy_tokens" in report:
         lines.append("greedy tokens equal to torch's: {equal} of {asked}".format(**report["greedy_tokens"]))
     lines += ["", *console.table(*latency_lines(report["latency"])), "", f"written: {out}", f"try it:  throughline serve {out}"]

@@ -56,7 +56,7 @@ def compare(reference: Loaded, candidate: Loaded, bound: float = BOUND) -> dict[
         ours, theirs = run_case(reference, case), run_case(candidate, case)
         rows += [row_of(case.name, name, ours[name], theirs[name], bound) for name in ours]
     summary = {name: summarise([row for row in rows if row["output"] == name]) for name in {row["output"]: None for row in rows}}
-    report = {"bound": bound, "bound_reason": "share of the reference's largest absolute value, at least of 1", "outputs": summary}
+    report = {"bound": bound, "bound_of": "the reference's largest absolute value, at least 1", "outputs": summary}
     report["passed"] = all(row["passed"] for row in rows)
     if reference.causal is not None and candidate.causal is not None:
         same, asked = greedy_agreement(reference.causal, candidate.causal)

@@ -74,7 +74,27 @@ def opinionated(model):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
-                parameter.mul_(6.0)
+                parameter.mul_(10.0)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(parameter.numel()))
     return model
+
+
+@pytest.fixture(scope="session")
+def gpt_onnx(gpt_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GPT as an ONNX artifact."""
+    from throughline.inference.export import export_onnx
+
+    out = tmp_path_factory.mktemp("onnx") / "gpt-onnx"
+    export_onnx(gpt_dir, out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def bert_onnx(bert_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The BERT as an ONNX artifact."""
+    from throughline.inference.export import export_onnx
+
+    out = tmp_path_factory.mktemp("onnx") / "bert-onnx"
+    export_onnx(bert_dir, out)
+    return out

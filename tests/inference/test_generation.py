@@ -1,0 +1,196 @@
+"""Generation: text in whole characters, stop strings, and a batch whose answers are those of each request alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from throughline.core.errors import WrongUse
+from throughline.data.tokenizer import Tokenizer
+from throughline.inference.backends import open_backend
+from throughline.inference.generation import Piece, Request, SlotBatch, TextStream, generate, open_stop
+from throughline.inference.sampling import Sampling
+
+
+@pytest.fixture(scope="module")
+def tokenizer(gpt_dir: Path) -> Tokenizer:
+    return Tokenizer.load(gpt_dir)
+
+
+def pieces_of(stream: TextStream, ids: list[int]) -> list[str]:
+    pieces = []
+    for token_id in ids:
+        pieces.append(stream.push(token_id))
+        if stream.stopped:
+            return pieces
+    return [*pieces, stream.finish()]
+
+
+def test_streamed_text_never_cuts_a_character(tokenizer: Tokenizer) -> None:
+    text = "naïve café 東京 🙂🙂 Ελλάδα ünd so weiter"
+    ids = tokenizer.encode(text).tolist()
+    assert len(ids) > len(text)  # some characters do take several tokens
+    pieces = pieces_of(TextStream(tokenizer.decode), ids)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_streamed_text_of_any_ids_adds_up_to_the_whole(tokenizer: Tokenizer) -> None:
+    rng = np.random.default_rng(0)
+    for length in (1, 2, 3, 10, 60):
+        for _ in range(40):
+            ids = rng.integers(0, tokenizer.vocab_size, length).tolist()  # mostly broken characters
+            assert "".join(pieces_of(TextStream(tokenizer.decode), ids)) == tokenizer.decode(ids)
+
+
+def test_nothing_of_a_stop_string_is_given_out(tokenizer: Tokenizer) -> None:
+    text = "one two three STOP four ST five"
+    ids = tokenizer.encode(text).tolist()
+    for stops, expected in ((("STOP",), "one two three "), (("five", "thr"), "one two "), (("absent",), text), (("o",), "")):
+        pieces = pieces_of(TextStream(tokenizer.decode, stops), ids)
+        assert "".join(pieces) == expected
+        for i in range(len(pieces)):  # no prefix of the answer ever had to be taken back
+            assert expected.startswith("".join(pieces[: i + 1]))
+
+
+def test_an_open_stop_string_is_held_back() -> None:
+    assert [open_stop(text, "abab") for text in ("", "x", "xa", "xab", "xaba", "b")] == [0, 0, 1, 2, 3, 0]
+
+
+class RememberingBackend:
+    """Logits that hash the whole history of a row, kept as ids in the cache: any mix-up of rows changes an answer."""
+
+    name, vocab_size, context = "fake", 97, 400
+
+    def new_cache(self, rows: int) -> np.ndarray:
+        return np.full((rows, self.context), -1)
+
+    def forward(self, ids_BS, past_B, ask_BN, cache, first_row=0):
+        logits = np.zeros((*ask_BN.shape, self.vocab_size), np.float32)
+        for row, (ids, past) in enumerate(zip(ids_BS, past_B)):
+            store = cache[first_row + row]
+            store[past : past + len(ids)] = ids
+            for place, at in enumerate(ask_BN[row]):
+                history = store[: past + at + 1]
+                assert (history >= 0).all()
+                rng = np.random.default_rng(history.tolist())
+                logits[row, place] = rng.normal(size=self.vocab_size)
+        return logits
+
+    def copy_row(self, cache, source, target, tokens):
+        cache[target, :tokens] = cache[source, :tokens]
+        cache[source] = -1
+
+
+def letters(ids: list[int]) -> str:
+    return "".join(chr(33 + i) for i in ids)
+
+
+def random_requests(rng: np.random.Generator, count: int) -> list[Request]:
+    return [
+        Request(
+            rng.integers(0, 97, rng.integers(1, 150)), int(rng.integers(1, 30)),
+            Sampling(temperature=float(rng.integers(0, 2)), seed=number, repetition_penalty=1 + 0.5 * (number % 2)),
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def answers_of(batch: SlotBatch) -> dict[int, str]:
+    answers: dict[int, str] = {}
+    while batch.busy:
+        for sequence, piece in batch.step():
+            answers[sequence.owner] = answers.get(sequence.owner, "") + piece.text
+    return answers
+
+
+def test_a_batch_gives_every_request_its_own_answer_whoever_comes_and_goes() -> None:
+    rng = np.random.default_rng(3)
+    requests = random_requests(rng, 24)
+    alone = {}
+    for number, request in enumerate(requests):
+        batch = SlotBatch(RememberingBackend(), letters, 1)
+        batch.add(request).owner = number
+        alone |= answers_of(batch)
+    for slots in (1, 2, 5):
+        batch = SlotBatch(RememberingBackend(), letters, slots)
+        waiting, cancelled, answers, live = list(enumerate(requests)), set(), {}, []
+        while waiting or batch.busy:
+            if waiting and rng.random() < 0.4:
+                number, request = waiting.pop(0)
+                live.append(batch.add(request))
+                live[-1].owner = number
+            if live and rng.random() < 0.03:
+                gone = live[rng.integers(len(live))]
+                gone.cancelled = True
+                cancelled.add(gone.owner)
+            for sequence, piece in batch.step():
+                answers[sequence.owner] = answers.get(sequence.owner, "") + piece.text
+        assert cancelled and len(cancelled) < len(requests) / 2
+        for number in set(alone) - cancelled:
+            assert answers[number] == alone[number]
+        assert all(alone[number].startswith(answers.get(number, "")) for number in cancelled)
+
+
+def answers_by_backend(path: Path, requests: list[Request], slots: int) -> list[list[int]]:
+    loaded = open_backend(path, threads=1)
+    assert loaded.causal is not None
+    ids: list[list[int]] = [[] for _ in requests]
+    for number, piece in generate(loaded.causal, lambda ids: "", requests, slots):
+        assert piece.token is not None
+        ids[number].append(piece.token.id)
+    return ids
+
+
+def test_batched_answers_equal_single_ones_on_both_backends(gpt_dir: Path, gpt_onnx: Path) -> None:
+    """64 greedy tokens and sampled ones, in torch and in ONNX Runtime, alone and together: one answer per request."""
+    rng = np.random.default_rng(1)
+    requests = [Request(rng.integers(0, 300, length), 64) for length in (1, 20, 90)]
+    requests += [Request(rng.integers(0, 300, 70), 40, Sampling(top_p=0.9, seed=seed)) for seed in range(3)]
+    expected = answers_by_backend(gpt_dir, requests, 1)
+    assert [len(ids) for ids in expected] == [64, 64, 64, 40, 40, 40]
+    assert all(len(set(ids)) > 5 for ids in expected)  # the answers do have content
+    for path, slots in ((gpt_dir, 6), (gpt_onnx, 1), (gpt_onnx, 2), (gpt_onnx, 6)):
+        assert answers_by_backend(path, requests, slots) == expected
+
+
+def test_finish_reasons() -> None:
+    """The end token, a stop string and the limit each say so, and the end token is no text."""
+    prompt = np.arange(5)
+    backend = RememberingBackend()
+
+    def run(**kwargs) -> list[Piece]:
+        return [piece for _, piece in generate(backend, letters, [Request(prompt, 20, **kwargs)])]
+
+    plain = run()
+    assert [piece.finish for piece in plain] == [None] * 19 + ["length"]
+    text, third = "".join(piece.text for piece in plain), plain[2].token.id
+    assert text[2] not in text[:2]
+    ended = run(eos_id=third)
+    assert ended[-1].finish == "stop" and "".join(piece.text for piece in ended) == text[:2]
+    stopped = run(stop=(text[2:4],))
+    assert stopped[-1].finish == "stop" and "".join(piece.text for piece in stopped) == text[:2]
+
+
+def test_probabilities_are_those_of_the_model() -> None:
+    request = Request(np.arange(4), 3, Sampling(temperature=2.0, top_k=3, seed=1), logprobs=5)
+    for _, piece in generate(RememberingBackend(), letters, [request]):
+        values = dict(piece.token.top)
+        assert len(values) == 5 and list(values.values()) == sorted(values.values(), reverse=True)
+        assert piece.token.logprob == values[piece.token.id]  # top-k 3 chose among the five
+        assert sum(np.exp(value) for value in values.values()) < 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "message"), [([], 5, "empty"), ([1], 0, "at least 1"), ([1] * 10, 391, "longer than the model's context")]
+)
+def test_requests_that_cannot_fit_are_refused(prompt: list[int], tokens: int, message: str) -> None:
+    with pytest.raises(WrongUse, match=message):
+        SlotBatch(RememberingBackend(), letters, 1).add(Request(np.array(prompt, np.int64), tokens))
+
+
+def test_padding_rows_of_the_vocabulary_are_never_chosen() -> None:
+    """A model's vocabulary may be padded beyond the tokenizer's: those ids mean nothing."""
+    requests = [Request(np.arange(3), 50, Sampling(seed=seed, repetition_penalty=1.1)) for seed in range(4)]
+    ids = {piece.token.id for _, piece in generate(RememberingBackend(), letters, requests, vocab_size=10)}
+    assert ids == set(range(10))
