@@ -22,6 +22,7 @@ from .objective import LOSSES, StepBatch, prepare
 from .optimizers import build_optimizer
 from .precision import LossScaler, pick_device, weight_dtype
 from .recipe import ObjectiveSection, Recipe, model_config, model_family
+from .recompute import recompute
 from .step import Trainer
 
 
@@ -202,6 +203,7 @@ def build_trainer(plan: Plan, *, fill: bool = True) -> Trainer:
     else:
         model = empty_model(plan.config, plan.device, dtype)
     model.train()
+    recompute(model, plan.config, recipe.train.recompute)
     return Trainer(
         model=model,
         optimizer=build_optimizer(model, recipe),

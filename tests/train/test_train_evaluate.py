@@ -1,0 +1,85 @@
+"""Validation: the whole split, each target once, equal to a plain reference, and without a trace in the training."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from throughline.models.init import build
+from throughline.train import evaluate
+from throughline.train.build import Plan, validation_rows
+from throughline.train.evaluate import Validation
+
+
+def test_gpt_figures_equal_a_plain_loop_over_the_split(make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 32 one by one in float64, the shorter rest included; bytes counted on the decoded text."""
+    monkeypatch.setattr(evaluate, "BATCH_TOKENS", 7 * 32)
+    plan = make_plan("gpt", train={"precision": "fp64"})
+    model = build(plan.config, 3, dtype=torch.float64)
+    store = plan.validation_stores[0]
+    ids = torch.from_numpy(store.read(0, store.tokens).astype(np.int64))
+    total, count = 0.0, 0
+    for start in range(0, len(ids) - 1, 32):
+        piece = ids[start : start + 33]
+        total += F.cross_entropy(model(piece[None, :-1])[0], piece[1:], reduction="sum").item()
+        count += len(piece) - 1
+    figures = Validation(plan)(model, 6)
+    assert count == store.tokens - 1 == figures["tokens"]
+    assert figures["loss"] == pytest.approx(total / count, abs=1e-12)
+    assert figures["perplexity"] == pytest.approx(math.exp(total / count))
+    assert figures["bits_per_byte"] == pytest.approx(total / count / math.log(2))  # one byte a character here
+
+
+def test_bert_figures_equal_a_plain_loop_over_the_rows(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan("bert", train={"precision": "fp64"})
+    model = build(plan.config, 3, dtype=torch.float64)
+    dataset = validation_rows(plan)[0]
+    right = masked = pairs_right = 0
+    for row in range(dataset.rows):
+        batch = {name: torch.from_numpy(values) for name, values in dataset.batch(row, 1).items()}
+        hidden = model.hidden(batch["input_ids"], token_types=batch["token_types"], attention_mask=batch["attention_mask"])
+        at = batch["targets"] != -100
+        right += int((model.mlm_head(hidden).argmax(-1) == batch["targets"])[at].sum())
+        masked += int(at.sum())
+        pairs_right += int((model.nsp_head(hidden[:, 0]).argmax(-1) == batch["nsp_targets"]).sum())
+    figures = Validation(plan)(model, 6)
+    assert (figures["masked_tokens"], figures["pairs"]) == (masked, dataset.rows)
+    assert figures["mlm_accuracy"] == pytest.approx(right / masked)
+    assert figures["nsp_accuracy"] == pytest.approx(pairs_right / dataset.rows)
+
+
+def test_packed_pairs_are_each_counted(make_plan: Callable[..., Plan]) -> None:
+    """Packing changes rows, not pairs: the same number of sentence pairs is judged."""
+    plain, packed = make_plan("bert"), make_plan("bert", objective={"packing": True})
+    model = build(plain.config, 3)
+    assert Validation(plain)(model, 6)["pairs"] == Validation(packed)(model, 6)["pairs"]
+
+
+def test_the_batch_does_not_matter_and_the_mode_is_given_back(make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan("bert", train={"precision": "fp64"}, model={"overrides": {"layers": 1, "width": 32, "heads": 2, "dropout": 0.5}})
+    model = build(plan.config, 3, dtype=torch.float64).train()
+    state = torch.get_rng_state()
+    one = Validation(plan)(model, 6)
+    monkeypatch.setattr(evaluate, "BATCH_TOKENS", 32)
+    other = Validation(plan)(model, 6)
+    assert one == pytest.approx(other, abs=1e-12)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_inside_the_run_a_part_is_enough_at_the_end_it_is_the_whole(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan("gpt", train={"eval_rows": 5})
+    model, validation = build(plan.config, 3), Validation(plan)
+    assert validation(model, 3)["tokens"] == 5 * 32
+    assert validation(model, 6)["tokens"] == plan.validation_stores[0].tokens - 1
+
+
+def test_training_and_validation_share_no_token(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan("gpt")
+    train, held_out = plan.train_stores[0], plan.validation_stores[0]
+    whole = make_plan("gpt", data={"validation_fraction": 0.0}).train_stores[0]
+    joined = np.concatenate([train.read(0, train.tokens), held_out.read(0, held_out.tokens)])
+    assert np.array_equal(joined, whole.read(0, whole.tokens))

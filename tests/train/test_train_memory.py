@@ -1,0 +1,94 @@
+"""The estimate before anything is allocated, and recomputation."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from throughline.core.errors import Refused
+from throughline.models.presets import preset
+from throughline.train import memory
+from throughline.train.build import Plan, StepBatches, build_trainer, training_rows
+from throughline.train.memory import check_memory, estimate
+from throughline.train.recipe import Recipe
+from throughline.train.step import train_step
+
+BIG = {"layers": 4, "width": 64, "heads": 2}
+
+
+def saved_bytes(plan: Plan) -> int:
+    """Bytes that autograd keeps from forward for backward, parameters and inputs left out, each storage once."""
+    trainer = build_trainer(plan)
+    batch = StepBatches(plan, training_rows(plan)).batch(0, plan.recipe.train.rows_per_step)
+    known = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
+    known |= {value.untyped_storage().data_ptr() for value in batch.micro_batches[0].values()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = trainer.loss(trainer.model, batch.micro_batches[0], batch.inverse_counts)
+    del result
+    return sum(kept.values())
+
+
+def test_states_are_counted_exactly(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan("bert")
+    trainer = build_trainer(plan)
+    batch = StepBatches(plan, training_rows(plan)).batch(0, 4)
+    train_step(trainer, batch, 1.0)
+    weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    moments = sum(value.nbytes for slots in trainer.optimizer.state.values() for name, value in slots.items() if name != "step")
+    assert (plan.memory["weights"], plan.memory["gradients"], plan.memory["optimizer"]) == (weights, weights, moments)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_are_near_what_autograd_keeps(make_plan: Callable[..., Plan], recompute: str) -> None:
+    """Within 15 %: the estimate has no log-sum-exp, no norm statistics and no embedding indices."""
+    plan = make_plan("gpt", model={"overrides": BIG}, train={"batch_rows": 16, "recompute": recompute})
+    terms = estimate(plan.config, plan.recipe)
+    kept = saved_bytes(plan)
+    if recompute == "full":  # the layer at work is not kept between forward and backward
+        tokens = 16 * 32
+        terms["activations"] = plan.config.layers * tokens * plan.config.width * 4
+        terms["activations"] += 2 * tokens * plan.config.width * 4  # the final norm
+    assert kept == pytest.approx(terms["activations"] + terms["logits"] / 2, rel=0.15)
+
+
+def test_recomputation_changes_memory_and_no_bit(make_plan: Callable[..., Plan]) -> None:
+    """Dropout included: the second forward draws the same numbers."""
+    results, kept = [], []
+    for kind in ("none", "full", "selective"):
+        plan = make_plan("bert", model={"overrides": BIG | {"dropout": 0.1}}, train={"recompute": kind})
+        trainer = build_trainer(plan)
+        batch = StepBatches(plan, training_rows(plan)).batch(0, 4)
+        step = train_step(trainer, batch, 1.0)
+        results.append((step.loss, step.grad_norm, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])))
+        kept.append(saved_bytes(plan))
+    assert kept[1] < 0.5 * kept[0]
+    assert kept[2] < kept[0]
+    for loss, norm, weights in results[1:]:
+        assert (loss, norm) == results[0][:2]
+        assert torch.equal(weights, results[0][2])
+
+
+def test_a_model_larger_than_memory_is_refused_with_three_changes(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "memory_limit_bytes", lambda: 16 * 2**30)
+    recipe = make_recipe("gpt", model={"preset": "gpt2-1.5b", "overrides": {}}, train={"sequence_length": 1024, "batch_rows": 64})
+    with pytest.raises(Refused, match=r"needs .* cpu has 16\.0 GiB") as caught:
+        check_memory(preset("gpt2-1.5b"), recipe, torch.device("cpu"))
+    lines = caught.value.fix.splitlines()
+    assert len(lines) == 3
+    assert "largest that fits" in lines[-1]
+    assert "optimizer" in caught.value.why
+
+
+def test_what_fits_is_let_through(make_recipe: Callable[..., Recipe]) -> None:
+    recipe = make_recipe("gpt")
+    assert check_memory(preset("gpt-toy"), recipe, torch.device("cpu"))["weights"] == 4 * preset("gpt-toy").parameter_count()

@@ -1,0 +1,141 @@
+"""What a run writes down, how two runs are compared, and that memory stays flat."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from throughline.core.errors import Failed, Refused, WrongUse
+from throughline.core.workspace import Workspace, read_records
+from throughline.train.build import Plan
+from throughline.train.compare import check_bound, compare_runs
+from throughline.train.evaluate import Validation
+from throughline.train.loop import train
+from throughline.train.metrics import Metrics, flat, read_metrics
+from throughline.train.report import POINTS, chart, thin, write_report
+
+
+def write(run: Path, *records: dict) -> Path:
+    run.mkdir(parents=True, exist_ok=True)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    return run
+
+
+def test_records_hold_what_is_promised(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+    plan = make_plan("bert", train={"eval_every_steps": 3})
+    train(plan, tmp_path / "run", evaluators=[Validation(plan)])
+    records = read_metrics(tmp_path / "run")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    wanted = {"loss", "mlm", "nsp", "lr", "grad_norm", "tokens", "step_s", "tokens_per_s", "mfu"}
+    assert all(wanted <= set(record) for record in records)
+    assert all(record["loss"] == pytest.approx(record["mlm"] + record["nsp"]) for record in records)
+    assert set(records[0]["memory"]["host"]) == {"forward", "backward", "optimizer"}
+    assert {"mlm_loss", "mlm_accuracy", "nsp_accuracy"} <= set(records[2]["validation"])
+    events = [event["event"] for event in read_records(tmp_path / "run/events.jsonl")]
+    assert events == ["started", "checkpoint", "finished"]
+
+
+def test_numbers_that_are_not_finite_are_null_and_the_later_record_counts(tmp_path: Path) -> None:
+    with Workspace(tmp_path / "run") as workspace:
+        metrics = Metrics(workspace, [], "run")
+        metrics.add({"step": 1, "loss": float("nan")})
+        metrics.add({"step": 2, "loss": 3.0})
+        metrics.add({"step": 2, "validation": {"loss": 4.0}})
+        metrics.add({"step": 2, "loss": 2.0})
+        metrics.flush()
+    assert "NaN" not in (tmp_path / "run/metrics.jsonl").read_text()
+    assert read_metrics(tmp_path / "run") == [{"step": 1, "loss": None}, {"step": 2, "loss": 2.0, "validation": {"loss": 4.0}}]
+
+
+def test_dashboards_get_flat_numbers() -> None:
+    record = {"step": 3, "loss": 1.5, "validation": {"loss": 2.0, "note": "x"}, "memory": {"host": {"forward": 7}}}
+    assert flat(record) == {"loss": 1.5, "validation/loss": 2.0, "memory/host/forward": 7}
+
+
+def test_compare_finds_the_largest_difference_and_judges_it(tmp_path: Path) -> None:
+    steps = [{"step": step, "loss": 1.0 + step, "grad_norm": 2.0} for step in (1, 2, 3)]
+    first = write(tmp_path / "a", *steps)
+    second = write(tmp_path / "b", *steps[:1], steps[1] | {"loss": 3.0 * (1 + 1e-6)}, steps[2])
+    loss, norm = compare_runs(first, second)
+    assert (loss.step, loss.steps, norm.difference) == (2, 3, 0.0)
+    assert loss.difference == pytest.approx(1e-6, rel=1e-3)
+    check_bound([loss, norm], 1e-5, first, second)
+    with pytest.raises(Refused, match="1e-07") as caught:
+        check_bound([loss, norm], 1e-7, first, second)
+    assert "loss by 1e-06 at step 2" in caught.value.why
+
+
+def test_compare_counts_a_skipped_step_of_one_run_alone(tmp_path: Path) -> None:
+    first = write(tmp_path / "a", {"step": 1, "loss": None, "grad_norm": None})
+    second = write(tmp_path / "b", {"step": 1, "loss": 1.0, "grad_norm": 1.0})
+    assert compare_runs(first, second)[0].difference == float("inf")
+    assert compare_runs(first, first)[0].difference == 0.0
+    with pytest.raises(WrongUse, match="no metrics"):
+        compare_runs(first, tmp_path / "c")
+    with pytest.raises(WrongUse, match="no step in common"):
+        compare_runs(first, write(tmp_path / "d", {"step": 5, "loss": 1.0, "grad_norm": 1.0}))
+
+
+def test_the_report_stands_alone_and_shows_every_curve(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+    plan = make_plan("bert", train={"eval_every_steps": 2})
+    train(plan, tmp_path / "run <b>", evaluators=[Validation(plan)])
+    html = (tmp_path / "run <b>/report.html").read_text()
+    assert not re.search(r"(src|href)=|https?://|<script", html)
+    titles = re.findall(r"<h3>([^<]*)</h3>", html)
+    assert titles == [
+        "loss", "BERT losses", "accuracy", "gradient norm", "learning rate", "tokens per second", "host memory after each phase, GiB",
+    ]  # fmt: skip
+    assert html.count("<svg") == len(titles)
+    assert "run &lt;b&gt;" in html
+    assert "sequence_length = 32" in html
+    with pytest.raises(WrongUse, match="no run to report on"):
+        write_report(tmp_path)
+
+
+def test_a_chart_draws_one_point_a_constant_and_a_long_curve() -> None:
+    assert "nan" not in chart([("a", [(1, 2.0)])])
+    assert "nan" not in chart([("a", [(1, 0.0), (2, 0.0)])])
+    points = [(float(step), float(step % 7)) for step in range(10_000)]
+    assert len(thin(points)) == POINTS
+    assert chart([("a", points)]).count(",") < POINTS + 10
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run(
+    make_plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From step 3 on every loss is NaN; a single one before is skipped and forgotten."""
+    from throughline.train import objective
+
+    healthy, calls = objective.gpt_loss, []
+
+    def failing(*inputs: object) -> tuple[torch.Tensor, ...]:
+        calls.append(1)
+        bad = len(calls) == 2 or len(calls) > 3
+        return tuple(part * float("nan") if bad else part for part in healthy(*inputs))
+
+    monkeypatch.setitem(objective.LOSSES, "gpt", failing)
+    with pytest.raises(Failed, match="4 steps in a row") as caught:
+        train(make_plan("gpt", train={"steps": 50, "stop_after_skipped": 4}), tmp_path / "run")
+    assert "learning_rate" in caught.value.fix
+    records = read_metrics(tmp_path / "run")
+    assert [bool(record.get("skipped")) for record in records] == [False, True, False, True, True, True, True]
+    assert records[3]["loss"] is None
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_steps_and_saves(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+    """Between step 100 and step 400, with a save every 50: at most 4 MB more (a leaked batch or snapshot a step is more)."""
+    levels: dict[int, int] = {}
+
+    def watch(model: torch.nn.Module, step: int) -> dict:
+        levels[step] = psutil.Process().memory_info().rss
+        return {}
+
+    plan = make_plan("gpt", train={"steps": 400, "eval_every_steps": 100}, checkpoint={"save_every_steps": 50})
+    train(plan, tmp_path / "run", evaluators=[watch])
+    assert levels[400] - levels[100] < 4 * 2**20

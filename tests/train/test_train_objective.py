@@ -1,0 +1,98 @@
+"""Losses: sums over targets divided by global counts, whatever the split; heads only where there are targets."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from throughline.models.init import build
+from throughline.train.build import Plan, StepBatches, training_rows
+from throughline.train.objective import IGNORED, LOSSES, StepBatch, prepare
+
+CPU = torch.device("cpu")
+
+
+def rows_of(plan: Plan, count: int = 8) -> dict[str, np.ndarray]:
+    return training_rows(plan).batch(3, count)
+
+
+def gradients(plan: Plan, batch: StepBatch) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and every gradient of one step, in float64."""
+    model = build(plan.config, 1, dtype=torch.float64)
+    total = 0.0
+    for micro_batch in batch.micro_batches:
+        loss, _ = LOSSES[plan.family](model, micro_batch, batch.inverse_counts)
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert", "packed"])
+@pytest.mark.parametrize("micro_rows", [1, 2, 3])
+def test_loss_and_gradients_do_not_depend_on_the_micro_batch(make_plan: Callable[..., Plan], family: str, micro_rows: int) -> None:
+    """Rows have unequal numbers of targets; 1e-12 is a thousand times float64's noise and far below any mean of means."""
+    plan = make_plan("bert", objective={"packing": True}) if family == "packed" else make_plan(family)
+    rows = rows_of(plan)
+    rows["targets"][:3, 5:] = IGNORED
+    whole = gradients(plan, prepare(dict(rows), plan.family, 8, CPU, torch.float64, 0.15))
+    split = gradients(plan, prepare(dict(rows), plan.family, micro_rows, CPU, torch.float64, 0.15))
+    assert split[0] == pytest.approx(whole[0], abs=1e-12)
+    for name, gradient in whole[1].items():
+        torch.testing.assert_close(split[1][name], gradient, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_bert_loss_is_that_of_heads_on_every_position(make_plan: Callable[..., Plan], packing: bool) -> None:
+    """Against the plain way: logits everywhere, mean of the cross-entropies where there are targets."""
+    plan = make_plan("bert", objective={"packing": packing})
+    rows = rows_of(plan)
+    model = build(plan.config, 1, dtype=torch.float64)
+    names = ("token_types", "attention_mask", "positions", "document_ids")
+    inputs = {name: torch.from_numpy(rows[name]) for name in names if name in rows}
+    hidden = model.hidden(torch.from_numpy(rows["input_ids"]), **inputs)
+    mlm = F.cross_entropy(model.mlm_head(hidden).flatten(0, 1), torch.from_numpy(rows["targets"]).flatten())
+    pair_targets = torch.from_numpy(rows["nsp_targets"])
+    pair_logits = model.nsp_head(hidden.flatten(0, 1)) if packing else model.nsp_head(hidden[:, 0])
+    nsp = F.cross_entropy(pair_logits, pair_targets.flatten())
+    batch = prepare(rows, "bert", 8, CPU, torch.float64, 0.15)
+    loss, sums = LOSSES["bert"](model, batch.micro_batches[0], batch.inverse_counts)
+    assert loss.item() == pytest.approx((mlm + nsp).item(), abs=1e-12)
+    assert (sums * batch.inverse_counts).tolist() == pytest.approx([mlm.item(), nsp.item()], abs=1e-12)
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_a_batch_without_any_target_is_zero_and_not_nan(make_plan: Callable[..., Plan], family: str) -> None:
+    plan = make_plan(family)
+    rows = rows_of(plan, 2)
+    rows["targets"][:] = IGNORED
+    if "nsp_targets" in rows:
+        rows["nsp_targets"][:] = IGNORED
+    loss, grads = gradients(plan, prepare(rows, family, 2, CPU, torch.float64, 0.15))
+    assert loss == 0.0
+    assert all(torch.isfinite(gradient).all() and not gradient.any() for gradient in grads.values())
+
+
+def test_masked_places_have_few_shapes_and_lose_no_target(make_plan: Callable[..., Plan]) -> None:
+    """A compiled step recompiles for each shape: over 40 batches at most four of them."""
+    plan = make_plan("bert")
+    dataset, shapes = training_rows(plan), set()
+    batches = StepBatches(plan, dataset)
+    for index in range(40):
+        targets = dataset.batch(4 * index, 4)["targets"]
+        micro_batch = batches.batch(4 * index, 4).micro_batches[0]
+        values, places = micro_batch["predicted_targets"], micro_batch["predicted"]
+        kept = values != IGNORED
+        assert values[kept].tolist() == targets[targets != IGNORED].tolist()
+        assert targets.reshape(-1)[places[kept].numpy()].tolist() == values[kept].tolist()
+        shapes.add(len(values))
+    assert len(shapes) <= 4
+
+
+def test_tokens_leave_padding_out(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan("bert")
+    rows = rows_of(plan)
+    real = int(rows["attention_mask"].sum())
+    assert real < rows["input_ids"].size
+    assert prepare(rows, "bert", 8, CPU, torch.float32, 0.15).tokens == real

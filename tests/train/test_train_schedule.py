@@ -1,0 +1,46 @@
+"""The learning rate: within bounds, continuous where it should be, at the stated values."""
+
+import itertools
+
+import pytest
+
+from throughline.core.recipe import build_recipe
+from throughline.train.recipe import Recipe
+from throughline.train.schedule import learning_rate_factor
+
+
+def factors(steps: int = 100, **schedule: object) -> list[float]:
+    recipe = build_recipe({"train": {"steps": steps, "sequence_length": 8, "batch_rows": 1}, "schedule": schedule}, Recipe)
+    return [learning_rate_factor(step, recipe) for step in range(steps)]
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "polynomial", "constant", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+def test_rises_to_the_peak_then_never_rises_again(kind: str, warmup: int) -> None:
+    values = factors(kind=kind, warmup_steps=warmup, final_fraction=0.1, power=2.0)
+    assert values[max(warmup - 1, 0)] == 1.0
+    assert all(0.1 <= value <= 1.0 for value in values)
+    assert all(later >= earlier for earlier, later in itertools.pairwise(values[:warmup]))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(values[warmup:]))
+
+
+def test_warm_up_is_linear_and_its_first_step_moves() -> None:
+    assert factors(kind="constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("kind", "middle"), [("cosine", 0.5), ("linear", 0.5), ("polynomial", 0.125)])
+def test_the_middle_of_the_decay(kind: str, middle: float) -> None:
+    values = factors(kind=kind, warmup_steps=20, final_fraction=0.0, power=3.0)
+    assert values[60] == pytest.approx(middle, abs=1e-12)
+    assert 0 < values[99] < 0.04  # a decay to zero spends no step on a rate of zero
+
+
+def test_a_shorter_decay_stays_at_its_end() -> None:
+    values = factors(kind="linear", decay_steps=40, final_fraction=0.2)
+    assert values[40:] == [pytest.approx(0.2)] * 60
+
+
+def test_wsd_is_stable_until_its_decay() -> None:
+    values = factors(kind="wsd", warmup_steps=10, decay_steps=20, final_fraction=0.0)
+    assert values[10:80] == [1.0] * 70
+    assert values[90] == pytest.approx(0.5)
