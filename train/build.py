@@ -66,7 +66,8 @@ class Plan:
         memory = ", ".join(f"{name} {amount(size, 'B')}" for name, size in self.memory.items())
         return [
             f"{self.family} of {facts['parameters']:,} parameters on {facts['device']}",
-            f"{self.recipe.train.steps:,} steps of {self.tokens_per_step:,} tokens: {facts['tokens_to_train']:,} tokens, {facts['flops']:.3g} FLOPs",
+            f"{self.recipe.train.steps:,} steps of {self.tokens_per_step:,} tokens: {facts['tokens_to_train']:,} tokens, "
+            f"{facts['flops']:.3g} FLOPs",
             f"training split {facts['train_tokens_in_store']:,} tokens, validation {facts['validation_tokens']:,}",
             f"memory about {amount(facts['memory_bytes'], 'B')}: {memory}",
         ]

@@ -98,7 +98,10 @@ def curves(records: list[dict[str, Any]]) -> list[tuple[str, list[Series]]]:
     phases = ("forward", "backward", "optimizer")
     return [
         ("loss", [("training", column("loss")), ("validation", validation("loss"))]),
-        ("BERT losses", [("masked tokens", column("mlm")), ("pairs", column("nsp")), ("masked, validation", validation("mlm_loss"))]),
+        (
+            "BERT losses",
+            [("masked tokens", column("mlm")), ("pairs", column("nsp")), ("masked, validation", validation("mlm_loss"))],
+        ),
         ("accuracy", [("masked tokens", validation("mlm_accuracy")), ("pairs", validation("nsp_accuracy"))]),
         ("gradient norm", [("before clipping", column("grad_norm"))]),
         ("learning rate", [("", column("lr"))]),

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from throughline.core.artifact import create_artifact
 from throughline.core.recipe import build_recipe
 from throughline.data.store import write_index
@@ -16,8 +15,8 @@ from throughline.data.train_tokenizer import train_tokenizer
 from throughline.train.build import Plan, plan_run
 from throughline.train.recipe import RULES, Recipe, resolve
 
-SUBJECTS = "the cat|a dog|my horse|the old king|a small bird|her brother|this child|the moon".split("|")
-VERBS = "sees|follows|likes|never finds|has lost|waits for|sings of|dreams about".split("|")
+SUBJECTS = ["the cat", "a dog", "my horse", "the old king", "a small bird", "her brother", "this child", "the moon"]
+VERBS = ["sees", "follows", "likes", "never finds", "has lost", "waits for", "sings of", "dreams about"]
 
 
 def sentences(count: int, seed: int) -> list[str]:

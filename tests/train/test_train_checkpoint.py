@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-
 from throughline.core.artifact import is_artifact, read_manifest, verify_artifact
 from throughline.core.errors import Refused, WrongUse
 from throughline.train import checkpoint as module

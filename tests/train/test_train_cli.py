@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-
 from throughline.cli.main import main
 from throughline.core.recipe import dump_toml
 from throughline.train.recipe import Recipe

@@ -6,12 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
-
 from throughline.models.init import build
 from throughline.train import evaluate
 from throughline.train.build import Plan, validation_rows
 from throughline.train.evaluate import Validation
+from torch.nn import functional as F
 
 
 def test_gpt_figures_equal_a_plain_loop_over_the_split(make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +57,11 @@ def test_packed_pairs_are_each_counted(make_plan: Callable[..., Plan]) -> None:
     assert Validation(plain)(model, 6)["pairs"] == Validation(packed)(model, 6)["pairs"]
 
 
-def test_the_batch_does_not_matter_and_the_mode_is_given_back(make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan("bert", train={"precision": "fp64"}, model={"overrides": {"layers": 1, "width": 32, "heads": 2, "dropout": 0.5}})
+def test_the_batch_does_not_matter_and_the_mode_is_given_back(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = {"layers": 1, "width": 32, "heads": 2, "dropout": 0.5}
+    plan = make_plan("bert", train={"precision": "fp64"}, model={"overrides": overrides})
     model = build(plan.config, 3, dtype=torch.float64).train()
     state = torch.get_rng_state()
     one = Validation(plan)(model, 6)

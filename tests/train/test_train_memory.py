@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from throughline.core.errors import Refused
 from throughline.models.presets import preset
 from throughline.train import memory

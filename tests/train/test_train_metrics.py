@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-
 from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.core.workspace import Workspace, read_records
 from throughline.train.build import Plan
@@ -88,7 +87,8 @@ def test_the_report_stands_alone_and_shows_every_curve(make_plan: Callable[..., 
     assert not re.search(r"(src|href)=|https?://|<script", html)
     titles = re.findall(r"<h3>([^<]*)</h3>", html)
     assert titles == [
-        "loss", "BERT losses", "accuracy", "gradient norm", "learning rate", "tokens per second", "host memory after each phase, GiB",
+        "loss", "BERT losses", "accuracy", "gradient norm", "learning rate", "tokens per second",
+        "host memory after each phase, GiB",
     ]  # fmt: skip
     assert html.count("<svg") == len(titles)
     assert "run &lt;b&gt;" in html

@@ -5,11 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
-
 from throughline.models.init import build
 from throughline.train.build import Plan, StepBatches, training_rows
 from throughline.train.objective import IGNORED, LOSSES, StepBatch, prepare
+from torch.nn import functional as F
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
 from throughline.core.errors import WrongUse
 from throughline.core.recipe import build_recipe, describe, dump_toml
 from throughline.train.recipe import RULES, Recipe, model_config, resolve

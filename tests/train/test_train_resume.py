@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Stopped, WrongUse
 from throughline.core.recipe import dump_toml
@@ -88,7 +87,8 @@ def test_a_crash_and_a_resume_change_no_bit(make_plan: Callable[..., Plan], tmp_
 
 def test_what_is_logged_evaluated_and_saved_changes_no_bit(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
     plain = make_plan("bert", train={"steps": 8}, log={"every_steps": 100})
-    busy = make_plan("bert", train={"steps": 8, "eval_every_steps": 2, "eval_rows": 3}, checkpoint={"save_every_steps": 1, "keep": 1})
+    often = {"steps": 8, "eval_every_steps": 2, "eval_rows": 3}
+    busy = make_plan("bert", train=often, checkpoint={"save_every_steps": 1, "keep": 1})
     train(plain, tmp_path / "plain")
     train(busy, tmp_path / "busy", evaluators=[Validation(busy)])
     weights, other = trained(tmp_path / "plain")[1], trained(tmp_path / "busy")[1]

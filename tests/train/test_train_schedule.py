@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-
 from throughline.core.recipe import build_recipe
 from throughline.train.recipe import Recipe
 from throughline.train.schedule import learning_rate_factor

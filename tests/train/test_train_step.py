@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from throughline.train.build import Plan, StepBatches, build_trainer, training_rows
 from throughline.train.objective import StepBatch
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler
