@@ -64,6 +64,7 @@ class StepBatch:
     counts: tuple[int, ...]  # targets of each term in the whole batch
     inverse_counts: Tensor  # (terms,), 0 for a term without targets
     tokens: int  # real tokens (padding left out)
+    rows: int  # of the whole batch
 
 
 def prepare(
@@ -87,7 +88,7 @@ def prepare(
         if family == "bert":
             part = _bert_inputs(part, mask_fraction)
         micro_batches.append({name: _tensor(values, device) for name, values in part.items()})
-    return StepBatch(micro_batches, tuple(counts), inverse.to(device, non_blocking=True), tokens)
+    return StepBatch(micro_batches, tuple(counts), inverse.to(device, non_blocking=True), tokens, total)
 
 
 def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ The device is waited for once a step, when losses and gradient norm are read tog
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,15 @@ from torch import Tensor, nn
 from .objective import LossFunction, StepBatch
 from .precision import LossScaler, autocast
 
+if TYPE_CHECKING:
+    from .parallel.engine import Engine
+
 
 @dataclass
 class Trainer:
     """What a run changes as it goes: everything here is in its checkpoints."""
 
-    model: nn.Module
+    model: "nn.Module | Engine"  # the engine where the model is spread over processes
     optimizer: torch.optim.Optimizer
     loss: LossFunction  # perhaps compiled
     scaler: LossScaler
@@ -51,6 +55,33 @@ def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, mark: Calla
     `lr_factor` multiplies each group's `base_lr`; `mark` is told the end of each phase.
     """
     scale = trainer.scaler.scale
+    if isinstance(trainer.model, nn.Module):
+        means = _accumulate(trainer, batch, mark) * batch.inverse_counts
+        mark("backward")
+        gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm(gradients)
+    else:
+        means, total_norm = trainer.model.accumulate(batch, scale)
+        mark("backward")
+        gradients = trainer.model.gradients()
+    *terms, norm = torch.cat((means, total_norm.view(1))).tolist()
+    norm /= scale
+    finite = all(map(math.isfinite, (*terms, norm)))
+    if finite:
+        _update(trainer, gradients, norm, lr_factor)
+    trainer.model.zero_grad()
+    trainer.scaler.update(finite)
+    trainer.step += 1
+    trainer.samples += batch.rows
+    trainer.skipped += not finite
+    trainer.skipped_in_row = 0 if finite else trainer.skipped_in_row + 1
+    mark("optimizer")
+    return StepResult(sum(terms), tuple(terms), norm, not finite)
+
+
+def _accumulate(trainer: Trainer, batch: StepBatch, mark: Callable[[str], None]) -> Tensor:
+    """Forward and backward of the micro-batches; the sums of the losses (terms,)."""
+    scale = trainer.scaler.scale
     sums = torch.zeros_like(batch.inverse_counts)
     for micro_batch in batch.micro_batches:
         with autocast(trainer.precision, trainer.device):
@@ -58,22 +89,7 @@ def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, mark: Calla
         mark("forward")
         (loss if scale == 1.0 else loss * scale).backward()
         sums += terms
-    mark("backward")
-    gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    *terms, norm = torch.cat((sums * batch.inverse_counts, norm.view(1))).tolist()
-    norm /= scale
-    finite = all(map(math.isfinite, (*terms, norm)))
-    if finite:
-        _update(trainer, gradients, norm, lr_factor)
-    trainer.optimizer.zero_grad(set_to_none=True)
-    trainer.scaler.update(finite)
-    trainer.step += 1
-    trainer.samples += sum(len(micro_batch["input_ids"]) for micro_batch in batch.micro_batches)
-    trainer.skipped += not finite
-    trainer.skipped_in_row = 0 if finite else trainer.skipped_in_row + 1
-    mark("optimizer")
-    return StepResult(sum(terms), tuple(terms), norm, not finite)
+    return sums
 
 
 def _update(trainer: Trainer, gradients: list[Tensor], norm: float, lr_factor: float) -> None:

@@ -1,0 +1,54 @@
+"""Every layout trains the same model: the table of tests/layouts.toml against the single process (`make prove-layouts`).
+
+Ten steps of GPT and BERT from one set of weights, with unequal target counts for every process and micro-batch. Prints a
+row for each layout with its largest differences, and ends with one JSON line.
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from throughline.benchmarks.common import machine_facts, parser, versions
+from throughline.benchmarks.forked import warm
+
+TABLE = Path(__file__).parents[1] / "tests" / "layouts.toml"
+
+
+def main() -> int:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--only", default="", help="rows whose name contains this")
+    given = options.parse_args()
+    warm()
+    from throughline.benchmarks.layout_proof import BOUNDS, Prover, read_table
+
+    cases = [case for case in read_table(TABLE) if given.only in case.name]
+    if given.quick:
+        cases = cases[::8]
+    prover, rows, start = Prover(), [], time.monotonic()
+    print(f"{'layout':<50}{'processes':>9}{'loss':>9}{'norm':>9}{'gradient':>9}{'weights':>9}{'MiB':>7}{'s':>6}")
+    for case in cases:
+        begun = time.monotonic()
+        try:
+            errors = prover.prove(case)
+        except RuntimeError as failure:
+            print(f"{case.name:<50}{case.layout.world:>9}  {failure}", flush=True)
+            rows.append({"name": case.name, "processes": case.layout.world, "equal": False, "error": str(failure).splitlines()[-1]})
+            continue
+        broken, seconds = errors.beyond(case.precision), time.monotonic() - begun
+        figures = "".join(f"{value:>9.1e}" for value in (errors.loss, errors.norm, errors.gradient, errors.parameter))
+        note = f"  beyond the bound: {', '.join(broken)} ({errors.worst})" if broken else ""
+        print(f"{case.name:<50}{case.layout.world:>9}{figures}{errors.pss_mib:>7.0f}{seconds:>6.1f}{note}", flush=True)
+        row = {"name": case.name, "layout": case.layout.describe(), "family": case.family, "precision": case.precision}
+        rows.append(row | {"processes": case.layout.world, "equal": not broken, "seconds": round(seconds, 1)} | asdict(errors))
+    equal, seconds = sum(row["equal"] for row in rows), time.monotonic() - start
+    print(f"{equal} of {len(rows)} layouts equal the single process, in {seconds / 60:.1f} minutes")
+    line = {"proof": "prove_layouts", "layouts": len(rows), "equal": equal, "seconds": round(seconds)}
+    line |= {"bounds": BOUNDS, "rows": rows}
+    print(json.dumps(line | {"machine": machine_facts(), "versions": versions(()), "date": time.strftime("%Y-%m-%d")}))
+    return int(equal < len(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

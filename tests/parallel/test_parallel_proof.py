@@ -1,0 +1,175 @@
+"""Layouts train the same model as the single process, in float64 to rounding; and the proof can fail.
+
+`make prove-layouts` runs the whole table; here is a grid that touches every axis, schedule and sharding, for three steps, and
+bugs planted one at a time, each of which must be caught.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from throughline.benchmarks.forked import warm  # noqa: E402
+from throughline.benchmarks.layout_proof import BOUNDS, Case, Prover, read_table  # noqa: E402
+from throughline.train.parallel.engine import Engine  # noqa: E402
+from throughline.train.parallel.layout import Layout  # noqa: E402
+
+# every axis, every schedule and every sharding at least once, with both families
+GRID = (
+    "bert-tensor-2",
+    "data-2-zero1",
+    "pipeline-2-gpipe-data-2",
+    "bert-pipeline-2-1f1b-tensor-2",
+    "pipeline-2-zero-bubble-v-data-2-zero2",
+    "bert-pipeline-2-interleaved",
+    "pipeline-2-interleaved-zero-bubble-tensor-2",
+    "data-2-full-context-2-documents",
+)
+
+
+@pytest.fixture(scope="module")
+def prover() -> Prover:
+    warm()
+    return Prover()
+
+
+@pytest.fixture(scope="module")
+def table(root: Path) -> dict[str, Case]:
+    return {case.name: case for case in read_table(root / "tests" / "layouts.toml")}
+
+
+def test_table_covers_what_is_promised(table: dict[str, Case]) -> None:
+    layouts = [case.layout for case in table.values()]
+    assert len(table) >= 60
+    for schedule in ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble-v", "interleaved-zero-bubble"):
+        assert sum(layout.schedule == schedule and layout.pipeline > 1 for layout in layouts) >= 3, schedule
+    axes = ("pipeline", "data", "context", "tensor")
+    for first in axes:
+        for second in axes:
+            assert any(getattr(layout, first) > 1 and getattr(layout, second) > 1 for layout in layouts), (first, second)
+    assert any(layout.world == 32 and layout.pipeline == 4 and layout.tensor == 4 for layout in layouts)
+    assert {case.precision for case in table.values()} == {"fp32", "fp64"}
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_layout_equals_single_process(name: str, prover: Prover, table: dict[str, Case]) -> None:
+    errors = prover.prove(replace(table[name], steps=3))
+    assert not errors.beyond("fp64"), errors
+
+
+def norms_unreduced(engine: Engine) -> None:
+    for leaf in engine.leaves:
+        if "norm" in leaf.name:
+            leaf.piece = replace(leaf.piece, placement="same")
+
+
+def one_bias_unreduced(engine: Engine) -> None:
+    for leaf in engine.leaves:
+        if leaf.name == "blocks.1.mlp_norm.bias":
+            leaf.piece = replace(leaf.piece, placement="same")
+
+
+def tie_not_summed(engine: Engine) -> None:
+    engine._sum_tied = lambda: None
+
+
+def mean_of_micro_batches(engine: Engine) -> None:
+    for stage in engine.stages:
+        original = stage.forward
+
+        def forward(x: Any, stage: Any = stage, original: Callable = original) -> Any:
+            targets = stage.micro_batches[stage.at]["targets"]
+            stage.inverse_counts = (1.0 / (targets != -100).sum() / len(stage.micro_batches)).view(1)
+            return original(x)
+
+        stage.forward = forward
+
+
+def mean_of_processes(engine: Engine) -> None:
+    size = engine.mesh.gradient.size
+    engine._inverse_counts = lambda batch: torch.tensor([1.0 / count / size for count in batch.counts], dtype=engine.dtype)
+
+
+def wrong_positions(engine: Engine) -> None:
+    table = engine.stages[0].model.position_table
+    table.axis = replace(table.axis, rank=0)
+
+
+def norm_of_one_stage(engine: Engine) -> None:
+    engine.mesh = replace(engine.mesh, world=engine.mesh.tensor)
+
+
+def scaled_by_data_ranks(engine: Engine) -> None:
+    finish = engine._finish_gradients
+
+    def scaled() -> None:
+        finish()
+        torch._foreach_mul_(engine.gradients(), float(engine.mesh.data.size))
+
+    engine._finish_gradients = scaled
+
+
+def stale_shard(engine: Engine) -> None:
+    """The optimizer moves a copy of the shard that the next gathering does not read."""
+    for leaf in engine.leaves:
+        leaf.value = torch.nn.Parameter(leaf.value.detach().clone())
+
+
+def causal_by_place(engine: Engine) -> None:
+    """The head-tail order is forgotten: queries see what stands before them in memory."""
+    import throughline.train.parallel.context as context
+
+    context.head_tail_order, order = (lambda length, parts: context.np.arange(length)), context.head_tail_order
+    assert list(order(8, 2)) == [0, 1, 6, 7, 2, 3, 4, 5]
+    import throughline.benchmarks.layout_proof as proof
+
+    def cut(rows: dict, axis: Any) -> dict:
+        context.head_tail_order, wrong = order, context.head_tail_order
+        try:
+            return original(rows, axis)
+        finally:
+            context.head_tail_order = wrong
+
+    original, proof.cut_rows = proof.cut_rows, cut
+
+
+def bias_added_by_everyone(engine: Engine) -> None:
+    """The bias of a row-cut matrix enters the sum once for each process."""
+    block = engine.stages[0].model.blocks["0"].mlp.down
+    block.forward = lambda x, forward=block.forward: forward(x) + block.bias
+
+
+PLANTED = {
+    norms_unreduced: (Layout(tensor=2), "gradient"),
+    one_bias_unreduced: (Layout(tensor=2), "gradient"),
+    wrong_positions: (Layout(tensor=2), "loss"),
+    bias_added_by_everyone: (Layout(tensor=2), "loss"),
+    tie_not_summed: (Layout(pipeline=2), "gradient"),
+    mean_of_micro_batches: (Layout(pipeline=2), "loss"),
+    norm_of_one_stage: (Layout(pipeline=2), "norm"),
+    mean_of_processes: (Layout(data=2), "gradient"),
+    scaled_by_data_ranks: (Layout(data=2, sharding="zero1"), "norm"),
+    stale_shard: (Layout(data=2, sharding="full"), "loss"),
+    causal_by_place: (Layout(context=2), "loss"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_planted_bug_is_caught(plant: Callable[[Engine], None], prover: Prover) -> None:
+    layout, witness = PLANTED[plant]
+    errors = prover.prove(Case(plant.__name__, layout, steps=2), plant)
+    # what it does to its witness stands far above the bound, which is itself far above rounding
+    assert getattr(errors, witness) > 1e5 * BOUNDS["fp64"][witness], errors
+
+
+def test_failing_rank_is_named(prover: Prover) -> None:
+    def fail(engine: Engine) -> None:
+        if engine.mesh.rank == 1:
+            raise ValueError("planted")
+
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed:(.|\n)*planted"):
+        prover.prove(Case("fail", Layout(data=2), steps=1), fail)

@@ -1,0 +1,174 @@
+"""A model spread over processes: built, run forward and backward, its gradients finished.
+
+After backward the rest of a step is local: `leaves` are plain tensors, each this process's box of a parameter, and one sum over
+all processes gives the gradient norm. The optimizer, clipping and checkpoints see leaves only.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...models.config import ModelConfig
+from ...models.init import initial_values
+from ..objective import StepBatch
+from ..precision import weight_dtype
+from .mesh import Mesh
+from .pipeline import Pipeline
+from .plan import Piece, Place, is_tied, make_piece, parameter_shapes
+from .sharding import before_backward, local_part, shard_stage, sum_gradients
+from .stage import Stage, make_stage
+
+Values = Callable[[str], Tensor]  # the whole parameter of a name, on the host
+
+
+@dataclass
+class Leaf:
+    """This process's box of one parameter. `value` shares its memory with the module's `parameter`, which may be sharded."""
+
+    piece: Piece
+    parameter: nn.Parameter
+    value: nn.Parameter
+
+    @property
+    def name(self) -> str:
+        return self.piece.name
+
+
+class Engine:
+    """The stages of this process in their layout."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, precision: str, seed: int = 0) -> None:
+        self.config, self.mesh, self.layout, self.seed = config, mesh, mesh.layout, seed
+        self.dtype = weight_dtype(precision)
+        self.stages: list[Stage] = []
+        self.leaves: list[Leaf] = []
+        self._pipelines: dict[tuple[int, int, int], Pipeline] = {}
+        shapes = parameter_shapes(config)
+        place = Place(mesh.pipeline.rank, mesh.tensor.rank, mesh.replica.rank, mesh.shard.rank)
+        for index in self.layout.stages_of(mesh.pipeline.rank):
+            stage = make_stage(config, index, mesh, precision, self.dtype)
+            shard_stage(stage, mesh)
+            stage.to_empty(device=mesh.device)
+            self.stages.append(stage.train())
+            self.leaves += self._leaves(stage, place, shapes)
+
+    def _leaves(self, stage: Stage, place: Place, shapes: dict[str, tuple[int, ...]]) -> list[Leaf]:
+        leaves = []
+        for name, parameter in stage.model.named_parameters():
+            piece = make_piece(name, shapes[name], stage.index, self.layout, place)
+            value = nn.Parameter(local_part(parameter.detach())) if isinstance(parameter, DTensor) else parameter
+            assert tuple(value.shape) == piece.box.size, (name, tuple(value.shape), piece.box)
+            leaves.append(Leaf(piece, parameter, value))
+        return leaves
+
+    @torch.no_grad()
+    def fill(self, values: Values | None = None) -> None:
+        """Give every leaf its part of the whole parameter that `values` returns; the initial values of the seed by default."""
+        for leaf in self.leaves:
+            piece = leaf.piece
+            if values is None:
+                whole = initial_values(piece.name, torch.Size(piece.shape), self.config, self.seed)
+            else:
+                whole = values(piece.name)
+            leaf.value.copy_(whole[piece.box.slices()])
+
+    def accumulate(self, batch: StepBatch, loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Forward and backward of all micro-batches: mean losses (terms,) of the whole batch, and the global gradient norm.
+
+        `batch` has this process's rows and their counts. The gradients of the leaves are complete afterwards.
+        """
+        inverse_counts = self._inverse_counts(batch)
+        for stage in self.stages:
+            stage.load(batch.micro_batches, inverse_counts, loss_scale)
+        if self.layout.pipeline > 1:
+            self._pipeline(batch).run()
+        else:
+            self._accumulate_alone(len(batch.micro_batches))
+        self._finish_gradients()
+        return self._totals(inverse_counts)
+
+    def _inverse_counts(self, batch: StepBatch) -> Tensor:
+        """1 / target count (terms,) over the rows of all processes; 0 for a term without targets."""
+        counts = torch.tensor(batch.counts, dtype=torch.float64, device=self.mesh.device)
+        counts = self.mesh.gradient.all_reduce(counts)
+        return torch.where(counts > 0, 1 / counts, 0).to(self.dtype)
+
+    def _accumulate_alone(self, micro_batches: int) -> None:
+        (stage,) = self.stages
+        nothing = torch.empty(0)
+        for index in range(micro_batches):
+            before_backward(stage, self.layout, index == micro_batches - 1)
+            stage(nothing).backward()
+
+    def _pipeline(self, batch: StepBatch) -> Pipeline:
+        rows, part = batch.micro_batches[0]["input_ids"].shape
+        shape = (len(batch.micro_batches), rows, part * self.mesh.context.size)
+        if shape not in self._pipelines:  # a schedule is for one shape: another one would abort the processes
+            self._pipelines[shape] = Pipeline(self.stages, self.layout, *shape, self.dtype)
+        return self._pipelines[shape]
+
+    def _finish_gradients(self) -> None:
+        """Hand the gradients to the leaves and sum what was computed in parts."""
+        for leaf in self.leaves:
+            if leaf.value is not leaf.parameter and leaf.parameter.grad is not None:
+                leaf.value.grad = local_part(leaf.parameter.grad)
+        if self.mesh.shard.group is None:
+            sum_gradients([leaf.value.grad for leaf in self.leaves if leaf.value.grad is not None], self.mesh.gradient)
+        partial = [leaf.value.grad for leaf in self.leaves if leaf.piece.placement == "partial" and leaf.value.grad is not None]
+        sum_gradients(partial, self.mesh.tensor)
+        self._sum_tied()
+
+    def _sum_tied(self) -> None:
+        """The token table of the first and of the last stage get the sum of both gradients."""
+        tables = [leaf.value.grad for leaf in self.leaves if leaf.name == "token_table.weight" and leaf.value.grad is not None]
+        if self.layout.stages == 1 or not tables or not is_tied(self.config):
+            return
+        if len(tables) == 2:  # both ends of a V
+            tables[0] += tables[1]
+            tables[1].copy_(tables[0])
+        else:
+            sum_gradients(tables, self.mesh.ends)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The leaves that hold anything, by the names of the model: what an optimizer moves."""
+        return ((leaf.name, leaf.value) for leaf in self.leaves if leaf.value.numel())
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of the leaves, those without any left out."""
+        return [leaf.value.grad for leaf in self.leaves if leaf.value.grad is not None]
+
+    @torch.no_grad()
+    def _totals(self, inverse_counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean losses and gradient norm, float64, by one sum over all processes.
+
+        Every loss and every element of the model counts once.
+        """
+        totals = torch.zeros(1 + len(inverse_counts), dtype=torch.float64, device=self.mesh.device)
+        mine = [leaf.value for leaf in self.leaves if leaf.piece.primary and leaf.value.numel()]
+        counted = [value.grad for value in mine if value.grad is not None]
+        if counted:
+            totals[0] = torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        if self.mesh.tensor.rank == 0:
+            for stage in self.stages:
+                for sums in stage.sums:
+                    totals[1:] += sums
+        self.mesh.world.all_reduce(totals)
+        return totals[1:] * inverse_counts, totals[0].sqrt()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for leaf in self.leaves:
+            leaf.value.grad = leaf.parameter.grad = None
+
+    def seed_dropout(self, step: int) -> None:
+        """Start this process's dropout stream of a step.
+
+        With sequence parallelism no two processes compute the same dropout, so each has a stream of its own: a function of
+        (seed, step, rank). Masks are therefore those of the layout; with dropout 0 every layout computes the same.
+        """
+        digest = hashlib.sha256(f"dropout:{self.seed}:{step}:{self.mesh.rank}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

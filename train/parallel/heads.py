@@ -1,0 +1,84 @@
+"""Heads and losses of a stage that ends the model, with the vocabulary cut over the tensor axis.
+
+No process ever holds logits or gradients of the whole vocabulary: the softmax is normalised by sums over the axis (Shoeybi et
+al. 2019, section 3).
+
+Shape letters: B batch, S positions of a row (of this context part), P of this tensor process, T = B x S, W width,
+N predicted positions, V vocabulary (here).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..loss import cross_entropy_sum
+from ..objective import IGNORED, Batch
+from .mesh import Axis
+from .plan import even_part
+from .tensor import column_linear, gather_same, sum_gradient
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    """Sum of -log softmax at the targets, from logits of which each process has some columns."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, first_id: int, axis: Axis) -> Tensor:
+        dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
+        peak_N = axis.all_reduce(logits_NV.amax(-1).to(dtype), dist.ReduceOp.MAX)
+        shares_NV = logits_NV.to(dtype) - peak_N[:, None]
+        local_N = targets_N - first_id
+        held_N = (local_N >= 0) & (local_N < logits_NV.shape[1])
+        index_N = local_N.where(held_N, 0)
+        at_target_N = shares_NV.gather(1, index_N[:, None])[:, 0] * held_N
+        total_N, at_target_N = axis.all_reduce(torch.stack((shares_NV.exp_().sum(-1), at_target_N)))
+        valid_N = targets_N != IGNORED
+        shares_NV /= total_N[:, None]
+        ctx.dtype = logits_NV.dtype
+        ctx.save_for_backward(shares_NV, index_N, held_N, valid_N)
+        return ((total_N.log() - at_target_N) * valid_N).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        shares_NV, index_N, held_N, valid_N = ctx.saved_tensors
+        factor_N = valid_N * grad
+        grad_NV = shares_NV.mul_(factor_N[:, None])  # in place: the largest tensor of the step, used once
+        grad_NV.scatter_add_(1, index_N[:, None], -(held_N * factor_N)[:, None])
+        return grad_NV.to(ctx.dtype), None, None, None
+
+
+def vocabulary_cross_entropy(logits_NV: Tensor, targets_N: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+    """Sum over targets (ignored ones left out) of the cross-entropy; the same on every process of the axis.
+
+    `logits_NV` are the columns of this process. Computed in float32 at least.
+    """
+    return _VocabularyCrossEntropy.apply(logits_NV, targets_N, even_part(vocab_size, axis.size, axis.rank)[0], axis)
+
+
+def gpt_sums(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+    """The sum of next-token losses of a micro-batch: (1,)."""
+    targets = batch["targets"].flatten()
+    if axis.group is None:
+        return cross_entropy_sum(model.head(hidden_BPW).flatten(0, 1), targets).view(1)
+    logits_BSV = column_linear(hidden_BPW, model.output_weight(), None, axis)
+    return vocabulary_cross_entropy(logits_BSV.flatten(0, 1), targets, model.config.vocab_size, axis).view(1)
+
+
+def bert_sums(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+    """The sums of masked-token and sentence-pair losses of a micro-batch: (2,)."""
+    hidden_TW = gather_same(hidden_BPW, axis).flatten(0, 1)
+    hidden_NW = hidden_TW.index_select(0, batch["predicted"])
+    targets = batch["predicted_targets"]
+    if axis.group is None:
+        masked = cross_entropy_sum(model.mlm_head(hidden_NW), targets)
+    else:
+        features_NW = sum_gradient(model.mlm_features(hidden_NW), axis)
+        logits_NV = F.linear(features_NW, model.token_table.weight, model.mlm_bias)
+        masked = vocabulary_cross_entropy(logits_NV, targets, model.config.vocab_size, axis)
+    if "pairs" in batch:
+        pairs = cross_entropy_sum(model.nsp_head(hidden_TW.index_select(0, batch["pairs"])), batch["pair_targets"])
+    else:
+        pairs = torch.zeros_like(masked)
+    return torch.stack((masked, pairs))

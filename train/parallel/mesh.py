@@ -1,0 +1,127 @@
+"""The processes of a layout as axes with process groups, each with a time limit.
+
+Groups are made here rather than by `init_device_mesh`: its groups fall back to the backend's 30 minutes whatever the time
+limit of the run, so a stalled process would hold the others that long.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .layout import Layout
+
+TIMEOUT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This process's place on an axis, and the group of those that differ from it on that axis only; no group when alone."""
+
+    size: int = 1
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)  # global ranks of the group, in order
+    group: dist.ProcessGroup | None = None
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce in place over the axis; nothing to do when alone."""
+        if self.group is not None:
+            dist.all_reduce(tensor, op, group=self.group)
+        return tensor
+
+
+ALONE = Axis()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands in a layout."""
+
+    layout: Layout
+    device: torch.device
+    rank: int = 0
+    world: Axis = ALONE
+    pipeline: Axis = ALONE
+    data: Axis = ALONE
+    context: Axis = ALONE
+    tensor: Axis = ALONE
+    gradient: Axis = ALONE  # data x context: everyone whose gradients of the same weights are summed
+    replica: Axis = ALONE  # of those, holders of the same shard
+    shard: Axis = ALONE  # of those, holders of the other shards of one copy
+    ends: Axis = ALONE  # first and last pipeline stage of one place, which both hold a tied embedding
+
+    def sharding_mesh(self) -> DeviceMesh | None:
+        """The mesh for `fully_shard`: one dim, or (replica, shard) for hybrid sharding; None when nothing is sharded."""
+        if self.shard.group is None:
+            return None
+        kind = self.device.type
+        if self.replica.group is None:
+            return DeviceMesh.from_group(self.shard.group, kind, mesh_dim_names=("shard",))
+        both = _ranks(self.layout)[self.pipeline.rank, :, :, :, self.tensor.rank]
+        ranks = torch.from_numpy(both.reshape(self.replica.size, self.shard.size))
+        groups = [self.replica.group, self.shard.group]
+        return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replica", "shard"))
+
+
+def start_group(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    """Join the processes that the launcher started (its environment says which one this is)."""
+    if not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+
+
+def running_processes() -> tuple[int, int]:
+    """(rank, world) as the launcher's environment says; (0, 1) without one."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _ranks(layout: Layout) -> np.ndarray:
+    """Global ranks by (pipeline, replica, shard, context, tensor): tensor neighbours are neighbours, as they talk most."""
+    replicas = layout.data if layout.sharding == "replicated" else layout.replicas
+    shape = (layout.pipeline, replicas, layout.data // replicas, layout.context, layout.tensor)
+    return np.arange(layout.world).reshape(shape)
+
+
+def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Mesh:
+    """The mesh of a layout over all processes of the default group, which must be as many as the layout needs.
+
+    Every group has the time limit. Collective: every process calls it.
+    """
+    if layout.world == 1:
+        return Mesh(layout, device)
+    assert dist.get_world_size() == layout.world, (dist.get_world_size(), layout.product())
+    cube, rank = _ranks(layout), dist.get_rank()
+    here = tuple(int(index[0]) for index in np.nonzero(cube == rank))
+    limit = timedelta(seconds=timeout_seconds)
+    sharded = layout.sharding != "replicated"
+    dims = {
+        "pipeline": (0,), "data": (1, 2), "context": (3,), "tensor": (4,), "gradient": (1, 2, 3),
+        "replica": (1,) if sharded else (1, 2, 3), "shard": (2, 3) if sharded else (),
+    }  # fmt: skip
+    made: dict[tuple[int, ...], Axis] = {}
+    axes = {}
+    for name, free in dims.items():
+        ranks = tuple(int(r) for r in cube[tuple(slice(None) if dim in free else here[dim] for dim in range(5))].flatten())
+        if ranks not in made:  # two axes with the same members are one group
+            made[ranks] = _axis(ranks, rank, limit)
+        axes[name] = made[ranks]
+    ends = (int(cube[0, *here[1:]]), int(cube[-1, *here[1:]]))
+    if layout.pipeline > 1 and rank in ends:
+        axes["ends"] = made.get(ends) or _axis(ends, rank, limit)
+    world = Axis(layout.world, rank, tuple(range(layout.world)), dist.group.WORLD)
+    return Mesh(layout, device, rank, world, **axes)
+
+
+def _axis(ranks: Sequence[int], rank: int, limit: timedelta) -> Axis:
+    """The axis through these ranks. Only members take part; all make their axes in the same order, so none waits in a circle."""
+    if len(ranks) == 1:
+        return Axis(1, 0, tuple(ranks), None)
+    group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+    return Axis(len(ranks), ranks.index(rank), tuple(ranks), group)

@@ -1,0 +1,86 @@
+"""Pipeline schedules: torch's, over our stages.
+
+Every process reads the same micro-batches, so only activations travel. Shapes are given, not inferred: torch would otherwise
+run one extra forward that advances the random numbers. Losses are summed, never averaged over micro-batches.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import pipelining
+
+from ..objective import Batch
+from .layout import Layout
+from .stage import Stage
+
+SCHEDULES = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
+    "zero-bubble-v": pipelining.ScheduleZBVZeroBubble,
+    "interleaved-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
+# a failing schedule prints its whole table, hundreds of lines on every process; the error itself says what failed
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
+
+class Pipeline:
+    """The stages of this process in a schedule for one shape of micro-batches: (rows, sequence_length), `micro_batches` of them."""
+
+    def __init__(
+        self, stages: Sequence[Stage], layout: Layout, micro_batches: int, rows: int, sequence_length: int, dtype: torch.dtype
+    ) -> None:
+        self.stages, self.micro_batches = stages, micro_batches
+        device, group = stages[0].mesh.device, stages[0].mesh.pipeline.group
+        activation = torch.empty(stages[0].activation_shape(rows, sequence_length), dtype=dtype, device="meta", requires_grad=True)
+        nothing, loss = torch.empty(1, device="meta"), torch.empty((), dtype=dtype, device="meta", requires_grad=True)
+        parts = [
+            pipelining.PipelineStage(
+                stage, stage.index, layout.stages, device, group=group,
+                input_args=nothing if stage.is_first else activation, output_args=loss if stage.is_last else activation,
+            )
+            for stage in stages
+        ]  # fmt: skip
+        self.schedule = SCHEDULES[layout.schedule](
+            parts if layout.stages_per_process > 1 else parts[0],  # type: ignore[arg-type]
+            micro_batches,
+            loss_fn=lambda loss, _: loss,  # the last stage returns it
+            scale_grads=False,
+        )
+
+    def run(self) -> None:
+        """Forward and backward of all micro-batches that the stages were loaded with."""
+        empty = torch.empty(self.micro_batches)  # split by torch into one element for each micro-batch
+        inputs = (empty,) if any(stage.is_first for stage in self.stages) else ()
+        target = empty if any(stage.is_last for stage in self.stages) else None
+        self.schedule.step(*inputs, target=target, return_outputs=False)
+
+
+@torch.no_grad()
+def run_forward(stages: Sequence[Stage], batch: Batch, layout: Layout, dtype: torch.dtype) -> torch.Tensor | None:
+    """One micro-batch through the pipeline without gradients: the sums of the last stage, None on other processes.
+
+    torch's own evaluation does not know the V placement of zero-bubble.
+    """
+    by_index = {stage.index: stage for stage in stages}
+    mesh = stages[0].mesh
+    holders = {index: rank for rank in range(layout.pipeline) for index in layout.stages_of(rank)}
+    rows, length = batch["input_ids"].shape
+    shape = (rows, length // mesh.tensor.size, stages[0].model.config.width)
+    x, sums = torch.empty(0), None
+    for index in range(layout.stages):
+        if index not in by_index:
+            continue
+        stage = by_index[index]
+        stage.load([batch], torch.zeros((), device=mesh.device), 1.0)
+        if index > 0 and index - 1 not in by_index:
+            x = torch.empty(shape, dtype=dtype, device=mesh.device)
+            dist.recv(x, mesh.pipeline.ranks[holders[index - 1]], group=mesh.pipeline.group)
+        x = stage(x)
+        if stage.is_last:
+            sums = stage.sums[0]
+        elif index + 1 not in by_index:
+            dist.send(x.contiguous(), mesh.pipeline.ranks[holders[index + 1]], group=mesh.pipeline.group)
+    return sums

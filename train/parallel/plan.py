@@ -1,0 +1,160 @@
+"""A layout as data: which part of which parameter every process holds.
+
+Tensor parallelism is a table from parameter names to dims; data sharding cuts what is left on dim 0 (as `fully_shard` does);
+the pipeline decides by layer. So every process holds a box of each of its parameters: start and size on every dim. Building,
+initial values, checkpoints and `--show-layout` read the same boxes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from ...models.config import BERTConfig, GPTConfig, ModelConfig
+from .layout import Layout
+
+# How a parameter lies over the tensor axis: cut on a dim; or whole on every process, with a gradient that is partial (each
+# process saw its part of the sequence) or complete (each computed the same).
+Placement = Literal[0, 1, "partial", "same"]
+
+TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
+    ("token_table.weight", 0),
+    ("output.weight", 0),
+    ("mlm_bias", 0),
+    ("relative_bias.table.weight", 1),
+    ("blocks.*.attention.qkv.*", 0),
+    ("blocks.*.attention.q.*", 0),
+    ("blocks.*.attention.kv.*", 0),
+    ("blocks.*.attention.out.weight", 1),
+    ("blocks.*.mlp.up.*", 0),
+    ("blocks.*.mlp.gate.*", 0),
+    ("blocks.*.mlp.down.weight", 1),
+    ("mlm_transform.*", "same"),  # the heads of BERT work on selected positions, the same on every process
+    ("mlm_norm.*", "same"),
+    ("pooler.*", "same"),
+    ("nsp.*", "same"),
+    ("*", "partial"),  # norms, position and type tables, biases added after a reduce-scatter
+)
+
+
+def tensor_placement(name: str) -> Placement:
+    """How the parameter of this name lies over the tensor axis."""
+    return next(placement for pattern, placement in TENSOR_TABLE if fnmatchcase(name, pattern))
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: first index and size on every dim."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Box":
+        return cls((0,) * len(shape), tuple(shape))
+
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes this part out of the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
+
+    def cut(self, dim: int, start: int, size: int) -> "Box":
+        """The part of this box from `start`, relative to the box, on one dim."""
+        starts, sizes = list(self.start), list(self.size)
+        starts[dim] += start
+        sizes[dim] = size
+        return Box(tuple(starts), tuple(sizes))
+
+    @property
+    def numel(self) -> int:
+        total = 1
+        for size in self.size:
+            total *= size
+        return total
+
+
+def even_part(length: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, size) of part `index` when `length` is cut as evenly as possible; no part is empty while length >= parts."""
+    base, extra = divmod(length, parts)
+    return index * base + min(index, extra), base + (index < extra)
+
+
+def sharded_part(length: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, size) of part `index` as `fully_shard` cuts dim 0: equal rounded-up parts, the last ones short or empty."""
+    size = -(-length // parts)
+    start = min(index * size, length)
+    return start, min(size, length - start)
+
+
+def tensor_box(name: str, shape: tuple[int, ...], parts: int, index: int) -> Box:
+    """The part of a parameter that tensor rank `index` holds."""
+    box, placement = Box.whole(shape), tensor_placement(name)
+    if parts == 1 or isinstance(placement, str):
+        return box
+    return box.cut(placement, *even_part(shape[placement], parts, index))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one process holds of one parameter. Copies of a tied table on two stages are two pieces of one name."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+    box: Box
+    stage: int
+    placement: Placement
+    primary: bool  # the copy that counts in the norm and goes into a checkpoint, among all that hold the same box
+
+
+@dataclass(frozen=True)
+class Place:
+    """Coordinates of a process: its rank on every axis, and on the two halves of the gradient axis."""
+
+    pipeline: int = 0
+    tensor: int = 0
+    replica: int = 0
+    shard: int = 0
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter, from the module itself built without memory."""
+    from ...models.init import empty_model
+
+    return {name: tuple(parameter.shape) for name, parameter in empty_model(config).named_parameters()}
+
+
+def stage_holds(name: str, stage: int, config: ModelConfig, layout: Layout) -> bool:
+    """Whether a pipeline stage holds the parameter of this name."""
+    first, last = stage == 0, stage == layout.stages - 1
+    if name.startswith("blocks."):
+        return int(name.split(".")[1]) in layout.layers_of(stage, config.layers)
+    if name == "token_table.weight":  # also the output matrix of a tied GPT, and of every BERT
+        return first or (last and is_tied(config))
+    if name.startswith("norm."):  # on the embeddings of a post-norm BERT
+        return first if isinstance(config, BERTConfig) and not config.norm_first else last
+    return first if name.startswith(("position_table.", "type_table.", "relative_bias.")) else last
+
+
+def is_tied(config: ModelConfig) -> bool:
+    """Whether the output matrix is the token table."""
+    return config.tied if isinstance(config, GPTConfig) else True
+
+
+def pieces(config: ModelConfig, layout: Layout, place: Place) -> Iterator[Piece]:
+    """What a process holds, stage by stage in the order of the model's parameters."""
+    shapes = parameter_shapes(config)
+    for stage in layout.stages_of(place.pipeline):
+        for name, shape in shapes.items():
+            if stage_holds(name, stage, config, layout):
+                yield make_piece(name, shape, stage, layout, place)
+
+
+def make_piece(name: str, shape: tuple[int, ...], stage: int, layout: Layout, place: Place) -> Piece:
+    """The part of one parameter that a process holds on one of its stages."""
+    placement = tensor_placement(name)
+    box = tensor_box(name, shape, layout.tensor, place.tensor)
+    if layout.shards > 1:
+        box = box.cut(0, *sharded_part(box.size[0], layout.shards, place.shard))
+    primary = place.replica == 0 and (placement in (0, 1) or place.tensor == 0)
+    if name == "token_table.weight" and stage > 0:
+        primary = False  # the tied copy on the last stage
+    return Piece(name, shape, box, stage, placement, primary)

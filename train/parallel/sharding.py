@@ -1,0 +1,86 @@
+"""Data parallelism: gradients summed over copies, or everything sharded by torch's `fully_shard`.
+
+Copies sum their gradients in buckets; ZeRO-1, ZeRO-2, full and hybrid sharding are `fully_shard` with what it frees and when
+it reduces (Rajbhandari et al. 2020):
+
+| sharding | weights between layers | gradients of micro-batches | optimizer |
+|---|---|---|---|
+| replicated | whole | whole, summed once a step | whole |
+| zero1 | whole during a step | whole, reduce-scattered once a step | sharded |
+| zero2 | whole during a step | reduce-scattered each micro-batch | sharded |
+| full | gathered for each layer, freed | reduce-scattered each micro-batch | sharded |
+
+In a pipeline gradients are reduced once a step and weights stay gathered, whatever the sharding (torch's schedules).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from .layout import Layout
+from .mesh import Axis, Mesh
+from .stage import Stage
+
+BUCKET_BYTES = 25 * 2**20  # large enough for bandwidth, small enough to be copied while another travels (torch DDP's value)
+
+
+def shard_stage(stage: Stage, mesh: Mesh) -> None:
+    """Shard the stage's blocks and the rest of it over the shard axis; nothing without one. The stage is on the meta device."""
+    device_mesh = mesh.sharding_mesh()
+    if device_mesh is None:
+        return
+    layout = mesh.layout
+    free = layout.sharding == "full" and layout.pipeline == 1
+    for block in stage.model.blocks.values():
+        fully_shard(block, mesh=device_mesh, reshard_after_forward=free)
+    fully_shard(stage, mesh=device_mesh, reshard_after_forward=False)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):  # losses are divided by the global count, so gradients are summed, not averaged
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def before_backward(stage: Stage, layout: Layout, last: bool) -> None:
+    """Say what the next backward of an unpipelined stage does with gradients: reduce them now, or keep them for the last one."""
+    if isinstance(stage, FSDPModule):
+        reduce = last or layout.sharding != "zero1"
+        stage.set_requires_gradient_sync(reduce)
+        stage.set_is_last_backward(last)
+        stage.set_reshard_after_backward(last or layout.sharding == "full")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a sharded tensor, sharing its memory; the tensor itself when it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def sum_gradients(gradients: Sequence[Tensor], axis: Axis) -> None:
+    """Sum gradients in place over an axis, in buckets: while one travels the next is packed."""
+    if axis.group is None:
+        return
+    flying = []
+    for bucket in buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flying.append((bucket, flat, dist.all_reduce(flat, group=axis.group, async_op=True)))
+    for bucket, flat, work in flying:
+        work.wait()
+        for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
+            gradient.copy_(part.view_as(gradient))
+
+
+def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
+    """Consecutive tensors of one dtype, together at most `limit` bytes unless one is larger."""
+    made: list[list[Tensor]] = []
+    size = 0
+    for tensor in tensors:
+        if not made or made[-1][0].dtype != tensor.dtype or size + tensor.nbytes > limit:
+            made.append([])
+            size = 0
+        made[-1].append(tensor)
+        size += tensor.nbytes
+    return made

@@ -1,0 +1,100 @@
+"""One pipeline stage: the whole model's class with the parts of other stages taken out, and the loss at its end.
+
+Without a pipeline there is one stage and it is the model. Built on the meta device, then cut, then given memory: no process ever
+holds more than its part.
+
+Shape letters: B batch, S positions of a row, P those of this process, W width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ...models.config import BERTConfig, ModelConfig
+from ...models.init import empty_model
+from ..objective import Batch
+from ..precision import autocast
+from .context import apply_context_parallel, context_mask
+from .heads import bert_sums, gpt_sums
+from .mesh import Mesh
+from .plan import stage_holds
+from .tensor import apply_tensor_parallel
+
+
+class Stage(nn.Module):
+    """Maps the micro-batch it is at, and the activations of the stage before, to activations or to the loss.
+
+    `load` gives it the micro-batches of a step; every schedule runs a stage's forwards in their order, so a counter tells
+    which one is meant. `sums` collects the losses of the last stage, (terms,) each.
+    """
+
+    def __init__(self, model: nn.Module, index: int, mesh: Mesh, precision: str) -> None:
+        super().__init__()
+        self.model, self.index, self.mesh, self.precision = model, index, mesh, precision
+        self.is_first, self.is_last = index == 0, index == mesh.layout.stages - 1
+        self.causal = not isinstance(model.config, BERTConfig)
+        self.micro_batches: list[Batch] = []
+        self.sums: list[Tensor] = []
+        self.inverse_counts, self.loss_scale = torch.ones(()), 1.0
+        self.at = 0
+
+    def load(self, micro_batches: list[Batch], inverse_counts: Tensor, loss_scale: float) -> None:
+        """The micro-batches of the next step, the inverse counts (terms,) of the targets of its whole batch, and fp16's scale."""
+        self.micro_batches, self.inverse_counts, self.loss_scale = micro_batches, inverse_counts, loss_scale
+        self.sums, self.at = [], 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Activations (B, P, W) of the stage before (anything on the first) -> activations, or the scaled loss on the last."""
+        batch = self.micro_batches[self.at]
+        self.at += 1
+        with autocast(self.precision, self.mesh.device):
+            x_BPW = self.encode(x, batch)
+            if not self.is_last:
+                return x_BPW
+            head = gpt_sums if self.causal else bert_sums
+            sums = head(self.model, x_BPW, batch, self.mesh.tensor)
+        self.sums.append(sums.detach())
+        loss = (sums * self.inverse_counts).sum()
+        return loss if self.loss_scale == 1.0 else loss * self.loss_scale
+
+    def encode(self, x: Tensor, batch: Batch) -> Tensor:
+        """Embeddings on the first stage, this stage's blocks, the final norm where the model has one."""
+        ids, model = batch["input_ids"], self.model
+        positions = batch.get("positions")
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)
+        inputs = {name: batch[name] for name in ("document_ids", "attention_mask") if name in batch}
+        if self.mesh.context.group is not None:
+            inputs["mask"] = context_mask(batch, self.mesh.context, self.causal)
+        if self.is_first:
+            kinds = () if self.causal else (batch.get("token_types"),)
+            x = model.embed(ids, positions, *kinds)
+        return model.encode(x, positions, **inputs)
+
+    def activation_shape(self, rows: int, sequence_length: int) -> tuple[int, int, int]:
+        """(B, P, W) of what passes between stages, for `rows` rows."""
+        parts = self.mesh.context.size * self.mesh.tensor.size
+        return rows, sequence_length // parts, self.model.config.width
+
+
+def make_stage(config: ModelConfig, index: int, mesh: Mesh, precision: str, dtype: torch.dtype) -> Stage:
+    """The stage of this process, without values, on the meta device."""
+    model = empty_model(config, "meta", dtype)
+    remove_other_stages(model, index, mesh)
+    apply_tensor_parallel(model, mesh.tensor)
+    apply_context_parallel(model, mesh.context)
+    return Stage(model, index, mesh, precision)
+
+
+def remove_other_stages(model: nn.Module, index: int, mesh: Mesh) -> None:
+    """Take out of the model what other stages hold; a final norm that is elsewhere lets everything pass."""
+    for name, _ in list(model.named_parameters()):
+        if stage_holds(name, index, model.config, mesh.layout):
+            continue
+        parts = name.split(".")
+        if parts[0] == "blocks":
+            if parts[1] in model.blocks:
+                del model.blocks[parts[1]]
+        elif parts[0] == "norm":
+            model.norm = nn.Identity()
+        else:
+            setattr(model, parts[0], None)
