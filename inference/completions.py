@@ -63,9 +63,16 @@ class Answers:
         return {
             "tokens": [name(token.id) for token, _ in tokens],
             "token_logprobs": [token.logprob for token, _ in tokens],
-            "top_logprobs": [{name(i): value for i, value in token.top} for token, _ in tokens],
+            "top_logprobs": [self._by_text(token) for token, _ in tokens],
             "text_offset": [offset for _, offset in tokens],
         }
+
+    def _by_text(self, token: Token) -> dict[str, float]:
+        """The most probable tokens by text; parts of characters look alike, the most probable one keeps the name."""
+        values: dict[str, float] = {}
+        for i, value in token.top:
+            values.setdefault(self._model.token_text(i), value)
+        return values
 
     def _usage(self) -> dict[str, int]:
         prompts = sum(len(request.prompt_ids) for request in self._requests[:: self._body.n])

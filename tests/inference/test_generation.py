@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from throughline.core.errors import WrongUse
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.backends import open_backend

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from throughline.core.errors import WrongUse
 from throughline.inference.sampling import GREEDY, Sampling, choose, filtered, log_softmax, penalised
 

@@ -1,0 +1,115 @@
+"""Exports: complete artifacts that other programs load, or nothing at all."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from throughline.core.artifact import read_manifest, verify_artifact
+from throughline.core.errors import Refused, WrongUse
+from throughline.inference.backends import open_backend
+from throughline.inference.export import export_huggingface, export_onnx
+from throughline.inference.source import open_model
+
+
+def test_onnx_artifact_is_complete(gpt_dir: Path, gpt_onnx: Path) -> None:
+    manifest = verify_artifact(gpt_onnx)
+    assert manifest.kind == "onnx" and manifest.inputs[0].kind == "foreign"
+    assert {"model.onnx", "model.json", "tokenizer.json", "parity.json"} <= {file.name for file in manifest.files}
+    assert manifest.facts["parity_max_abs"] < manifest.facts["parity_bound"]
+    report = json.loads((gpt_onnx / "parity.json").read_text())
+    assert report["passed"] and report["greedy_tokens"] == {"equal": 64, "asked": 64}
+    cases = {row["case"] for row in report["cases"]}
+    assert {"1 x 1", "1 x 7", "3 x 33 ragged", "1 x 160"} <= cases
+    for row in report["latency"]:
+        assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"]
+    assert {row["backend"] for row in report["latency"]} == {"torch", "onnxruntime"}
+    assert (gpt_onnx / "tokenizer.json").read_bytes() == (gpt_dir / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("export", [export_onnx, export_huggingface])
+def test_above_the_bound_nothing_is_left(export, gpt_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("throughline.inference.parity.greedy_agreement", lambda *_: (0, 0))
+    with pytest.raises(Refused) as caught:
+        export(gpt_dir, tmp_path / "out", bound=-1.0)  # a bound that no error, not even zero, satisfies
+    assert caught.value.exit_code == 3 and "largest error" in caught.value.why
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(bert_dir: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from throughline.inference.export import export_onnx; from throughline.core.errors import Failed\n"
+        "try: export_onnx(sys.argv[1], sys.argv[2])\n"
+        "except Failed as error: print(error.why); sys.exit(error.exit_code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, bert_dir, tmp_path / "out"], capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )  # fmt: skip
+    assert done.returncode == 1 and "file-size limit" in done.stdout, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_taken_and_wrong_paths_are_refused(gpt_dir: Path, gpt_onnx: Path, tmp_path: Path) -> None:
+    with pytest.raises(WrongUse, match="already exists"):
+        export_onnx(gpt_dir, gpt_onnx)
+    with pytest.raises(WrongUse, match="no such model"):
+        export_onnx(tmp_path / "absent", tmp_path / "out")
+    with pytest.raises(WrongUse, match="a torch model is needed"):
+        export_huggingface(gpt_onnx, tmp_path / "out")
+    with pytest.raises(WrongUse):
+        open_model(tmp_path)  # an empty directory
+
+
+def test_damaged_artifact_is_refused(bert_dir: Path, tmp_path: Path) -> None:
+    export_onnx(bert_dir, tmp_path / "out")
+    graph = tmp_path / "out" / "model.onnx"
+    data = bytearray(graph.read_bytes())
+    data[len(data) // 2] ^= 1
+    graph.write_bytes(data)
+    with pytest.raises(Refused, match="damaged"):
+        open_backend(tmp_path / "out")
+
+
+def test_transformers_loads_the_exported_gpt(gpt_dir: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export_huggingface(gpt_dir, tmp_path / "out")
+    assert read_manifest(tmp_path / "out").kind == "model"
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ours = open_model(tmp_path / "out").model
+    ids = torch.randint(0, 300, (2, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, ours(ids), atol=1e-4, rtol=0)
+        generated = theirs.generate(ids[:1, :10], max_new_tokens=30, do_sample=False, pad_token_id=0)[0, 10:]
+    from throughline.inference.generation import Request, generate
+
+    backend = open_backend(tmp_path / "out").causal
+    request = Request(ids[0, :10].numpy(), 30, eos_id=0)
+    answer = [piece.token.id for _, piece in generate(backend, lambda ids: "", [request])]
+    assert generated.tolist() == answer
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.model_max_length == 160
+    assert tokenizer.decode(tokenizer.encode("A model reads text")) == "A model reads text"
+
+
+def test_transformers_loads_the_exported_bert(bert_dir: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoTokenizer, BertForPreTraining
+
+    export_huggingface(bert_dir, tmp_path / "out")
+    theirs = BertForPreTraining.from_pretrained(tmp_path / "out").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.mask_token == "[MASK]" and tokenizer.pad_token_id == 0
+    encoder = open_backend(tmp_path / "out").encoder
+    rng = np.random.default_rng(0)
+    ids, mask = rng.integers(5, 100, (3, 30)), np.arange(30) < np.array([[30], [11], [1]])
+    outputs = encoder.forward(ids, np.zeros_like(ids), mask, np.tile(np.arange(30), (3, 1)))
+    with torch.no_grad():
+        found = theirs(torch.tensor(ids), attention_mask=torch.tensor(mask).long())
+    np.testing.assert_allclose(outputs["mlm_logits"][mask], found.prediction_logits.numpy()[mask], atol=1e-4)
+    np.testing.assert_allclose(outputs["nsp_logits"], found.seq_relationship_logits.numpy(), atol=1e-4)

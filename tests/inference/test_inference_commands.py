@@ -1,0 +1,126 @@
+"""The commands as a user runs them: export, serve, generate, embed, bench latency."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from throughline.cli.main import main
+
+
+def run(*arguments: str | Path, text: str | None = None) -> tuple[int, str]:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments], input=text)
+    return result.exit_code, result.stdout + result.stderr
+
+
+def test_export_prints_parity_and_latency(bert_dir: Path, tmp_path: Path) -> None:
+    code, text = run("export", bert_dir, "--to", "onnx", "--out", tmp_path / "out")
+    assert code == 0, text
+    for word in ("mlm_logits", "sentence_embedding", "p99 ms", f"throughline serve {tmp_path / 'out'}"):
+        assert word in text
+    code, text = run("export", bert_dir, "--to", "onnx", "--out", tmp_path / "out")
+    assert code == 2 and "already exists" in text
+
+
+def test_generate_continues_and_repeats_with_a_seed(gpt_onnx: Path) -> None:
+    arguments = ("generate", gpt_onnx, "--prompt", "The quick", "--max-tokens", 30, "--seed", 3)
+    code, text = run(*arguments)
+    assert code == 0 and text.startswith("The quick") and len(text) > 12
+    assert run(*arguments) == (code, text)
+    code, several = run(*arguments, "--samples", 2, "--json")
+    answers = json.loads(several)["answers"]
+    assert text.strip("\n") == ("The quick" + answers[0]).strip("\n") and answers[0] != answers[1]
+    code, text = run("generate", gpt_onnx, "--max-tokens", 1000, text="from standard input")
+    assert code == 0 and text.startswith("from standard input")
+
+
+def test_generate_says_what_is_wrong(bert_onnx: Path, gpt_onnx: Path) -> None:
+    for arguments, message in (
+        ((bert_onnx, "--prompt", "x"), "generating needs a GPT"),
+        ((gpt_onnx, "--prompt", "long " * 500), "fills the model's context"),
+        ((gpt_onnx, "--prompt", "x", "--top-p", 2), "top_p is out of range"),
+        (("absent", "--prompt", "x"), "no such model"),
+    ):
+        code, text = run("generate", *arguments)
+        assert code == 2 and message in text
+
+
+def test_embed_writes_a_line_per_text(bert_onnx: Path, tmp_path: Path) -> None:
+    texts = ["A model", "the lazy dog jumps over the text", "A model"]
+    (tmp_path / "in.txt").write_text("\n".join(texts) + "\n\n")
+    code, text = run("embed", bert_onnx, tmp_path / "in.txt", "--out", tmp_path / "out.jsonl")
+    assert code == 0, text
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == texts
+    vectors = np.array([row["embedding"] for row in rows])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+    np.testing.assert_allclose(vectors[0], vectors[2], atol=1e-4)
+    code, text = run("embed", bert_onnx, "-", text=texts[1])
+    assert code == 0 and json.loads(text)["embedding"] == pytest.approx(rows[1]["embedding"], abs=1e-4)
+
+
+def test_bench_latency_prints_a_table(bert_onnx: Path, bert_dir: Path) -> None:
+    code, text = run("bench", "latency", bert_onnx, bert_dir, "--seconds", 0.05)
+    assert code == 0 and "onnxruntime" in text and "torch" in text and "p95 ms" in text
+    code, text = run("bench", "latency", bert_onnx, "--seconds", 0.05, "--json")
+    rows = json.loads(text)["latency"]
+    assert {(row["batch"], row["tokens"]) for row in rows} == {(1, 32), (1, 63), (8, 32), (8, 63)}
+
+
+def test_a_taken_port_is_one_clear_error(gpt_onnx: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, text = run("serve", gpt_onnx, "--port", port)
+    assert code == 2 and f"cannot listen on port {port}" in text and "address already in use" in text and "--port" in text
+
+
+def test_serve_answers_and_drains_on_sigterm(gpt_onnx: Path, bert_onnx: Path) -> None:
+    """The real process: requests in flight when SIGTERM comes are answered whole, then it ends with 0."""
+    command = [sys.executable, "-m", "throughline.cli.main", "serve", f"gpt={gpt_onnx}", f"bert={bert_onnx}", "--port", "0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, "--threads", "1", "--slots", "2"], stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/", process.stderr.readline())
+        assert found, process.stderr.read()
+        base = found[0]
+
+        def post(path: str, fields: dict) -> dict:
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(base + path, json.dumps(fields).encode(), headers)
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
+
+        assert post("v1/fill-mask", {"input": "A [MASK] reads"})["data"][0]["candidates"]
+        answers: list[dict] = []
+        started = threading.Barrier(7)
+
+        def ask() -> None:
+            started.wait()
+            answers.append(post("v1/completions", {"prompt": "x", "max_tokens": 150, "temperature": 0}))
+
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        while json.load(urllib.request.urlopen(base + "ready"))["queued"]["gpt"] < 1:
+            pass  # until all are in: two decode, the others wait
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert process.wait(60) == 0
+        assert [answer["usage"]["completion_tokens"] for answer in answers] == [150] * 6
+        assert "draining" in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()

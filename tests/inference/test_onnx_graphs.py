@@ -1,0 +1,163 @@
+"""The ONNX graphs compute what the modules compute, in every shape and for every switch of the configs."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from throughline.core.artifact import Input
+from throughline.core.errors import Refused
+from throughline.inference.backends import Loaded, onnx_backend, torch_backend
+from throughline.inference.export import write_graph
+from throughline.inference.onnx_bert import bert_graph
+from throughline.inference.onnx_gpt import gpt_graph
+from throughline.inference.parity import compare, require
+from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.init import build
+
+NOWHERE = Input("test", "foreign", "0")
+GPT = GPTConfig(vocab_size=97, sequence_length=80, layers=2, width=32, heads=4)
+BERT = BERTConfig(vocab_size=97, sequence_length=48, layers=2, width=32, heads=4)
+LLAMA = {"positions": "rotary", "norm": "rmsnorm", "activation": "silu", "gated": True, "bias": False, "tied": False}
+
+
+def exported(model, path: Path, **options) -> Loaded:
+    graph = gpt_graph(model) if isinstance(model.config, GPTConfig) else bert_graph(model)
+    graph.save(path / "model.onnx", {}, **options)
+    return onnx_backend(path / "model.onnx", model.config, None, NOWHERE, 1)
+
+
+def opinionated_model(config, seed: int = 1):
+    """Random weights large enough that a wrong mask or position changes the outputs in the first digit."""
+    model = build(config, seed).eval()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            if parameter.dim() == 2:
+                parameter.mul_(8.0)
+            else:
+                parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"tied": False, "activation": "gelu", "bias": False},
+        {"kv_heads": 2, "head_width": 12, "mlp_width": 40},
+        LLAMA,
+        {**LLAMA, "kv_heads": 1, "rope_theta": 500.0},
+    ],
+    ids=["gpt2", "untied", "grouped", "llama", "llama-multi-query"],
+)
+def test_gpt_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
+    model = opinionated_model(dataclasses.replace(GPT, **switches))
+    report = compare(torch_backend(model, None, NOWHERE), exported(model, tmp_path))
+    require(report, "the graph")
+    assert report["outputs"].keys() == {"logits at once", "logits in pieces", "logits of ragged decode"}
+    assert report["greedy_tokens"] == {"equal": 64, "asked": 64}
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"norm_first": True, "nsp": False, "token_types": 0, "activation": "gelu_tanh"},
+        {"relative_buckets": 8, "relative_distance": 20, "mlm_transform": False, "bias": False},
+        {"kv_heads": 2, "gated": True, "norm": "rmsnorm", "activation": "silu"},
+    ],
+    ids=["bert", "pre-norm", "relative", "modern"],
+)
+def test_bert_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
+    model = opinionated_model(dataclasses.replace(BERT, **switches))
+    report = compare(torch_backend(model, None, NOWHERE), exported(model, tmp_path))
+    require(report, "the graph")
+    assert ("nsp_logits" in report["outputs"]) == model.config.nsp
+    assert {"last_hidden_state", "mlm_logits", "sentence_embedding"} <= report["outputs"].keys()
+
+
+def test_bert_graph_equals_what_torch_exports(tmp_path: Path) -> None:
+    """Torch's own exporter as a witness: two ways to ONNX, one answer."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = opinionated_model(BERT)
+    rng = np.random.default_rng(0)
+    ids, mask = rng.integers(0, 97, (2, 20)), np.arange(20) < np.array([[20], [13]])
+
+    class Hidden(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.model.hidden(ids, attention_mask=mask)
+
+    given = (torch.tensor(ids), torch.tensor(mask))
+    torch.onnx.export(Hidden().eval(), given, tmp_path / "theirs.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "theirs.onnx")
+    (theirs,) = session.run(None, {"ids": ids, "mask": mask})
+    encoder = exported(model, tmp_path).encoder
+    ours = encoder.forward(ids, np.zeros_like(ids), mask, np.zeros((2, 0), np.int64))["last_hidden_state"]
+    np.testing.assert_allclose(ours[mask], theirs[mask], atol=1e-4)  # fp32 sums in another order, see parity.BOUND
+
+
+def test_weights_beside_the_graph_give_the_same_answers(tmp_path: Path) -> None:
+    """The form that models above protobuf's 2 GiB take."""
+    model = opinionated_model(GPT)
+    loaded = exported(model, tmp_path, external_bytes=0)
+    size = (tmp_path / "model.onnx.data").stat().st_size
+    assert size > 0.8 * 4 * model.config.parameter_count() > 2 * (tmp_path / "model.onnx").stat().st_size
+    require(compare(torch_backend(model, None, NOWHERE), loaded), "the graph with external weights")
+
+
+def test_tied_table_is_stored_once_and_metadata_is_inside(tmp_path: Path) -> None:
+    model = opinionated_model(GPT)
+    write_graph(model, tmp_path / "model.onnx", {"throughline": "here"})
+    written = onnx.load(tmp_path / "model.onnx")
+    assert {entry.key: entry.value for entry in written.metadata_props} == {"throughline": "here"}
+    weights = sum(np.prod(tensor.dims) for tensor in written.graph.initializer)
+    assert weights == pytest.approx(model.config.parameter_count(), abs=100)  # and a few shape constants
+    assert {node.domain for node in written.graph.node} == {""}  # nothing but standard operators
+
+
+def test_cache_is_written_in_place_and_grows(tmp_path: Path) -> None:
+    config = dataclasses.replace(GPT, sequence_length=300)
+    backend = exported(opinionated_model(config), tmp_path).causal
+    cache = backend.new_cache(3)
+    before = {name: store.ctypes.data for name, store in cache.arrays.items()}
+    ids, one = np.arange(40)[None] % 97, np.zeros(1, np.int64)
+    backend.forward(ids, one, np.zeros((1, 1), np.int64), cache, first_row=1)
+    assert {name: store.ctypes.data for name, store in cache.arrays.items()} == before
+    for store in cache.arrays.values():
+        assert store[1, :, :40].any() and not store[1, :, 40:].any() and not store[0].any() and not store[2].any()
+    kept = {name: store[1, :, :40].copy() for name, store in cache.arrays.items()}
+    backend.forward(np.arange(200)[None] % 97, one + 40, np.zeros((1, 0), np.int64), cache, first_row=1)
+    assert cache.capacity == 256
+    for name, store in cache.arrays.items():
+        np.testing.assert_array_equal(store[1, :, :40], kept[name])
+
+
+@pytest.mark.parametrize("config", [GPT, BERT], ids=["gpt", "bert"])
+def test_a_wrong_weight_is_refused(config, tmp_path: Path) -> None:
+    """The report is worth something only if it sees one bias in one layer that is off by a thousandth."""
+    model = opinionated_model(config)
+    candidate = exported(model, tmp_path)
+    with torch.no_grad():
+        model.blocks["1"].mlp.down.bias[3] += 0.001
+    report = compare(torch_backend(model, None, NOWHERE), candidate)
+    assert not report["passed"]
+    with pytest.raises(Refused, match="does not compute what the torch model computes"):
+        require(report, "the graph")
+
+
+def test_not_a_number_is_refused(tmp_path: Path) -> None:
+    model = opinionated_model(GPT)
+    with torch.no_grad():
+        model.norm.bias[0] = float("nan")
+    candidate = exported(model, tmp_path)
+    with torch.no_grad():
+        model.norm.bias[0] = 0.0
+    assert not compare(torch_backend(model, None, NOWHERE), candidate)["passed"]
