@@ -208,7 +208,7 @@ def build_trainer(plan: Plan, *, fill: bool = True) -> Trainer:
     return Trainer(
         model=model,
         optimizer=build_optimizer(model, recipe),
-        loss=maybe_compile(LOSSES[plan.family], recipe),
+        loss=maybe_compile(LOSSES[plan.family], recipe, plan.config, plan.device),
         scaler=LossScaler.of(recipe.train.precision),
         precision=recipe.train.precision,
         device=plan.device,
