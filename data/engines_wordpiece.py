@@ -11,44 +11,55 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Iterator
 
 import numpy as np
 
+from .greedy import GreedyMatcher
 from .wordtable import PADDING, WordTable
 
-CHUNK = 1 << 18  # characters worked on together: the temporaries stay in the cache
+CHUNK = 1 << 19  # characters worked on together: the temporaries stay in the cache
 PUNCTUATION = b"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 SEPARATOR = "\n"
+FRAMED = re.compile("0([^01]*)1")
 
 
 def cut(texts: list[str], size: int, breaks: str) -> Iterator[tuple[list[str], list[int]]]:
     """(pieces, which text each belongs to) in runs of about `size` characters.
 
-    A text longer than that is cut before a character of `breaks`, wherever the next one stands.
+    A longer text is cut before the next `breaks`, wherever that stands.
     """
     pieces: list[str] = []
     owners: list[int] = []
     held = 0
     for owner, text in enumerate(texts):
         start = 0
-        while True:
-            stop = len(text)
-            if stop - start > size:
-                found = text.find(breaks, start + size)
-                stop = found if found >= 0 else stop
-            pieces.append(text[start:stop] if start or stop < len(text) else text)
-            owners.append(owner)
-            held += stop - start + 1
-            if held >= size:
+        while len(text) - start > size:
+            stop = text.find(breaks, start + size)
+            if stop < 0:
+                break
+            if pieces:
                 yield pieces, owners
                 pieces, owners, held = [], [], 0
+            yield [text[start:stop]], [owner]
             start = stop
-            if start == len(text):
-                break
+        pieces.append(text[start:] if start else text)
+        owners.append(owner)
+        held += len(text) - start + 1
+        if held >= size:
+            yield pieces, owners
+            pieces, owners, held = [], [], 0
     if pieces:
         yield pieces, owners
+
+
+def laid_out(lengths: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Places, in texts of these `lengths` laid end to end, of what the `chosen` texts hold, laid end to end."""
+    sizes = lengths[chosen]
+    shift = (np.cumsum(lengths) - lengths)[chosen] - (np.cumsum(sizes) - sizes)
+    return np.repeat(shift, sizes) + np.arange(int(sizes.sum()))
 
 
 class WordPieceEngine:
@@ -65,15 +76,15 @@ class WordPieceEngine:
         self._library.no_truncation()
         self._check(json.loads(config))
         self._table = WordTable(self._solve)
-        self._ascii = bytes(self._image(chr(code)).strip(" ").encode() .ljust(1)[0] for code in range(128)) + bytes(128)
-        self._deleted = bytes(code for code in range(128) if self._image(chr(code)) == "")
+        plain = "".join(map(chr, range(128))).replace("0", "").replace("1", "")
+        images = {"0": "0", "1": "1"} | dict(zip(plain, self._image(plain)))
+        self._deleted = bytes(ord(character) for character, image in images.items() if not image)
+        self._ascii = bytes(ord(images[chr(code)].strip() or " ") for code in range(128)) + bytes(128)
         self._kinds = bytes(2 if code in PUNCTUATION else code == 32 for code in range(256))
-        self._known = np.zeros(0x110000, bool)
-        self._sizes = np.zeros(0x110000, np.uint8)
-        self._places = np.zeros(0x110000, np.int32)
-        self._blob = np.empty(0, np.uint8)
+        self._images = np.full(0x110000, -1, np.int32)  # where a character's image is in the blob << 4 | its bytes
+        self._blob = np.frombuffer(self._ascii, np.uint8)
+        self._images[:128] = np.arange(128) << 4 | [images[chr(code)] != "" for code in range(128)]
         self._reordered: set[str] = set()
-        self._meet(np.arange(128))
 
     def _check(self, config: dict) -> None:
         model = config["model"]
@@ -83,23 +94,37 @@ class WordPieceEngine:
         if any(not token["special"] for token in config.get("added_tokens", [])):
             raise ValueError("the tokenizer has added tokens that are not special")
         prefix = model["continuing_subword_prefix"]
-        self._starts = {token.encode(): i for token, i in model["vocab"].items()}
-        self._continuations = {
-            token[len(prefix) :].encode(): i for token, i in model["vocab"].items() if token.startswith(prefix)
-        }
-        self._longest = max(map(len, self._starts))
-        self._unknown = model["vocab"][model["unk_token"]]
+        vocab: dict[str, int] = model["vocab"]
+        self._match = GreedyMatcher(
+            {token.encode(): i for token, i in vocab.items()},
+            {token[len(prefix) :].encode(): i for token, i in vocab.items() if token.startswith(prefix)},
+            vocab[model["unk_token"]],
+        )
         self._most_characters = model["max_input_chars_per_word"]
 
     def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32 laid end to end, lengths int64 (texts,)); no special tokens are added or made out of text."""
+        plain = np.fromiter(map(str.isascii, texts), bool, len(texts))
+        if plain.all() or not plain.any():
+            return self._encode_alike(texts)
         lengths = np.zeros(len(texts), np.int64)
         parts = []
+        for chosen in (np.flatnonzero(plain), np.flatnonzero(~plain)):
+            ids, lengths[chosen] = self._encode_alike([texts[i] for i in chosen])
+            parts.append((chosen, ids))
+        out = np.empty(int(lengths.sum()), np.int32)
+        for chosen, ids in parts:
+            out[laid_out(lengths, chosen)] = ids
+        return out, lengths
+
+    def _encode_alike(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        lengths = np.zeros(len(texts), np.int64)
+        parts = [np.empty(0, np.int32)]
         for pieces, owners in cut(texts, CHUNK, " "):
             ids, counts = self._encode(pieces)
             parts.append(ids)
-            np.add.at(lengths, owners, counts)
-        return np.concatenate([np.empty(0, np.int32), *parts]), lengths
+            lengths[owners] += counts  # the pieces of one run belong to different texts
+        return np.concatenate(parts), lengths
 
     def _encode(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
         text = SEPARATOR.join(pieces) + SEPARATOR
@@ -129,31 +154,38 @@ class WordPieceEngine:
     def _normalise(self, text: str, ends: np.ndarray) -> tuple[bytes, np.ndarray]:
         """The bytes of the normalised text, and where each piece (ending at character `ends`) ends in them."""
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        if not (known := self._known[codes]).all():
-            self._meet(np.unique(codes[~known]))
-        sizes = self._sizes[codes]
-        stops = np.cumsum(sizes, dtype=np.int64)
-        source = self._places[codes] - (stops - sizes)
-        out = self._blob[np.repeat(source, sizes) + np.arange(stops[-1])]
-        return out.tobytes(), stops[ends - 1]
+        images = self._images[codes]
+        if images.min() < 0:
+            self._meet(np.unique(codes[images < 0]))
+            images = self._images[codes]
+        sizes = images & 15
+        stops = np.cumsum(sizes, dtype=np.int32)
+        images >>= 4
+        images -= stops - sizes
+        out = self._blob[np.repeat(images, sizes) + np.arange(stops[-1], dtype=np.int32)]
+        return out.tobytes(), stops[ends - 1].astype(np.int64)
 
-    def _image(self, character: str) -> str:
-        """What the library makes of one character, with a space wherever it splits."""
-        inner = self._library.normalizer.normalize_str(character)
-        split = self._library.pre_tokenizer.pre_tokenize_str(f"x{inner}x")
-        return " ".join(piece for piece, _ in split)[1:-1]
+    def _image(self, characters: str) -> list[str]:
+        """What the library makes of each character, with a space wherever it splits: asked with digits around it.
+
+        No character but the digits themselves gives a 0 or a 1, and neither splits from letters.
+        """
+        normalised = self._library.normalizer.normalize_str("".join(f"0{character}1" for character in characters))
+        split = " ".join(piece for piece, _ in self._library.pre_tokenizer.pre_tokenize_str(normalised))
+        images = FRAMED.findall(split)
+        assert len(images) == len(characters)
+        return images
 
     def _meet(self, codes: np.ndarray) -> None:
         """Learn characters not seen before."""
-        blob = [self._blob]
-        used = len(self._blob)
-        for code in codes.tolist():
-            character = chr(code)
-            image = chr(self._ascii[code]) if code < 128 and code not in self._deleted else self._image(character)
+        blob, used = [self._blob], len(self._blob)
+        characters = [chr(code) for code in codes.tolist()]
+        for code, character, image in zip(codes.tolist(), characters, self._image("".join(characters))):
             if image and unicodedata.combining(image[-1]):
                 self._reordered.add(character)
             raw = image.encode()
-            self._known[code], self._sizes[code], self._places[code] = True, len(raw), used
+            assert len(raw) < 16 and used < 1 << 27
+            self._images[code] = used << 4 | len(raw)
             blob.append(np.frombuffer(raw, np.uint8))
             used += len(raw)
         self._blob = np.concatenate(blob)
@@ -163,25 +195,14 @@ class WordPieceEngine:
         counts = np.fromiter(map(len, found), np.int64, len(found))
         return np.array([i for ids in found for i in ids], np.int32), counts
 
-    def _solve(self, words: list[bytes]) -> list[list[int]]:
-        return [self._pieces(word) for word in words]
-
-    def _pieces(self, word: bytes) -> list[int]:
-        """Greedy longest match first; the unknown id when some part is not in the vocabulary or the word is too long."""
-        whole = self._starts.get(word)
-        if whole is not None and len(word) <= self._most_characters:
-            return [whole]
-        if len(word) > self._most_characters and len(word.decode()) > self._most_characters:
-            return [self._unknown]
-        ids: list[int] = []
-        start, entries = 0, self._starts
-        while start < len(word):
-            for stop in range(min(len(word), start + 4 * self._longest), start, -1):
-                found = entries.get(word[start:stop])
-                if found is not None:
-                    ids.append(found)
-                    break
-            else:
-                return [self._unknown]
-            start, entries = stop, self._continuations
-        return ids
+    def _solve(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids, counts = self._match(data, starts, lengths)
+        owners = np.repeat(np.arange(len(starts)), counts)
+        for place in np.flatnonzero(lengths > self._most_characters).tolist():
+            word = data[starts[place] : starts[place] + lengths[place]].tobytes()
+            if len(word.decode()) > self._most_characters:
+                first = np.searchsorted(owners, place)
+                ids[first] = self._match.unknown
+                owners[first + 1 : first + counts[place]] = -1
+                counts[place] = 1
+        return ids[owners >= 0], counts

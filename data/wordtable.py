@@ -7,7 +7,7 @@ words are handed to `solve`, once each; when LIMIT words are known all are forgo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,7 +19,7 @@ MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779
 BLANK = np.array([(1 << 64) - (1 << 8 * n) if n < 8 else 0 for n in range(9)], np.uint64)  # ones after n bytes
 
 
-class _Table:
+class Table:
     """Keys of `width` uint64s to values; 0 is no value."""
 
     def __init__(self, width: int):
@@ -30,14 +30,13 @@ class _Table:
         self.size = 0
         self._shift, self._mask = np.uint64(64 - bits), np.int64((1 << bits) - 1)
         self._keys = [np.zeros(1 << bits, np.uint64) for _ in range(self.width)]
-        self._values = np.zeros(1 << bits, np.int64)
+        self.values = np.zeros(1 << bits, np.int64)
 
-    def _slots(self, keys: list[np.ndarray]) -> np.ndarray:
+    def _mixed(self, keys: list[np.ndarray]) -> np.ndarray:
         mixed = keys[0] * MULTIPLIERS[0]
         for key, multiplier in zip(keys[1:], MULTIPLIERS[1:]):
             mixed ^= key * multiplier
-        mixed >>= self._shift
-        return mixed.view(np.int64)
+        return mixed
 
     def _same(self, slots: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
         same = self._keys[0][slots] == keys[0]
@@ -45,56 +44,79 @@ class _Table:
             same &= mine[slots] == key
         return same
 
-    def find(self, keys: list[np.ndarray]) -> np.ndarray:
-        """The value of each key, 0 where it is unknown: int64."""
-        slots = self._slots(keys)
-        found = self._values[slots]
-        wrong = np.flatnonzero(~self._same(slots, keys) & (found != 0))
+    def _probe(self, keys: list[np.ndarray]) -> np.ndarray:
+        """The slot that holds each key, or the free one where the search for it ends."""
+        slots = (self._mixed(keys) >> self._shift).view(np.int64)
+        wrong = np.flatnonzero(~self._same(slots, keys) & (self.values[slots] != 0))
         while len(wrong):
             slots[wrong] = (slots[wrong] + 1) & self._mask
             here = slots[wrong]
-            found[wrong] = self._values[here]
-            wrong = wrong[~self._same(here, [key[wrong] for key in keys]) & (found[wrong] != 0)]
-        return found
+            wrong = wrong[~self._same(here, [key[wrong] for key in keys]) & (self.values[here] != 0)]
+        return slots
 
-    def add(self, keys: list[np.ndarray], values: np.ndarray) -> None:
-        """Add keys that are not in the table and differ from each other."""
-        if 3 * (self.size + len(values)) > len(self._values):
-            used = np.flatnonzero(self._values)
-            old_keys, old_values = [key[used] for key in self._keys], self._values[used]
-            self._make(int(3 * (self.size + len(values))).bit_length() + 1)
-            self.add(old_keys, old_values)
-        slots, left = self._slots(keys), np.arange(len(values))
+    def find(self, keys: list[np.ndarray]) -> np.ndarray:
+        """The value of each key, 0 where it is unknown: int64."""
+        return self.values[self._probe(keys)]
+
+    def claim(self, keys: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """(slot of each key, places of keys that are all different and every new one among them), int64.
+
+        Keys may come several times. The value of a new one is negative until it is set.
+        """
+        first, count = 0, len(keys[0])
+        while first < count:  # as many at once as leave half of the slots free even if all are new
+            room = len(self.values) // 2 - self.size
+            if room < len(self.values) // 8:
+                used = np.flatnonzero(self.values)
+                old_keys, old_values = [key[used] for key in self._keys], self.values[used]
+                self._make(len(self.values).bit_length() + 1)
+                self.put(old_keys, old_values)
+                continue
+            self._insert([key[first : first + room] for key in keys])
+            first += room
+        slots = self._probe(keys)
+        marks = -1 - np.arange(count)
+        self.values[slots] = marks
+        return slots, np.flatnonzero(self.values[slots] == marks)
+
+    def _insert(self, keys: list[np.ndarray]) -> None:
+        slots, left = (self._mixed(keys) >> self._shift).view(np.int64), np.arange(len(keys[0]))
         while len(left):
             here = slots[left]
-            free = self._values[here] == 0
-            mine, here = left[free], here[free]
-            self._values[here] = values[mine]  # of several that want one place the last one stays
+            free = self.values[here] == 0
+            taking, taken = left[free], here[free]
+            self.values[taken] = -1 - taking  # of several that want one slot the last one gets it
+            self.size += int(np.count_nonzero(self.values[taken] == -1 - taking))
             for column, key in zip(self._keys, keys):
-                column[here] = key[mine]
-            settled = np.zeros(len(left), bool)
-            settled[free] = self._values[here] == values[mine]
-            left = left[~settled]
+                column[taken] = key[taking]
+            left = left[~self._same(here, [key[left] for key in keys])]
             slots[left] = (slots[left] + 1) & self._mask
-        self.size += len(values)
+
+    def put(self, keys: list[np.ndarray], values: np.ndarray) -> None:
+        """Set the values of keys that differ from each other; no value is 0."""
+        slots, _ = self.claim(keys)  # may make `values` anew
+        self.values[slots] = values
+
+
+Solver = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class WordTable:
-    """Words to ids. `solve(words: list[bytes]) -> list of id sequences` is asked for words not yet known."""
+    """Words to ids. `solve(data, starts, lengths) -> (ids laid end to end, ids per word)` is asked for words not yet known."""
 
-    def __init__(self, solve: Callable[[list[bytes]], Sequence[Sequence[int]]]):
+    def __init__(self, solve: Solver):
         self._solve = solve
         self.forget()
 
     def forget(self) -> None:
         """Empty the cache."""
-        self._tables = [_Table(width) for width, _ in WIDTHS]
+        self._tables = [Table(width) for width, _ in WIDTHS]
         self._long: dict[bytes, int] = {}
         self._pool = np.empty(1 << 16, np.int32)
         self._used = 0
 
     def encode(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 laid end to end, how many ids each word has int64) of the words in `data`.
+        """(ids int32 laid end to end, ids per word int64) of the words in `data`, each one id or more.
 
         data: uint8, PADDING bytes longer than the text; starts, lengths: int64 (words,), in bytes.
         """
@@ -113,45 +135,46 @@ class WordTable:
     def _values(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         words = np.ndarray((len(data) - 7,), "<u8", data, strides=(1,))  # the 8 bytes from every byte on
         values = np.empty(len(starts), np.int64)
+        unknown = []  # per table: places of the words it does not know, their slots, one place of each of them
         least = 0
         for table, (width, most) in zip(self._tables, WIDTHS):
             inside = lengths <= most if least == 0 else (lengths > least) & (lengths <= most)
             chosen = np.flatnonzero(inside)
-            if len(chosen):
-                begin, size = (starts, lengths) if len(chosen) == len(starts) else (starts[chosen], lengths[chosen])
-                keys = [words[begin + 8 * column] for column in range(width)]
-                for column in range(width // 2, width):  # earlier ones are full: the word is longer than `least`
-                    keys[column] |= BLANK[np.clip(size - 8 * column, 0, 8)]
-                found = table.find(keys)
-                missing = np.flatnonzero(found == 0)
-                if len(missing):
-                    found[missing] = self._learn(data, begin[missing], size[missing], table, [k[missing] for k in keys])
-                values[chosen] = found
+            begin, size = (starts, lengths) if len(chosen) == len(starts) else (starts[chosen], lengths[chosen])
+            keys = [words[begin + 8 * column] for column in range(width)]
+            for column in range(width // 2, width):  # earlier ones are full: the word is longer than `least`
+                keys[column] |= BLANK[np.clip(size - 8 * column, 0, 8)]
+            values[chosen] = found = table.find(keys)
+            missing = np.flatnonzero(found == 0)
+            if len(missing):
+                slots, first = table.claim([key[missing] for key in keys])
+                unknown.append((table, chosen[missing], slots, first))
             least = most
-        for place in np.flatnonzero(lengths > least):
-            word = data[starts[place] : starts[place] + lengths[place]].tobytes()
-            if word not in self._long:
-                self._long[word] = int(self._store(self._solve([word]))[0])
-            values[place] = self._long[word]
+        if unknown:
+            places = np.concatenate([where[first] for _, where, _, first in unknown])
+            new = self._store(*self._solve(data, starts[places], lengths[places]))
+            for table, where, slots, first in unknown:
+                table.values[slots[first]], new = new[: len(first)], new[len(first) :]
+                values[where] = table.values[slots]
+        long = np.flatnonzero(lengths > least)
+        if len(long):
+            values[long] = self._look_up(data, starts[long], lengths[long])
         return values
 
-    def _learn(self, data, starts, lengths, table: _Table, keys: list[np.ndarray]) -> np.ndarray:
-        raw = data.tobytes()
-        words = [raw[start : start + length] for start, length in zip(starts.tolist(), lengths.tolist())]
-        first = {word: place for place, word in reversed(list(enumerate(words)))}
-        new = self._store(self._solve(list(first)))
-        places = np.fromiter(first.values(), np.int64, len(first))
-        table.add([key[places] for key in keys], new)
-        known = dict(zip(first, new.tolist()))
-        return np.fromiter(map(known.__getitem__, words), np.int64, len(words))
+    def _look_up(self, data, starts, lengths) -> np.ndarray:
+        """The values of words longer than any key."""
+        words = [data[start : start + length].tobytes() for start, length in zip(starts.tolist(), lengths.tolist())]
+        new = {word: place for place, word in enumerate(words) if word not in self._long}
+        if new:
+            places = np.fromiter(new.values(), np.int64, len(new))
+            self._long.update(zip(new, self._store(*self._solve(data, starts[places], lengths[places])).tolist()))
+        return np.fromiter(map(self._long.__getitem__, words), np.int64, len(words))
 
-    def _store(self, solved: Sequence[Sequence[int]]) -> np.ndarray:
+    def _store(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Put ids into the pool: the value of each word."""
-        counts = np.fromiter(map(len, solved), np.int64, len(solved))
-        total = int(counts.sum())
-        while self._used + total > len(self._pool):
+        while self._used + len(ids) > len(self._pool):
             self._pool = np.concatenate([self._pool, np.empty_like(self._pool)])
-        self._pool[self._used : self._used + total] = [i for ids in solved for i in ids]
+        self._pool[self._used : self._used + len(ids)] = ids
         begins = self._used + np.cumsum(counts) - counts
-        self._used += total
+        self._used += len(ids)
         return (begins << COUNT_BITS) | counts
