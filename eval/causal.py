@@ -3,13 +3,12 @@
 - A pair is tokenised whole and then split at the length of the context's own encoding; blanks at the end of the context
   belong to the continuation; an empty context is the prefix token (BOS, else EOS).
 - An input longer than the window loses tokens from its left; how many is counted in every answer.
-- Log-softmax in float32 whatever the model's dtype; logits only at scored positions, in pieces of `HEAD_LINES`.
+- Log-softmax in float32 whatever the model's dtype; logits only at scored positions (see logits.py).
 - Batches hold questions of similar length up to a budget of tokens and are halved when memory runs out. What shares a batch
   does not change an answer by a bit on the CPU (see tree.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,9 @@ from ..core.errors import Failed, WrongUse
 from ..core.files import sha256_json
 from ..core.scorer import Ids, Question, Score, Scored, check_question
 from ..models.gpt import GPT
-from .tree import Tree, TreeAttention, attending, plant, whole_blocks
+from .logits import token_logprobs, whole_blocks
+from .tree import Tree, TreeAttention, attending, plant
 
-HEAD_LINES = 256  # logits of 256 positions of a 50,257-token vocabulary are 51 MB
 BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
 
 
@@ -138,7 +137,7 @@ class CausalScorer(CausalText):
         starts = np.concatenate([[0], np.cumsum([tree.tokens for tree in trees])])
         lines = np.concatenate([line + start for tree, start in zip(trees, starts) for line in tree.lines])
         targets = np.concatenate([target for tree in trees for target in tree.targets])
-        logprobs, greedy = token_logprobs(self.model.head, hidden_SW, lines, targets)
+        logprobs, greedy, _ = token_logprobs(self.model.output_weight(), None, hidden_SW, lines, targets)
         answers, done = [], 0
         for tree in trees:
             scores = []
@@ -199,35 +198,3 @@ def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ..
 def _out_of_memory(error: BaseException) -> bool:
     # torch's CPU allocator raises a plain RuntimeError
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)
-
-
-def token_logprobs(
-    head: Callable[[Tensor], Tensor], hidden_SW: Tensor, lines: np.ndarray, targets: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probability (float32) and arg-max flag of `targets` (T,) at positions `lines` (T,) of `hidden` (S, W).
-
-    A position asked for several targets has its logits computed once.
-    """
-    places, which = np.unique(lines, return_inverse=True)
-    logprobs, greedy = np.empty(len(lines), np.float32), np.empty(len(lines), bool)
-    order = np.argsort(which, kind="stable")
-    cuts = np.searchsorted(which[order], np.arange(0, len(places) + HEAD_LINES, HEAD_LINES))
-    for piece, (first, last) in enumerate(pairwise(cuts)):
-        chunk = places[piece * HEAD_LINES : (piece + 1) * HEAD_LINES]
-        filled = np.resize(chunk, whole_blocks(len(chunk)))  # repeats lines: every product has whole blocks
-        asked = order[first:last]
-        logits_NV = head(hidden_SW[torch.from_numpy(filled).to(hidden_SW.device)]).float()
-        row = torch.from_numpy(which[asked] - piece * HEAD_LINES).to(hidden_SW.device)
-        target = torch.from_numpy(targets[asked]).to(hidden_SW.device)
-        logprobs[asked], greedy[asked] = _pick(logits_NV, row, target)
-    return logprobs, greedy
-
-
-def _pick(logits_NV: Tensor, row: Tensor, target: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    chosen = logits_NV[row, target]
-    best = logits_NV.amax(dim=-1)[row] == chosen
-    # a tie is greedy only for the first of the equal tokens; the full arg-max is paid for where it can matter
-    for index in best.nonzero().flatten().tolist():
-        best[index] = logits_NV[row[index]].argmax() == target[index]
-    logprobs = torch.log_softmax(logits_NV, dim=-1)[row, target]
-    return logprobs.cpu().numpy(), best.cpu().numpy()

@@ -7,7 +7,7 @@ sequence of its own. Four choices of 20 tokens after a context of 60 cost 140 to
 Rows of a batch lie behind one another in one sequence without padding between them: matrix products and norms see one
 token a line, and only attention knows where a row begins. Results are then the same whatever shares a batch: a matrix
 product on the CPU gives each line the same bits however many lines there are, from 4 a thread on (measured, MKL), so the
-sequence is filled up to whole blocks of `LINES_PER_THREAD` a thread.
+sequence is filled up to whole blocks a thread (`logits.whole_blocks`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,6 @@ from torch import Tensor
 from ..core.scorer import Question
 from ..models.layers import Attention, scaled_dot_product
 
-LINES_PER_THREAD = 16  # also a whole number of vector registers, so that no element is computed by a scalar tail
 ONE_CALL_TOKENS = 64  # up to this length one masked attention call beats a causal and a masked one
 
 
@@ -77,12 +76,6 @@ def _common_prefix(rows: Sequence[np.ndarray]) -> int:
     for row in rows[1:]:
         differs |= row[:length] != rows[0][:length]
     return int(differs.argmax()) if differs.any() else length
-
-
-def whole_blocks(lines: int) -> int:
-    """`lines` rounded up so that every thread gets whole blocks (see the module's note)."""
-    block = LINES_PER_THREAD * torch.get_num_threads()
-    return -(-lines // block) * block
 
 
 class TreeAttention:
