@@ -23,13 +23,14 @@ from .wordtable import PADDING, WordTable
 CHUNK = 1 << 19  # characters worked on together: the temporaries stay in the cache
 PUNCTUATION = b"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 SEPARATOR = "\n"
+SAFE_CUT = re.compile(" ")
 FRAMED = re.compile("0([^01]*)1")
 
 
-def cut(texts: list[str], size: int, breaks: str) -> Iterator[tuple[list[str], list[int]]]:
+def cut(texts: list[str], size: int, breaks: re.Pattern[str]) -> Iterator[tuple[list[str], list[int]]]:
     """(pieces, which text each belongs to) in runs of about `size` characters.
 
-    A longer text is cut before the next `breaks`, wherever that stands.
+    A longer text is cut before the next match of `breaks`, wherever that stands.
     """
     pieces: list[str] = []
     owners: list[int] = []
@@ -37,9 +38,10 @@ def cut(texts: list[str], size: int, breaks: str) -> Iterator[tuple[list[str], l
     for owner, text in enumerate(texts):
         start = 0
         while len(text) - start > size:
-            stop = text.find(breaks, start + size)
-            if stop < 0:
+            found = breaks.search(text, start + size)
+            if found is None:
                 break
+            stop = found.start()
             if pieces:
                 yield pieces, owners
                 pieces, owners, held = [], [], 0
@@ -120,7 +122,7 @@ class WordPieceEngine:
     def _encode_alike(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         lengths = np.zeros(len(texts), np.int64)
         parts = [np.empty(0, np.int32)]
-        for pieces, owners in cut(texts, CHUNK, " "):
+        for pieces, owners in cut(texts, CHUNK, SAFE_CUT):
             ids, counts = self._encode(pieces)
             parts.append(ids)
             lengths[owners] += counts  # the pieces of one run belong to different texts
