@@ -156,8 +156,9 @@ def tokenizer(
 @out_options
 @throughline_command
 def tokenize(
-    inputs: tuple[str, ...], tokenizer_path: str, append_eos: bool | None, sentences: bool, workers: int | None, backend: str, executor: str,
-    shard_bytes: str | None, max_replaced: float, task_index: int | None, task_count: int | None, out: str, overwrite: bool, **text: Any,
+    inputs: tuple[str, ...], tokenizer_path: str, append_eos: bool | None, sentences: bool, workers: int | None,
+    backend: str, executor: str, shard_bytes: str | None, max_replaced: float, task_index: int | None,
+    task_count: int | None, out: str, overwrite: bool, **text: Any,
 ) -> None:  # fmt: skip
     """Tokenise text into a store of Megatron-compatible shards. Stopped or killed, the same command continues.
 
@@ -181,7 +182,7 @@ def tokenize(
         return
     facts = manifest.facts
     lines = [
-        f"{facts['tokens']:,} tokens in {facts['documents']:,} documents ({facts['sequences']:,} sequences, {len(facts['shards'])} shards) in {out}",
+        f"{facts['tokens']:,} tokens in {facts['documents']:,} documents, {len(facts['shards'])} shards, in {out}",
         f"{facts['text_bytes'] / facts['tokens']:.2f} bytes per token, {facts['dtype']}, encoded by {', '.join(facts['backends'])}",
     ]
     dirty = {key: count for key, count in facts["counts"].items() if count}

@@ -18,8 +18,8 @@ from ..core.console import warn
 from ..core.errors import Failed, MissingExtra
 from .backends import open_backend
 from .plan import Plan, Task, read_plan
-from .tasks import STORE, run_task
-from .tokenizer import Tokenizer
+from .tasks import run_task
+from .tokenizer import FILE, Tokenizer
 
 TRIES = 2
 
@@ -99,7 +99,7 @@ def _worker(pipe: Connection, work: str, backend_name: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = Path(work)
     try:
-        plan, tokenizer = read_plan(folder), Tokenizer.load(folder / STORE)
+        plan, tokenizer = read_plan(folder), Tokenizer.load(folder / FILE)
         tasks = plan.tasks()
         backend = open_backend(tokenizer, backend_name, check=False)  # the parent has checked it
         while (index := pipe.recv()) is not None:
@@ -133,5 +133,5 @@ def run_ray(work: Path, tasks: Sequence[Task], backend: str, on_bytes: Callable[
 def _ray_task(work: str, index: int, backend_name: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = Path(work)
-    plan, tokenizer = read_plan(folder), Tokenizer.load(folder / STORE)
+    plan, tokenizer = read_plan(folder), Tokenizer.load(folder / FILE)
     run_task(folder, plan, plan.tasks()[index], tokenizer, open_backend(tokenizer, backend_name, check=False))

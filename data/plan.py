@@ -6,15 +6,15 @@ size, on who runs a task or when. A plan of 10 TB takes a second and a few megab
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import Refused
-from ..core.files import read_json, sha256_json, write_atomic
+from ..core.errors import Failed, Refused
+from ..core.files import full_disk, read_json, sha256_json, write_atomic
 from .inputs import Source
 from .readers import ReadOptions, splittable
-from .text import MAX_REPLACED
 
 PLAN = "plan.json"
 LEAST_SHARD, MOST_SHARD = 8 << 20, 256 << 20  # bytes of input: seconds to minutes of work for the slowest backend
@@ -48,7 +48,6 @@ class Plan:
     append_eos: bool
     sentences: bool
     shard_bytes: int
-    max_replaced: float = MAX_REPLACED
 
     @property
     def bytes(self) -> int:
@@ -100,11 +99,19 @@ def default_shard_bytes(total: int) -> int:
 def write_plan(work: Path, plan: Plan) -> None:
     """Put the plan into the work directory, or check that the one there is the same.
 
-    Raises Refused naming what differs: a re-run continues only with the same inputs, tokenizer and settings.
+    Raises Refused naming what differs (a re-run continues only with the same inputs, tokenizer and settings), Failed when
+    it cannot be written.
     """
     file = work / PLAN
     if not file.exists():
-        write_atomic(file, json.dumps(asdict(plan)) + "\n")
+        try:
+            with full_disk(work):
+                work.mkdir(parents=True, exist_ok=True)
+            write_atomic(file, json.dumps(asdict(plan)) + "\n")
+        except Failed:
+            with suppress(OSError):
+                work.rmdir()
+            raise
     differs = differences(read_json(file), json.loads(json.dumps(asdict(plan))))
     if differs:
         raise Refused(
@@ -116,7 +123,7 @@ def write_plan(work: Path, plan: Plan) -> None:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What differs between two plans, in words."""
     found = []
-    for key in ("tokenizer", "append_eos", "sentences", "shard_bytes", "max_replaced", "options"):
+    for key in ("tokenizer", "append_eos", "sentences", "shard_bytes", "options"):
         if old.get(key) != new[key]:
             found.append(
                 f"{key} was {old.get(key)}, is {new[key]}" if key != "tokenizer" else "the tokenizer has changed"

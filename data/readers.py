@@ -72,7 +72,7 @@ def read(
             blocks = between(opened, start, stop, separator) if splittable(source, options) else opened
             blocks = _checked(blocks, source.path, start, counts)
             if source.format == "jsonl":
-                where = source.path if start == 0 else f"{source.path}, from byte {start:,}, "
+                where = source.path.replace("%", "%%") + (":%d" if start == 0 else f", line %d after byte {start:,}")
                 yield from _jsonl(blocks, where, options, counts)
             elif options.documents == "file":
                 yield from _whole(blocks, options, counts)
@@ -200,7 +200,7 @@ def _first_long(raw: bytes, limit: int, separator: re.Pattern[bytes]) -> int | N
 
 
 def _jsonl(blocks: Iterable[bytes], where: str, options: ReadOptions, counts: Counter[str]) -> Iterator[Batch]:
-    """The field of every line; a line is held whole."""
+    """The field of every line; a line is held whole. `where` has a place for the number of a line."""
     number, pending = 0, []
     for block in blocks:
         place = block.rfind(b"\n") + 1
@@ -226,10 +226,10 @@ def _fields(text: str, where: str, number: int, field: str) -> list[str | None]:
                 raise TypeError
         except ValueError as error:
             raise Failed(
-                "a line is not JSON", where=f"{where}:{number}", why=str(error), fix="repair or remove that line"
+                "a line is not JSON", where=where % number, why=str(error), fix="repair or remove that line"
             ) from error
         except (KeyError, TypeError, IndexError) as error:
-            raise _bad_field(line, f"{where}:{number}", field) from error
+            raise _bad_field(line, where % number, field) from error
         values.append(value)
     return values
 

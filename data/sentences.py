@@ -7,7 +7,7 @@ the full stops of scripts without spaces, and at a blank line. Known abbreviatio
 import re
 
 _ENDS = re.compile(
-    r"(?:[.!?…]+[\"'”’»)\]]*)(?=\s+[\"'“‘«(\[]*[^\W\d_a-z])"  # Latin and its like: the next begins with a capital or an uncased letter
+    r"(?:[.!?…]+[\"'”’»)\]]*)(?=\s+[\"'“‘«(\[]*[^\W\d_a-z])"  # the next begins with a capital or an uncased letter
     r"|[。！？]+[”’」』）]*|[।۔؟]+(?=\s)"  # Chinese and Japanese; Hindi, Urdu, Arabic
     r"|(?=\n[ \t]*\n)"
 )

@@ -57,7 +57,9 @@ def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
     if compression == "zst":
         yield from _unzstd(file)
         return
-    opened: Any = gzip.open(file) if compression == "gz" else bz2.open(file) if compression == "bz2" else file
+    opened: Any = file
+    if compression:
+        opened = gzip.GzipFile(fileobj=file) if compression == "gz" else bz2.BZ2File(file)
     while block := opened.read(BLOCK_BYTES):
         yield block
 

@@ -23,7 +23,7 @@ from ..core.errors import Failed
 
 PIECE_BYTES = 1 << 20  # longer documents go to the tokenizer in pieces: memory stays flat, however long a line is
 MAX_REPLACED = 0.001  # of all characters; one replaced character is always forgiven
-BINARY_SHARE = 0.1  # a first block with more bad characters than this is not text
+BINARY_SHARE, BINARY_LEAST = 0.1, 64  # a first block with more bad characters than both is not text
 COUNTS = ("bom", "crlf", "nul", "replaced", "unwrapped", "empty", "long", "forced_cuts")
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -85,7 +85,7 @@ def check_is_text(head: bytes, where: str, at_start: bool) -> None:
     text = sample.decode("utf-8", "replace")
     bad = max(text.count("\ufffd") - sample.count(b"\xef\xbf\xbd") - 1, 0) + text.count("\0")
     kind = next((what for magic, what in _MAGIC.items() if sample.startswith(magic)), "") if at_start else ""
-    if bad <= BINARY_SHARE * len(text) and not (bad and kind):
+    if bad <= max(BINARY_SHARE * len(text), BINARY_LEAST) and not (bad and kind):
         return
     fix = f"this looks like {kind}" if kind else "leave the file out, or convert it to UTF-8 (iconv -f latin1 -t utf-8)"
     raise Failed(
@@ -96,10 +96,11 @@ def check_is_text(head: bytes, where: str, at_start: bool) -> None:
 def check_replaced(replaced: int, characters: int, limit: float, where: str) -> None:
     """Raise Failed when more than `limit` of the characters had to be replaced."""
     if replaced > max(1.0, limit * characters):
+        share = f"{replaced / characters:.2%}, limit {limit:.2%}"
         raise Failed(
             "too many characters had to be replaced",
             where=where,
-            why=f"{replaced:,} of {characters:,} characters are invalid UTF-8 or NUL ({replaced / characters:.2%}, limit {limit:.2%})",
+            why=f"{replaced:,} of {characters:,} characters are invalid UTF-8 or NUL ({share})",
             fix="convert the text (iconv -f latin1 -t utf-8), or accept it with a larger --max-replaced",
         )
 

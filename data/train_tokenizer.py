@@ -30,8 +30,9 @@ RUN = re.compile(r"\S{1000}")  # a longer run without space is broken for traini
 EOT, UNK = "<|endoftext|>", "<|unk|>"
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUES = 0xF0000  # private-use code points stand for the continuing characters of a word (planes 15 and 16)
-WATCH_BYTES = 16 << 20
-WORD_BYTES = 700  # of memory per distinct word while merging (measured: 480 to 650 on English, code and 11 languages)
+MOST_SPACED = 1_000_000  # words between spaces held before they are taken apart
+WATCH_BYTES = 16 << 20  # of text, in which distinct words are counted for the estimate of memory
+WORD_BYTES = 700  # of memory per distinct word while merging: 20 MB of novels, 363,000 words, took 268 MB
 
 Type = Literal["bpe", "wordpiece", "char"]
 
@@ -96,12 +97,7 @@ def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokenizer:
-    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    splitter = pre_tokenizers.BertPreTokenizer()
-    plain: Counter[str] = Counter()
-    for text in texts:
-        normal = normalizer.normalize_str(RUN.sub("\\g<0>\n", text))
-        plain.update(word for word, _ in splitter.pre_tokenize_str(normal))
+    plain = _count_words(texts, lowercase)
     characters = Counter[str]()
     for word, count in plain.items():
         for character in set(word):
@@ -126,21 +122,42 @@ def _wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokeni
     return _made(bert_library({token: place for place, token in enumerate(tokens)}, lowercase), vocab_size)
 
 
-def _watched(texts: Iterable[str]) -> Iterator[str]:
-    """The texts; from time to time the distinct words so far say whether merging will fit into memory."""
-    words: set[int] = set()
-    size, look = 0, WATCH_BYTES
+def _count_words(texts: Iterable[str], lowercase: bool) -> Counter[str]:
+    """Words as BERT's normaliser and splitting at punctuation make them, counted.
+
+    Words between spaces are counted first and taken apart once each: ten times faster on prose.
+    """
+    normalizer, splitter = normalizers.BertNormalizer(lowercase=lowercase), pre_tokenizers.BertPreTokenizer()
+    words: Counter[str] = Counter()
+    spaced: Counter[str] = Counter()
+
+    def take_apart() -> None:
+        for run, count in spaced.items():
+            for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(RUN.sub("\\g<0>\n", run))):
+                words[word] += count
+        spaced.clear()
+
     for text in texts:
-        size += len(text)
-        if size <= WATCH_BYTES or size >= look:  # all of the beginning, then a text in each further stretch
+        spaced.update(text.split())
+        if len(spaced) > MOST_SPACED:
+            take_apart()
+    take_apart()
+    return words
+
+
+def _watched(texts: Iterable[str]) -> Iterator[str]:
+    """The texts; at their end, before the merging, the distinct words say whether it will fit into memory."""
+    words: set[int] = set()
+    size = 0
+    for text in texts:
+        if size < WATCH_BYTES:
             words.update(map(hash, text.split()))
-        if size >= look:
-            # distinct words grow with a power of the text of at most 0.75 (Heaps' law; 0.5 to 0.7 for prose)
-            check_memory(int(len(words) * max(size / WATCH_BYTES, 1) ** 0.75))
-            look = size * 2
+        size += len(text)
         yield text
     if not size:
         raise Failed("no text to train on", fix="name inputs that hold text")
+    # distinct words grow with a power of the text: 0.5 to 0.7 for prose (Heaps' law)
+    check_memory(int(len(words) * max(size / WATCH_BYTES, 1) ** 0.75))
 
 
 def _merge(library: Library, words: Counter[str], vocab_size: int, alphabet: list[str]) -> None:
@@ -248,9 +265,11 @@ def import_tokenizer(path: Path | str, lowercase: bool | None = None) -> tuple[T
     if (path / FILE if path.is_dir() else path).is_file():
         return Tokenizer.load(path), [path / FILE if path.is_dir() else path]
     raise WrongUse(
-        "no vocabulary here", where=path, why="looked for encoder.json + vocab.bpe, vocab.json + merges.txt, vocab.txt, tokenizer.json",
+        "no vocabulary here",
+        where=path,
+        why="looked for encoder.json + vocab.bpe, vocab.json + merges.txt, vocab.txt, tokenizer.json",
         fix="give the directory that holds one of these",
-    )  # fmt: skip
+    )
 
 
 def _gpt2(encoder: Path, merges: Path) -> Tokenizer:

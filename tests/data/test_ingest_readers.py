@@ -1,0 +1,186 @@
+"""Readers: byte ranges share and lose nothing, long documents are cut by their own content, dirt is counted, damage is named."""
+
+import bz2
+import gzip
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from throughline.core.errors import Failed, ThroughlineError, WrongUse
+from throughline.data import streams
+from throughline.data.inputs import expand_inputs
+from throughline.data.readers import ReadOptions, read
+
+
+def documents(path: Path, cuts: list[int], options: ReadOptions) -> tuple[list[str], Counter[str]]:
+    """The documents of a file read as ranges between `cuts`."""
+    [source] = expand_inputs([str(path)])
+    counts: Counter[str] = Counter()
+    found: list[str] = []
+    bounds = [0, *sorted(set(cuts)), None]
+    for start, stop in pairwise(bounds):
+        going = False
+        for texts, continues in read(source, start, stop, options, counts):
+            texts = list(texts)
+            if going:
+                found[-1] += texts.pop(0)
+            found += texts
+            going = continues
+        assert not going, "a document was left open"
+    return found, counts
+
+
+def plain_lines(raw: bytes) -> list[str]:
+    text = raw.decode("utf-8", "replace").replace("\0", "\ufffd").replace("\r\n", "\n")
+    return [line for line in text.split("\n") if line.strip()]
+
+
+TEXT = st.text(alphabet="ab \n\r\t.é漢\0", max_size=60).map(lambda text: text.encode())
+
+
+@settings(max_examples=150, deadline=None)
+@given(raw=TEXT, cuts=st.lists(st.integers(1, 60), max_size=5), block=st.integers(1, 20), piece=st.sampled_from([5, 8, 1000]))
+@pytest.mark.parametrize("mode", ["line", "block"])
+def test_ranges_partition_the_documents(tmp_path_factory, mode, raw, cuts, block, piece) -> None:
+    """Any cuts, any size of read: the same documents in the same order with the same counts as one range."""
+    path = tmp_path_factory.mktemp("r") / "t.txt"
+    path.write_bytes(raw)
+    options = ReadOptions(documents=mode, piece_bytes=piece)
+    cuts = [cut for cut in cuts if cut < len(raw)]
+    whole, counts = documents(path, [], options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "BLOCK_BYTES", block)
+        parts, part_counts = documents(path, cuts, options)
+    assert parts == whole
+    assert {key: n for key, n in part_counts.items() if n} == {key: n for key, n in counts.items() if n}
+    if mode == "line" and b"\r" not in raw.replace(b"\r\n", b""):
+        assert whole == plain_lines(raw)
+
+
+def test_blocks_are_split_at_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_bytes(b"\n\n one\ntwo\n\n \t\r\n\nthree\n   \nfour\nfive\n\n")
+    assert documents(path, [], ReadOptions())[0] == [" one\ntwo", "three", "four\nfive"]
+
+
+def test_long_line_is_cut_before_white_space(tmp_path: Path) -> None:
+    """Pieces of a document begin at white space, join to the document, and do not depend on how the file was read."""
+    words = "word " * 5000 + "\u3000 " + "x" * 3000 + " tail"
+    (tmp_path / "t.txt").write_text(f"first\n{words}\nlast\n")
+    [source] = expand_inputs([str(tmp_path / "t.txt")])
+    counts: Counter[str] = Counter()
+    batches = list(read(source, 0, None, ReadOptions(documents="line", piece_bytes=1000), counts))
+    pieces = [text for batch in batches for text in batch.texts]
+    assert max(map(len, pieces)) <= 1000 and counts["long"] == 1 and counts["forced_cuts"] == 3
+    joined = "".join(pieces)
+    assert joined == "first" + words + "last"
+    place = len("first")
+    for batch in batches[1:]:
+        place += len(batch.texts[0])
+    starts = [batches[i].texts[0][:1] for i in range(1, len(batches)) if batches[i - 1].continues]
+    assert sum(start == " " for start in starts) >= len(starts) - counts["forced_cuts"]
+
+
+@pytest.mark.parametrize("pack", [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".zst", zstandard.compress)])
+@pytest.mark.parametrize("mode", ["file", "line", "block"])
+def test_every_compression_reads_the_same(tmp_path: Path, pack, mode: str) -> None:
+    raw = "".join(f"line {i} é\n" + ("\n" if i % 7 == 0 else "") for i in range(3000)).encode()
+    (tmp_path / "a.txt").write_bytes(raw)
+    (tmp_path / f"b.txt{pack[0]}").write_bytes(pack[1](raw[:20000]) + pack[1](raw[20000:]))  # two members or frames
+    options = ReadOptions(documents=mode)
+    assert documents(tmp_path / f"b.txt{pack[0]}", [], options) == documents(tmp_path / "a.txt", [], options)
+
+
+def test_jsonl_parquet_and_saved_dataset_agree(tmp_path: Path) -> None:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = ["one", "zwei é", "", "three\n\nblocks", "nul\0", "x" * 3000]
+    lines = [json.dumps({"id": i, "body": text}) for i, text in enumerate(texts)] + ['{"id": 9, "body": null}', ""]
+    (tmp_path / "t.jsonl").write_text("\r\n".join(lines))
+    table = pa.table({"id": range(len(texts)), "body": texts})
+    pq.write_table(table, tmp_path / "t.parquet", row_group_size=2)
+    datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
+    options = ReadOptions(field="body", piece_bytes=1000)
+    size = (tmp_path / "t.parquet").stat().st_size
+    expected = ["one", "zwei é", "three\n\nblocks", "nul\ufffd", "x" * 3000]
+    assert documents(tmp_path / "t.jsonl", [], options)[0] == expected
+    assert documents(tmp_path / "t.jsonl", [1, 30, 31, 60], options)[0] == expected
+    assert documents(tmp_path / "t.parquet", [], options)[0] == expected
+    assert documents(tmp_path / "t.parquet", [size // 4, size // 2], options)[0] == expected
+    assert documents(tmp_path / "saved", [], options)[0] == expected
+
+
+def test_dirt_is_counted(tmp_path: Path) -> None:
+    raw = b"\xef\xbb\xbfgood\r\nbad \xff\xfe byte \xe2\x82 and \0\r\n\r\nwrapped\r\nline\r\n" + b"clean text\n" * 500
+    (tmp_path / "t.txt").write_bytes(raw)
+    found, counts = documents(tmp_path / "t.txt", [], ReadOptions(documents="block", unwrap=True))
+    assert found[:1] == ["good bad \ufffd\ufffd byte \ufffd and \ufffd"] and found[1].startswith("wrapped line clean text")
+    assert counts["bom"] == 1 and counts["crlf"] == 5 and counts["nul"] == 1 and counts["replaced"] == 4
+    assert counts["unwrapped"] == 1 + 501
+
+
+def test_lone_surrogate_in_json_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "a \\ud800 b"}\n')
+    found, counts = documents(tmp_path / "t.jsonl", [], ReadOptions())
+    assert found == ["a \ufffd b"] and counts["replaced"] == 1
+
+
+def damaged_bz2() -> bytes:
+    raw = bytearray(bz2.compress(b"text " * 9999))
+    raw[len(raw) // 2] ^= 0xFF
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("t.txt.gz", gzip.compress(b"text " * 9999)[:-20], "cut short"),
+        ("t.txt.bz2", bz2.compress(b"text " * 9999)[:-20], "cut short"),
+        ("t.txt.zst", zstandard.compress(b"text " * 9999)[:-5], "cut short"),
+        ("t.txt.gz", b"this is no gzip data", "damaged"),
+        ("t.txt.zst", b"this is no zstandard data", "damaged"),
+        ("t.txt.bz2", damaged_bz2(), "damaged"),
+        ("t.txt", bytes(range(256)) * 50, "not a text file"),
+        ("t.txt", gzip.compress(bytes(range(256)) * 50), "name it .gz"),
+        ("t.txt", "Hello UTF-16 world".encode("utf-16"), "UTF-16"),
+        ("t.jsonl", b'{"text": "a"}\n{"text": \n', "t.jsonl:2"),
+        ("t.jsonl", b'{"body": "a"}\n', "fields with text: body"),
+        ("t.jsonl", b'{"text": 3}\n', "holds no text"),
+        ("t.jsonl", b"[1]\n", "not a JSON object"),
+        ("t.parquet", b"PAR1 but not really", "damaged"),
+    ],
+)  # fmt: skip
+def test_damage_is_one_clear_error(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(Failed) as error:
+        documents(tmp_path / name, [], ReadOptions(documents="line"))
+    assert said in str(error.value) and error.value.where and error.value.fix
+
+
+def test_inputs_expand_in_order_and_complain(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.jsonl.gz", "sub/c.parquet", "picture.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    found = expand_inputs([str(tmp_path)])
+    assert [Path(source.path).name for source in found] == ["a.jsonl.gz", "b.txt", "c.parquet"]
+    assert [source.format for source in found] == ["jsonl", "txt", "parquet"] and found[0].compression == "gz"
+    assert [Path(source.path).name for source in expand_inputs([str(tmp_path / "*.txt")])] == ["b.txt"]
+    (tmp_path / "empty").mkdir()
+    for wrong in ([], [str(tmp_path / "no")], [str(tmp_path / "empty")], [str(tmp_path / "b.txt")] * 2):
+        with pytest.raises(WrongUse):
+            expand_inputs(wrong)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("text")
+    [source] = expand_inputs([str(tmp_path / "t.txt")])
+    (tmp_path / "t.txt").unlink()
+    with pytest.raises(ThroughlineError, match=r"cannot open an input(.|\n)*t\.txt"):
+        list(read(source, 0, None, ReadOptions(), Counter()))

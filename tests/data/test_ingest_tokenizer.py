@@ -1,0 +1,224 @@
+"""Tokenizers: deterministic training, exact imports, no special token out of text, backends equal to the reference."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
+from throughline.data import backends
+from throughline.data.backends import BACKENDS, NASTY, difference, open_backend
+from throughline.data.inputs import expand_inputs
+from throughline.data.readers import ReadOptions
+from throughline.data.text import cut_place
+from throughline.data.tokenizer import Tokenizer
+from throughline.data.train_tokenizer import import_tokenizer, sample, train_tokenizer
+
+TEXTS = [
+    "The quick brown fox, naïve and slow, jumps over the lazy dog's 42 bones.\n\nThen it sleeps; 日本語 too. ",
+    "def f(x):\n    return x ** 2  # squared\n\n\nA second paragraph isn't here — or is it?",
+] * 40
+
+
+@pytest.fixture(scope="module", params=["bpe", "wordpiece", "char"])
+def trained(request: pytest.FixtureRequest) -> Tokenizer:
+    return train_tokenizer(TEXTS, request.param, {"bpe": 400, "wordpiece": 300, "char": 100}[request.param])
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_training_gives_the_same_file_in_another_process(kind: str) -> None:
+    """Another process has other hash seeds: the trainer must not follow the order of a hash map."""
+    code = (
+        "import sys, json\nfrom throughline.data.train_tokenizer import train_tokenizer\n"
+        f"print(train_tokenizer(json.load(sys.stdin), {kind!r}, 300).fingerprint())"
+    )
+    prints = {
+        subprocess.run([sys.executable, "-c", code], input=json.dumps(TEXTS), capture_output=True, text=True, check=True).stdout
+        for _ in range(3)
+    }
+    assert len(prints) == 1
+
+
+def test_trained_roles_and_round_trip(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(tmp_path / "t")
+    loaded = Tokenizer.load(tmp_path / "t")
+    assert loaded.fingerprint() == trained.fingerprint() and loaded.type == trained.type
+    assert loaded.special == trained.special
+    if trained.type == "wordpiece":
+        assert [loaded.pad_id, loaded.unk_id, loaded.cls_id, loaded.sep_id, loaded.mask_id] == [0, 1, 2, 3, 4]
+        assert loaded.eos_id is None
+    else:
+        assert loaded.eos_id == loaded.vocab_size - 1 and loaded.mask_id is None
+        assert loaded.decode(loaded.encode(TEXTS[0])) == TEXTS[0]
+    ids, lengths = loaded.encode_batch(TEXTS)
+    assert ids.dtype == np.int32 and lengths.dtype == np.int64
+    assert np.array_equal(ids, np.concatenate([loaded.encode(text) for text in TEXTS])) and lengths.sum() == len(ids)
+
+
+def test_text_never_becomes_a_special_token(trained: Tokenizer) -> None:
+    """Literal names of special tokens are text, for every backend that this machine has."""
+    texts = ["a<|endoftext|>b", "[CLS] [MASK] [SEP][PAD]", "<|unk|>", "<|endoftext|>"]
+    roles = {i for role, i in trained.special.items() if role != "unk"}
+    for name in ("auto", "tokenizers"):
+        ids, _ = open_backend(trained, name).encode_batch(texts)
+        assert not roles & set(ids.tolist())
+
+
+def test_characters_are_in_code_point_order() -> None:
+    made = train_tokenizer(["cab\n"], "char", 10)
+    assert made.encode("\nabcz").tolist() == [0, 1, 2, 3, made.unk_id]
+
+
+def test_gpt2_and_bert_vocabularies(shared: Path) -> None:
+    """Known ids of known texts (GPT-2's and BERT's own), roles, and the types."""
+    gpt2, files = import_tokenizer(shared / "data/gpt2-bpe")
+    assert [file.name for file in files] == ["encoder.json", "vocab.bpe"]
+    assert gpt2.encode("Hello world").tolist() == [15496, 995] and gpt2.eos_id == 50256 == gpt2.vocab_size - 1
+    bert, _ = import_tokenizer(shared / "data/bert-base-uncased")
+    assert bert.encode("Hello World").tolist() == [7592, 2088] and bert.special == {
+        "pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103,
+    }  # fmt: skip
+    assert import_tokenizer(shared / "data/bert-base-uncased/vocab.txt", lowercase=False)[0].encode("Hello").tolist() != [7592]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece", "char"])
+def test_no_text_and_no_room_are_errors(kind: str) -> None:
+    with pytest.raises(Failed, match="no text"):
+        train_tokenizer([], kind, 1000)  # type: ignore[arg-type]
+    with pytest.raises(WrongUse, match="too small"):
+        train_tokenizer(TEXTS, kind, 2)  # type: ignore[arg-type]
+
+
+def test_training_that_would_not_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("throughline.data.train_tokenizer.WORD_BYTES", 1 << 40)
+    for kind in ("bpe", "wordpiece"):
+        with pytest.raises(Failed, match="not enough memory"):
+            train_tokenizer(TEXTS, kind, 1000)  # type: ignore[arg-type]
+
+
+def test_wrong_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "tokenizer.json").write_text("{}")
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "encoder.json").write_text('{"a": 0, "b": 1}')
+    (tmp_path / "gpt" / "vocab.bpe").write_text("#version: 0.2\na b\n")
+    for path in ("vocab.txt", "bad", "gpt", "nothing", "."):
+        with pytest.raises(ThroughlineError) as error:
+            import_tokenizer(tmp_path / path if path != "." else tmp_path / "..")
+        assert error.value.fix or error.value.why
+    with pytest.raises(WrongUse, match="no tokenizer here"):
+        Tokenizer.load(tmp_path)
+
+
+def test_sample_keeps_to_its_budget_and_reaches_every_file(tmp_path: Path) -> None:
+    """A quarter of two files of unlike size: about a quarter of each, from its whole length."""
+    for name, lines in (("a.txt", 120_000), ("b.txt", 360_000)):
+        (tmp_path / name).write_text("".join(f"{name} line {i:07d}\n\n" for i in range(lines)))
+    sources = expand_inputs([str(tmp_path)])
+    total = sum(source.bytes for source in sources)
+    found = list(sample(sources, ReadOptions(), total // 4, Counter()))
+    size = {name: sum(len(text) + 2 for text in found if text.startswith(name)) for name in ("a.txt", "b.txt")}
+    for source, name in zip(sources, size):
+        assert 0.1 < size[name] / source.bytes < 0.5
+    assert int(found[-1].split()[-1]) > 180_000
+    assert found == list(sample(sources, ReadOptions(), total // 4, Counter()))
+
+
+class Wrong:
+    """A backend with one fault that only an unusual text shows."""
+
+    name = "wrong"
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        return self._tokenizer.encode_batch([text.replace("Ǆ", "Dz") for text in texts])
+
+
+def test_a_backend_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    made = train_tokenizer(TEXTS, "bpe", 300)
+    monkeypatch.setitem(backends.BACKENDS, "bpe", {"gigatoken": Wrong})
+    with pytest.raises(Refused, match=r"differs(.|\n)*Ǆ"):
+        open_backend(made, "gigatoken")
+    assert open_backend(made).name == "tokenizers" and "is not used" in capsys.readouterr().err
+    with pytest.raises(WrongUse, match="cannot encode bpe"):
+        open_backend(made, "char-numpy")
+
+
+def test_a_sample_text_decides_too() -> None:
+    made = train_tokenizer(TEXTS, "bpe", 300)
+    assert difference(Wrong(made), made).count("Ǆ") and "ŉ" not in "".join(NASTY)
+
+    class Other(Wrong):
+        def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+            return self._tokenizer.encode_batch([text.replace("ŉ", "n") for text in texts])
+
+    assert not difference(Other(made), made) and difference(Other(made), made, ["an ŉ here"])
+
+
+def names() -> list[tuple[str, str]]:
+    return [(kind, name) for kind, found in BACKENDS.items() for name in found]
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.text(max_size=80), max_size=6))
+@pytest.mark.parametrize(("kind", "name"), names())
+def test_backends_equal_the_reference_on_any_text(made_once, kind: str, name: str, texts: list[str]) -> None:
+    made, opened = made_once(kind, name)
+    ids, lengths = opened.encode_batch(texts)
+    expected, expected_lengths = made.encode_batch(texts)
+    assert ids.tolist() == expected.tolist() and lengths.tolist() == expected_lengths.tolist()
+    assert ids.dtype == np.int32 and lengths.dtype == np.int64
+
+
+@pytest.fixture(scope="module")
+def made_once():
+    cache = {}
+
+    def get(kind: str, name: str):
+        if (kind, name) not in cache:
+            made = train_tokenizer(TEXTS, kind, 400)  # type: ignore[arg-type]
+            try:
+                cache[kind, name] = (made, open_backend(made, name))
+            except (ImportError, WrongUse) as error:
+                pytest.skip(f"backend {name}: {error}")
+        return cache[kind, name]
+
+    return get
+
+
+PARTS = ["word", " ", "\n", "  ", "\t", "\u3000", "é", "漢字", "don't", "12", "\r\n", ".", "<|endoftext|>"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(parts=st.lists(st.sampled_from(PARTS), min_size=8, max_size=60), at=st.integers(10, 40))
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece", "char"])
+def test_tokens_of_pieces_are_those_of_the_whole(made_once, kind: str, parts: list[str], at: int) -> None:
+    """The promise behind reading a 100 MB line in pieces: a cut that is not forced changes no token."""
+    made, _ = made_once(kind, next(iter(BACKENDS[kind])) if kind != "wordpiece" else "wordpiece-numpy")
+    raw = "".join(parts).encode()
+    place, forced = cut_place(raw[:at])
+    if forced or len(raw) <= at:
+        return
+    left, right = raw[:place].decode(), raw[place:].decode()
+    assert made.encode(left).tolist() + made.encode(right).tolist() == made.encode(raw.decode()).tolist()
+
+
+def test_tokenizers_that_cross_spaces_are_known() -> None:
+    """A tokenizer that puts a prefix before every text must get documents whole."""
+    made = train_tokenizer(TEXTS, "bpe", 300)
+    config = json.loads(made.to_json())
+    assert made.splits_at_space
+    for change in (
+        {"pre_tokenizer": {**config["pre_tokenizer"], "add_prefix_space": True}},
+        {"pre_tokenizer": None},
+        {"normalizer": {"type": "Prepend", "prepend": "_"}},
+    ):
+        assert not Tokenizer(json.dumps(config | change)).splits_at_space
