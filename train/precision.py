@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from ..core.errors import WrongUse
-from ..core.hardware import check_dtype
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_SCALE = 2.0**16  # 65,504 is the largest fp16: the first steps halve the scale until the gradients fit
@@ -28,8 +27,10 @@ def pick_device(wanted: str, precision: str) -> torch.device:
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
-    major, minor = torch.cuda.get_device_capability(device)
     if precision in AUTOCAST:
+        from ..core.hardware import check_dtype  # needs psutil, which a bare machine with a GPU may lack
+
+        major, minor = torch.cuda.get_device_capability(device)
         check_dtype(precision, "cuda", capability=f"{major}.{minor}", name=torch.cuda.get_device_name(device))
     return device
 
