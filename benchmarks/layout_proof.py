@@ -18,7 +18,6 @@ from throughline.benchmarks.forked import run_ranks
 from throughline.models.config import FAMILIES, ModelConfig
 from throughline.models.init import build, initial_values
 from throughline.train.objective import LOSSES, StepBatch, prepare
-from throughline.train.parallel.context import cut_rows
 from throughline.train.parallel.engine import Engine
 from throughline.train.parallel.layout import Layout, layout_problems
 from throughline.train.parallel.mesh import make_mesh, start_group
@@ -172,8 +171,7 @@ def own_rows(case: Case, engine: Engine, step: int) -> StepBatch:
     mesh = engine.mesh
     own = ROWS // case.layout.data
     rows = {name: values[mesh.data.rank * own : (mesh.data.rank + 1) * own] for name, values in make_rows(case, step).items()}
-    rows = cut_rows(rows, mesh.context)
-    return prepare(rows, case.family, case.micro_rows, mesh.device, engine.dtype, 1.0)
+    return prepare(engine.cut(rows), case.family, case.micro_rows, mesh.device, engine.dtype, 1.0)
 
 
 Plant = Callable[[Engine], None]
@@ -185,7 +183,7 @@ def train_rank(case: Case, expected: Reference, plant: Plant | None = None) -> E
     start_group(device, 60)
     engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
     shapes = {leaf.name: torch.Size(leaf.piece.shape) for leaf in engine.leaves}
-    engine.fill(lambda name: value_of(case, name, shapes[name]))
+    engine.fill(lambda name, box: value_of(case, name, shapes[name])[box.slices()])
     if plant is not None:
         plant(engine)
     trainer, errors = make_trainer(case, engine, None), Errors()

@@ -72,11 +72,15 @@ class Manifest:
 
 @dataclass
 class Draft:
-    """An artifact being written: put files into `path` and facts into `facts`."""
+    """An artifact being written: put files into `path` and facts into `facts`.
+
+    `known` has the sha256 of files that were hashed and flushed when they were written.
+    """
 
     path: Path
     facts: dict[str, Any] = field(default_factory=dict)
     inputs: list[Input] = field(default_factory=list)
+    known: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -103,7 +107,7 @@ def create_artifact(
         with full_disk(path):
             staging.mkdir()
             yield draft
-            seal(staging, kind, draft.inputs, recipe_hash, draft.facts)
+            seal(staging, kind, draft.inputs, recipe_hash, draft.facts, draft.known)
             _move_into_place(staging, path, overwrite)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)

@@ -14,39 +14,34 @@ hashes, and then lets `latest` name the new directory. There is no pickle anywhe
 """
 
 import json
+import math
+import os
 import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from ..core.artifact import MANIFEST, Input, create_artifact, is_artifact, read_manifest, verify_artifact
+from ..core.artifact import MANIFEST, Draft, Input, create_artifact, is_artifact, read_manifest, verify_artifact
 from ..core.console import warn
-from ..core.errors import Refused, ThroughlineError, WrongUse
-from ..core.files import read_json, write_atomic
-from ..models.config import FAMILIES, family_of
+from ..core.errors import Failed, Refused, ThroughlineError, WrongUse
+from ..core.files import full_disk, read_json, sha256_file, sync_file, write_atomic
+from ..models.config import FAMILIES
 from ..models.init import empty_model
+from .parallel.plan import parameter_shapes
+from .snapshot import Snapshot, Table, TensorReader, held, layout_of, take_snapshot, write_snapshot, write_tensors
 from .step import Trainer
 
-LATEST = "latest"
-TENSORS = "tensors.json"
-GROUPS = ("weights", "optimizer", "rng")
+if TYPE_CHECKING:
+    from .parallel.engine import Engine
 
-
-@dataclass
-class Snapshot:
-    """A copy of a run's state at one step: tensors on the host by group, the rest as JSON values."""
-
-    tensors: dict[str, dict[str, Tensor]]
-    state: dict[str, Any]
-    model: dict[str, Any]
+LATEST, PART = "latest", "part.json"
+PART_TIMEOUT_S = 600.0  # as long as a collective may take
 
 
 @dataclass
@@ -58,6 +53,9 @@ class CheckpointWriter:
     tokenizer_json: bytes | None = None
     inputs: Sequence[Input] = ()
     recipe_hash: str | None = None
+    process: int = 0
+    processes: int = 1  # each writes its part; the first puts them together
+    token: str = ""  # of this start of the run: the parts of an earlier one are never taken
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     _pending: Future[Path] | None = None
 
@@ -85,21 +83,60 @@ class CheckpointWriter:
             self._thread.shutdown(wait=True)
 
     def _write(self, snapshot: Snapshot, facts: dict[str, Any]) -> Path:
-        path = self.directory / f"step-{snapshot.state['step']:08d}"
+        step = snapshot.state["step"]
+        if self.process:
+            return self._write_part(snapshot, step)
+        path = self.directory / f"step-{step:08d}"
         if not is_artifact(path):
             shutil.rmtree(path, ignore_errors=True)  # remains of a removal; a damaged one is replaced below
         with create_artifact(path, "checkpoint", inputs=self.inputs, recipe_hash=self.recipe_hash, overwrite=True) as draft:
-            write_snapshot(draft.path, snapshot)
+            others = self._take_parts(step, draft) if self.processes > 1 else []
+            table = write_snapshot(draft.path, snapshot, others)
             if self.tokenizer_json is not None:
                 (draft.path / "tokenizer.json").write_bytes(self.tokenizer_json)
-            state, weights = snapshot.state, snapshot.tensors["weights"]
+            state, parameters = snapshot.state, table["weights"].values()
             draft.facts |= {name: state[name] for name in ("step", "samples", "layout", "threads", "precision")}
-            draft.facts |= {"family": snapshot.model["family"], "parameters": sum(t.numel() for t in weights.values())}
+            draft.facts |= {"family": snapshot.model["family"]}
+            draft.facts |= {"parameters": sum(math.prod(entry["shape"]) for entry in parameters)}
             draft.facts |= facts
         verify_artifact(path)
         write_atomic(self.directory / LATEST, path.name + "\n")
         self._retire()
         return path
+
+    def _part(self, step: int, process: int) -> Path:
+        return self.directory / f".step-{step:08d}.{self.token}-{process:05d}.tmp"
+
+    def _write_part(self, snapshot: Snapshot, step: int) -> Path:
+        """The files of a process other than the first, flushed and hashed, in a directory of their own; `part.json` comes last."""
+        path = self._part(step, self.process)
+        with full_disk(path):
+            path.mkdir(parents=True)
+            table = write_tensors(path, snapshot, self.process)
+            hashes = {}
+            for file in sorted(path.iterdir()):
+                sync_file(file)
+                hashes[file.name] = sha256_file(file)
+            write_atomic(path / PART, json.dumps({"table": table, "hashes": hashes}))
+        return path
+
+    def _take_parts(self, step: int, draft: Draft) -> list[Table]:
+        """Wait for the parts of the other processes and move their files into the checkpoint. No process waits for the first."""
+        tables, end = [], time.monotonic() + PART_TIMEOUT_S
+        for process in range(1, self.processes):
+            path = self._part(step, process)
+            while not (path / PART).exists():
+                if time.monotonic() > end:
+                    why = f"process {process} of {self.processes} did not write its part within {PART_TIMEOUT_S:.0f} s"
+                    raise Failed("a checkpoint could not be completed", where=path, why=why)
+                time.sleep(0.02)
+            part = read_json(path / PART)
+            for name in part["hashes"]:
+                os.rename(path / name, draft.path / name)
+            draft.known |= part["hashes"]
+            tables.append(part["table"])
+            shutil.rmtree(path)
+        return tables
 
     def _retire(self) -> None:
         """Remove the oldest checkpoints beyond `keep`; the manifest goes first, so that a part is never taken for a whole."""
@@ -109,102 +146,20 @@ class CheckpointWriter:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def take_snapshot(trainer: Trainer) -> Snapshot:
-    """Copy everything that changes in a run to the host."""
-    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    optimizer, scalars = {}, {}
-    for parameter, slots in trainer.optimizer.state.items():
-        for slot, value in slots.items():
-            if isinstance(value, Tensor):
-                optimizer[f"{names[parameter]}.{slot}"] = _copy(value)
-            else:
-                scalars[f"{names[parameter]}.{slot}"] = value
-    rng = {"cpu": torch.get_rng_state()}
-    if trainer.device.type == "cuda":
-        rng["cuda"] = torch.cuda.get_rng_state(trainer.device)
-    config = trainer.model.config
-    return Snapshot(
-        tensors={"weights": {name: _copy(p) for p, name in names.items()}, "optimizer": optimizer, "rng": rng},
-        state={
-            "step": trainer.step,
-            "samples": trainer.samples,
-            "skipped": trainer.skipped,
-            "skipped_in_row": trainer.skipped_in_row,
-            "scale": trainer.scaler.scale,
-            "good_steps": trainer.scaler.good_steps,
-            "optimizer_scalars": scalars,
-            "precision": trainer.precision,
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "device": trainer.device.type,
-            "layout": {"world": 1},
-        },
-        model={"family": family_of(config), "config": config.to_dict()},
-    )
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to("cpu", copy=True).contiguous()
-
-
-def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
-    """Write the files of one process into a directory being made."""
-    table: dict[str, Any] = {}
-    for group in GROUPS:
-        tensors, file = snapshot.tensors[group], f"{group}-00000.safetensors"
-        save_file(tensors, directory / file)
-        table[group] = {
-            name: {
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "chunks": [{"file": file, "key": name, "offset": [0] * tensor.dim(), "shape": list(tensor.shape)}],
-            }
-            for name, tensor in tensors.items()
-        }
-    (directory / TENSORS).write_text(json.dumps(table, indent=1) + "\n")
-    (directory / "state.json").write_text(json.dumps(snapshot.state, indent=1) + "\n")
-    (directory / "model.json").write_text(json.dumps(snapshot.model, indent=1) + "\n")
-
-
-class TensorReader:
-    """Whole tensors of one group of a checkpoint, put together from their chunks, whatever layout wrote them."""
-
-    def __init__(self, directory: Path, group: str) -> None:
-        self.directory, self.table = directory, read_json(directory / TENSORS)[group]
-        self._files: dict[str, Any] = {}
-
-    def __call__(self, name: str) -> Tensor:
-        """The tensor of that name, on the host."""
-        entry = self.table[name]
-        pieces = [(chunk, self._open(chunk["file"])) for chunk in entry["chunks"]]
-        if len(pieces) == 1 and pieces[0][0]["shape"] == entry["shape"]:
-            return pieces[0][1].get_tensor(pieces[0][0]["key"])
-        whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-        for chunk, file in pieces:
-            place = tuple(slice(start, start + size) for start, size in zip(chunk["offset"], chunk["shape"]))
-            whole[place] = file.get_tensor(chunk["key"])
-        return whole
-
-    def _open(self, name: str) -> Any:
-        if name not in self._files:
-            self._files[name] = safe_open(self.directory / name, framework="pt")
-        return self._files[name]
-
-
-def load_weights(directory: Path, model: nn.Module) -> None:
-    """Fill a model with a checkpoint's weights. Raises Refused when names or shapes differ."""
+def load_weights(directory: Path, model: "nn.Module | Engine") -> None:
+    """Fill a model, or this process's part of one, with a checkpoint's weights. Raises Refused when names or shapes differ."""
     read = TensorReader(directory, "weights")
-    parameters = dict(model.named_parameters())
-    differing = set(parameters) ^ set(read.table)
+    parts = held(model)
+    known = {part.name for part in parts} if isinstance(model, nn.Module) else set(parameter_shapes(model.config))
+    differing = known ^ set(read.table)
     if differing:
         raise Refused("the checkpoint is of another model", where=directory, why=f"only one has {sorted(differing)[0]}")
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            if list(parameter.shape) != read.table[name]["shape"]:
-                why = f"{name} is {read.table[name]['shape']} there and {list(parameter.shape)} here"
+        for part in parts:
+            if list(part.shape) != read.table[part.name]["shape"]:
+                why = f"{part.name} is {read.table[part.name]['shape']} there and {list(part.shape)} here"
                 raise Refused("the checkpoint is of another model", where=directory, why=why)
-            parameter.copy_(read(name))
+            part.parameter.copy_(read.part(part.name, part.box))
 
 
 def restore(directory: Path, trainer: Trainer) -> None:
@@ -214,30 +169,46 @@ def restore(directory: Path, trainer: Trainer) -> None:
     """
     state = read_json(directory / "state.json")
     load_weights(directory, trainer.model)
-    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    read = TensorReader(directory, "optimizer")
-    ordered = [names[parameter] for group in trainer.optimizer.param_groups for parameter in group["params"]]
-    slots: dict[str, dict[str, Any]] = {name: {} for name in ordered}
-    for key in read.table:
-        name, slot = key.rsplit(".", 1)
-        slots[name][slot] = read(key)
-    for key, value in state["optimizer_scalars"].items():
-        name, slot = key.rsplit(".", 1)
-        slots[name][slot] = value
-    fresh = trainer.optimizer.state_dict()
-    fresh["state"] = {index: slots[name] for index, name in enumerate(ordered) if slots[name]}
-    trainer.optimizer.load_state_dict(fresh)
+    _restore_optimizer(directory, trainer, state["optimizer_scalars"])
     rng = TensorReader(directory, "rng")
-    torch.set_rng_state(rng("cpu"))
-    if trainer.device.type == "cuda" and "cuda" in rng.table:
-        torch.cuda.set_rng_state(rng("cuda"), trainer.device)
+    if isinstance(trainer.model, nn.Module) and "cpu" in rng.table:
+        torch.set_rng_state(rng("cpu"))
+        if trainer.device.type == "cuda" and "cuda" in rng.table:
+            torch.cuda.set_rng_state(rng("cuda"), trainer.device)
     trainer.step, trainer.samples = state["step"], state["samples"]
     trainer.skipped, trainer.skipped_in_row = state["skipped"], state["skipped_in_row"]
     trainer.scaler.scale, trainer.scaler.good_steps = state["scale"], state["good_steps"]
-    now = {"threads": torch.get_num_threads(), "torch": torch.__version__, "device": trainer.device.type}
+    now = {
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "device": trainer.device.type,
+        "layout": layout_of(trainer.model),
+    }  # fmt: skip
     changed = [f"{name} was {state[name]}, is {value}" for name, value in now.items() if state[name] != value]
     if changed:
         warn(f"the run goes on, but not to the last bit: {'; '.join(changed)}")
+
+
+def _restore_optimizer(directory: Path, trainer: Trainer, scalars: dict[str, Any]) -> None:
+    """Give every parameter, or part of one, its slots: tensors of its shape are cut as it is, numbers belong to the whole."""
+    read = TensorReader(directory, "optimizer")
+    slots: dict[str, dict[str, Any]] = {}
+    for key in (*read.table, *scalars):
+        name, slot = key.rsplit(".", 1)
+        slots.setdefault(name, {})[slot] = key
+    parts = {part.parameter: part for part in held(trainer.model)}
+    ordered = [parts[parameter] for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    fresh = trainer.optimizer.state_dict()
+    fresh["state"] = {}
+    for index, part in enumerate(ordered):
+        values = {}
+        for slot, key in slots.get(part.name, {}).items():
+            if key in scalars:
+                values[slot] = scalars[key]
+            else:
+                like = read.table[key]["shape"] == list(part.shape)
+                values[slot] = read.part(key, part.box) if like else read(key)
+        if values:
+            fresh["state"][index] = values
+    trainer.optimizer.load_state_dict(fresh)
 
 
 def checkpoints(directory: Path) -> list[Path]:

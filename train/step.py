@@ -61,7 +61,7 @@ def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, mark: Calla
         gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
         total_norm = torch.nn.utils.get_total_norm(gradients)
     else:
-        means, total_norm = trainer.model.accumulate(batch, scale)
+        means, total_norm = trainer.model.accumulate(batch, trainer.step, scale)
         mark("backward")
         gradients = trainer.model.gradients()
     *terms, norm = torch.cat((means, total_norm.view(1))).tolist()

@@ -8,21 +8,25 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...models.config import ModelConfig
+from ...models.config import ModelConfig, family_of
 from ...models.init import initial_values
-from ..objective import StepBatch
+from ..objective import IGNORED, StepBatch, prepare
 from ..precision import weight_dtype
+from ..recompute import recompute
+from .context import cut_rows
+from .heads import bert_figures, gpt_figures
 from .mesh import Mesh
-from .pipeline import Pipeline
-from .plan import Piece, Place, is_tied, make_piece, parameter_shapes
+from .pipeline import Pipeline, run_forward
+from .plan import Box, Piece, Place, is_tied, make_piece, parameter_shapes
 from .sharding import before_backward, local_part, shard_stage, sum_gradients
 from .stage import Stage, make_stage
 
-Values = Callable[[str], Tensor]  # the whole parameter of a name, on the host
+Values = Callable[[str, Box], Tensor]  # a part of the parameter of a name, on the host
 
 
 @dataclass
@@ -41,7 +45,9 @@ class Leaf:
 class Engine:
     """The stages of this process in their layout."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, precision: str, seed: int = 0) -> None:
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh, precision: str, seed: int = 0, recomputing: str = "none"
+    ) -> None:
         self.config, self.mesh, self.layout, self.seed = config, mesh, mesh.layout, seed
         self.dtype = weight_dtype(precision)
         self.stages: list[Stage] = []
@@ -51,6 +57,7 @@ class Engine:
         place = Place(mesh.pipeline.rank, mesh.tensor.rank, mesh.replica.rank, mesh.shard.rank)
         for index in self.layout.stages_of(mesh.pipeline.rank):
             stage = make_stage(config, index, mesh, precision, self.dtype)
+            recompute(stage.model, config, recomputing)
             shard_stage(stage, mesh)
             stage.to_empty(device=mesh.device)
             self.stages.append(stage.train())
@@ -67,20 +74,22 @@ class Engine:
 
     @torch.no_grad()
     def fill(self, values: Values | None = None) -> None:
-        """Give every leaf its part of the whole parameter that `values` returns; the initial values of the seed by default."""
+        """Give every leaf its values: by default the initial ones of the seed, as every layout has them."""
         for leaf in self.leaves:
             piece = leaf.piece
             if values is None:
                 whole = initial_values(piece.name, torch.Size(piece.shape), self.config, self.seed)
+                leaf.value.copy_(whole[piece.box.slices()])
             else:
-                whole = values(piece.name)
-            leaf.value.copy_(whole[piece.box.slices()])
+                leaf.value.copy_(values(piece.name, piece.box))
 
-    def accumulate(self, batch: StepBatch, loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    def accumulate(self, batch: StepBatch, step: int, loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """Forward and backward of all micro-batches: mean losses (terms,) of the whole batch, and the global gradient norm.
 
         `batch` has this process's rows and their counts. The gradients of the leaves are complete afterwards.
         """
+        if self.config.dropout:
+            self._seed_dropout(step)
         inverse_counts = self._inverse_counts(batch)
         for stage in self.stages:
             stage.load(batch.micro_batches, inverse_counts, loss_scale)
@@ -90,6 +99,35 @@ class Engine:
             self._accumulate_alone(len(batch.micro_batches))
         self._finish_gradients()
         return self._totals(inverse_counts)
+
+    def cut(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This process's part of each row."""
+        return cut_rows(rows, self.mesh.context)
+
+    @torch.no_grad()
+    def evaluate(self, rows: dict[str, np.ndarray], mask_fraction: float) -> Tensor:
+        """Sums of a validation batch over all processes, (5,) float64 on the host: see `heads.gpt_figures` and `bert_figures`.
+
+        Every process gives the whole batch and computes its part of the rows. Shorter rows and missing ones are filled up without
+        targets.
+        """
+        data = self.mesh.data
+        rows = fill_up(rows, data.size, 2 * self.mesh.context.size * self.mesh.tensor.size)
+        own = len(rows["input_ids"]) // data.size
+        mine = {name: values[data.rank * own : (data.rank + 1) * own] for name, values in rows.items()}
+        family = family_of(self.config)
+        (batch,) = prepare(self.cut(mine), family, own, self.mesh.device, self.dtype, mask_fraction).micro_batches
+        heads = [stage.head for stage in self.stages]
+        for stage in self.stages:
+            stage.eval()
+            stage.head = gpt_figures if family == "gpt" else bert_figures
+        sums = run_forward(self.stages, batch, self.layout, self.dtype)
+        for stage, head in zip(self.stages, heads):
+            stage.train()
+            stage.head = head
+        if sums is None or self.mesh.tensor.rank:
+            sums = torch.zeros(5, dtype=torch.float64, device=self.mesh.device)
+        return self.mesh.world.all_reduce(sums).cpu()
 
     def _inverse_counts(self, batch: StepBatch) -> Tensor:
         """1 / target count (terms,) over the rows of all processes; 0 for a term without targets."""
@@ -164,7 +202,7 @@ class Engine:
         for leaf in self.leaves:
             leaf.value.grad = leaf.parameter.grad = None
 
-    def seed_dropout(self, step: int) -> None:
+    def _seed_dropout(self, step: int) -> None:
         """Start this process's dropout stream of a step.
 
         With sequence parallelism no two processes compute the same dropout, so each has a stream of its own: a function of
@@ -172,3 +210,21 @@ class Engine:
         """
         digest = hashlib.sha256(f"dropout:{self.seed}:{step}:{self.mesh.rank}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def fill_up(rows: dict[str, np.ndarray], row_multiple: int, length_multiple: int) -> dict[str, np.ndarray]:
+    """Rows filled up to a multiple of each by copies of the last row, and of tokens 0, none of which are targets."""
+    total, length = rows["input_ids"].shape
+    more_rows, more_length = -total % row_multiple, -length % length_multiple
+    if not more_rows and not more_length:
+        return rows
+    filled = {}
+    for name, values in rows.items():
+        values = np.concatenate([values, np.repeat(values[-1:], more_rows, axis=0)])
+        if name in ("targets", "nsp_targets"):
+            values[total:] = IGNORED
+        if values.ndim == 2:
+            empty = {"targets": IGNORED, "nsp_targets": IGNORED, "document_ids": -1}.get(name, 0)
+            values = np.pad(values, ((0, 0), (0, more_length)), constant_values=empty)
+        filled[name] = values
+    return filled

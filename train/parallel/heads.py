@@ -57,28 +57,74 @@ def vocabulary_cross_entropy(logits_NV: Tensor, targets_N: Tensor, vocab_size: i
     return _VocabularyCrossEntropy.apply(logits_NV, targets_N, even_part(vocab_size, axis.size, axis.rank)[0], axis)
 
 
+def gpt_logits(model: nn.Module, hidden_BPW: Tensor, axis: Axis) -> Tensor:
+    """Logits (B x S, V) of every position, this process's columns."""
+    if axis.group is None:
+        return model.head(hidden_BPW).flatten(0, 1)
+    return column_linear(hidden_BPW, model.output_weight(), None, axis).flatten(0, 1)
+
+
+def mlm_logits(model: nn.Module, hidden_NW: Tensor, axis: Axis) -> Tensor:
+    """Logits (N, V) of the predicted positions, this process's columns."""
+    if axis.group is None:
+        return model.mlm_head(hidden_NW)
+    return F.linear(sum_gradient(model.mlm_features(hidden_NW), axis), model.token_table.weight, model.mlm_bias)
+
+
+def loss_sum(model: nn.Module, logits_NV: Tensor, targets_N: Tensor, axis: Axis) -> Tensor:
+    """Sum of the cross-entropies (scalar), the same on every process of the axis."""
+    if axis.group is None:
+        return cross_entropy_sum(logits_NV, targets_N)
+    return vocabulary_cross_entropy(logits_NV, targets_N, model.config.vocab_size, axis)
+
+
 def gpt_sums(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
     """The sum of next-token losses of a micro-batch: (1,)."""
-    targets = batch["targets"].flatten()
-    if axis.group is None:
-        return cross_entropy_sum(model.head(hidden_BPW).flatten(0, 1), targets).view(1)
-    logits_BSV = column_linear(hidden_BPW, model.output_weight(), None, axis)
-    return vocabulary_cross_entropy(logits_BSV.flatten(0, 1), targets, model.config.vocab_size, axis).view(1)
+    return loss_sum(model, gpt_logits(model, hidden_BPW, axis), batch["targets"].flatten(), axis).view(1)
 
 
 def bert_sums(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
     """The sums of masked-token and sentence-pair losses of a micro-batch: (2,)."""
     hidden_TW = gather_same(hidden_BPW, axis).flatten(0, 1)
-    hidden_NW = hidden_TW.index_select(0, batch["predicted"])
-    targets = batch["predicted_targets"]
-    if axis.group is None:
-        masked = cross_entropy_sum(model.mlm_head(hidden_NW), targets)
-    else:
-        features_NW = sum_gradient(model.mlm_features(hidden_NW), axis)
-        logits_NV = F.linear(features_NW, model.token_table.weight, model.mlm_bias)
-        masked = vocabulary_cross_entropy(logits_NV, targets, model.config.vocab_size, axis)
+    logits_NV = mlm_logits(model, hidden_TW.index_select(0, batch["predicted"]), axis)
+    masked = loss_sum(model, logits_NV, batch["predicted_targets"], axis)
     if "pairs" in batch:
         pairs = cross_entropy_sum(model.nsp_head(hidden_TW.index_select(0, batch["pairs"])), batch["pair_targets"])
     else:
         pairs = torch.zeros_like(masked)
     return torch.stack((masked, pairs))
+
+
+def gpt_figures(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+    """What `evaluate.gpt_sums` counts, (5,) float64: sum of losses, count of targets, 0, 0, 0."""
+    targets = batch["targets"].flatten()
+    loss = loss_sum(model, gpt_logits(model, hidden_BPW, axis), targets, axis)
+    count = (targets != IGNORED).sum()
+    return torch.stack((loss.double(), count.double(), *loss.new_zeros(3).double()))
+
+
+def bert_figures(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+    """What `evaluate.bert_sums` counts, (5,) float64: masked loss, right ones, count; right pairs, count."""
+    hidden_TW = gather_same(hidden_BPW, axis).flatten(0, 1)
+    targets = batch["predicted_targets"]
+    logits_NV = mlm_logits(model, hidden_TW.index_select(0, batch["predicted"]), axis)
+    right = (largest(model, logits_NV, axis) == targets).sum()
+    figures = [loss_sum(model, logits_NV, targets, axis), right, (targets != IGNORED).sum()]
+    if "pairs" in batch:
+        pairs = batch["pair_targets"]
+        chosen = model.nsp_head(hidden_TW.index_select(0, batch["pairs"])).argmax(-1)
+        figures += [(chosen == pairs).sum(), (pairs != IGNORED).sum()]
+    else:
+        figures += [torch.zeros_like(right)] * 2
+    return torch.stack([figure.double() for figure in figures])
+
+
+def largest(model: nn.Module, logits_NV: Tensor, axis: Axis) -> Tensor:
+    """The id (N,) of the largest logit, of all columns."""
+    value_N, index_N = logits_NV.max(-1)
+    if axis.group is None:
+        return index_N
+    top_N = axis.all_reduce(value_N.clone(), dist.ReduceOp.MAX)
+    first_id = even_part(model.config.vocab_size, axis.size, axis.rank)[0]
+    candidate_N = torch.where(value_N == top_N, index_N + first_id, model.config.vocab_size)
+    return axis.all_reduce(candidate_N, dist.ReduceOp.MIN)

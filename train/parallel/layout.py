@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ...core.errors import WrongUse
 from ...models.config import BERTConfig, ModelConfig
@@ -62,6 +62,15 @@ class Layout:
     def shards(self) -> int:
         """Processes among which one copy of the model is sharded; those of one context group share it too."""
         return 1 if self.sharding == "replicated" else self.data // self.replicas * self.context
+
+    def facts(self) -> dict[str, Any]:
+        """The layout for a checkpoint's state and for comparing two: its world and what differs from one process."""
+        differing = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        return {"world": self.world} | differing
 
     def product(self) -> str:
         """The whole product, for messages: `pipeline 2 x data 2 x context 1 x tensor 2 = 8`."""

@@ -67,14 +67,12 @@ def run_forward(stages: Sequence[Stage], batch: Batch, layout: Layout, dtype: to
     by_index = {stage.index: stage for stage in stages}
     mesh = stages[0].mesh
     holders = {index: rank for rank in range(layout.pipeline) for index in layout.stages_of(rank)}
-    rows, length = batch["input_ids"].shape
-    shape = (rows, length // mesh.tensor.size, stages[0].model.config.width)
+    rows, part = batch["input_ids"].shape
+    shape = stages[0].activation_shape(rows, part * mesh.context.size)
     x, sums = torch.empty(0), None
-    for index in range(layout.stages):
-        if index not in by_index:
-            continue
+    for index in sorted(by_index):
         stage = by_index[index]
-        stage.load([batch], torch.zeros((), device=mesh.device), 1.0)
+        stage.load([batch], torch.zeros(1, dtype=dtype, device=mesh.device), 1.0)
         if index > 0 and index - 1 not in by_index:
             x = torch.empty(shape, dtype=dtype, device=mesh.device)
             dist.recv(x, mesh.pipeline.ranks[holders[index - 1]], group=mesh.pipeline.group)

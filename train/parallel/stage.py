@@ -6,6 +6,8 @@ holds more than its part.
 Shape letters: B batch, S positions of a row, P those of this process, W width.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -15,16 +17,18 @@ from ..objective import Batch
 from ..precision import autocast
 from .context import apply_context_parallel, context_mask
 from .heads import bert_sums, gpt_sums
-from .mesh import Mesh
+from .mesh import Axis, Mesh
 from .plan import stage_holds
 from .tensor import apply_tensor_parallel
+
+Head = Callable[[nn.Module, Tensor, Batch, Axis], Tensor]
 
 
 class Stage(nn.Module):
     """Maps the micro-batch it is at, and the activations of the stage before, to activations or to the loss.
 
     `load` gives it the micro-batches of a step; every schedule runs a stage's forwards in their order, so a counter tells
-    which one is meant. `sums` collects the losses of the last stage, (terms,) each.
+    which one is meant. `sums` collects what `head` computes on the last stage: the losses, (terms,) each.
     """
 
     def __init__(self, model: nn.Module, index: int, mesh: Mesh, precision: str) -> None:
@@ -35,6 +39,7 @@ class Stage(nn.Module):
         self.micro_batches: list[Batch] = []
         self.sums: list[Tensor] = []
         self.inverse_counts, self.loss_scale = torch.ones(()), 1.0
+        self.head: Head = gpt_sums if self.causal else bert_sums
         self.at = 0
 
     def load(self, micro_batches: list[Batch], inverse_counts: Tensor, loss_scale: float) -> None:
@@ -50,8 +55,7 @@ class Stage(nn.Module):
             x_BPW = self.encode(x, batch)
             if not self.is_last:
                 return x_BPW
-            head = gpt_sums if self.causal else bert_sums
-            sums = head(self.model, x_BPW, batch, self.mesh.tensor)
+            sums = self.head(self.model, x_BPW, batch, self.mesh.tensor)
         self.sums.append(sums.detach())
         loss = (sums * self.inverse_counts).sum()
         return loss if self.loss_scale == 1.0 else loss * self.loss_scale

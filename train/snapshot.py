@@ -1,0 +1,212 @@
+"""What a checkpoint holds of a run: a copy of its tensors at one step, cut as the layout cuts them, and the table of the pieces.
+
+`tensors.json` says for every tensor of a group its whole shape, dtype and chunks (file, key, offset, shape), so that any layout
+reads what any other wrote. One process writes one file for each group.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..core.files import read_json
+from ..models.config import family_of
+from .parallel.plan import Box
+
+if TYPE_CHECKING:
+    from .parallel.engine import Engine
+    from .step import Trainer
+
+TENSORS = "tensors.json"
+GROUPS = ("weights", "optimizer", "rng")
+
+Table = dict[str, dict[str, Any]]  # group -> name -> {"shape", "dtype", "chunks"}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds of one parameter; `saved` by the first of those that hold the same."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    box: Box
+    saved: bool = True
+
+
+def held(model: "nn.Module | Engine") -> list[Held]:
+    """Every parameter, or every part of one, that this process trains."""
+    if isinstance(model, nn.Module):
+        named = model.named_parameters()
+        return [Held(name, p, tuple(p.shape), Box.whole(tuple(p.shape))) for name, p in named]
+    return [
+        Held(leaf.name, leaf.value, leaf.piece.shape, leaf.piece.box, leaf.piece.primary)
+        for leaf in model.leaves
+        if leaf.value.numel()
+    ]
+
+
+@dataclass
+class Snapshot:
+    """A copy of a run's state at one step: tensors on the host by group, the rest as JSON values.
+
+    `places` has (whole shape, part) of the tensors that are parts.
+    """
+
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+    model: dict[str, Any]
+    places: dict[str, dict[str, tuple[tuple[int, ...], Box]]] = field(default_factory=dict)
+
+
+def take_snapshot(trainer: "Trainer") -> Snapshot:
+    """Copy everything that changes in a run, and that this process is to save, to the host."""
+    weights, optimizer, scalars = {}, {}, {}
+    places: dict[str, dict[str, tuple[tuple[int, ...], Box]]] = {group: {} for group in GROUPS}
+    for part in held(trainer.model):
+        if not part.saved:
+            continue
+        weights[part.name] = _copy(part.parameter)
+        places["weights"][part.name] = (part.shape, part.box)
+        for slot, value in trainer.optimizer.state.get(part.parameter, {}).items():
+            key = f"{part.name}.{slot}"
+            if isinstance(value, Tensor) and value.shape == part.parameter.shape:
+                optimizer[key] = _copy(value)
+                places["optimizer"][key] = (part.shape, part.box)
+            elif isinstance(value, Tensor):
+                if not any(part.box.start):  # a number for the whole parameter: one process saves it
+                    optimizer[key] = _copy(value)
+            else:
+                scalars[key] = value
+    config = trainer.model.config
+    return Snapshot(
+        tensors={"weights": weights, "optimizer": optimizer, "rng": _rng_states(trainer)},
+        state={
+            "step": trainer.step,
+            "samples": trainer.samples,
+            "skipped": trainer.skipped,
+            "skipped_in_row": trainer.skipped_in_row,
+            "scale": trainer.scaler.scale,
+            "good_steps": trainer.scaler.good_steps,
+            "optimizer_scalars": scalars,
+            "precision": trainer.precision,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "device": trainer.device.type,
+            "layout": layout_of(trainer.model),
+        },
+        model={"family": family_of(config), "config": config.to_dict()},
+        places=places,
+    )
+
+
+def layout_of(model: "nn.Module | Engine") -> dict[str, Any]:
+    """The layout, as a checkpoint names it."""
+    return {"world": 1} if isinstance(model, nn.Module) else model.layout.facts()
+
+
+def _rng_states(trainer: "Trainer") -> dict[str, Tensor]:
+    """The generators of a process that draws on from step to step; a layout of several seeds each step from its number."""
+    if not isinstance(trainer.model, nn.Module):
+        return {}
+    states = {"cpu": torch.get_rng_state()}
+    if trainer.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(trainer.device)
+    return states
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to("cpu", copy=True).contiguous()
+
+
+def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> Table:
+    """Write the files of one process and return the table of their tensors."""
+    table: Table = {}
+    for group in GROUPS:
+        tensors, file = snapshot.tensors[group], f"{group}-{process:05d}.safetensors"
+        save_file(tensors, directory / file)
+        table[group] = {}
+        for name, tensor in tensors.items():
+            shape, box = snapshot.places.get(group, {}).get(name) or (tuple(tensor.shape), Box.whole(tuple(tensor.shape)))
+            chunk = {"file": file, "key": name, "offset": list(box.start), "shape": list(box.size)}
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            table[group][name] = {"shape": list(shape), "dtype": dtype, "chunks": [chunk]}
+    return table
+
+
+def write_snapshot(directory: Path, snapshot: Snapshot, others: Sequence[Table] = ()) -> Table:
+    """Write the files of the first process and everything that is written once; the table of all processes.
+
+    `others` are the tables of the other processes, whose files are in the directory already.
+    """
+    table = write_tensors(directory, snapshot)
+    for other in others:
+        for group, entries in other.items():
+            for name, entry in entries.items():
+                known = table[group].setdefault(name, entry)
+                if known is not entry:
+                    assert (known["shape"], known["dtype"]) == (entry["shape"], entry["dtype"]), name
+                    known["chunks"] += entry["chunks"]
+    for group, entries in table.items():
+        for name, entry in entries.items():
+            stored = sum(math.prod(chunk["shape"]) for chunk in entry["chunks"])
+            assert stored == math.prod(entry["shape"]), f"{group} {name}: {stored} of {entry['shape']} elements"
+    (directory / TENSORS).write_text(json.dumps(table, indent=1) + "\n")
+    (directory / "state.json").write_text(json.dumps(snapshot.state, indent=1) + "\n")
+    (directory / "model.json").write_text(json.dumps(snapshot.model, indent=1) + "\n")
+    return table
+
+
+class TensorReader:
+    """Tensors of one group of a checkpoint, or parts of them, put together from their chunks, whatever layout wrote them."""
+
+    def __init__(self, directory: Path, group: str) -> None:
+        self.directory, self.table = directory, read_json(directory / TENSORS)[group]
+        self._files: dict[str, Any] = {}
+
+    def __call__(self, name: str) -> Tensor:
+        """The whole tensor of that name, on the host."""
+        return self.part(name, Box.whole(tuple(self.table[name]["shape"])))
+
+    def part(self, name: str, box: Box) -> Tensor:
+        """The part of a tensor that `box` cuts out; only the bytes it needs are read."""
+        entry = self.table[name]
+        made = None
+        for chunk in entry["chunks"]:
+            shared = _overlap(chunk["offset"], chunk["shape"], box)
+            if shared is None:
+                continue
+            file = self._open(chunk["file"])
+            if not chunk["shape"] or (chunk["shape"] == list(box.size) and chunk["offset"] == list(box.start)):
+                return file.get_tensor(chunk["key"])
+            there, here = shared
+            if made is None:
+                made = torch.empty(box.size, dtype=getattr(torch, entry["dtype"]))
+            made[here] = file.get_slice(chunk["key"])[there]
+        assert made is not None, f"{name} has no chunk within {box}"
+        return made
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self.directory / name, framework="pt")
+        return self._files[name]
+
+
+def _overlap(offset: list[int], shape: list[int], box: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where a chunk and a box meet, as an index into the chunk and one into the box; None when they do not."""
+    there, here = [], []
+    for chunk_start, chunk_size, start, size in zip(offset, shape, box.start, box.size, strict=True):
+        first, end = max(chunk_start, start), min(chunk_start + chunk_size, start + size)
+        if first >= end:
+            return None
+        there.append(slice(first - chunk_start, end - chunk_start))
+        here.append(slice(first - start, end - start))
+    return tuple(there), tuple(here)
