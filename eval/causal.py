@@ -146,7 +146,7 @@ class CausalScorer(CausalText):
                 done = part.stop
                 kept = tuple(logprobs[part].tolist()) if self.keep_tokens else ()
                 total = float(logprobs[part].sum(dtype=np.float64))
-                scores.append(Score(total, bool(greedy[part].all()), len(target), truncated, kept))
+                scores.append(Score(total, bool(greedy[part].all()), len(target), truncated, token_logprobs=kept))
             answers.append(tuple(scores))
         return answers
 

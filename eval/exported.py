@@ -87,20 +87,28 @@ class ExportedScorer(CausalText):
         self, rows: list[np.ndarray], past: list[int] | None, asked: list[list[int]], cache: Any
     ) -> list[dict[int, np.ndarray]]:
         """Append rows to the cache; the logits of each row at the places asked for, as {place: (V,)}."""
-        longest = max(max(len(row) for row in rows), 1)
-        most = max(max(len(lines) for lines in asked), 0)
+        most = max(len(lines) for lines in asked)
+        before = past or [0] * len(rows)
         found: list[dict[int, np.ndarray]] = []
-        at_once = max(1, LOGITS // (max(most, 1) * self.backend.vocab_size))
-        for first in range(0, len(rows), at_once):
-            part = slice(first, first + at_once)
-            ids = np.zeros((len(rows[part]), longest), np.int64)
-            ask = np.zeros((len(rows[part]), most), np.int64)
+        for part in self._groups([len(row) for row in rows], before, most):
+            longest = max(len(row) for row in rows[part]) or 1
+            ids = np.zeros((part.stop - part.start, longest), np.int64)
+            ask = np.zeros((part.stop - part.start, most), np.int64)
             for line, (row, lines) in enumerate(zip(rows[part], asked[part])):
                 ids[line, : len(row)], ask[line, : len(lines)] = row, lines
-            before = np.array(past[part] if past else [0] * len(ids), np.int64)
-            logits = self.backend.forward(ids, before, ask, cache, first)
+            logits = self.backend.forward(ids, np.array(before[part], np.int64), ask, cache, part.start)
             found += [{place: logits[line, i] for i, place in enumerate(lines)} for line, lines in enumerate(asked[part])]
         return found
+
+    def _groups(self, lengths: list[int], past: list[int], most: int) -> Iterator[slice]:
+        """Runs of rows for one call: few enough logits, and no row's padding reaches behind the context."""
+        at_once = max(1, LOGITS // (max(most, 1) * self.backend.vocab_size))
+        start = 0
+        for row in range(1, len(lengths) + 1):
+            full = row - start == at_once
+            if row == len(lengths) or full or max(past[start : row + 1]) + max(lengths[start : row + 1]) > self.backend.context:
+                yield slice(start, row)
+                start = row
 
     def _scores(self, tree: Tree, logits: dict[int, np.ndarray]) -> tuple[Score, ...]:
         answers = []

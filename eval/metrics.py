@@ -77,7 +77,6 @@ METRICS: dict[str, Metric] = {
     "byte_perplexity": Metric(_weighted_perplexity, higher=False),
     "token_perplexity": Metric(_weighted_perplexity, higher=False),
     "adjusted_perplexity": Metric(_weighted_perplexity, higher=False),
-    "pseudo_perplexity": Metric(_weighted_perplexity, higher=False),
     "bits_per_byte": Metric(_bits, higher=False),
 }
 

@@ -2,18 +2,14 @@
 
 Every token of a text is predicted exactly once. `rolling` is lm-evaluation-harness's protocol (documents apart, disjoint
 windows, the first token predicted from the prefix token); `stream` is Megatron-LM's (one stream, no prefix, overlapping
-windows of which only the last `stride` targets count); `validation_loss` reads a token store, as training does.
+windows of which only the last `stride` targets count). Under a masked scorer the same sums are pseudo-log-likelihoods.
 """
 
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-
-from ..core.errors import WrongUse
-from ..core.scorer import Ids, Question, Score, Scorer
+from ..core.scorer import Ids, Question, Score
 from .task import Item
 
 
@@ -56,7 +52,6 @@ def document_outcome(item: Item, scores: Sequence[Score]) -> dict[str, list[floa
         "byte_perplexity": [total, size],
         "bits_per_byte": [total, size],
         "token_perplexity": [total, tokens],
-        "pseudo_perplexity": [total, tokens],
     }
 
 
@@ -68,33 +63,4 @@ def stream_outcome(item: Item, scores: Sequence[Score]) -> dict[str, list[float]
         "adjusted_perplexity": [total, words],
         "token_perplexity": [total, float(sum(score.tokens for score in scores))],
         "bits_per_byte": [total, float(len(item.original.encode()))],
-    }
-
-
-def validation_loss(scorer: Scorer, store: Any, tokenizer: Any, *, limit_tokens: int | None = None) -> dict[str, float]:
-    """Loss of a GPT on a token store: disjoint windows over its stream, every target once.
-
-    Returns loss (nats per token), perplexity (per token), bits_per_byte (of the decoded text) and tokens (targets).
-    """
-    tokens = min(store.tokens, limit_tokens or store.tokens)
-    if tokens < 2:
-        raise WrongUse("the token store is too small to evaluate on", why=f"{tokens} tokens", fix="give a larger one")
-    ids = np.asarray(store.read(0, tokens)).astype(np.int64)
-    if (largest := int(ids.max())) >= tokenizer.vocab_size:
-        raise WrongUse(
-            "the token store was made with another tokenizer",
-            why=f"it holds the id {largest:,}, the tokenizer has {tokenizer.vocab_size:,} tokens",
-            fix="give a store made with the model's tokenizer",
-        )
-    questions = stream(tuple(ids.tolist()), scorer.recipe["window"], 0)
-    scores = [answers[0] for batch in scorer.score(questions) for _, answers in batch]
-    total = -math.fsum(score.logprob for score in scores)
-    targets = sum(score.tokens for score in scores)
-    size = len(tokenizer.decode(ids[1:]).encode())
-    loss = total / targets
-    return {
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),
-        "bits_per_byte": total / max(size, 1) / math.log(2),
-        "tokens": float(targets),
     }

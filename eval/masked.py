@@ -1,0 +1,173 @@
+"""Masked scoring: pseudo-log-likelihoods under a BERT (Salazar et al. 2020), cloze answers, masked-token accuracy.
+
+A pair is [CLS] context continuation [SEP]; the score is the sum over the continuation's tokens of the log-probability of each
+one while it is masked. `original` masks that token alone; `within_word_l2r` (Kauf and Ivanova 2023) also masks the later
+pieces of the same word, so that a rare word's pieces do not give each other away. A context with a [MASK] in it is a
+cloze question: the one-token continuation is predicted in its place.
+
+Only continuation tokens are masked, one row each; rows of one length are batched without padding and the head sees one
+position a row, so a score does not depend on what shares its batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.errors import Failed, WrongUse
+from ..core.files import sha256_json
+from ..core.scorer import Ids, Question, Score, Scored, check_question
+from ..models.bert import BERT
+from .causal import BATCH_TOKENS, batches, halving
+from .logits import token_logprobs, whole_blocks
+
+MASK = "[MASK]"
+
+
+class MaskedScorer:
+    """Scores with a torch BERT; implements `core.scorer.Scorer`. `window` counts the [CLS] and the [SEP]."""
+
+    def __init__(
+        self,
+        model: BERT,
+        tokenizer: Any,
+        *,
+        identity: str = "",
+        pll: str = "within_word_l2r",
+        window: int | None = None,
+        batch_tokens: int | None = None,
+        keep_tokens: bool = False,
+    ) -> None:
+        missing = [role for role in ("cls", "sep", "mask") if getattr(tokenizer, f"{role}_id") is None]
+        if missing or tokenizer.vocab_size > model.config.vocab_size:
+            sizes = f"it has {tokenizer.vocab_size:,} tokens, the model {model.config.vocab_size:,}"
+            why = f"it lacks {', '.join(missing)}" if missing else sizes
+            raise WrongUse("the tokenizer does not belong to a BERT", why=why, fix="give the tokenizer that the model was trained with")
+        assert pll in ("original", "within_word_l2r"), pll
+        self.model, self.tokenizer = model.eval(), tokenizer
+        self.device, self.dtype = model.token_table.weight.device, model.token_table.weight.dtype
+        self.whole_words = pll == "within_word_l2r"
+        self.window = min(window or model.config.sequence_length, model.config.sequence_length) - 2
+        self.batch_tokens = batch_tokens or 4 * BATCH_TOKENS.get(self.device.type, BATCH_TOKENS["cpu"])
+        self.keep_tokens = keep_tokens
+        self.inner = np.zeros(model.config.vocab_size, bool)  # pieces that continue a word
+        self.inner[[number for word, number in tokenizer.vocab.items() if word.startswith("##")]] = True
+        self.recipe = {"scorer": f"masked, {pll}", "window": self.window + 2, "dtype": str(self.dtype).removeprefix("torch.")}
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe])
+
+    @property
+    def prefix(self) -> int:
+        """[CLS]: what a document begins with."""
+        return self.tokenizer.cls_id
+
+    def tokenize(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, without [CLS] and [SEP]."""
+        return [tuple(self.tokenizer.encode(text).tolist()) for text in texts]
+
+    def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
+        """(context, continuation) texts -> ids, each tokenised apart: WordPiece splits at blanks, so the two never merge."""
+        known: dict[str, Ids] = {}
+        for pairs in questions:
+            for text in (part for pair in pairs for part in pair):
+                if text not in known:
+                    known[text] = self._with_masks(text)
+        return [Question(tuple((known[context], known[continuation]) for context, continuation in pairs)) for pairs in questions]
+
+    def _with_masks(self, text: str) -> Ids:
+        """Tokenise around literal [MASK]s, which the tokenizer would take for text."""
+        ids: Ids = ()
+        for number, part in enumerate(text.split(MASK)):
+            ids += ((self.tokenizer.mask_id,) if number else ()) + tuple(self.tokenizer.encode(part).tolist())
+        return ids
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
+        """Answers; questions of one batch have rows of the same length. Raises Failed as `check_question` does."""
+        rows = {}
+        for index, question in enumerate(questions):
+            check_question(question, self.window)
+            rows[index] = [self._row(context, continuation) for context, continuation in question.pairs]
+        sizes = {index: sum(len(row.ids) * len(row.asked) for row in row_list) for index, row_list in rows.items()}
+        for batch in batches(sizes, self.batch_tokens):
+            yield from halving(batch, lambda part: self._answer([rows[index] for index in part]))
+
+    def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[list[tuple[int, str]]]:
+        """A BERT writes nothing."""
+        raise WrongUse("a BERT cannot write answers", why="the task asks for generated text", fix="leave the task out, or evaluate a GPT")
+
+    def _row(self, context: Ids, continuation: Ids) -> "_Row":
+        tokenizer = self.tokenizer
+        if tokenizer.mask_id in context:
+            if len(continuation) != 1 or context.count(tokenizer.mask_id) != 1:
+                raise Failed(
+                    "not a cloze question", why=f"{context.count(tokenizer.mask_id)} masks, an answer of {len(continuation)} tokens",
+                    fix="give contexts with one [MASK] and answers of one token",
+                )  # fmt: skip
+            ids = np.array([tokenizer.cls_id, *context, tokenizer.sep_id], np.int64)
+            asked = np.flatnonzero(ids == tokenizer.mask_id)
+            return _Row(ids, asked, np.array(continuation, np.int64), 0)
+        if context[:1] == (tokenizer.cls_id,):  # a document's windows bring their prefix
+            context = context[1:]
+        room = self.window - len(continuation)
+        kept = context[len(context) - room :] if len(context) > room else context
+        ids = np.array([tokenizer.cls_id, *kept, *continuation, tokenizer.sep_id], np.int64)
+        first = 1 + len(kept)
+        asked = np.arange(first, first + len(continuation))
+        return _Row(ids, asked, ids[asked].copy(), len(context) - len(kept))
+
+    def _masked(self, row: "_Row") -> np.ndarray:
+        """(asked, S): the row once for each asked token, with that token (and later pieces of its word) masked."""
+        made = np.tile(row.ids, (len(row.asked), 1))
+        for line, place in enumerate(row.asked):
+            stop = place + 1
+            while self.whole_words and self.inner[row.ids[stop]]:  # ends at [SEP] at the latest
+                stop += 1
+            made[line, place:stop] = self.tokenizer.mask_id
+        return made
+
+    @torch.inference_mode()
+    def _answer(self, questions: list[list["_Row"]]) -> list[tuple[Score, ...]]:
+        flat = [row for rows in questions for row in rows]
+        found: list[Score | None] = [None] * len(flat)
+        for length in sorted({len(row.ids) for row in flat}):
+            group = [number for number, row in enumerate(flat) if len(row.ids) == length]
+            logprobs, greedy, above = self._predict([flat[number] for number in group])
+            done = 0
+            for number in group:
+                part = slice(done, done + len(flat[number].asked))
+                done = part.stop
+                found[number] = self._score(flat[number], logprobs[part], greedy[part], above[part])
+        scores = iter(found)
+        return [tuple(next(scores) for _ in rows) for rows in questions]  # type: ignore[misc]
+
+    def _predict(self, rows: list["_Row"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows of one length: log-probability, arg-max flag and rank of every asked token, row after row."""
+        lines = np.concatenate([self._masked(row) for row in rows])
+        places = np.concatenate([row.asked for row in rows])
+        targets = np.concatenate([row.targets for row in rows])
+        features = []
+        at_once = max(1, self.batch_tokens // lines.shape[1])
+        for first in range(0, len(lines), at_once):
+            part = lines[first : first + at_once]
+            # whole blocks of lines for the matrix products, as in logits.py: a small batch repeats its rows
+            least = -(-whole_blocks(1) // lines.shape[1])
+            ids = torch.from_numpy(np.resize(part, (max(len(part), least), lines.shape[1]))).to(self.device)
+            place = torch.from_numpy(places[first : first + at_once]).to(self.device)
+            hidden_BSW = self.model.hidden(ids)
+            features.append(hidden_BSW[torch.arange(len(part), device=self.device), place])
+        hidden_NW = torch.cat(features)
+        filled = torch.from_numpy(np.resize(np.arange(len(lines)), whole_blocks(len(lines)))).to(self.device)
+        hidden_NW = self.model.mlm_features(hidden_NW[filled])
+        return token_logprobs(self.model.token_table.weight, self.model.mlm_bias, hidden_NW, np.arange(len(lines)), targets, ranks=True)
+
+    def _score(self, row: "_Row", logprobs: np.ndarray, greedy: np.ndarray, above: np.ndarray) -> Score:
+        kept = tuple(logprobs.tolist()) if self.keep_tokens else ()
+        total = float(logprobs.sum(dtype=np.float64))
+        return Score(total, bool(greedy.all()), len(row.asked), row.truncated, int(above.max()), kept)
+
+
+class _Row:
+    """[CLS] context continuation [SEP], the places asked for and what stands there."""
+
+    def __init__(self, ids: np.ndarray, asked: np.ndarray, targets: np.ndarray, truncated: int) -> None:
+        self.ids, self.asked, self.targets, self.truncated = ids, asked, targets, truncated

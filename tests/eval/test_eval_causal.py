@@ -1,0 +1,177 @@
+"""Causal scoring equals a plain forward per pair, whatever the tree, the batch and the memory."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from throughline.core.errors import Failed, WrongUse
+from throughline.core.scorer import Question
+from throughline.eval.causal import CausalScorer, batches
+from throughline.eval.exported import ExportedScorer
+from throughline.eval.logits import token_logprobs
+from throughline.eval.tree import plant
+from throughline.inference.torch_backend import TorchCausal
+
+MAT = "The cat sat on the mat and"
+QUESTIONS = [
+    [(MAT, " looked at me"), (MAT, " was"), (MAT, " was here again to see what there was to see, and then it left the room again")],
+    [("", "Susan has seen herself."), ("", "Susan has seen himself.")],
+    [("Sarah was better than Maria so Sarah", " always won"), ("Sarah was better than Maria so Maria", " always won")],
+    [("word " * 100, " over the hill"), ("word " * 100, " x")],  # longer than the window, cut at two places
+    [("Hello", " a")],
+    [("One of them", " is"), ("One of them", " is longer")],  # one choice begins with the other
+]
+
+
+def answers(scorer, questions) -> dict:
+    found = {}
+    for batch in scorer.score(questions):
+        for index, scores in batch:
+            assert index not in found
+            found[index] = scores
+    assert sorted(found) == list(range(len(questions)))
+    return found
+
+
+def plain(model, context, continuation, window):
+    """The definition: one forward of one sequence, log-softmax over everything."""
+    whole = torch.tensor((context + continuation)[-(window + 1) :])
+    with torch.no_grad():
+        logits = model(whole[None, :-1]).float()[0, -len(continuation) :]
+    target = torch.tensor(continuation)
+    tokens = torch.log_softmax(logits, -1).gather(1, target[:, None])[:, 0]
+    return tokens, bool((logits.argmax(-1) == target).all())
+
+
+def test_trees_equal_one_forward_per_pair(gpt, gpt2_tokenizer) -> None:
+    """1e-4: float32 sums of about 20 terms of some 10 nats in another order differ by 1e-5."""
+    scorer = CausalScorer(gpt, gpt2_tokenizer, keep_tokens=True)
+    questions = scorer.encode(QUESTIONS)
+    found = answers(scorer, questions)
+    for index, question in enumerate(questions):
+        for (context, continuation), score in zip(question.pairs, found[index], strict=True):
+            tokens, greedy = plain(gpt, context, continuation, scorer.window)
+            np.testing.assert_allclose(score.token_logprobs, tokens.numpy(), atol=1e-4, rtol=0)
+            assert score.logprob == pytest.approx(float(tokens.sum()), abs=1e-4)
+            assert (score.greedy, score.tokens) == (greedy, len(continuation))
+            assert score.truncated == max(0, len(context) + len(continuation) - scorer.window - 1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_answers_are_the_same_bits_in_any_batch(gpt, gpt2_tokenizer, threads: int) -> None:
+    """Batches of 1, 7 and 64 questions and of several token budgets, at each number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = []
+        for most, budget in ((1, None), (7, None), (64, None), (None, 333)):
+            scorer = CausalScorer(gpt, gpt2_tokenizer, batch_questions=most, batch_tokens=budget, keep_tokens=True)
+            found.append(answers(scorer, scorer.encode(QUESTIONS * 2)))
+        assert all(one == found[0] for one in found[1:])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_backend_scores_like_the_module(gpt, gpt2_tokenizer) -> None:
+    """The path of exported graphs (cache rows, copied prefixes) through the torch backend."""
+    native = CausalScorer(gpt, gpt2_tokenizer, keep_tokens=True)
+    other = ExportedScorer(TorchCausal(gpt), gpt2_tokenizer, keep_tokens=True)
+    questions = native.encode(QUESTIONS)
+    ours, theirs = answers(native, questions), answers(other, questions)
+    for index, tree_scores in ours.items():
+        for a, b in zip(tree_scores, theirs[index], strict=True):
+            np.testing.assert_allclose(a.token_logprobs, b.token_logprobs, atol=1e-4, rtol=0)
+            assert (a.greedy, a.tokens, a.truncated) == (b.greedy, b.tokens, b.truncated)
+
+
+def test_pairs_are_tokenised_whole_and_then_split(gpt2_tokenizer, small_gpt) -> None:
+    scorer = CausalScorer(small_gpt, gpt2_tokenizer)
+    encode = lambda text: tuple(gpt2_tokenizer.encode(text).tolist())  # noqa: E731
+    eos = gpt2_tokenizer.eos_id
+    cases = {
+        ("Answer:", " yes"): (encode("Answer:"), encode(" yes")),
+        ("Answer: ", "yes"): (encode("Answer:"), encode(" yes")),  # the blank belongs to the continuation
+        ("", "Yes"): ((eos,), encode("Yes")),
+        ("a b", "c"): (encode("a b"), encode("a bc")[len(encode("a b")) :]),  # the split is at the context's own length
+    }
+    for pair, wanted in cases.items():
+        assert scorer.encode([[pair]])[0].pairs == (wanted,)
+
+
+def test_bos_is_put_before_every_text_when_asked(bert_tokenizer, gpt2_tokenizer, small_gpt) -> None:
+    with pytest.raises(WrongUse, match="no BOS"):
+        CausalScorer(small_gpt, gpt2_tokenizer, bos=True)
+
+
+def test_a_tie_is_greedy_for_the_first_token_only() -> None:
+    weight = torch.zeros(3000, 4)
+    weight[[7, 1500, 2900], 0] = 1.0  # three equal logits, in three pieces of the vocabulary
+    hidden = torch.tensor([[1.0, 0, 0, 0]])
+    targets = np.array([7, 1500, 2900, 8])
+    logprobs, greedy, above = token_logprobs(weight, None, hidden, np.zeros(4, np.int64), targets, ranks=True)
+    assert greedy.tolist() == [True, False, False, False]
+    assert above.tolist() == [0, 0, 0, 3]
+    np.testing.assert_allclose(logprobs, torch.log_softmax(weight @ hidden[0], -1)[targets].numpy(), atol=1e-6)
+
+
+def test_a_tree_holds_the_common_prefix_once() -> None:
+    tree = plant(Question((((1, 2, 3), (4, 5)), ((1, 2, 3), (4, 6, 7)), ((1, 2, 3), (9,)))), 64)
+    assert tree.prefix == 3 and tree.branches == (1, 2)  # inputs 1234, 12346, 123: the one-token choice needs no branch
+    assert tree.ids.tolist() == [1, 2, 3, 4, 4, 6] and tree.positions.tolist() == [0, 1, 2, 3, 3, 4]
+    assert [lines.tolist() for lines in tree.lines] == [[2, 3], [2, 4, 5], [2]]
+
+
+def test_out_of_memory_halves_the_batch(small_gpt, gpt2_tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = CausalScorer(small_gpt, gpt2_tokenizer, batch_tokens=100_000)
+    questions = scorer.encode(QUESTIONS)
+    wanted = answers(scorer, questions)
+    real, sizes = scorer._answer, []
+
+    def small(trees):
+        sizes.append(len(trees))
+        if len(trees) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(trees)
+
+    monkeypatch.setattr(scorer, "_answer", small)
+    assert answers(scorer, questions) == wanted
+    assert sizes[0] == len(QUESTIONS) and max(sizes[1:]) <= 3
+    monkeypatch.setattr(scorer, "_answer", lambda trees: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    with pytest.raises(Failed, match="single question"):
+        answers(scorer, questions)
+
+
+def test_batches_respect_the_budget_and_come_longest_first() -> None:
+    sizes = {index: size for index, size in enumerate([5, 90, 40, 40, 7, 300])}
+    made = list(batches(sizes, 100))
+    assert made[0] == [5] and sorted(itertools.chain(*made)) == list(range(6))
+    assert all(sum(sizes[i] for i in batch) <= 100 or len(batch) == 1 for batch in made)
+
+
+def test_wrong_questions_are_refused(small_gpt, gpt2_tokenizer, bert_tokenizer) -> None:
+    scorer = CausalScorer(small_gpt, gpt2_tokenizer)
+    with pytest.raises(Failed, match="longer than the model's window"):
+        answers(scorer, scorer.encode([[("a", " word" * 200)]]))
+    with pytest.raises(Failed, match="no tokens"):
+        answers(scorer, scorer.encode([[("a", "")]]))
+    tiny = type(small_gpt)(type(small_gpt.config)(vocab_size=100, layers=1, width=16, heads=1, sequence_length=16))
+    with pytest.raises(WrongUse, match="does not belong to the model"):
+        CausalScorer(tiny, gpt2_tokenizer)
+
+
+def test_greedy_text_equals_argmax_steps(small_gpt, gpt2_tokenizer) -> None:
+    scorer = CausalScorer(small_gpt, gpt2_tokenizer)
+    contexts = ["The cat", "Question: where?\nAnswer:", ""]
+    found = dict(item for batch in scorer.generate(contexts, [], 5) for item in batch)
+    for number, context in enumerate(contexts):
+        ids = list(gpt2_tokenizer.encode(context)) or [gpt2_tokenizer.eos_id]
+        start = len(ids)
+        for _ in range(5):
+            with torch.no_grad():
+                step = int(small_gpt(torch.tensor([ids]))[0, -1].argmax())
+            if step == gpt2_tokenizer.eos_id:
+                break
+            ids.append(step)
+        assert found[number] == gpt2_tokenizer.decode(ids[start:])

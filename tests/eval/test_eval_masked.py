@@ -1,0 +1,86 @@
+"""Masked scores equal a plain loop that masks one token at a time."""
+
+import pytest
+import torch
+
+from throughline.core.errors import Failed, WrongUse
+from throughline.eval.masked import MaskedScorer
+
+QUESTIONS = [
+    [("", "The unbelievability of reinterpretations astonishes me"), ("", "The unbelievability of cats astonish me")],
+    [("Where was he?", "at home"), ("Where was he?", "reinterpretation")],
+    [("word " * 80, "over")],  # the context loses its left
+]
+
+
+def answers(scorer, questions) -> dict:
+    return dict(item for batch in scorer.score(questions) for item in batch)
+
+
+def plain(model, tokenizer, context, continuation, whole_words: bool, window: int) -> float:
+    """The definition: one row per token, a log-softmax at the mask."""
+    names = {number: word for word, number in tokenizer.vocab.items()}
+    context = context[max(0, len(context) - (window - len(continuation))) :]
+    ids = [tokenizer.cls_id, *context, *continuation, tokenizer.sep_id]
+    total = 0.0
+    for place in range(1 + len(context), len(ids) - 1):
+        row = list(ids)
+        row[place] = tokenizer.mask_id
+        later = place + 1
+        while whole_words and names[ids[later]].startswith("##"):
+            row[later] = tokenizer.mask_id
+            later += 1
+        with torch.no_grad():
+            total += float(torch.log_softmax(model(torch.tensor([row]))[0, place], -1)[ids[place]])
+    return total
+
+
+@pytest.mark.parametrize("pll", ["original", "within_word_l2r"])
+def test_scores_equal_one_mask_at_a_time(bert, bert_tokenizer, pll: str) -> None:
+    """1e-4 is the bound of the issue; float32 noise here is about 1e-5."""
+    scorer = MaskedScorer(bert, bert_tokenizer, pll=pll)
+    questions = scorer.encode(QUESTIONS)
+    found = answers(scorer, questions)
+    for index, question in enumerate(questions):
+        for (context, continuation), score in zip(question.pairs, found[index], strict=True):
+            wanted = plain(bert, bert_tokenizer, context, continuation, pll == "within_word_l2r", scorer.window)
+            assert score.logprob == pytest.approx(wanted, abs=1e-4)
+            assert score.truncated == max(0, len(context) + len(continuation) - scorer.window)
+
+
+def test_the_two_kinds_differ_only_inside_words(bert, bert_tokenizer) -> None:
+    def score(pll: str, text: str) -> float:
+        scorer = MaskedScorer(bert, bert_tokenizer, pll=pll)
+        return answers(scorer, scorer.encode([[("", text)]]))[0][0].logprob
+
+    assert score("original", "the cat is here") == score("within_word_l2r", "the cat is here")
+    assert score("original", "reinterpretations") != score("within_word_l2r", "reinterpretations")
+
+
+def test_answers_are_the_same_bits_in_any_batch(bert, bert_tokenizer) -> None:
+    found = []
+    for budget in (1, 70, 300, 100_000):
+        scorer = MaskedScorer(bert, bert_tokenizer, batch_tokens=budget, keep_tokens=True)
+        found.append(answers(scorer, scorer.encode(QUESTIONS * 5)))
+    assert all(one == found[0] for one in found[1:])
+
+
+def test_cloze_ranks_the_answer_at_the_mask(bert, bert_tokenizer) -> None:
+    scorer = MaskedScorer(bert, bert_tokenizer)
+    question = scorer.encode([[("The capital of France is [MASK] .", "paris")]])
+    context, answer = question[0].pairs[0]
+    ids = [bert_tokenizer.cls_id, *context, bert_tokenizer.sep_id]
+    with torch.no_grad():
+        logprobs = torch.log_softmax(bert(torch.tensor([ids]))[0, ids.index(bert_tokenizer.mask_id)], -1)
+    (score,) = answers(scorer, question)[0]
+    assert score.logprob == pytest.approx(float(logprobs[answer[0]]), abs=1e-4)
+    assert score.rank == int((logprobs > logprobs[answer[0]]).sum())
+    with pytest.raises(Failed, match="cloze"):
+        answers(scorer, scorer.encode([[("It is [MASK] .", "reinterpretations")]]))
+
+
+def test_wrong_tokenizer_and_generation_are_refused(bert, gpt2_tokenizer, bert_tokenizer) -> None:
+    with pytest.raises(WrongUse, match="does not belong to a BERT"):
+        MaskedScorer(bert, gpt2_tokenizer)
+    with pytest.raises(WrongUse, match="cannot write"):
+        next(MaskedScorer(bert, bert_tokenizer).generate(["x"], [], 3))
