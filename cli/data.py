@@ -189,3 +189,74 @@ def tokenize(
     if dirty:
         lines.append("found in the text: " + ", ".join(f"{key} {count:,}" for key, count in dirty.items()))
     console.result({"path": out, "complete": True, "hash": manifest.hash, **facts}, lines)
+
+
+@command.command()
+@click.argument("store")
+@click.option("--samples", type=click.IntRange(0), default=3, show_default=True, help="Documents to show.")
+@click.option("--top", type=click.IntRange(0), default=3, show_default=True, help="Repeated documents to show.")
+@click.option("--tokenizer", "tokenizer_path", help="Tokenizer of a foreign store.")
+@throughline_command
+def inspect(store: str, samples: int, top: int, tokenizer_path: str | None) -> None:
+    """Show what is in a token store: lengths, bytes per token, sample and repeated documents.
+
+    \b
+    Example:  throughline data inspect tokens --samples 5
+    """
+    from ..data.inspect import inspect_store
+
+    found = inspect_store(store, samples, top, tokenizer_path)
+    ratio = found["bytes_per_token"]
+    lines = [
+        f"{found['tokens']:,} tokens, {found['documents']:,} documents, {found['sequences']:,} sequences, "
+        f"{found['shards']:,} shards, {found['dtype']}, vocabulary {found['vocab_size']:,}",
+        f"{found['tokens_per_document']:,.1f} tokens per document" + (f", {ratio:.2f} bytes per token" if ratio else ""),
+        "",
+        *console.table(("up to tokens", "documents"), list(found["lengths"].items())),
+    ]
+    lines += ["", *(f"document {s['document']:,}: {s['text']!r}" for s in found["samples"])]
+    lines += [f"{r['times']:,} times: {r['text']!r}" for r in found["repeated"]]
+    console.result({"path": store, **found}, lines)
+
+
+@command.command()
+@click.argument("store")
+@click.option("--to", "target", type=click.Choice(["nanogpt", "olmo", "llmc", "parquet"]), required=True, help="Layout.")
+@click.option("--val-fraction", type=click.FloatRange(0, 0.5), default=0.0, help="nanogpt: part for val.bin, from the end.")
+@click.option("--out", required=True, help="Directory to write.")
+@throughline_command
+def export(store: str, target: str, val_fraction: float, out: str) -> None:
+    """Write a token store in another trainer's layout. Megatron-LM reads a store as it is.
+
+    \b
+    Example:  throughline data export tokens --to nanogpt --val-fraction 0.1 --out nanogpt-data
+    """
+    from ..data.export import export_store
+
+    files = export_store(store, target, out, val_fraction)  # type: ignore[arg-type]
+    console.result({"path": out, "files": [file.name for file in files]}, [str(file) for file in files])
+
+
+@command.command()
+@text_options
+@click.option("--near", is_flag=True, help="Also near duplicates, by MinHash over word 5-grams.")
+@click.option("--dry-run", is_flag=True, help="Count, write nothing.")
+@click.option("--out", help="Directory for what stays, as .jsonl.zst; not needed with --dry-run.")
+@throughline_command
+def dedup(inputs: tuple[str, ...], near: bool, dry_run: bool, out: str | None, **text: Any) -> None:
+    """Remove duplicate documents from text; the first of each is kept. Tokenise what it writes.
+
+    \b
+    Example:  throughline data dedup corpus/ --near --out clean
+    """
+    from ..core.errors import WrongUse
+    from ..data.dedup import dedup as run
+
+    if not out and not dry_run:
+        raise WrongUse("no output given", where="--out", fix="name a directory, or count only with --dry-run")
+    found = run(list(inputs), out, read_options(**text), near, dry_run)
+    rows = [(row["source"], row["documents"], row["exact"], row["near"]) for row in found["sources"]]
+    rows.append(("all", found["documents"], found["exact"], found["near"]))
+    lines = console.table(("source", "documents", "exact duplicates", "near duplicates"), rows)
+    lines.append(f"{found['kept']:,} documents stay" + ("; nothing was written" if dry_run else f" in {out}"))
+    console.result({"path": out, **found}, lines)

@@ -17,7 +17,7 @@ from .tokenizer import Tokenizer
 CACHE_BYTES = (
     256 << 20
 )  # of text per gigatoken instance: its cache of words grows with new words and has no limit of its own
-SAMPLE_TEXTS, SAMPLE_BYTES = 200, 1 << 20
+SAMPLE_TEXTS, SAMPLE_BYTES = 200, 1 << 18
 
 # What breaks tokenizers: contractions, runs of white space, digits, scripts, marks, emoji, controls, literal special text.
 NASTY = (
@@ -63,7 +63,7 @@ class Gigatoken:
 
     def __init__(self, tokenizer: Tokenizer):
         # without its added tokens it has no special text to recognise
-        self._config = json.dumps(json.loads(tokenizer.to_json()) | {"added_tokens": [], "post_processor": None})
+        self._config = json.dumps(tokenizer.config | {"added_tokens": [], "post_processor": None})
         self._open()
 
     def _open(self) -> None:
@@ -90,7 +90,7 @@ class Characters:
     name = "char-numpy"
 
     def __init__(self, tokenizer: Tokenizer):
-        vocab = {token: i for token, i in json.loads(tokenizer.to_json())["model"]["vocab"].items() if len(token) == 1}
+        vocab = {token: i for token, i in tokenizer.config["model"]["vocab"].items() if len(token) == 1}
         self._table = np.full(0x110000, -1 if tokenizer.unk_id is None else tokenizer.unk_id, np.int32)
         self._table[[ord(character) for character in vocab]] = list(vocab.values())
 

@@ -161,7 +161,9 @@ def _texts(raw: bytes, separator: re.Pattern[bytes], options: ReadOptions, count
     """Documents that end in separators, as strings."""
     if separator is LINE_END:
         return clean(raw, counts).split("\n")[:-1]
-    texts = _BLANK_LINES.split(clean(raw, counts))[:-1]
+    text = clean(raw, counts)
+    plain = "\n\n\n" not in text and "\n " not in text and "\n\t" not in text  # then a split does what the pattern does
+    texts = (text.split("\n\n") if plain else _BLANK_LINES.split(text))[:-1]
     return [clean(text.encode(), counts, True) for text in texts] if options.unwrap else texts
 
 

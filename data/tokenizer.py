@@ -4,7 +4,6 @@ Encoding never adds special tokens and never makes one out of text: a document t
 `<|endoftext|>` or `[MASK]` is encoded as those characters.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,7 +14,7 @@ import numpy as np
 
 from ..core.artifact import MANIFEST, Input, create_artifact
 from ..core.errors import Refused, WrongUse
-from ..core.files import read_json
+from ..core.files import read_json, sha256_json
 
 FILE = "tokenizer.json"
 ROLES = ("eos", "bos", "pad", "unk", "cls", "sep", "mask")
@@ -46,7 +45,7 @@ class Tokenizer:
         self._library.no_padding()
         self._library.no_truncation()
         self._library.encode_special_tokens = True  # literal special text stays text
-        self._config: dict[str, Any] = json.loads(text)
+        self.config: dict[str, Any] = json.loads(text)
         self.vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self.vocab.values()) + 1
         self.special = (
@@ -72,8 +71,8 @@ class Tokenizer:
     @cached_property
     def type(self) -> str:
         """ "bpe", "wordpiece" or "char"; for other foreign models their name in lower case."""
-        model = str(self._config["model"].get("type", "")).lower()
-        splits = self._config.get("pre_tokenizer") or {}
+        model = str(self.config["model"].get("type", "")).lower()
+        splits = self.config.get("pre_tokenizer") or {}
         return "char" if model == "wordlevel" and splits.get("type") == "Split" else model
 
     @property
@@ -107,19 +106,19 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Every id that stands for no text: roles and the file's special added tokens."""
-        added = self._config.get("added_tokens") or []
+        added = self.config.get("added_tokens") or []
         return frozenset({token["id"] for token in added if token.get("special")} | set(self.special.values()))
 
     @cached_property
     def splits_at_space(self) -> bool:
         """Whether text may be cut before white space without changing its tokens (true of all that are made here)."""
-        steps = _flatten(self._config.get("pre_tokenizer"), "pretokenizers")
+        steps = _flatten(self.config.get("pre_tokenizer"), "pretokenizers")
         normal = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "StripAccents"}
-        if any(step["type"] not in normal for step in _flatten(self._config.get("normalizer"), "normalizers")):
+        if any(step["type"] not in normal for step in _flatten(self.config.get("normalizer"), "normalizers")):
             return False
         if any(step["type"] == "ByteLevel" and step.get("add_prefix_space", True) for step in steps):
             return False
-        if any(" " in token["content"] or "\n" in token["content"] for token in self._config.get("added_tokens") or []):
+        if any(" " in token["content"] or "\n" in token["content"] for token in self.config.get("added_tokens") or []):
             return False
         return self.type == "char" or any(
             step["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
@@ -153,12 +152,15 @@ class Tokenizer:
 
     def fingerprint(self) -> str:
         """sha256 of the tokenizer.json in canonical form: the same for the same tokens, however the file is laid out."""
-        config = {key: value for key, value in self._config.items() if key not in ("truncation", "padding")}
-        return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return sha256_json({key: value for key, value in self.config.items() if key not in ("truncation", "padding")})
 
     def to_json(self) -> str:
         """The content of a tokenizer.json, without padding and truncation."""
-        return json.dumps(self._config | {"truncation": None, "padding": None}, ensure_ascii=False, indent=1)
+        return json.dumps(self.config | {"truncation": None, "padding": None}, ensure_ascii=False)
 
     def facts(self) -> dict[str, Any]:
         """What an artifact's manifest says of it."""

@@ -1,0 +1,71 @@
+"""What is in a token store: counts, document lengths, bytes per token, sample documents and the most repeated ones."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import WrongUse
+from .store import Shard, TokenStore
+from .tokenizer import FILE, Tokenizer
+
+MOST_HASHED = 1_000_000  # documents looked at for repetitions; of a larger store every n-th
+SHOWN_TOKENS = 60
+
+
+def inspect_store(path: Path | str, samples: int = 3, top: int = 3, tokenizer_path: Path | str | None = None) -> dict[str, Any]:
+    """Facts of a store for people and scripts; reads every index and `MOST_HASHED` documents at most.
+
+    Raises WrongUse and Refused as TokenStore.open does, and WrongUse for a foreign store without `tokenizer_path`.
+    """
+    store = TokenStore.open(path)
+    if tokenizer_path is None and not (Path(path) / FILE).is_file():
+        raise WrongUse("the store has no tokenizer of its own", where=path, fix="name one with --tokenizer")
+    tokenizer = Tokenizer.load(tokenizer_path or path)
+    facts = store.facts
+    histogram = np.zeros(64, np.int64)
+    for shard in store.shards:
+        lengths = _document_lengths(shard)
+        histogram += np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64), minlength=64)
+    spaced = np.unique(np.linspace(0, store.documents - 1, min(samples, store.documents)).astype(np.int64))
+    return {
+        "tokens": store.tokens,
+        "documents": store.documents,
+        "sequences": store.sequences,
+        "shards": len(store.shards),
+        "dtype": str(store.dtype),
+        "vocab_size": tokenizer.vocab_size,
+        "bytes_per_token": facts["text_bytes"] / store.tokens if "text_bytes" in facts else None,
+        "tokens_per_document": store.tokens / store.documents,
+        "lengths": {f"{2**power:,}": int(count) for power, count in enumerate(histogram) if count},
+        "counts": facts.get("counts", {}),
+        "samples": [{"document": int(place), "text": _text(store, tokenizer, int(place))} for place in spaced],
+        "repeated": [{"times": n, "text": _text(store, tokenizer, d)} for n, d in _repeated(store, top)],
+    }
+
+
+def _document_lengths(shard: Shard) -> np.ndarray:
+    return np.diff(shard.sequence_start(shard.bounds))
+
+
+def _text(store: TokenStore, tokenizer: Tokenizer, document: int) -> str:
+    start, stop = (int(place) for place in store.document_start(np.array([document, document + 1])))
+    text = tokenizer.decode(store.read(start, min(stop, start + SHOWN_TOKENS)))
+    return text + (f" … ({stop - start:,} tokens)" if stop - start > SHOWN_TOKENS else "")
+
+
+def _repeated(store: TokenStore, top: int) -> list[tuple[int, int]]:
+    """(times, document) of the documents that occur most often, those that occur twice or more."""
+    step = -(-store.documents // MOST_HASHED)
+    digests, numbers, first = [], [], 0
+    for shard in store.shards:
+        bounds, data = shard.sequence_start(shard.bounds), shard.data
+        for document in range(-first % step, shard.documents, step):
+            raw = data[bounds[document] : bounds[document + 1]].tobytes()
+            digests.append(hashlib.blake2b(raw, digest_size=8).digest())
+            numbers.append(first + document)
+        first += shard.documents
+    _, places, times = np.unique(np.frombuffer(b"".join(digests), "<u8"), return_index=True, return_counts=True)
+    order = np.lexsort((places, -times))[:top]
+    return [(int(times[i]), numbers[places[i]]) for i in order if times[i] > 1]

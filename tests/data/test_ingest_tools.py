@@ -1,0 +1,196 @@
+"""inspect, export, dedup and the commands: what they say is true of the store, what they write opens elsewhere."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from click.testing import CliRunner
+from throughline.cli.data import BACKENDS as CLI_BACKENDS
+from throughline.cli.data import command, parse_bytes
+from throughline.core.errors import WrongUse
+from throughline.data.backends import BACKENDS
+from throughline.data.dedup import dedup
+from throughline.data.export import export_store
+from throughline.data.inspect import inspect_store
+from throughline.data.readers import ReadOptions
+from throughline.data.sentences import split_sentences
+from throughline.data.store import TokenStore
+from throughline.data.tokenize import tokenize
+from throughline.data.train_tokenizer import import_tokenizer, train_tokenizer
+
+DOCUMENTS = [f"document {i} says hello " + "again and again " * (i % 9) for i in range(300)] + ["the same"] * 7
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tools")
+    (folder / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    train_tokenizer(DOCUMENTS, "bpe", 300).save(folder / "bpe")
+    tokenize([str(folder / "t.jsonl")], folder / "bpe", folder / "store", shard_bytes=4000)
+    return folder / "store"
+
+
+def test_inspect_tells_the_truth(store: Path) -> None:
+    found = inspect_store(store, samples=2, top=2)
+    lengths = np.diff(TokenStore.open(store).document_starts)
+    assert found["documents"] == len(DOCUMENTS) and found["tokens"] == lengths.sum() and found["shards"] > 3
+    assert found["bytes_per_token"] == sum(map(len, DOCUMENTS)) / lengths.sum()
+    assert sum(found["lengths"].values()) == len(DOCUMENTS)
+    assert found["lengths"]["16"] == ((lengths > 8) & (lengths <= 16)).sum()
+    assert found["samples"][0]["text"].startswith(DOCUMENTS[0].rstrip()[:20])
+    assert found["repeated"] == [{"times": 7, "text": "the same<|endoftext|>"}]
+
+
+def test_exports_hold_the_same_tokens(store: Path, tmp_path: Path) -> None:
+    opened = TokenStore.open(store)
+    every = opened.read(0, opened.tokens)
+    names = [path.name for path in export_store(store, "nanogpt", tmp_path / "nano", val_fraction=0.2)]
+    assert names == ["meta.pkl", "train.bin", "val.bin"]
+    train, val = (np.fromfile(tmp_path / "nano" / f"{part}.bin", np.uint16) for part in ("train", "val"))
+    assert np.array_equal(np.concatenate([train, val]), every) and 0.15 < len(val) / len(every) < 0.25
+    assert pickle.loads((tmp_path / "nano" / "meta.pkl").read_bytes())["vocab_size"] == 300
+    olmo = [np.fromfile(path, np.uint16) for path in export_store(store, "olmo", tmp_path / "olmo")]
+    assert np.array_equal(np.concatenate(olmo), every)
+    read = []
+    for path in export_store(store, "llmc", tmp_path / "llmc"):
+        header = np.fromfile(path, np.int32, 256)
+        assert header[:2].tolist() == [20240520, 1]
+        read.append(np.fromfile(path, np.uint16, offset=1024))
+        assert len(read[-1]) == header[2]
+    assert np.array_equal(np.concatenate(read), every)
+    rows = [row for path in export_store(store, "parquet", tmp_path / "pq") for row in pq.read_table(path)["input_ids"].to_pylist()]
+    assert rows == [every[a:b].tolist() for a, b in zip(opened.document_starts, opened.document_starts[1:])]
+    with pytest.raises(WrongUse, match="already exists"):
+        export_store(store, "olmo", tmp_path / "olmo")
+
+
+def near_copy(text: str) -> str:
+    return text.replace("word17 ", "other ")
+
+
+def test_dedup_keeps_the_first_and_counts_per_source(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    texts = [" ".join(f"word{i}" for i in rng.integers(0, 500, 150)) for _ in range(40)]
+    long = " ".join(f"word{i}" for i in range(200))
+    (tmp_path / "a.txt").write_text("\n".join([*texts[:20], long, texts[3]]))
+    (tmp_path / "b.txt").write_text("\n".join([texts[5].replace(" ", "   "), *texts[20:], near_copy(long)]))
+    inputs, options = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], ReadOptions(documents="line")
+    counted = dedup(inputs, None, options, near=True, dry_run=True)
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.txt"]
+    assert [(row["exact"], row["near"]) for row in counted["sources"]] == [(1, 0), (1, 1)]
+    assert counted["documents"] == 44 and counted["kept"] == 41
+    found = dedup(inputs, tmp_path / "out", options, near=True)
+    assert {**found, "dry_run": True} == counted
+    kept = []
+    for path in sorted((tmp_path / "out").glob("*.jsonl.zst")):
+        with zstandard.open(path, "rt") as file:
+            kept += [json.loads(line)["text"] for line in file]
+    assert kept == [*texts[:20], long, *texts[20:]]
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == found["sources"]
+    assert dedup(inputs, None, options, dry_run=True)["near"] == 0
+
+
+def test_sentences_end_where_a_reader_would_end_them() -> None:
+    cases = {
+        'He left. "Why?" she asked. Nobody knew!': ["He left.", '"Why?" she asked.', "Nobody knew!"],
+        "Mr. Smith met Dr. A. Jones at 3.15 p.m. in St. Louis. They spoke.": [
+            "Mr. Smith met Dr. A. Jones at 3.15 p.m. in St. Louis.",
+            "They spoke.",
+        ],
+        "Wait... what? Yes… No.": ["Wait... what?", "Yes…", "No."],
+        "这是一句。那是另一句！好吗？": ["这是一句。", "那是另一句！", "好吗？"],
+        "यह एक वाक्य है। यह दूसरा है।": ["यह एक वाक्य है।", "यह दूसरा है।"],
+        "A title\n\nThen text without a stop\n\n": ["A title", "Then text without a stop"],
+        " \n ": [],
+    }
+    for text, expected in cases.items():
+        found = split_sentences(text)
+        assert found == expected
+        assert "".join("".join(found).split()) == "".join(text.split())
+
+
+def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
+    """The four commands a user types, each with --json, in the exit codes of the design."""
+    (tmp_path / "t.txt").write_text("\n\n".join(DOCUMENTS))
+    run = CliRunner()
+
+    def call(*arguments: str) -> dict:
+        done = run.invoke(command, [*arguments, "--json"])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    text, tok, out = (str(tmp_path / name) for name in ("t.txt", "tok", "out"))
+    assert call("tokenizer", text, "--vocab-size", "300", "--out", tok)["vocab_size"] == 300
+    made = call("tokenize", text, "--tokenizer", tok, "--out", out, "--workers", "1")
+    assert made["complete"] and made["tokens"] > 1000 and made["counts"]["replaced"] == 0
+    assert call("inspect", out)["tokens"] == made["tokens"]
+    assert call("export", out, "--to", "olmo", "--out", str(tmp_path / "olmo"))["files"] == ["00000.npy"]
+    assert call("dedup", text, "--dry-run")["exact"] == 6
+    assert call("tokenizer", tok, "--type", "import", "--out", str(tmp_path / "again"))["vocab_size"] == 300
+    for arguments, code, said in (
+        (["tokenize", str(tmp_path / "no.txt"), "--tokenizer", tok, "--out", out + "2"], 2, "no such input"),
+        (["tokenize", text, "--tokenizer", text, "--out", out + "2"], 3, "not a tokenizer"),
+        (["tokenize", text, "--tokenizer", tok, "--out", tok], 2, "already exists"),
+        (["tokenize", text, "--tokenizer", tok, "--out", out + "2", "--task-index", "1"], 2, "go together"),
+        (["inspect", str(tmp_path / "olmo")], 2, "no token store"),
+        (["dedup", text], 2, "no output given"),
+    ):
+        done = run.invoke(command, arguments)
+        assert done.exit_code == code and said in done.output, done.output
+    assert not list(tmp_path.glob("*2*"))
+
+
+def test_sizes_and_backends_of_the_command_line() -> None:
+    assert [parse_bytes(text) for text in ("512", "64M", "1.5G", "8MiB", "2kb")] == [512, 64_000_000, 1_500_000_000, 8 << 20, 2000]
+    assert set(CLI_BACKENDS) == {"auto", "tokenizers", *(name for kind in BACKENDS.values() for name in kind)}
+
+
+def peak_mb(code: str) -> float:
+    """Peak resident memory of a fresh process in MB."""
+    measure = f"{code}\nimport resource\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+    done = subprocess.run([sys.executable, "-c", measure], capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+@pytest.mark.parametrize("kind", ["many lines", "one line"])
+def test_memory_is_flat_in_the_size_of_the_corpus(store: Path, tmp_path: Path, kind: str) -> None:
+    """Ten times the text, 60 MB against 6 MB, may take 40 MB more (allocator slack); one line of 60 MB as well."""
+    rng = np.random.default_rng(0)
+    words = np.array([f"w{i}" for i in range(5000)], object)
+    part = " ".join(rng.choice(words, 1_000_000))[:6_000_000].replace(" w1", "\nw1" if kind == "many lines" else " w1")
+    peaks = []
+    for times in (1, 10):
+        path = tmp_path / f"{times}.txt"
+        with open(path, "w") as file:
+            for _ in range(times):
+                file.write(part + " ")
+        peaks.append(peak_mb(tokenize_code(path, store, tmp_path / str(times))))
+    assert peaks[1] < peaks[0] + 40, peaks
+
+
+def tokenize_code(text: Path, tokenizer: Path, out: Path) -> str:
+    return (
+        "from throughline.data.tokenize import ReadOptions, tokenize\n"
+        f"tokenize([{str(text)!r}], {str(tokenizer)!r}, {str(out)!r}, options=ReadOptions('line'), shard_bytes=1 << 30)"
+    )
+
+
+@pytest.mark.slow
+def test_a_gigabyte_takes_less_than_600_mb(shared: Path, tmp_path: Path) -> None:
+    """1 GB of text with ever new words (what caches of words do not like), a 100 MB line in it, GPT-2's vocabulary."""
+    import_tokenizer(shared / "data/gpt2-bpe")[0].save(tmp_path / "gpt2")
+    rng = np.random.default_rng(0)
+    with open(tmp_path / "t.txt", "w") as file:
+        for part in range(100):
+            words = np.array([f"{number:x}" for number in rng.integers(0, 2**40, 400_000)], object)
+            text = " ".join(rng.choice(words, 950_000))[:10_000_000]
+            file.write(text + " " if 40 <= part < 50 else text.replace(" a", "\na") + "\n")
+    assert (tmp_path / "t.txt").stat().st_size > 10**9
+    assert peak_mb(tokenize_code(tmp_path / "t.txt", tmp_path / "gpt2", tmp_path / "out")) < 600
