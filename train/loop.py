@@ -25,6 +25,7 @@ from ..core.workspace import Workspace
 from ..data.loader import Loader
 from .build import Plan, StepBatches, build_trainer, training_rows
 from .checkpoint import CheckpointWriter, find_resumable, restore
+from .memory import out_of_memory
 from .metrics import Metrics, PhaseMemory, Record, peak_flops, read_metrics
 from .objective import TERMS
 from .profile import Profile
@@ -36,6 +37,7 @@ from .step import StepResult, Trainer, no_mark, train_step
 Evaluator = Callable[[nn.Module, int], dict[str, Any]]
 MAY_CHANGE = ("train.steps", "train.eval_", "train.stop_after_skipped", "checkpoint.", "log.")  # on resume
 MEMORY_EVERY_S = 1.0
+NEXT_PHASE = {"": "forward", "optimizer": "forward", "forward": "backward", "backward": "the optimizer", "save": "forward"}
 
 
 def train(
@@ -104,7 +106,7 @@ class Run:
         self.writer = CheckpointWriter(
             workspace.path / "checkpoints", recipe.checkpoint.keep, plan.tokenizer_json, plan.inputs, recipe_hash(recipe)
         )
-        self.memory = PhaseMemory(plan.device)
+        self.memory, self.memory_read = PhaseMemory(plan.device), float("-inf")
         self.profile = Profile(workspace.path / "profile", plan.device) if profile else None
         self.signals = Signals()
         self.peak, self.peak_source = peak_flops(plan.device, recipe.train.precision)
@@ -153,7 +155,11 @@ class Run:
             self.memory.start()
             self.memory_read = start
         batch = next(batches)
-        result = train_step(trainer, batch, factor, self.memory.mark if watch else no_mark)
+        try:
+            result = train_step(trainer, batch, factor, self.memory.mark if watch else no_mark)
+        except torch.OutOfMemoryError as error:
+            phase = NEXT_PHASE[self.memory.phase] if watch else "a step"
+            raise out_of_memory(self.plan.config, recipe, self.plan.device, phase) from error
         seconds = time.perf_counter() - start
         if trainer.step > self.first_step + 1:
             self.tokens, self.step_seconds = self.tokens + batch.tokens, self.step_seconds + seconds
@@ -171,8 +177,6 @@ class Run:
                     why=f"loss {result.loss}, gradient norm {result.grad_norm}, loss scale {trainer.scaler.scale:g}",
                     fix="lower optimizer.learning_rate, lengthen schedule.warmup_steps, or use bf16 or fp32 in train.precision",
                 )
-
-    memory_read = float("-inf")
 
     def _note(self, result: StepResult, tokens_per_s: float) -> str:
         note = f"step {self.trainer.step:,}  loss {result.loss:.4f}"
@@ -269,6 +273,7 @@ class Run:
             "tokens_per_s": round(rate, 1),
             "mfu": round(rate * self.flops_per_token / self.peak, 4) if self.peak else None,
             "skipped_steps": self.trainer.skipped,
+            "memory_bytes": {"predicted": sum(self.plan.memory.values()), "measured": self.memory.peak},
         }
         if self.profile is not None:
             self.profile.close()

@@ -9,18 +9,18 @@ import psutil
 import torch
 
 from ..core.console import amount, warn
-from ..core.errors import Refused
+from ..core.errors import Failed, Refused
 from ..core.hardware import memory_limit_bytes
 from ..models.config import ModelConfig
 from ..models.presets import preset, preset_names
 from .precision import AUTOCAST
 from .recipe import Recipe, model_config, model_family
 
-BASE_BYTES = 300 * 2**20  # the interpreter, torch's libraries and their buffers
+PROGRAM_BYTES = {"cpu": 370 * 2**20, "cuda": 500 * 2**20}  # interpreter, torch and buffers; CUDA's context and workspaces
 
 
-def estimate(config: ModelConfig, recipe: Recipe) -> dict[str, int]:
-    """Bytes by term at the peak of a step; their sum is the prediction."""
+def estimate(config: ModelConfig, recipe: Recipe, device: str = "cpu") -> dict[str, int]:
+    """Bytes by term at the peak of a step; their sum is the prediction for the memory of `device`."""
     train = recipe.train
     number = 8 if train.precision == "fp64" else 4
     activation = 2 if train.precision in AUTOCAST else number
@@ -41,8 +41,10 @@ def estimate(config: ModelConfig, recipe: Recipe) -> dict[str, int]:
         "optimizer": number * slots,
         "activations": activations,
         "logits": 2 * predicted * config.vocab_size * number,  # and their gradient
-        "program": BASE_BYTES,
+        "program": PROGRAM_BYTES[device],
     }
+    if device == "cpu":
+        terms["checkpoint copy"] = terms["weights"] + terms["optimizer"]  # while a save is written
     if train.precision in AUTOCAST:
         terms["cast weights"] = activation * matrices
     return terms
@@ -50,7 +52,7 @@ def estimate(config: ModelConfig, recipe: Recipe) -> dict[str, int]:
 
 def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> dict[str, int]:
     """The estimate, when it fits. Raises Refused with the terms and the three cheapest changes when it does not."""
-    terms = estimate(config, recipe)
+    terms = estimate(config, recipe, device.type)
     need = sum(terms.values())
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -58,24 +60,38 @@ def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> d
         total = memory_limit_bytes()
         free = min(psutil.virtual_memory().available, total)
     if need > total:
-        largest = sorted(terms.items(), key=lambda item: -item[1])
         raise Refused(
             f"the run needs {amount(need, 'B')} of memory, {device.type} has {amount(total, 'B')}",
             where="model, train",
-            why=", ".join(f"{name} {amount(size, 'B')}" for name, size in largest),
-            fix="\n".join(_cheaper(recipe, config, total)),
+            why=_largest_first(terms),
+            fix="\n".join(_cheaper(recipe, config, device.type, total)),
         )
     if need > free:
         warn(f"the run needs about {amount(need, 'B')} and {amount(free, 'B')} of {amount(total, 'B')} are free just now")
     return terms
 
 
-def _cheaper(recipe: Recipe, config: ModelConfig, total: int) -> list[str]:
+def out_of_memory(config: ModelConfig, recipe: Recipe, device: torch.device, phase: str) -> Failed:
+    """The error for an allocation that failed in a step, with the phase, the largest consumers and the cheapest changes."""
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()
+    return Failed(
+        f"out of memory in {phase}",
+        where=f"{device.type}, {amount(total, 'B')}",
+        why="predicted: " + _largest_first(estimate(config, recipe, device.type)),
+        fix="\n".join(_cheaper(recipe, config, device.type, total)),
+    )
+
+
+def _largest_first(terms: dict[str, int]) -> str:
+    return ", ".join(f"{name} {amount(size, 'B')}" for name, size in sorted(terms.items(), key=lambda item: -item[1]))
+
+
+def _cheaper(recipe: Recipe, config: ModelConfig, device: str, total: int) -> list[str]:
     """The three cheapest changes that save memory, cheapest first, each with what would then be needed."""
 
     def need(**changes: object) -> int:
         changed = recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})
-        return sum(estimate(config, changed).values())
+        return sum(estimate(config, changed, device).values())
 
     now = need()
     tries = (
@@ -84,17 +100,17 @@ def _cheaper(recipe: Recipe, config: ModelConfig, total: int) -> list[str]:
         ('both, with train.precision = "bf16"', need(micro_batch_rows=1, recompute="full", precision="bf16")),
     )
     lines = [f"{text}: {amount(size, 'B')}" for text, size in tries if size < now]
-    family = model_family(recipe)
-    names = [name for name in preset_names(family) if _preset_need(name, recipe) <= total]
-    if names:
-        largest = max(names, key=lambda name: preset(name).parameter_count())
-        size = _preset_need(largest, recipe)
-        lines.append(f'model.preset = "{largest}", the largest that fits: {amount(size, "B")}')
-    return lines[-3:]
+    if all(size > total for _, size in tries):  # then only a smaller model helps
+        names = [name for name in preset_names(model_family(recipe)) if _preset_need(name, recipe, device) <= total]
+        if names:
+            largest = max(names, key=lambda name: preset(name).parameter_count())
+            size = _preset_need(largest, recipe, device)
+            lines.insert(2, f'model.preset = "{largest}", the largest that fits: {amount(size, "B")}')
+    return lines[:3]
 
 
-def _preset_need(name: str, recipe: Recipe) -> int:
+def _preset_need(name: str, recipe: Recipe, device: str) -> int:
     """Bytes that the recipe would need with another preset and none of its overrides."""
     model = recipe.model.model_copy(update={"preset": name, "overrides": {}})
     changed = recipe.model_copy(update={"model": model})
-    return sum(estimate(model_config(changed), changed).values())
+    return sum(estimate(model_config(changed), changed, device).values())

@@ -105,6 +105,8 @@ class PhaseMemory:
         self._device, self._process = device, psutil.Process()
         self.host: dict[str, int] = {}
         self.gpu: dict[str, int] = {}
+        self.phase = ""  # the last one that ended
+        self.peak = 0  # over all phases: of the GPU where there is one, of the host otherwise
 
     def start(self) -> None:
         """Forget the step before."""
@@ -114,10 +116,14 @@ class PhaseMemory:
 
     def mark(self, phase: str) -> None:
         """A phase ended; of several forwards in a step the largest counts."""
-        self.host[phase] = max(self.host.get(phase, 0), self._process.memory_info().rss)
+        self.phase = phase
+        resident = used = self._process.memory_info().rss
+        self.host[phase] = max(self.host.get(phase, 0), resident)
         if self._device.type == "cuda":
-            self.gpu[phase] = max(self.gpu.get(phase, 0), torch.cuda.max_memory_allocated(self._device))
+            used = torch.cuda.max_memory_allocated(self._device)
+            self.gpu[phase] = max(self.gpu.get(phase, 0), used)
             torch.cuda.reset_peak_memory_stats(self._device)
+        self.peak = max(self.peak, used)
 
     def record(self) -> Record:
         """As it stands in metrics.jsonl."""

@@ -61,7 +61,9 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
         rows.append(("steps skipped (not finite)", f"{skipped:,}"))
     finished = [event for event in events if event["event"] == "finished"]
     if finished:
+        memory = finished[-1]["memory_bytes"]
         rows.append(("time of the last stretch", duration(finished[-1]["seconds"])))
+        rows.append(("memory", f"{amount(memory['measured'], 'B')} measured, {amount(memory['predicted'], 'B')} predicted"))
     return rows
 
 

@@ -1,13 +1,15 @@
 """The estimate before anything is allocated, and recomputation."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from throughline.core.errors import Refused
+from throughline.core.errors import Failed, Refused
 from throughline.models.presets import preset
-from throughline.train import memory
+from throughline.train import memory, objective
 from throughline.train.build import Plan, StepBatches, build_trainer, training_rows
+from throughline.train.loop import train
 from throughline.train.memory import check_memory, estimate
 from throughline.train.recipe import Recipe
 from throughline.train.step import train_step
@@ -83,9 +85,29 @@ def test_a_model_larger_than_memory_is_refused_with_three_changes(
     with pytest.raises(Refused, match=r"needs .* cpu has 16\.0 GiB") as caught:
         check_memory(preset("gpt2-1.5b"), recipe, torch.device("cpu"))
     lines = caught.value.fix.splitlines()
-    assert len(lines) == 3
-    assert "largest that fits" in lines[-1]
+    assert [line.split(" = ")[0] for line in lines] == ["train.micro_batch_rows", "train.recompute", "model.preset"]
+    assert "largest that fits" in lines[2]
     assert "optimizer" in caught.value.why
+
+
+def test_running_out_of_memory_names_the_phase_and_the_way_out(
+    make_plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def greedy(*inputs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setitem(objective.LOSSES, "gpt", greedy)
+    with pytest.raises(Failed, match="out of memory in forward") as caught:
+        train(make_plan("gpt"), tmp_path / "run")
+    assert "activations" in caught.value.why
+    assert "train.micro_batch_rows = 1" in caught.value.fix
+
+
+def test_the_run_says_predicted_and_measured(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+    """A small run is nearly all program: its resident memory is within a factor of three of the prediction."""
+    memory = train(make_plan("gpt"), tmp_path / "run")["memory_bytes"]
+    assert 1 / 3 < memory["measured"] / memory["predicted"] < 3
+    assert "predicted" in (tmp_path / "run/report.html").read_text()
 
 
 def test_what_fits_is_let_through(make_recipe: Callable[..., Recipe]) -> None:
