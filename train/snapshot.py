@@ -186,7 +186,7 @@ class TensorReader:
                 continue
             file = self._open(chunk["file"])
             if not chunk["shape"] or (chunk["shape"] == list(box.size) and chunk["offset"] == list(box.start)):
-                return file.get_tensor(chunk["key"])
+                return file.get_tensor(chunk["key"]).clone()  # two reads would share the file's mapping
             there, here = shared
             if made is None:
                 made = torch.empty(box.size, dtype=getattr(torch, entry["dtype"]))

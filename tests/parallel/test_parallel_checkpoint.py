@@ -1,0 +1,126 @@
+"""A checkpoint of any layout goes on in any other: the same losses to rounding, and bit by bit in the same layout."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
+from throughline.benchmarks.layout_proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
+from throughline.core.artifact import read_manifest, verify_artifact  # noqa: E402
+from throughline.core.errors import Refused  # noqa: E402
+from throughline.train.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
+from throughline.train.parallel.crew import Crew  # noqa: E402
+from throughline.train.parallel.engine import Engine  # noqa: E402
+from throughline.train.parallel.layout import Layout  # noqa: E402
+from throughline.train.step import train_step  # noqa: E402
+
+LAYOUTS = {
+    "one": Layout(),
+    "tensor": Layout(tensor=2),
+    "full": Layout(data=2, sharding="full"),
+    "pipeline": Layout(pipeline=2),
+    "v": Layout(pipeline=2, schedule="zero-bubble-v", stages_per_process=2),
+    "hybrid": Layout(data=4, sharding="full", replicas=2),
+    "tensor x zero1": Layout(tensor=2, data=2, sharding="zero1"),
+    "pipeline x tensor": Layout(pipeline=2, tensor=2),
+    "context x full": Layout(context=2, data=2, sharding="full"),
+}
+CASE = Case("checkpoint", Layout(), steps=4, model={"vocab_size": 257})  # rows that no layout cuts evenly
+BOUND = 1e-12  # float64 rounding is 1e-15; a lost or stale slot shows at 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm()
+
+
+@functools.cache
+def expected() -> list[tuple[float, float]]:
+    return reference(CASE).steps
+
+
+def train(case: Case, directory: Path, first: int, last: int, save: bool) -> list[tuple[float, float]]:
+    """Steps [first, last) on this rank, from the checkpoint of step `first` unless it is 0."""
+    crew = Crew.start(case.layout, torch.device("cpu"))
+    engine = Engine(case.config, crew.mesh, case.precision, SEED)
+    shapes = {leaf.name: torch.Size(leaf.piece.shape) for leaf in engine.leaves}
+    engine.fill(lambda name, box: value_of(case, name, shapes[name])[box.slices()])
+    trainer = make_trainer(case, engine, None)
+    if first:
+        restore(directory / f"step-{first:08d}", trainer)
+    results = []
+    for step in range(first, last):
+        result = train_step(trainer, own_rows(case, engine, step), 1.0)
+        results.append((result.loss, result.grad_norm))
+    if save:
+        writer = CheckpointWriter(directory, 0, process=crew.mesh.rank, processes=case.layout.world, token=crew.token)
+        writer.save(trainer)
+        writer.close()
+        crew.wait()
+    return results
+
+
+def run(name: str, directory: Path, first: int, last: int, save: bool = False) -> list[tuple[float, float]]:
+    case = replace(CASE, layout=LAYOUTS[name])
+    return run_ranks(case.layout.world, lambda: train(case, directory, first, last, save))[0]
+
+
+def assert_close(found: list[tuple[float, float]], wanted: list[tuple[float, float]]) -> None:
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(found, wanted, strict=True):
+        assert abs(loss - wanted_loss) <= BOUND
+        assert abs(norm - wanted_norm) <= BOUND * wanted_norm
+
+
+PAIRS = [
+    ("one", "pipeline x tensor"),
+    ("pipeline x tensor", "hybrid"),
+    ("v", "tensor"),
+    ("tensor x zero1", "one"),
+    ("context x full", "v"),
+]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), PAIRS, ids=lambda name: name.replace(" ", ""))
+def test_resumes_in_another_layout(saved: str, resumed: str, tmp_path: Path) -> None:
+    assert_close(run(saved, tmp_path, 0, 2, save=True), expected()[:2])
+    assert_close(run(resumed, tmp_path, 2, 4), expected()[2:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_resumes_in_every_layout(saved: str, tmp_path: Path) -> None:
+    run(saved, tmp_path, 0, 2, save=True)
+    for resumed in LAYOUTS:
+        assert_close(run(resumed, tmp_path, 2, 4), expected()[2:])
+
+
+def test_resumes_bitwise_in_the_same_layout(tmp_path: Path) -> None:
+    whole = run("tensor x zero1", tmp_path / "a", 0, 4)
+    start = run("tensor x zero1", tmp_path / "b", 0, 2, save=True)
+    assert start + run("tensor x zero1", tmp_path / "b", 2, 4) == whole
+
+
+def test_is_one_artifact_of_whole_tensors(tmp_path: Path) -> None:
+    run("pipeline x tensor", tmp_path, 0, 1, save=True)
+    path = tmp_path / "step-00000001"
+    assert (tmp_path / "latest").read_text().strip() == path.name
+    manifest = verify_artifact(path)
+    assert manifest.facts["layout"] == {"world": 4, "pipeline": 2, "tensor": 2}
+    assert manifest.facts["parameters"] == CASE.config.parameter_count()
+    assert not list(tmp_path.glob(".*")), "remains of the parts"
+    model, _ = load_model(path)
+    assert sum(p.numel() for p in model.parameters()) == CASE.config.parameter_count()
+    read = TensorReader(path, "optimizer")
+    assert read("token_table.weight.exp_avg").shape == (257, 64)
+    assert read("token_table.weight.step").shape == ()
+    file = path / "weights-00003.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(Refused, match="damaged"):
+        verify_artifact(path)
+    assert read_manifest(path).kind == "checkpoint"
