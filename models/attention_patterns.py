@@ -1,0 +1,195 @@
+"""Attention to a part of the sequence: sliding windows and block-sparse patterns that cost no more than what they look at.
+
+A pattern replaces `Attention.attend` from outside. The sequence is cut into blocks; for each block of queries only the blocks of
+keys that hold a visible token are gathered, and one fused kernel runs for all query blocks that have as many. Inside a
+gathered block a mask keeps the pattern exact to the token. Documents, padding and a relative bias come as the mask that the
+models make anyway, and only its needed parts are read.
+
+| kind | a token at i sees a token at j when (causal: and j <= i) |
+|---|---|
+| sliding | they are less than `window` apart, or either is in the first `global_blocks` blocks |
+| fixed | both are in the same stretch of `window` tokens, or j is in the last `global_blocks` blocks of a stretch |
+
+Sources: sliding, Beltagy et al. 2020 (Longformer) and Zaheer et al. 2020 (BigBird) without its random blocks; fixed, Child et
+al. 2019 (Sparse Transformer, section 4.3).
+
+Cost: with B blocks of keys to a block of queries, time and the memory of gathered keys and values are B blocks a query block
+instead of S / block; a smaller block follows a window closer and gathers more copies, and 128 to 256 is a good compromise for
+windows of 512. Where memory is short the copies need not be kept for backward: `recompute = "selective"`.
+
+Shape letters: B batch, S query positions, T key positions, A heads, G key-value heads, D head width; N blocks, C tokens
+of a block, R query blocks computed together, M key blocks that each of them sees.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .config import GPTConfig
+from .layers import scaled_dot_product
+
+
+@dataclass(frozen=True)
+class AttentionPattern:
+    """Which tokens see which, in tokens and blocks (see the table above)."""
+
+    kind: Literal["sliding", "fixed"] = "sliding"
+    window: int = 512  # tokens: reach of a sliding window (both ways when bidirectional), length of a fixed stretch
+    block: int = 128  # tokens handled together
+    global_blocks: int = 0  # blocks that every token sees
+
+    def validate(self) -> list[str]:
+        """Everything that is wrong with it, one sentence each."""
+        problems = []
+        if self.kind not in ("sliding", "fixed"):
+            problems.append(f"kind is {self.kind!r}; it must be sliding or fixed")
+        if self.window < 1 or self.block < 1 or self.global_blocks < 0:
+            problems.append("window and block must be at least 1 and global_blocks 0 or more")
+        elif self.kind == "fixed" and self.window % self.block:
+            problems.append(f"a fixed window of {self.window} tokens is no whole number of blocks of {self.block}")
+        elif self.kind == "fixed" and self.global_blocks * self.block > self.window:
+            problems.append(f"{self.global_blocks} global blocks of {self.block} do not fit in a window of {self.window}")
+        return problems
+
+    def sees(self, queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
+        """Whether the token at each query position sees the one at each key position; positions (int) broadcast."""
+        wide = self.global_blocks * self.block
+        if self.kind == "sliding":
+            seen = ((queries - keys).abs() < self.window) | (keys < wide) | (queries < wide)
+        else:
+            seen = (queries // self.window == keys // self.window) | (keys % self.window >= self.window - wide)
+        return seen & (keys <= queries) if causal else seen
+
+    def block_table(self, length: int, causal: bool) -> Tensor:
+        """(N, N) bool for a sequence of this length: which blocks of keys hold anything that a block of queries sees.
+
+        The corners of a pair of blocks decide: all bounds but the window's are at block edges, and the tokens of two
+        blocks that are nearest or in order are corners.
+        """
+        first = torch.arange(-(-length // self.block)) * self.block
+        corners = torch.stack((first, first + self.block - 1))  # (2, N)
+        return self.sees(corners[:, None, :, None], corners[None, :, None, :], causal).any(0).any(0)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Query blocks that see the same number of key blocks."""
+
+    rows_R: Tensor
+    keys_RM: Tensor
+    visible_RCK: Tensor  # (R, C, M C) bool
+
+
+@functools.lru_cache(maxsize=16)
+def _groups(pattern: AttentionPattern, length: int, causal: bool, device: torch.device) -> tuple[list[_Group], Tensor]:
+    """The groups of a sequence, and where each query block's result stands when the groups' results are put in a row."""
+    table = pattern.block_table(length, causal)
+    counts = table.sum(1)
+    inside = torch.arange(pattern.block)
+    groups, order = [], []
+    for count in counts.unique().tolist():
+        rows = (counts == count).nonzero()[:, 0]
+        keys = table[rows].nonzero()[:, 1].view(len(rows), count)
+        query_positions = rows[:, None] * pattern.block + inside
+        key_positions = (keys[:, :, None] * pattern.block + inside).flatten(1)
+        visible = pattern.sees(query_positions[:, :, None], key_positions[:, None, :], causal)
+        visible &= (key_positions < length)[:, None, :]
+        groups.append(_Group(rows.to(device), keys.to(device), visible.to(device)))
+        order.append(rows)
+    return groups, torch.cat(order).argsort().to(device)
+
+
+def make_attend(pattern: AttentionPattern, causal: bool) -> Callable[..., Tensor]:
+    """What replaces `Attention.attend` in a causal or a bidirectional model."""
+    assert not pattern.validate(), pattern.validate()
+
+    def attend(
+        q_BASD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, mask: Tensor | None = None, is_causal: bool = False, dropout: float = 0.0
+    ) -> Tensor:
+        length = q_BASD.shape[2]
+        if length != k_BGTD.shape[2]:
+            assert causal and mask is not None, "only a decoder with a cache asks for other keys than queries"
+            return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=_cached_mask(pattern, mask), dropout=dropout)
+        if pattern.kind == "sliding" and length <= pattern.window:  # everything is near: the dense kernel
+            return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, is_causal=is_causal, dropout=dropout)
+        return _attend_blocks(pattern, causal, (q_BASD, k_BGTD, v_BGTD), mask, dropout)
+
+    return attend
+
+
+def _cached_mask(pattern: AttentionPattern, mask_B1ST: Tensor) -> Tensor:
+    """A cache's mask with the pattern added. The last place that a query sees is its own."""
+    places = torch.arange(mask_B1ST.shape[-1], device=mask_B1ST.device)
+    own = (mask_B1ST * places).amax(-1, keepdim=True)
+    return mask_B1ST & pattern.sees(own, places, causal=True)
+
+
+def _attend_blocks(
+    pattern: AttentionPattern, causal: bool, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, dropout: float
+) -> Tensor:
+    """Attention group by group; (B, A, S, D)."""
+    size, length = pattern.block, qkv[0].shape[2]
+    groups, places = _groups(pattern, length, causal, qkv[0].device)
+    missing = -length % size
+    q, k, v = (_blocks(x, size, missing) for x in qkv)  # each (B, N, C, heads, D)
+    if mask is not None:
+        mask = F.pad(mask, (0, missing, 0, missing if mask.shape[2] > 1 else 0))
+    results = []
+    for group in groups:
+        queries = q.index_select(1, group.rows_R).flatten(0, 1).transpose(1, 2)  # (B R, A, C, D)
+        keys, values = (
+            x.index_select(1, group.keys_RM.flatten()).unflatten(1, group.keys_RM.shape).flatten(2, 3).flatten(0, 1).transpose(1, 2)
+            for x in (k, v)
+        )  # (B R, G, M C, D)
+        part = scaled_dot_product(queries, keys, values, mask=_group_mask(group, mask, len(q)), dropout=dropout)
+        results.append(part.transpose(1, 2).unflatten(0, (len(q), -1)))  # (B, R, C, A, D)
+    whole = torch.cat(results, 1).index_select(1, places) if len(results) > 1 else results[0]
+    return whole.flatten(1, 2)[:, :length].transpose(1, 2)
+
+
+def _blocks(x_BASD: Tensor, size: int, missing: int) -> Tensor:
+    """(B, heads, S, D) -> (B, N, C, heads, D); zeros fill up the last block."""
+    x_BSAD = x_BASD.transpose(1, 2)
+    if missing:
+        x_BSAD = F.pad(x_BSAD, (0, 0, 0, 0, 0, missing))
+    return x_BSAD.unflatten(1, (-1, size))
+
+
+def _group_mask(group: _Group, mask: Tensor | None, batch: int) -> Tensor:
+    """The pattern and the model's own mask for one group: (B R, 1 or A, C, M C), bool or a bias.
+
+    A query that would see nothing (a padded place far from all real tokens) sees itself: a softmax over nothing is NaN, and
+    NaN at a padded place would reach the others through the next layer.
+    """
+    visible_RCK = group.visible_RCK
+    size = visible_RCK.shape[1]
+    if mask is None:
+        return visible_RCK.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
+    if mask.shape[2] == 1:  # the same for every query
+        blocks = mask.unflatten(3, (-1, size))[:, :, 0]  # (b, a, N, C)
+        taken = blocks[:, :, group.keys_RM]  # (b, a, R, M, C)
+        taken = taken.transpose(1, 2).flatten(3)[:, :, :, None]  # (b, R, a, 1, M C)
+    else:
+        blocks = mask.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # (b, a, N, C, N, C)
+        taken = blocks[:, :, group.rows_R[:, None], :, group.keys_RM]  # (R, M, b, a, C, C)
+        taken = taken.permute(2, 0, 3, 4, 1, 5).flatten(4)  # (b, R, a, C, M C)
+    visible = visible_RCK[None, :, None]
+    seen = visible & (taken if taken.dtype == torch.bool else taken > float("-inf"))
+    same_block = (group.keys_RM == group.rows_R[:, None])[:, None, :, None]
+    itself = same_block & torch.eye(size, dtype=torch.bool, device=mask.device)[:, None]  # (R, C, M, C)
+    seen = seen | (itself.flatten(2)[None, :, None] & ~seen.any(-1, keepdim=True))
+    if taken.dtype != torch.bool:
+        seen = taken.masked_fill(taken == float("-inf"), 0.0).masked_fill(~seen, float("-inf"))
+    return seen.expand(batch, *seen.shape[1:]).flatten(0, 1)
+
+
+def apply_pattern(model: nn.Module, pattern: AttentionPattern) -> None:
+    """Let every block of a GPT or a BERT attend by the pattern: its weights, names and inputs stay what they are."""
+    attend = make_attend(pattern, causal=isinstance(model.config, GPTConfig))
+    for block in model.blocks.values():
+        block.attention.attend = attend

@@ -1,0 +1,195 @@
+"""Patterned attention equals dense attention under the pattern's mask, in float64 with gradients, and computes no other block."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from throughline.models import attention_patterns
+from throughline.models.attention_patterns import AttentionPattern, apply_pattern, make_attend
+from throughline.models.bert import BERT
+from throughline.models.cache import KeyValueCache
+from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.gpt import GPT
+from throughline.models.init import initialise
+
+# rounding of float64 through one softmax or two layers: about 1e-15 of numbers of size 1
+EXACT = 1e-12
+LENGTH = 61  # no multiple of any block here
+
+PATTERNS = {
+    "window smaller than a block": AttentionPattern(window=3, block=8),
+    "window of blocks": AttentionPattern(window=16, block=8),
+    "window across blocks": AttentionPattern(window=13, block=4),
+    "window of one": AttentionPattern(window=1, block=4),
+    "window and global": AttentionPattern(window=9, block=4, global_blocks=2),
+    "fixed": AttentionPattern("fixed", window=16, block=4, global_blocks=1),
+    "fixed without summary": AttentionPattern("fixed", window=8, block=8),
+    "wider than the sequence": AttentionPattern(window=64, block=16),
+}
+
+
+def reference_rule(pattern: AttentionPattern, i: int, j: int, causal: bool) -> bool:
+    """The table of the module, once more, a token at a time."""
+    wide = pattern.global_blocks * pattern.block
+    if causal and j > i:
+        return False
+    if pattern.kind == "sliding":
+        return abs(i - j) < pattern.window or i < wide or j < wide
+    return i // pattern.window == j // pattern.window or j % pattern.window >= pattern.window - wide
+
+
+def dense_mask(pattern: AttentionPattern, causal: bool, length: int = LENGTH) -> torch.Tensor:
+    return torch.tensor([[reference_rule(pattern, i, j, causal) for j in range(length)] for i in range(length)])
+
+
+def documents(rows: int = 2, length: int = LENGTH) -> torch.Tensor:
+    """Document ids (B, S): boundaries that differ by row and do not fall on blocks."""
+    cuts = torch.tensor([[7, 30], [22, 23]])[:rows]
+    return (torch.arange(length) >= cuts[:, :, None]).sum(1)
+
+
+def extra_mask(kind: str, causal: bool) -> torch.Tensor | None:
+    """The masks that the models make: none, packed documents (B, 1, S, S), padding (B, 1, 1, S), a bias (B, A, S, S)."""
+    if kind == "none":
+        return None
+    ids = documents()
+    same = (ids[:, :, None] == ids[:, None, :])[:, None]
+    if kind == "documents":
+        return same.tril() if causal else same
+    padded = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [20]]))[:, None, None]
+    if kind == "padding":
+        return padded
+    bias = torch.randn(2, 4, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return bias.masked_fill(~padded, float("-inf"))
+
+
+def dense(q, k, v, pattern, causal, mask):
+    """Masked softmax attention by the textbook; a query that sees nothing sees itself."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    allowed = dense_mask(pattern, causal)[None, None]
+    bias = torch.zeros(1, dtype=torch.float64)
+    if mask is not None:
+        allowed = allowed & (mask if mask.dtype == torch.bool else mask > float("-inf"))
+        bias = bias if mask.dtype == torch.bool else mask.masked_fill(mask == float("-inf"), 0)
+    allowed = allowed | (torch.eye(LENGTH, dtype=torch.bool) & ~allowed.any(-1, keepdim=True))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias
+    return scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v
+
+
+MASKS = [(True, "none"), (True, "documents"), *((False, kind) for kind in ("none", "documents", "padding", "bias"))]
+
+
+@pytest.mark.parametrize(("causal", "mask_kind"), MASKS)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_equals_dense_masked_attention(name: str, causal: bool, mask_kind: str) -> None:
+    """Values, and gradients of queries, keys and values; grouped key heads in the causal case."""
+    pattern, mask = PATTERNS[name], extra_mask(mask_kind, causal)
+    generator = torch.Generator().manual_seed(1)
+    heads = (4, 2 if causal else 4, 2 if causal else 4)
+    inputs = [torch.randn(2, n, LENGTH, 8, generator=generator, dtype=torch.float64, requires_grad=True) for n in heads]
+    weight = torch.randn(2, 4, LENGTH, 8, generator=generator, dtype=torch.float64)
+    expected = dense(*inputs, pattern, causal, mask)
+    found = make_attend(pattern, causal)(*inputs, mask=mask, is_causal=causal and mask is None)
+    assert (found - expected).abs().max() < EXACT
+    gradients = (torch.autograd.grad((out * weight).sum(), inputs) for out in (found, expected))
+    assert all((ours - theirs).abs().max() < EXACT for ours, theirs in zip(*gradients))
+
+
+def masked_model(model, pattern: AttentionPattern, causal: bool):
+    """The same model with the dense kernel under the pattern's mask."""
+    allowed = dense_mask(pattern, causal)
+
+    def attend(q, k, v, *, mask=None, is_causal=False, dropout=0.0):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed if mask is None else allowed & mask)
+
+    for block in model.blocks.values():
+        block.attention.attend = attend
+    return model
+
+
+def small_model(family: str):
+    shape = {"vocab_size": 50, "sequence_length": LENGTH, "layers": 2, "width": 32, "heads": 4}
+    model = GPT(GPTConfig(**shape)) if family == "gpt" else BERT(BERTConfig(**shape))
+    initialise(model, 3)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+@pytest.mark.parametrize("name", ["window across blocks", "window and global", "fixed"])
+def test_models_equal_their_dense_twins(name: str, family: str, packed: bool) -> None:
+    """Two layers of GPT and BERT: hidden states and every parameter's gradient."""
+    pattern, inputs = PATTERNS[name], {"document_ids": documents()} if packed else {}
+    ids = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+    patterned, twin = small_model(family), masked_model(small_model(family), pattern, family == "gpt")
+    apply_pattern(patterned, pattern)
+    ours, theirs = patterned.hidden(ids, **inputs), twin.hidden(ids, **inputs)
+    assert (ours - theirs).abs().max() < EXACT
+    ours.square().sum().backward()
+    theirs.square().sum().backward()
+    for (name, a), b in zip(patterned.named_parameters(), twin.parameters()):
+        if a.grad is not None:
+            assert (a.grad - b.grad).abs().max() < EXACT * b.grad.abs().max().clamp(min=1), name
+
+
+def test_padded_places_stay_finite_and_unseen() -> None:
+    """Padding beyond the window of every real token: no NaN, and real tokens' states do not depend on it."""
+    model = small_model("bert")
+    apply_pattern(model, AttentionPattern(window=4, block=4))
+    ids = torch.randint(1, 50, (1, LENGTH), generator=torch.Generator().manual_seed(2))
+    real = (torch.arange(LENGTH) < 20)[None]
+    hidden = model.hidden(ids, attention_mask=real)
+    hidden.sum().backward()
+    assert hidden.isfinite().all() and all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    other = model.hidden(torch.where(real, ids, 0), attention_mask=real)
+    assert torch.equal(hidden[:, :20], other[:, :20])
+
+
+@pytest.mark.parametrize("name", ["window across blocks", "window and global", "fixed"])
+def test_generation_with_a_cache_sees_the_same(name: str) -> None:
+    """Token by token through the key-value cache after a prompt: the hidden states of the whole row at once."""
+    model = small_model("gpt")
+    apply_pattern(model, PATTERNS[name])
+    ids = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        whole = model.hidden(ids)
+        cache = KeyValueCache(model.config, rows=2, dtype=torch.float64)
+        parts = []
+        for part in (ids[:, :25], ids[:, 25:30], *ids[:, 30:].split(1, 1)):
+            parts.append(model.hidden(part, cache=cache))
+            cache.advance(part.shape[1])
+    assert (torch.cat(parts, 1) - whole).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("name", [name for name in PATTERNS if name != "wider than the sequence"])
+def test_only_needed_blocks_are_computed(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gets exactly the pairs of blocks with a visible token in them, counted a token at a time."""
+    pattern, computed = PATTERNS[name], 0
+
+    def counting(q, k, v, **options):
+        nonlocal computed
+        computed += q.shape[0] * (q.shape[2] // pattern.block) * (k.shape[2] // pattern.block)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=options["mask"])
+
+    monkeypatch.setattr(attention_patterns, "scaled_dot_product", counting)
+    x = torch.zeros(1, 1, LENGTH, 4)
+    make_attend(pattern, causal)(x, x, x)
+    pad, cut = -LENGTH % pattern.block, (-1, pattern.block)
+    blocks = F.pad(dense_mask(pattern, causal).int(), (0, pad, 0, pad)).unflatten(1, cut).unflatten(0, cut)
+    needed = int((blocks.amax((1, 3)) > 0).sum())
+    assert computed == needed
+    assert computed == pattern.block_table(LENGTH, causal).sum()
+
+
+def test_wrong_patterns_are_told() -> None:
+    assert not any(pattern.validate() for pattern in PATTERNS.values())
+    for wrong in (
+        AttentionPattern(window=0),
+        AttentionPattern(block=0),
+        AttentionPattern(global_blocks=-1),
+        AttentionPattern("fixed", window=100, block=16),
+        AttentionPattern("fixed", window=32, block=16, global_blocks=3),
+        AttentionPattern("strided"),  # type: ignore[arg-type]
+    ):
+        assert len(wrong.validate()) == 1
