@@ -1,0 +1,249 @@
+"""ZeRO-Offload: master weights, optimizer state and update on the host; the device holds 16-bit weights and activations only.
+
+Ren et al. 2021 (ZeRO-Offload). During backward each gradient is copied to the host as soon as it is complete and leaves the device;
+the host meanwhile adds up micro-batches and takes norms. Clipping and the rule that a step with a non-finite number
+is skipped need the norm of all gradients before the first weight moves, so the update starts when backward has ended: a worker
+updates the model front to back and sends each part's weights to the device, while the next forward already runs in
+the parts before it. The numbers are those of the same optimizer without offload, bit for bit on the same device and dtype.
+
+    offload = HostOffload(model)                        # a model on its device in its dtype
+    optimizer = build_optimizer(offload, recipe)        # over the masters: it only asks for named_parameters()
+    loss.backward()                                     # every micro-batch; gradients leave as they come
+    norm = offload.gradient_norm()
+    offload.step(optimizer, factor)                     # or offload.discard(), which skips the step
+
+Bytes per parameter with 16-bit weights: 2 on the device; 12 + 2 on the host (fp32 weight, mean and square of AdamW; a
+16-bit pinned buffer for the gradient on its way down and the weight on its way up), and 4 more when gradients of several
+micro-batches are added. Without an accelerator the same code runs, and moves nothing anywhere.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+IN_FLIGHT_BYTES = 2**30  # gradients of the device that wait for their copy: where the link is slower than backward, backward waits
+
+
+class HostOffload:
+    """The host's side of a model's weights. One worker thread does all work on host tensors; `wait` before reading them.
+
+    `micro_batches`: backward passes to a step. Forward hooks on the model wait for what they need, so a compiled model
+    (which would trace them) is not supported.
+    """
+
+    def __init__(self, model: nn.Module, micro_batches: int = 1) -> None:
+        names, parameters = zip(*model.named_parameters())
+        self._names: tuple[str, ...] = names
+        self._parameters: tuple[nn.Parameter, ...] = parameters
+        self.micro_batches = micro_batches
+        self.device = parameters[0].device
+        cuda = self.device.type == "cuda"
+        self._down, self._up = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)) if cuda else (None, None)
+        self._masters = [nn.Parameter(p.detach().to("cpu", _master_dtype(p), copy=True)) for p in parameters]
+        self._staging = [torch.empty(p.shape, dtype=p.dtype, pin_memory=cuda) for p in parameters]
+        self._sums = [torch.zeros_like(m) for m in self._masters] if micro_batches > 1 else None
+        self._norms: list[Tensor | None] = [None] * len(parameters)
+        self._received = [0] * len(parameters)  # gradients of this step that have come
+        self._arrivals: list[Future[None] | None] = [None] * len(parameters)
+        self._flying: deque[tuple[torch.cuda.Event, int]] = deque()
+        self._worker = ThreadPoolExecutor(1, "offload")
+        self._unit_of = self._watch(model)
+        self._units = [[i for i, unit in enumerate(self._unit_of) if unit == u] for u in range(len(model.blocks) + 1)]
+        self._updates: list[Future[None] | None] = [None] * len(self._units)
+        self._sent: list[torch.cuda.Event | None] = [None] * len(self._units)
+        for index, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(lambda p, index=index: self._send_down(index, p))
+
+    def _watch(self, model: nn.Module) -> list[int]:
+        """The unit of each parameter, with hooks so that no forward runs ahead of its weights. A unit is updated in one go.
+
+        Unit 0 is everything outside the blocks: some of it is used without calling its module, but never before the token
+        table, which is a module of this unit. Then each block is one.
+        """
+        unit_of = dict.fromkeys(self._names, 0)
+        for unit, (layer, block) in enumerate(model.blocks.items(), start=1):
+            unit_of |= {f"blocks.{layer}.{name}": unit for name, _ in block.named_parameters()}
+            block.register_forward_pre_hook(lambda *_, unit=unit: self._await(unit))
+        for name, module in model.named_modules():
+            if not name.startswith("blocks.") and next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(lambda *_: self._await(0))
+        return list(unit_of.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and masters: fp32 (fp64 of an fp64 model) on the host. What an optimizer moves and a checkpoint saves."""
+        self.wait()
+        return iter(zip(self._names, self._masters, strict=True))
+
+    def _send_down(self, index: int, parameter: nn.Parameter) -> None:
+        """A gradient is complete: start its copy to the host and take it off the device."""
+        gradient, arrival = parameter.grad, self._arrivals[index]
+        assert gradient is not None
+        if self._received[index] == self.micro_batches:
+            raise RuntimeError(f"more than {self.micro_batches} backward passes before step() or discard()")
+        if arrival is not None:
+            arrival.result()  # the gradient of the micro-batch before has left the buffer
+        self._received[index] += 1
+        copied = None
+        if self._down is None:
+            self._staging[index].copy_(gradient)
+        else:
+            self._down.wait_stream(torch.cuda.current_stream(self.device))
+            if (sent := self._sent[self._unit_of[index]]) is not None:  # the buffer's weights are still on their way up
+                self._down.wait_event(sent)
+            with torch.cuda.stream(self._down):
+                self._staging[index].copy_(gradient, non_blocking=True)
+                gradient.record_stream(self._down)
+                copied = self._down.record_event()
+            self._limit_flying(copied, gradient.nbytes)
+        parameter.grad = None
+        self._arrivals[index] = self._worker.submit(self._receive, index, copied, self._received[index])
+
+    def _limit_flying(self, copied: torch.cuda.Event, size: int) -> None:
+        self._flying.append((copied, size))
+        while len(self._flying) > 1 and sum(nbytes for _, nbytes in self._flying) > IN_FLIGHT_BYTES:
+            self._flying.popleft()[0].synchronize()
+
+    @torch.no_grad()
+    def _receive(self, index: int, copied: torch.cuda.Event | None, count: int) -> None:
+        """Worker: add the gradient to those of the micro-batches before; after the last one take the norm."""
+        if copied is not None:
+            copied.synchronize()
+        if self._sums is not None:
+            total, gradient = self._sums[index], self._staging[index]
+            total.copy_(gradient) if count == 1 else total.add_(gradient)
+        if count == self.micro_batches:
+            self._norms[index] = self._norm(index)
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of all gradients of the step (a host scalar), once backward has ended."""
+        self._wait_for_gradients()
+        for index in self._moved():
+            if self._norms[index] is None:  # not every micro-batch had a gradient for it
+                self._norms[index] = self._norm(index)
+        return torch.linalg.vector_norm(torch.stack([norm for norm in self._norms if norm is not None]))
+
+    def _norm(self, index: int) -> Tensor:
+        gradient = self._staging[index] if self._sums is None else self._sums[index]
+        return torch.linalg.vector_norm(gradient, dtype=self._masters[index].dtype)
+
+    def _moved(self) -> list[int]:
+        """The parameters that have a gradient in this step."""
+        return [index for index, count in enumerate(self._received) if count]
+
+    def _wait_for_gradients(self) -> None:
+        for arrival in self._arrivals:
+            if arrival is not None:
+                arrival.result()
+
+    def discard(self) -> None:
+        """Forget the gradients: the step is skipped."""
+        self._wait_for_gradients()
+        self._flying.clear()
+        self._arrivals = [None] * len(self._arrivals)
+        self._received = [0] * len(self._received)
+        self._norms = [None] * len(self._norms)
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
+        """Multiply the gradients by `factor` and update; returns at once. `optimizer` is over the masters."""
+        self._wait_for_gradients()
+        moved = set(self._moved())
+        for unit, indices in enumerate(self._units):
+            present = [index for index in indices if index in moved]
+            self._updates[unit] = self._worker.submit(self._update, unit, present, optimizer, factor)
+        self.discard()
+
+    @torch.no_grad()
+    def _update(self, unit: int, indices: list[int], optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Worker: one unit's update, and its weights on their way to the device."""
+        for index in indices:
+            master = self._masters[index]
+            gradient = self._sums[index] if self._sums is not None else self._staging[index].to(master.dtype)
+            master.grad = gradient.mul_(factor) if factor != 1.0 else gradient
+        optimizer.step()
+        for index in indices:
+            self._masters[index].grad = None
+        self._send_up(unit, indices)
+
+    @torch.no_grad()
+    def _send_up(self, unit: int, indices: list[int]) -> None:
+        """Copy a unit's masters to the device in its dtype. No forward or backward that uses these weights may be running."""
+        for index in indices:
+            parameter, staging = self._parameters[index], self._staging[index]
+            staging.copy_(self._masters[index])
+            if self._up is None:
+                parameter.copy_(staging)
+            else:
+                with torch.cuda.stream(self._up):
+                    parameter.copy_(staging, non_blocking=True)
+        if self._up is not None:
+            self._sent[unit] = self._up.record_event()
+
+    def _await(self, unit: int) -> None:
+        """Before a unit's forward: its weights are on the device, or will be before the device gets there."""
+        update, self._updates[unit] = self._updates[unit], None
+        if update is None:
+            return
+        update.result()
+        if (sent := self._sent[unit]) is not None:
+            torch.cuda.current_stream(self.device).wait_event(sent)
+
+    def wait(self) -> None:
+        """Wait until every update is done: before masters or optimizer state are read, and before the end."""
+        for unit in range(len(self._units)):
+            self._await(unit)
+
+    def publish(self) -> None:
+        """Send all masters to the device, after they were filled from a checkpoint."""
+        self.wait()
+        self._synchronize()  # the buffers are read until then
+        for unit, indices in enumerate(self._units):
+            self._send_up(unit, indices)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._up is not None:
+            self._up.synchronize()
+
+    def bytes_held(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, int]]:
+        """Bytes of the tensors that exist now, by the terms of `memory_terms`."""
+        self.wait()
+        states = (value for slots in optimizer.state.values() for value in slots.values() if isinstance(value, Tensor))
+        host = {
+            "master weights": sum(master.nbytes for master in self._masters),
+            "optimizer": sum(value.nbytes for value in states if value.dim()),  # step counts left out
+            "transfer buffers": sum(buffer.nbytes for buffer in self._staging),
+        }
+        if self._sums is not None:
+            host["gradient sums"] = sum(total.nbytes for total in self._sums)
+        return {"device": {"weights": sum(parameter.nbytes for parameter in self._parameters)}, "host": host}
+
+    def close(self) -> None:
+        """Finish what is under way and end the worker."""
+        self.wait()
+        self._worker.shutdown(wait=True)
+
+
+def _master_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def memory_terms(
+    parameters: int, dtype: torch.dtype = torch.bfloat16, micro_batches: int = 1, slots: int = 2
+) -> dict[str, dict[str, int]]:
+    """Bytes on the device and on the host by term, for a model of so many parameters whose weights are `dtype` on the device.
+
+    `slots`: optimizer numbers per parameter, 2 for AdamW. Gradients on the device come to at most IN_FLIGHT_BYTES and one
+    parameter's; activations are not among the terms. The driver may round each pinned transfer buffer up to a power of two.
+    """
+    master = torch.promote_types(dtype, torch.float32).itemsize
+    host = {
+        "master weights": master * parameters,
+        "optimizer": slots * master * parameters,
+        "transfer buffers": dtype.itemsize * parameters,
+    }
+    if micro_batches > 1:
+        host["gradient sums"] = master * parameters
+    return {"device": {"weights": dtype.itemsize * parameters}, "host": host}
