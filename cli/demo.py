@@ -113,9 +113,10 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
     rows = []
     for family in ("gpt", "bert"):
         facts = {name: read_manifest(out / f"{family}-{name}").facts for name in ("tokenizer", "tokens", "run", "scores", "onnx")}
+        tokens = facts["tokens"]
         good = {
             "tokenizer": f"{facts['tokenizer']['vocab_size']:,} entries",
-            "tokens": f"{facts['tokens']['tokens']:,} tokens, {facts['tokens']['text_bytes'] / facts['tokens']['tokens']:.2f} bytes each",
+            "tokens": f"{tokens['tokens']:,} tokens of {tokens['text_bytes'] / tokens['tokens']:.2f} bytes",
             "run": _trained(facts["run"]),
             "scores": _scored(facts["scores"]["scores"]),
             "onnx": f"equals torch to {facts['onnx']['parity_max_abs']:.0e} (bound {facts['onnx']['parity_bound']:.0e})",
@@ -125,7 +126,7 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
             spent = seconds[f"{family}-{name}"]
             time_text = "kept" if spent is None else console.duration(spent)
             rows.append((f"{family}-{name}", text, time_text, rate.get(name, "")))
-    words = ", ".join(choice["token"] for choice in answers["fill_mask"]["data"][0]["candidates"][:3])
+    words = ", ".join(choice["text"] for choice in answers["fill_mask"]["data"][0]["candidates"][:3])
     gpt = answers["completion"].strip().splitlines()
     return [
         "",
