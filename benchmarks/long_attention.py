@@ -1,0 +1,103 @@
+"""Sliding-window attention against dense attention over long sequences, forward and backward, on this CPU.
+
+python benchmarks/long_attention.py [--quick]
+
+The attention of one layer of GPT-2's width (12 heads of 64), causal, one row, fp32. Both sides call torch's fused kernel: dense
+with `is_causal`, which already skips the upper triangle. The claim is the attention core; the facts give the whole attention
+module with its projections too, and the memory that each keeps for backward.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from common import claim, finish, paired, parser
+
+from throughline.models.attention_patterns import AttentionPattern, apply_pattern, make_attend
+from throughline.models.config import GPTConfig
+from throughline.models.gpt import GPT
+from throughline.models.init import initialise
+from throughline.models.layers import scaled_dot_product
+
+LENGTHS = (1024, 2048, 4096, 8192)
+HEADS, HEAD_SIZE = 12, 64
+PATTERN = AttentionPattern(window=512, block=128)
+GOAL_AT_8K = 4.0
+
+
+def core_seconds(attend: Callable[..., torch.Tensor], length: int) -> Callable[[], float]:
+    """A measurement: CPU seconds of one forward and backward through `attend`."""
+    # queries, keys and values as the model hands them over: views of one product, (B, S, A, 3, D)
+    qkv = torch.randn(1, length, HEADS, 3, HEAD_SIZE, requires_grad=True)
+
+    def measure() -> float:
+        start = time.process_time()
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(3))
+        torch.autograd.grad(attend(q, k, v, is_causal=True).sum(), qkv)
+        return time.process_time() - start
+
+    return measure
+
+
+def module_seconds(pattern: AttentionPattern | None, length: int) -> Callable[[], float]:
+    """The same of a whole attention module: projections and core."""
+    shape = {"vocab_size": 8, "sequence_length": length, "layers": 1, "width": HEADS * HEAD_SIZE, "heads": HEADS}
+    model = GPT(GPTConfig(**shape))
+    initialise(model)
+    if pattern is not None:
+        apply_pattern(model, pattern)
+    attention = model.blocks["0"].attention
+    x = torch.randn(1, length, HEADS * HEAD_SIZE)
+
+    def measure() -> float:
+        start = time.process_time()
+        attention(x, is_causal=True).sum().backward()
+        return time.process_time() - start
+
+    return measure
+
+
+def kept_bytes(attend: Callable[..., torch.Tensor], length: int) -> int:
+    """Bytes of distinct storages that autograd keeps for the backward of one call, the inputs' own left out."""
+    q, k, v = (torch.randn(1, HEADS, length, HEAD_SIZE, requires_grad=True) for _ in range(3))
+    own = {x.untyped_storage().data_ptr() for x in (q, k, v)}
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = attend(q, k, v, is_causal=True)
+    del out
+    return sum(kept.values())
+
+
+def main() -> int:
+    chosen = parser(__doc__ or "").parse_args()
+    pairs = 3 if chosen.quick else 5
+    windowed = make_attend(PATTERN, causal=True)
+    claims, facts = [], {}
+    for length in LENGTHS:
+        ours, theirs = core_seconds(windowed, length), core_seconds(scaled_dot_product, length)
+        ours(), theirs()  # warm up: the kernel's buffers and the pattern's index tables
+        goal = GOAL_AT_8K if length == max(LENGTHS) else None
+        claims.append(claim(f"window-512-core-{length}", *paired(ours, theirs, pairs), peer="dense causal kernel",
+                            unit="CPU s", better="lower", goal=goal))  # fmt: skip
+        ours, theirs = module_seconds(PATTERN, length), module_seconds(None, length)
+        ours(), theirs()
+        claims.append(claim(f"window-512-module-{length}", *paired(ours, theirs, pairs), peer="dense causal attention module",
+                            unit="CPU s", better="lower", goal=None))  # fmt: skip
+        sides = {"window": windowed, "dense": scaled_dot_product}
+        facts[f"kept_mib_{length}"] = {name: round(kept_bytes(attend, length) / 2**20, 1) for name, attend in sides.items()}
+        table = PATTERN.block_table(length, causal=True)
+        facts[f"blocks_computed_{length}"] = [int(table.sum()), int(table.shape[0] * (table.shape[0] + 1) // 2)]
+    finish("long_attention", claims, facts=facts, threads=torch.get_num_threads())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
