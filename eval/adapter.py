@@ -1,0 +1,58 @@
+"""Throughline models inside lm-evaluation-harness: `lm_eval --model throughline --model_args path=runs/gpt` after importing this.
+
+All of its tasks then run on our artifacts, with our scoring. Needs the extra `eval`.
+"""
+
+from typing import Any
+
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+
+from ..core.scorer import Question, Scorer, check_question
+from .opening import ScorerOptions, open_scorer
+from .perplexity import rolling
+
+
+@register_model("throughline")
+class ThroughlineLM(LM):
+    """The harness's model interface over a `Scorer`; `path` is anything that `throughline eval` takes."""
+
+    def __init__(self, path: str = "", device: str = "cpu", batch_size: Any = None, scorer: Scorer | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scorer = scorer or open_scorer(path, ScorerOptions(device=device or "cpu")).scorer
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Requests that follow one another with one context are one question, so that its tokens are computed once."""
+        pairs = [request.args for request in requests]
+        starts = [i for i in range(len(pairs)) if i == 0 or pairs[i][0] != pairs[i - 1][0]]
+        groups = [pairs[start:stop] for start, stop in zip(starts, [*starts[1:], len(pairs)])]
+        questions = self.scorer.encode(groups)
+        return [(score.logprob, score.greedy) for scores in self._scores(questions) for score in scores]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """The sum over every token of each document."""
+        texts = [request.args[0] for request in requests]
+        windows = [rolling(ids, self.scorer.window, self.scorer.prefix) for ids in self.scorer.tokenize(texts)]
+        scores = iter(self._scores([question for document in windows for question in document]))
+        return [sum(next(scores)[0].logprob for _ in document) for document in windows]
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy text; requests that ask for sampling are answered greedily as well."""
+        found = [""] * len(requests)
+        for settings in {(tuple(_stops(request)), request.args[1].get("max_gen_toks", 256)) for request in requests}:
+            mine = [i for i, r in enumerate(requests) if (tuple(_stops(r)), r.args[1].get("max_gen_toks", 256)) == settings]
+            for batch in self.scorer.generate([requests[i].args[0] for i in mine], list(settings[0]), settings[1]):
+                for place, text in batch:
+                    found[mine[place]] = text
+        return found
+
+    def _scores(self, questions: list[Question]) -> list[tuple[Any, ...]]:
+        for question in questions:
+            check_question(question, self.scorer.window)
+        answers = dict(item for batch in self.scorer.score(questions) for item in batch)
+        return [answers[index] for index in range(len(questions))]
+
+
+def _stops(request: Any) -> list[str]:
+    until = request.args[1].get("until") or []
+    return [until] if isinstance(until, str) else list(until)

@@ -1,0 +1,85 @@
+"""Two scores compared record by record: is one model better, or could the difference be chance?
+
+The same records under both models make a paired test: for 0/1 metrics McNemar's exact test on the records that only one
+of them got right, for the others a two-sided z test on the paired differences (log-probability per unit).
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.console import table
+from ..core.errors import WrongUse
+from ..core.workspace import read_records
+from .metrics import METRICS
+from .report import read_scores
+
+
+def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any], list[str]]:
+    """Compare two scores artifacts on the tasks both have; returns (JSON, lines to print).
+
+    Raises WrongUse when there is no common task, or one was asked differently (other prompts, examples or records).
+    """
+    ours, theirs = read_scores(first), read_scores(second)
+    tasks = {summary["task"]: summary for summary in ours["tasks"]}
+    others = {summary["task"]: summary for summary in theirs["tasks"]}
+    common = [name for name in tasks if name in others]
+    if not common:
+        raise WrongUse("no task in common", where=f"{first} and {second}", fix="evaluate both on the same tasks")
+    samples = [_by_task(Path(path)) for path in (first, second)]
+    rows = []
+    for name in common:
+        for key in ("prompt_hash", "shots", "seed", "n"):
+            if tasks[name][key] != others[name][key]:
+                why = f"{key} is {tasks[name][key]} and {others[name][key]}"
+                raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix="evaluate both alike")
+        for metric in tasks[name]["metrics"]:
+            pairs = [[sample["metrics"][metric] for sample in part[name]] for part in samples]
+            rows.append({"task": name, "metric": metric, **paired_test(metric, *pairs)})
+    header = ("task", "metric", "first", "second", "difference", "stderr", "p", "better")
+    lines = table(header, [[row[key] for key in header] for row in rows])
+    lines.append("p: chance of a difference at least this large if the two were equal (paired; McNemar exact for 0/1 metrics)")
+    return {"first": str(first), "second": str(second), "rows": rows}, lines
+
+
+def _by_task(path: Path) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for sample in read_records(path / "samples.jsonl"):
+        found.setdefault(sample["task"], []).append(sample)
+    return found
+
+
+def paired_test(metric: str, first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Values of both, second - first with its standard error, p, and which is better at p < 0.05.
+
+    Of a perplexity the difference is that of log-probabilities per record, in nats: its logarithm, not itself.
+    """
+    how = METRICS[metric]
+    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    values = [float(how.aggregate(rows)) for rows in (a, b)]
+    if metric.startswith("f1"):  # lines are (gold, predicted): compare right answers
+        a, b = (np.float64(rows[:, :1] == rows[:, 1:2]) for rows in (a, b))
+    differences = b[:, 0] - a[:, 0]
+    count = len(differences)
+    error = float(differences.std(ddof=1) / math.sqrt(count)) if count > 1 else None
+    if set(np.unique(differences)) <= {-1.0, 0.0, 1.0} and how.mean:
+        p = mcnemar(int((differences > 0).sum()), int((differences < 0).sum()))
+    else:
+        p = math.erfc(abs(differences.mean()) / error / math.sqrt(2)) if error else 1.0
+    better = "-" if p >= 0.05 else ("second" if differences.mean() > 0 else "first")
+    return {
+        "first": values[0], "second": values[1], "difference": float(differences.mean()), "stderr": error, "p": p, "better": better,
+    }  # fmt: skip
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Two-sided exact probability under fair coins that the discordant records split at least so unevenly."""
+    total = gained + lost
+    if not total:
+        return 1.0
+    logs = [math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1) for k in range(min(gained, lost) + 1)]
+    tail = math.fsum(math.exp(value - total * math.log(2)) for value in logs)
+    return min(1.0, 2 * tail)

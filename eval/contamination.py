@@ -1,0 +1,99 @@
+"""Contamination: which evaluated records share a long run of tokens with the training data.
+
+Runs of `LENGTH` tokens (13, as GPT-3 and MT-NLG filtered words) of every record are hashed; the store is read once in pieces
+with a rolling hash over all its windows; a hash found in both is compared token by token, so there are no false alarms.
+Records shorter than a run cannot be checked and are counted apart.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.console import progress
+from ..core.errors import WrongUse
+from .metrics import aggregate
+from .runner import Settings, TaskScores
+from .task import BoundTask, Item
+
+LENGTH = 13
+PIECE = 1 << 20  # tokens of the store at a time
+_BASE = 0x9E3779B97F4A7C15  # odd, so that the powers of it stay invertible modulo 2^64
+
+
+def window_hashes(ids: np.ndarray, length: int = LENGTH) -> np.ndarray:
+    """Polynomial hash modulo 2^64 of every window of `length` ids: (n,) -> (n - length + 1,) uint64."""
+    count = len(ids) - length + 1
+    if count <= 0:
+        return np.empty(0, np.uint64)
+    spread = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
+    spread ^= spread >> np.uint64(32)
+    total = np.zeros(count, np.uint64)
+    for offset in range(length):
+        total = total * np.uint64(_BASE) + spread[offset : offset + count]
+    return total
+
+
+def shared_runs(texts: Sequence[np.ndarray], store: Any, length: int = LENGTH) -> list[bool]:
+    """For each record's ids, whether any run of `length` of them stands in the token store."""
+    hashes = [window_hashes(ids, length) for ids in texts]
+    flat = np.concatenate([*hashes, np.empty(0, np.uint64)])
+    owner = np.repeat(np.arange(len(texts)), [len(part) for part in hashes])
+    place = np.concatenate([*(np.arange(len(part)) for part in hashes), np.empty(0, np.int64)]).astype(np.int64)
+    order = np.argsort(flat, kind="stable")
+    flat, owner, place = flat[order], owner[order], place[order]
+    hit = np.zeros(len(texts), bool)
+    with progress("contamination", total=store.tokens, unit="tokens") as bar:
+        for start in range(0, store.tokens, PIECE):
+            ids = np.asarray(store.read(start, min(start + PIECE + length - 1, store.tokens)))
+            found = window_hashes(ids, length)
+            first, last = np.searchsorted(flat, found), np.searchsorted(flat, found, side="right")
+            for window in np.flatnonzero(last > first):
+                for number in range(first[window], last[window]):
+                    record, at = owner[number], place[number]
+                    if not hit[record] and (ids[window : window + length] == texts[record][at : at + length]).all():
+                        hit[record] = True
+            bar.advance(min(PIECE, store.tokens - start))
+    return hit.tolist()
+
+
+def contaminated(
+    path: Path | str, tokenizer: Any, tasks: Sequence[BoundTask], scores: Sequence[TaskScores], settings: Settings
+) -> dict[str, Any]:
+    """Per task: records checked, hits, records too short, and each metric with and without the hits.
+
+    Raises WrongUse when the store was made with another tokenizer.
+    """
+    from ..data.store import TokenStore
+
+    store = TokenStore.open(path)
+    mark = store.facts.get("tokenizer")
+    if mark and mark != tokenizer.fingerprint():
+        why = "the same text has other ids in it"
+        raise WrongUse("the token store was made with another tokenizer", where=path, why=why, fix="give a store made with the model's")
+    bound = {task.name: task for task in tasks}
+    texts, owners = [], []
+    for number, score in enumerate(scores):
+        task = bound[score.summary["task"]]
+        for item in task.items(task.records(settings.data_dir, settings.limit)):
+            texts.append(np.asarray(tokenizer.encode(_text(item))))
+            owners.append(number)
+    hits = shared_runs(texts, store)
+    report: dict[str, Any] = {}
+    for number, score in enumerate(scores):
+        mine = [place for place, owner in enumerate(owners) if owner == number]
+        clean = [sample for place, sample in zip(mine, score.samples) if not hits[place]]
+        names = list(score.summary["metrics"])
+        report[score.summary["task"]] = {
+            "n": LENGTH, "checked": len(mine), "hits": sum(hits[place] for place in mine),
+            "too_short": sum(len(texts[place]) < LENGTH for place in mine),
+            "all": {name: score.summary["metrics"][name]["value"] for name in names},
+            "clean": {name: aggregate(name, [sample["metrics"][name] for sample in clean])[0] for name in names} if clean else {},
+        }  # fmt: skip
+    return report
+
+
+def _text(item: Item) -> str:
+    """The record as it would stand in a text: the document, or the question with its right answer."""
+    return item.text or item.solved

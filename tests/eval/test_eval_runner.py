@@ -1,0 +1,236 @@
+"""Evaluations survive crashes and any number of processes without a trace in the scores; reports and comparisons tell the truth."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from throughline.core.artifact import verify_artifact
+from throughline.core.errors import Failed, Refused, WrongUse
+from throughline.eval.causal import CausalScorer
+from throughline.eval.compare import compare_scores, mcnemar, paired_test
+from throughline.eval.contamination import shared_runs, window_hashes
+from throughline.eval.report import curves
+from throughline.eval.runner import Ranks, Settings, evaluate, group_means
+from throughline.eval.session import Request, evaluate_one
+from throughline.eval.task import find_tasks
+
+TASKS = ["lambada_openai", "blimp_wh_island", "blimp_transitive"]
+LIMIT = 12
+
+
+@pytest.fixture(scope="module")
+def scorer(small_gpt, gpt2_tokenizer) -> CausalScorer:
+    return CausalScorer(small_gpt, gpt2_tokenizer, identity="weights", batch_questions=4)
+
+
+@pytest.fixture(scope="module")
+def wanted(scorer) -> list:
+    return evaluate(scorer, find_tasks(TASKS), Settings(limit=LIMIT))
+
+
+def test_a_killed_evaluation_goes_on_where_it_was(scorer, wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after any number of batches, the last line cut: the same scores, and no question is asked twice."""
+    real, asked = scorer.score, []
+
+    def killed_after(batches: int):
+        def score(questions):
+            for number, batch in enumerate(real(questions)):
+                asked.extend(index for index, _ in batch)
+                yield batch
+                if number + 1 == batches:
+                    raise KeyboardInterrupt
+
+        return score
+
+    for stop in (1, 2, 1):
+        monkeypatch.setattr(scorer, "score", killed_after(stop))
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(scorer, find_tasks(TASKS), Settings(limit=LIMIT), tmp_path)
+        file = tmp_path / "answers-0.jsonl"
+        file.write_bytes(file.read_bytes() + b'{"key": "cut in the mi')
+    monkeypatch.setattr(scorer, "score", killed_after(10_000))
+    assert evaluate(scorer, find_tasks(TASKS), Settings(limit=LIMIT), tmp_path) == wanted
+    assert len(asked) == LIMIT * len(TASKS)
+    monkeypatch.setattr(scorer, "score", lambda questions: pytest.fail("a finished evaluation asks nothing"))
+    assert evaluate(scorer, find_tasks(TASKS), Settings(limit=LIMIT), tmp_path) == wanted
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_number_of_ranks_gives_the_same_scores(scorer, wanted, tmp_path: Path, world: int) -> None:
+    """Ranks in turn, the first one last; one rank dies without having answered anything."""
+    for rank in reversed(range(world)):
+        if rank == world - 1 and world == 3:
+            continue
+        found = evaluate(scorer, find_tasks(TASKS), Settings(limit=LIMIT), tmp_path, Ranks(rank, world))
+        assert found == (wanted if rank == 0 else [])
+    assert len(list(tmp_path.glob("answers-*.jsonl"))) >= 2
+
+
+def test_other_weights_share_no_answers(scorer, small_gpt, gpt2_tokenizer, tmp_path: Path) -> None:
+    evaluate(scorer, find_tasks(TASKS[:1]), Settings(limit=2), tmp_path)
+    other = CausalScorer(small_gpt, gpt2_tokenizer, identity="others")
+    asked = []
+    real = other.score
+    other.score = lambda questions: (asked.extend(questions), real(questions))[1]  # type: ignore[method-assign]
+    evaluate(other, find_tasks(TASKS[:1]), Settings(limit=2), tmp_path)
+    assert len(asked) == 2
+
+
+def test_examples_depend_on_the_record_alone(scorer) -> None:
+    few = Settings(limit=3, shots=2, seed=1)
+    more = Settings(limit=6, shots=2, seed=1)
+    first = evaluate(scorer, find_tasks(["blimp_wh_island"]), few)[0].samples
+    assert evaluate(scorer, find_tasks(["blimp_wh_island"]), more)[0].samples[:3] == first
+    assert evaluate(scorer, find_tasks(["blimp_wh_island"]), Settings(limit=3, shots=2, seed=2))[0].samples != first
+
+
+def test_a_group_is_the_mean_of_its_members(wanted) -> None:
+    (group,) = group_means(wanted, {"blimp": True})
+    values = [score.summary["metrics"]["acc"]["value"] for score in wanted[1:]]
+    errors = [score.summary["metrics"]["acc"]["stderr"] for score in wanted[1:]]
+    assert group["metrics"]["acc"]["value"] == pytest.approx(np.mean(values)) and group["n"] == 2 * LIMIT
+    assert group["metrics"]["acc"]["stderr"] == pytest.approx(np.hypot(*errors) / 2)
+
+
+def test_truncation_is_counted(small_gpt, gpt2_tokenizer) -> None:
+    narrow = CausalScorer(small_gpt, gpt2_tokenizer, window=32)
+    summary = evaluate(narrow, find_tasks(TASKS[:1]), Settings(limit=LIMIT))[0].summary
+    assert summary["truncated_records"] > 0 and summary["truncated_tokens"] > summary["truncated_records"]
+    assert summary["scorer"]["window"] == 32
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"query": "Q", "choices": ["a", "b"], "gold": 2}', "gold"),
+        ('{"query": "Q", "choices": ["a", "b"], "gold": -1}', "gold"),
+        ('{"query": "Q", "choices": ["a", " "], "gold": 0}', r"choices\[1\]"),
+        ('{"query": "Q", "choices": [], "gold": 0}', "choices"),
+        ('{"query": "Q", "gold": 0}', "lacks the field"),
+        ('{"query": "Q", "choices": ["a", "' + "word " * 300 + '"], "gold": 0}', "longer than the model's window"),
+        ("{broken", "not a JSON record"),
+    ],
+)
+def test_a_bad_record_is_named(scorer, tmp_path: Path, line: str, complaint: str) -> None:
+    file = tmp_path / "piqa" / "piqa.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"query": "Q", "choices": ["a", "b"], "gold": 0}\n' + line + "\n")
+    with pytest.raises(Failed, match=complaint) as caught:
+        evaluate(scorer, find_tasks(["piqa"]), Settings(tmp_path))
+    assert f"{file}:2" in caught.value.where
+
+
+def test_missing_data_and_wrong_names_are_named(scorer, tmp_path: Path) -> None:
+    with pytest.raises(WrongUse, match="no data for task piqa") as caught:
+        evaluate(scorer, find_tasks(["piqa"]), Settings(tmp_path))
+    assert "piqa/piqa.jsonl" in caught.value.why
+    with pytest.raises(WrongUse, match="unknown task") as unknown:
+        find_tasks(["helaswag"])
+    assert "hellaswag" in unknown.value.fix
+
+
+def test_scores_artifact_reports_and_comparison(gpt_directory: Path, tmp_path: Path) -> None:
+    """One path from a model directory to a verified artifact; comparing it with itself finds nothing."""
+    request = Request(gpt_directory, "lambada_openai,blimp_wh_island", limit=8, out=tmp_path / "one")
+    payload, lines = evaluate_one(request)
+    assert any("lambada_openai" in line for line in lines)
+    verify_artifact(tmp_path / "one" / "scores")
+    page = (tmp_path / "one" / "scores" / "report.html").read_text()
+    assert "lambada_openai" in page and "http" not in page.replace("http://www.w3.org", "")
+    assert (tmp_path / "one" / "scores" / "report.md").read_text().count("| lambada_openai |") == 2
+    samples = [json.loads(line) for line in (tmp_path / "one" / "scores" / "samples.jsonl").read_text().splitlines()]
+    assert [sample["record"] for sample in samples] == [*range(8), *range(8)]
+    rows = compare_scores(tmp_path / "one" / "scores", tmp_path / "one" / "scores")[0]["rows"]
+    assert {row["p"] for row in rows} == {1.0} and {row["better"] for row in rows} == {"-"}
+    again, _ = evaluate_one(request)
+    assert again == payload
+    other = Request(gpt_directory, "lambada_openai", limit=4, out=tmp_path / "two")
+    evaluate_one(other)
+    with pytest.raises(WrongUse, match="not asked in the same way"):
+        compare_scores(tmp_path / "one" / "scores", tmp_path / "two" / "scores")
+
+
+def test_the_gate_refuses_another_model(gpt_directory: Path, tmp_path: Path) -> None:
+    """The same directory passes with a difference of zero; a copy with one changed weight is refused, naming a record."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    asked = {"path": gpt_directory, "tasks": "blimp_wh_island", "limit": 4}
+    payload, _ = evaluate_one(Request(**asked, against=str(gpt_directory), out=tmp_path / "same"))
+    assert payload["against"]["largest_difference"] == {"blimp_wh_island": 0.0}
+    other = tmp_path / "other"
+    shutil.copytree(gpt_directory, other)
+    weights = load_file(other / "model.safetensors")
+    name = next(key for key in weights if key.endswith("wte.weight"))
+    weights[name] = weights[name] * 1.01
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Refused, match="do not predict the same") as caught:
+        evaluate_one(Request(**asked, against=str(other), out=tmp_path / "refused"))
+    assert "wh_island.jsonl.gz:" in caught.value.where
+
+
+def test_paired_tests() -> None:
+    """McNemar against sums written out by hand; a z test on a difference that is there and on one that is not."""
+    assert mcnemar(0, 0) == 1.0
+    assert mcnemar(5, 0) == pytest.approx(2 / 2**5)
+    assert mcnemar(7, 2) == pytest.approx(2 * (1 + 9 + 36) / 2**9)
+    generator = np.random.default_rng(0)
+    base = generator.normal(-3, 1, (200, 1))
+    assert paired_test("perplexity", base, base + 0.3 + generator.normal(0, 0.5, base.shape))["better"] == "second"
+    assert paired_test("perplexity", base, base + generator.normal(0, 0.5, base.shape))["better"] == "-"
+
+
+class _Store:
+    def __init__(self, ids: np.ndarray) -> None:
+        self.ids, self.tokens = ids, len(ids)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.ids[start:stop]
+
+
+def test_contamination_finds_runs_of_thirteen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of 13 are found wherever the pieces are cut, runs of 12 never, and equal hashes alone are no hit."""
+    monkeypatch.setattr("throughline.eval.contamination.PIECE", 50)
+    generator = np.random.default_rng(1)
+    store = _Store(generator.integers(0, 1000, 333).astype(np.uint16))
+    fresh = generator.integers(1000, 2000, 40)
+    for start in range(0, 320, 7):
+        found, nearly = fresh.copy(), fresh.copy()
+        found[5:18] = store.ids[start : start + 13]
+        nearly[5:17] = store.ids[start : start + 12]
+        assert shared_runs([found, nearly, fresh[:5]], store) == [True, False, False]
+    monkeypatch.setattr("throughline.eval.contamination.window_hashes", lambda ids, n: np.zeros(max(0, len(ids) - n + 1), np.uint64))
+    assert shared_runs([fresh[:20]], _Store(store.ids[:60])) == [False]
+    assert len(window_hashes(np.arange(20), 13)) in (8, 20 - 13 + 1)
+
+
+def test_curves_follow_the_steps() -> None:
+    history = [
+        {"step": step, "groups": [], "validation": {"loss": 5.0 - step / 100},
+         "tasks": [{"task": "t", "metrics": {"acc": {"value": step / 200}}}]}
+        for step in (100, 0, 50)
+    ]  # fmt: skip
+    plots = {plot["name"]: plot["points"] for plot in curves(history)}
+    assert plots["t acc"] == [(0.0, 160.0), (210.0, 80.0), (420.0, 0.0)]
+    assert plots["validation loss"] == [(0.0, 0.0), (210.0, 80.0), (420.0, 160.0)]
+
+
+@pytest.mark.slow
+def test_three_processes_write_the_report_of_one(gpt_directory: Path, tmp_path: Path) -> None:
+    """The command itself under a launcher's variables: three processes and one give equal results."""
+    command = [sys.executable, "-m", "throughline.cli.main", "eval", str(gpt_directory), "--tasks", "lambada_openai,blimp_wh_island", "--limit", "40"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29712"}
+    subprocess.run([*command, "--out", str(tmp_path / "one")], check=True, env=environment)
+    processes = [
+        subprocess.Popen([*command, "--out", str(tmp_path / "three")], env=environment | {"RANK": str(rank), "WORLD_SIZE": "3"})
+        for rank in range(3)
+    ]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0, 0]
+    for name in ("results.json", "samples.jsonl"):
+        assert (tmp_path / "one" / "scores" / name).read_text() == (tmp_path / "three" / "scores" / name).read_text()
