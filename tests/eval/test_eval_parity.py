@@ -1,0 +1,133 @@
+"""Scores equal lm-evaluation-harness's on the same model and records, its own task files driving it, everything offline."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from throughline.eval.opening import open_scorer
+from throughline.eval.runner import Settings, evaluate
+from throughline.eval.sources import Record
+from throughline.eval.task import BoundTask, find_tasks
+
+pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")
+RECORDS = int(os.environ.get("THROUGHLINE_PARITY_RECORDS", "200"))
+
+
+def _beside(name: str) -> Any:
+    """A helper file of this directory (pytest's importlib mode gives test directories no package)."""
+    spec = importlib.util.spec_from_file_location(f"eval_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[f"eval_{name}"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+harness, hub = _beside("harness"), _beside("hub")
+
+
+def small_model(folder: Path, text: str, *, steps: int) -> Path:
+    """A GPT-2 with a vocabulary of 2,000 on `text`, trained for a few steps or not at all, as a Hugging Face directory."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([text], vocab_size=2000, special_tokens=["<|endoftext|>"], show_progress=False)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_layer=2, n_head=2, n_embd=48, n_positions=256, bos_token_id=0, eos_token_id=0))
+    ids = torch.tensor(tokenizer.encode(text).ids)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        rows = ids[torch.randint(len(ids) - 65, (16, 1)) + torch.arange(65)]
+        logits = model(rows[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert step < 50 or loss < 7.0, "the model did not learn"  # ln 2000 = 7.6
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(tokenizer._tokenizer.to_str())
+    special = {role: "<|endoftext|>" for role in ("bos_token", "eos_token", "unk_token")}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+    return folder
+
+
+class Held(BoundTask):
+    """A task over records at hand instead of a file."""
+
+    rows: dict[str, list[dict[str, Any]]] = {}
+
+    def records(self, data_dir: Any, limit: int | None, *, fewshot: bool = False) -> list[Record]:
+        return [Record(f"{self.name}:{number}", row) for number, row in enumerate(self.rows[self.name][:limit], 1)]
+
+
+def compare(model: Path, rows: dict[str, list[dict[str, Any]]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accuracies equal; log-likelihoods within 1e-3 nats (a document's within 1e-6 of its size: the harness adds in float32)."""
+    monkeypatch.setattr(Held, "rows", rows)
+    tasks = [Held(task.name, task.group, task.task, task.source) for task in find_tasks(list(rows))]
+    theirs = harness.scores(folder, rows, model)
+    for scores in evaluate(open_scorer(model).scorer, tasks, Settings()):
+        name = scores.summary["task"]
+        rolling = scores.summary["kind"] == "rolling"
+        answers = theirs[name]["answers"]
+        assert len(answers) == len(scores.samples) == len(rows[name])
+        for sample, wanted in zip(scores.samples, answers, strict=True):
+            if rolling:
+                total = sum(packed[0] for answer in sample["answers"] for packed in answer)
+                assert total == pytest.approx(wanted[0][0], abs=1e-3, rel=1e-6)
+                continue
+            for packed, (logprob, greedy) in zip(sample["answers"][0], [one[0] for one in wanted], strict=True):
+                assert packed[0] == pytest.approx(logprob, abs=1e-3)
+                assert bool(packed[1]) == greedy
+        for metric, found in scores.summary["metrics"].items():
+            if metric in theirs[name]["metrics"]:
+                exact = metric.startswith("acc")
+                wanted = theirs[name]["metrics"][metric]
+                assert found["value"] == (wanted if exact else pytest.approx(wanted, rel=1e-4)), (name, metric)
+                if exact and (error := theirs[name]["metrics"].get(f"{metric}_stderr")) not in (None, "N/A"):
+                    assert found["stderr"] == pytest.approx(error, rel=1e-6)
+
+
+def test_a_handful_of_records_equals_the_harness(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shipped records: LAMBADA and a BLiMP paradigm, and a document longer than the window."""
+    text = (samples / "tinyshakespeare" / "input.txt").read_text()
+    lambada = [json.loads(line) for line in (samples / "lambada" / "lambada_test.jsonl").read_text().splitlines()[:6]]
+    blimp = [{"sentence_good": "Who sleeps here?", "sentence_bad": "Who sleep here?"}, {"sentence_good": "A b.", "sentence_bad": "A b c."}]
+    rows = {"lambada_openai": lambada, "blimp_wh_island": blimp, "wikitext_2": [{"page": text[:3000]}, {"page": "Short . "}]}
+    compare(small_model(tmp_path / "model", text[:200_000], steps=0), rows, tmp_path / "harness", monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 120], ids=["random", "trained"])
+def test_all_tasks_equal_the_harness(shared: Path, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """The first records of every task whose data are at hand (16 paradigms of BLiMP); WikiText by its first ten articles."""
+    rows = hub.records(shared, RECORDS)
+    rows["wikitext_2"] = rows["wikitext_2"][:10]
+    text = (samples / "tinyshakespeare" / "input.txt").read_text()
+    compare(small_model(tmp_path / "model", text, steps=steps), rows, tmp_path / "harness", monkeypatch)
+
+
+def test_the_adapter_gives_the_harness_our_scores(samples: Path, tmp_path: Path) -> None:
+    """The harness driving our scorer reports what it reports of the same weights through transformers."""
+    from lm_eval.api.instance import Instance
+
+    from throughline.eval.adapter import ThroughlineLM
+
+    model = ThroughlineLM(str(small_model(tmp_path / "model", (samples / "tinyshakespeare" / "input.txt").read_text()[:100_000], steps=0)))
+    made = [("The king", " is dead"), ("The king", " lives on"), ("", "Alone")]
+    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(made)]
+    found = model.loglikelihood(asked)
+    for pair, (logprob, greedy) in zip(made, found, strict=True):
+        question = model.scorer.encode([[pair]])
+        (score,) = next(iter(model.scorer.score(question)))[0][1]
+        assert (logprob, greedy) == (pytest.approx(score.logprob, abs=1e-4), score.greedy)
+    (document,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("The king is dead. " * 80,), 0)])
+    assert document < -1000
+    text = model.generate_until([Instance("generate_until", {}, ("The king", {"until": ["\n"], "max_gen_toks": 4}), 0)])
+    assert len(text) == 1 and "\n" not in text[0]
