@@ -39,6 +39,7 @@ class Engine(Generic[Job]):
 
     def __init__(self, name: str, queue_limit: int) -> None:
         self.queue_limit = queue_limit
+        self.accepted = 0  # jobs, since the start
         self._queue: deque[Job] = deque()
         self._changed = threading.Condition()
         self._draining = False
@@ -72,6 +73,7 @@ class Engine(Generic[Job]):
                 wait_s = max(1, min(60, math.ceil(len(self._queue) * self._seconds_per_job)))
                 raise Busy(f"the queue is full: {len(self._queue)} of {self.queue_limit} places are taken", wait_s)
             self._queue.extend(jobs)
+            self.accepted += len(jobs)
             self._changed.notify()
 
     def _run(self) -> None:

@@ -71,8 +71,8 @@ def _add_status(app: FastAPI, models: list[ServedModel]) -> None:
     async def ready() -> JSONResponse:
         """Every model answers; 503 while one warms up or the server drains."""
         waiting = [model.name for model in models if not model.ready]
-        queued = {model.name: model.engine.queued for model in models}
-        return JSONResponse({"ready": not waiting, "waiting_for": waiting, "queued": queued}, 503 if waiting else 200)
+        counts = {name: {m.name: getattr(m.engine, name) for m in models} for name in ("accepted", "queued")}
+        return JSONResponse({"ready": not waiting, "waiting_for": waiting, **counts}, 503 if waiting else 200)
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:

@@ -1,6 +1,12 @@
 """Small models with tokenizers, written once per session as Hugging Face directories: what every inference test starts from."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -98,3 +104,23 @@ def bert_onnx(bert_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("onnx") / "bert-onnx"
     export_onnx(bert_dir, out)
     return out
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Callable[..., AbstractContextManager[tuple[subprocess.Popen, str]]]:
+    """`with start_server("gpt=PATH", "--slots", "2") as (process, base_url)`: the real command on a free port."""
+
+    @contextmanager
+    def start(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
+        words = [sys.executable, "-m", "throughline.cli.main", "serve", *arguments, "--port", "0", "--threads", "1"]
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        try:
+            line = process.stderr.readline()
+            found = re.search(r"http://127\.0\.0\.1:\d+/", line)
+            assert found, line + process.stderr.read()
+            yield process, found[0]
+        finally:
+            process.kill()
+            process.wait()
+
+    return start

@@ -1,12 +1,8 @@
 """The commands as a user runs them: export, serve, generate, embed, bench latency."""
 
 import json
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import urllib.request
 from pathlib import Path
@@ -85,15 +81,9 @@ def test_a_taken_port_is_one_clear_error(gpt_onnx: Path) -> None:
     assert code == 2 and f"cannot listen on port {port}" in text and "address already in use" in text and "--port" in text
 
 
-def test_serve_answers_and_drains_on_sigterm(gpt_onnx: Path, bert_onnx: Path) -> None:
+def test_serve_answers_and_drains_on_sigterm(gpt_onnx: Path, bert_onnx: Path, start_server) -> None:
     """The real process: requests in flight when SIGTERM comes are answered whole, then it ends with 0."""
-    command = [sys.executable, "-m", "throughline.cli.main", "serve", f"gpt={gpt_onnx}", f"bert={bert_onnx}", "--port", "0"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, "--threads", "1", "--slots", "2"], stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/", process.stderr.readline())
-        assert found, process.stderr.read()
-        base = found[0]
+    with start_server(f"gpt={gpt_onnx}", f"bert={bert_onnx}", "--slots", "2") as (process, base):
 
         def post(path: str, fields: dict) -> dict:
             headers = {"Content-Type": "application/json"}
@@ -103,24 +93,18 @@ def test_serve_answers_and_drains_on_sigterm(gpt_onnx: Path, bert_onnx: Path) ->
 
         assert post("v1/fill-mask", {"input": "A [MASK] reads"})["data"][0]["candidates"]
         answers: list[dict] = []
-        started = threading.Barrier(7)
 
         def ask() -> None:
-            started.wait()
-            answers.append(post("v1/completions", {"prompt": "x", "max_tokens": 150, "temperature": 0}))
+            answers.append(post("v1/completions", {"prompt": "x", "max_tokens": 120, "temperature": 0, "n": 8}))
 
         threads = [threading.Thread(target=ask) for _ in range(6)]
         for thread in threads:
             thread.start()
-        started.wait()
-        while json.load(urllib.request.urlopen(base + "ready"))["queued"]["gpt"] < 1:
-            pass  # until all are in: two decode, the others wait
+        while sum(json.load(urllib.request.urlopen(base + "ready"))["accepted"].values()) < 6 * 8 + 1:
+            assert all(thread.is_alive() for thread in threads), "answered before the signal: make the work longer"
         process.send_signal(signal.SIGTERM)
         for thread in threads:
             thread.join(60)
         assert process.wait(60) == 0
-        assert [answer["usage"]["completion_tokens"] for answer in answers] == [150] * 6
+        assert [answer["usage"]["completion_tokens"] for answer in answers] == [8 * 120] * 6
         assert "draining" in process.stderr.read()
-    finally:
-        process.kill()
-        process.wait()
