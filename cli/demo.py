@@ -55,7 +55,7 @@ def road(out: Path, text: Path) -> list[tuple[str, list[str]]]:
             (f"{family}-tokenizer", ["data", "tokenizer", str(text), *vocabulary, "--out", tokenizer]),
             (f"{family}-tokens", ["data", "tokenize", str(text), "--tokenizer", tokenizer, *sentences, "--out", tokens]),
             (f"{family}-run", ["train", f"{family}-shakespeare", "--set", f"data.train={tokens}", "--run-dir", run]),
-            (f"{family}-scores", ["eval", run, "--tasks", tasks, "--limit", "100", "--out", str(out / f"{family}-scores")]),
+            (f"{family}-scores/scores", ["eval", run, "--tasks", tasks, "--limit", "100", "--out", str(out / f"{family}-scores")]),
             (f"{family}-onnx", ["export", run, "--to", "onnx", "--out", str(out / f"{family}-onnx")]),
         ]
     return stages
@@ -112,7 +112,8 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
     """What was made, how good and how fast, and what to type next."""
     rows = []
     for family in ("gpt", "bert"):
-        facts = {name: read_manifest(out / f"{family}-{name}").facts for name in ("tokenizer", "tokens", "run", "scores", "onnx")}
+        names = ("tokenizer", "tokens", "run", "scores/scores", "onnx")
+        facts = {name.split("/")[0]: read_manifest(out / f"{family}-{name}").facts for name in names}
         tokens = facts["tokens"]
         good = {
             "tokenizer": f"{facts['tokenizer']['vocab_size']:,} entries",
@@ -123,7 +124,7 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
         }
         rate = {"run": f"{facts['run']['tokens_per_s']:,.0f} tokens/s"}
         for name, text in good.items():
-            spent = seconds[f"{family}-{name}"]
+            spent = next(value for made, value in seconds.items() if made.split("/")[0] == f"{family}-{name}")
             time_text = "kept" if spent is None else console.duration(spent)
             rows.append((f"{family}-{name}", text, time_text, rate.get(name, "")))
     words = ", ".join(choice["text"] for choice in answers["fill_mask"]["data"][0]["candidates"][:3])
