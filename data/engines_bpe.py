@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from .engines_wordpiece import cut, laid_out
 from .merges import WIDEST, Merger
-from .wordtable import PADDING, WordTable
+from .wordtable import PADDING, WordTable, cut, laid_out
 
-CHUNK = 1 << 19  # characters worked on together
+CHUNK = 1 << 20  # characters worked on together
 LETTER, NUMBER, SYMBOL, SPACE, BLANK, END, UNSEEN = range(7)  # a space joins what follows it, other blanks do not
 SEPARATOR = "\n"
 SAFE_CUT = re.compile(r"(?<=\w) ")  # a word surely begins at such a space

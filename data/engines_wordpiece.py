@@ -13,55 +13,17 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterator
 
 import numpy as np
 
 from .greedy import GreedyMatcher
-from .wordtable import PADDING, WordTable
+from .wordtable import PADDING, WordTable, cut, laid_out
 
 CHUNK = 1 << 19  # characters worked on together: the temporaries stay in the cache
 PUNCTUATION = b"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 SEPARATOR = "\n"
 SAFE_CUT = re.compile(" ")
 FRAMED = re.compile("0([^01]*)1")
-
-
-def cut(texts: list[str], size: int, breaks: re.Pattern[str]) -> Iterator[tuple[list[str], list[int]]]:
-    """(pieces, which text each belongs to) in runs of about `size` characters.
-
-    A longer text is cut before the next match of `breaks`, wherever that stands.
-    """
-    pieces: list[str] = []
-    owners: list[int] = []
-    held = 0
-    for owner, text in enumerate(texts):
-        start = 0
-        while len(text) - start > size:
-            found = breaks.search(text, start + size)
-            if found is None:
-                break
-            stop = found.start()
-            if pieces:
-                yield pieces, owners
-                pieces, owners, held = [], [], 0
-            yield [text[start:stop]], [owner]
-            start = stop
-        pieces.append(text[start:] if start else text)
-        owners.append(owner)
-        held += len(text) - start + 1
-        if held >= size:
-            yield pieces, owners
-            pieces, owners, held = [], [], 0
-    if pieces:
-        yield pieces, owners
-
-
-def laid_out(lengths: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Places, in texts of these `lengths` laid end to end, of what the `chosen` texts hold, laid end to end."""
-    sizes = lengths[chosen]
-    shift = (np.cumsum(lengths) - lengths)[chosen] - (np.cumsum(sizes) - sizes)
-    return np.repeat(shift, sizes) + np.arange(int(sizes.sum()))
 
 
 class WordPieceEngine:
@@ -80,12 +42,12 @@ class WordPieceEngine:
         self._table = WordTable(self._solve)
         plain = "".join(map(chr, range(128))).replace("0", "").replace("1", "")
         images = {"0": "0", "1": "1"} | dict(zip(plain, self._image(plain)))
-        self._deleted = bytes(ord(character) for character, image in images.items() if not image)
-        self._ascii = bytes(ord(images[chr(code)].strip() or " ") for code in range(128)) + bytes(128)
+        drawn = [images[chr(code)] for code in range(128)]
+        self._ascii = bytes(ord(image.strip() or " ") if image else 0 for image in drawn) + bytes(128)  # 0: deleted
         self._kinds = bytes(2 if code in PUNCTUATION else code == 32 for code in range(256))
         self._images = np.full(0x110000, -1, np.int32)  # where a character's image is in the blob << 4 | its bytes
         self._blob = np.frombuffer(self._ascii, np.uint8)
-        self._images[:128] = np.arange(128) << 4 | [images[chr(code)] != "" for code in range(128)]
+        self._images[:128] = np.arange(128) << 4 | [image != "" for image in drawn]
         self._reordered: set[str] = set()
 
     def _check(self, config: dict) -> None:
@@ -133,7 +95,7 @@ class WordPieceEngine:
         if text.isascii():
             raw = text.encode().translate(self._ascii)
             ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) + 1)
-            if len(raw.translate(None, self._deleted)) < len(raw):
+            if 0 in raw:
                 raw, ends = self._normalise(text, ends)
         else:
             ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) + 1)

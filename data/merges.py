@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .wordtable import Table
+from .wordtable import Table, laid_out
 
-NEVER = np.int32(2**31 - 1)  # the rank of a pair that was not learned
-NARROWEST, WIDEST = 8, 1024  # words are rows of a matrix as wide as their length rounded up to a power of two
+NEVER = np.int64(2**31 - 1)  # the rank of a pair that was not learned
+WIDEST = 512  # bytes of a word: the rounds are as many as the longest word has merges
 
 
 class Merger:
@@ -25,21 +25,38 @@ class Merger:
 
     def __call__(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(ids laid end to end int32, ids per word int64). Words (starts, lengths in bytes of `data`) have 1 to WIDEST bytes."""
-        widths = np.maximum(1 << np.ceil(np.log2(lengths)).astype(np.int64), NARROWEST)
-        counts = np.empty(len(starts), np.int64)
-        rows = []
-        for width in np.unique(widths):
-            chosen = np.flatnonzero(widths == width)
-            columns = np.arange(width)
-            filled = columns < lengths[chosen, None]
-            places = np.where(filled, starts[chosen, None] + columns, 0)
-            tokens, counts[chosen] = self._merge(self._bytes[data[places]], lengths[chosen])
-            rows.append((chosen, tokens))
+        first = np.cumsum(lengths) - lengths
+        tokens = self._bytes[data[np.repeat(starts - first, lengths) + np.arange(int(lengths.sum()))]]
+        ranks = np.full(len(tokens), NEVER)  # of the pair that each token makes with the next one of its word
+        ranks[:-1] = self._rank(tokens[:-1], tokens[1:])
+        ranks[first[1:] - 1] = NEVER
+        words, sizes = np.arange(len(starts)), lengths.copy()
+        done, counts = [], np.empty(len(starts), np.int64)
+        while len(words):
+            least = np.minimum.reduceat(ranks << 32 | np.arange(len(ranks)), first)
+            rank, place = least >> 32, least & 0xFFFFFFFF
+            going = rank < NEVER
+            kept = np.repeat(going, sizes)
+            done.append((words[~going], tokens[~kept]))
+            counts[words[~going]] = sizes[~going]
+            place, new = place[going], self._made[rank[going]]
+            tokens[place] = new
+            kept[place + 1] = False
+            place = np.cumsum(kept)[place] - 1
+            tokens, ranks = tokens[kept], ranks[kept]
+            words, sizes = words[going], sizes[going] - 1
+            first = np.cumsum(sizes) - sizes
+            left = np.flatnonzero(place > first)
+            right = np.flatnonzero(place + 1 < first + sizes)
+            fresh = self._rank(
+                np.concatenate([tokens[place[left] - 1], new[right]]),
+                np.concatenate([new[left], tokens[place[right] + 1]]),
+            )
+            ranks[place] = NEVER
+            ranks[place[left] - 1], ranks[place[right]] = fresh[: len(left)], fresh[len(left) :]
         out = np.empty(int(counts.sum()), np.int32)
-        begins = np.cumsum(counts) - counts
-        for chosen, tokens in rows:
-            filled = np.arange(tokens.shape[1]) < counts[chosen, None]
-            out[(begins[chosen, None] + np.arange(tokens.shape[1]))[filled]] = tokens[filled]
+        for some, ids in done:
+            out[laid_out(counts, some)] = ids
         return out, counts
 
     @staticmethod
@@ -48,36 +65,4 @@ class Merger:
 
     def _rank(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         found = self._ranks.find([self._key(left, right)])
-        return np.where(found > 0, found - 1, NEVER).astype(np.int32)
-
-    def _merge(self, tokens: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """tokens (words, width) int32, filled for `sizes`, to (merged tokens, how many)."""
-        done, done_sizes = np.empty_like(tokens), np.empty_like(sizes)
-        columns = np.arange(tokens.shape[1])
-        pairs = columns[:-1] < sizes[:, None] - 1
-        ranks = np.full(tokens.shape, NEVER, np.int32)
-        ranks[:, :-1][pairs] = self._rank(tokens[:, :-1][pairs], tokens[:, 1:][pairs])
-        rows = np.arange(len(tokens))
-        while len(rows):
-            best = ranks.argmin(axis=1)
-            rank = ranks[np.arange(len(rows)), best]
-            going = rank < NEVER
-            if not going.all():
-                over = ~going
-                done[rows[over]], done_sizes[rows[over]] = tokens[over], sizes[over]
-                rows, tokens, sizes, ranks = rows[going], tokens[going], sizes[going], ranks[going]
-                best, rank = best[going], rank[going]
-            every = np.arange(len(rows))
-            shifted = np.minimum(columns + (columns > best[:, None]), columns[-1])
-            tokens, ranks = np.take_along_axis(tokens, shifted, 1), np.take_along_axis(ranks, shifted, 1)
-            sizes = sizes - 1
-            tokens[every, best] = new = self._made[rank]
-            ranks[every, best] = NEVER
-            left = np.flatnonzero(best > 0)
-            right = np.flatnonzero(best + 1 < sizes)
-            fresh = self._rank(
-                np.concatenate([tokens[left, best[left] - 1], new[right]]),
-                np.concatenate([new[left], tokens[right, best[right] + 1]]),
-            )
-            ranks[left, best[left] - 1], ranks[right, best[right]] = fresh[: len(left)], fresh[len(left) :]
-        return done, done_sizes
+        return np.where(found > 0, found - 1, NEVER)
