@@ -12,9 +12,10 @@ the parts before it. The numbers are those of the same optimizer without offload
     norm = offload.gradient_norm()
     offload.step(optimizer, factor)                     # or offload.discard(), which skips the step
 
-Bytes per parameter with 16-bit weights: 2 on the device; 12 + 2 on the host (fp32 weight, mean and square of AdamW; a
-16-bit pinned buffer for the gradient on its way down and the weight on its way up), and 4 more when gradients of several
-micro-batches are added. Without an accelerator the same code runs, and moves nothing anywhere.
+Bytes per parameter with 16-bit weights: 2 on the device; 12 + 2 on the host (fp32 weight, mean and square of AdamW; a 16-bit
+pinned buffer for the gradient on its way down and the weight on its way up), 4 more when gradients of several micro-batches
+are added, and otherwise room for the fp32 gradients of one part of the model. Without an accelerator the same code runs, and
+moves nothing anywhere.
 """
 
 from collections import deque
@@ -46,12 +47,15 @@ class HostOffload:
         self._staging = [torch.empty(p.shape, dtype=p.dtype, pin_memory=cuda) for p in parameters]
         self._sums = [torch.zeros_like(m) for m in self._masters] if micro_batches > 1 else None
         self._norms: list[Tensor | None] = [None] * len(parameters)
+        self._scratch: list[Tensor] = []
         self._received = [0] * len(parameters)  # gradients of this step that have come
         self._arrivals: list[Future[None] | None] = [None] * len(parameters)
         self._flying: deque[tuple[torch.cuda.Event, int]] = deque()
         self._worker = ThreadPoolExecutor(1, "offload")
         self._unit_of = self._watch(model)
         self._units = [[i for i, unit in enumerate(self._unit_of) if unit == u] for u in range(len(model.blocks) + 1)]
+        if self._sums is None and any(m.dtype != p.dtype for m, p in zip(self._masters, parameters)):
+            self._scratch = self._make_scratch()
         self._updates: list[Future[None] | None] = [None] * len(self._units)
         self._sent: list[torch.cuda.Event | None] = [None] * len(self._units)
         for index, parameter in enumerate(parameters):
@@ -71,6 +75,20 @@ class HostOffload:
             if not name.startswith("blocks.") and next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_pre_hook(lambda *_: self._await(0))
         return list(unit_of.values())
+
+    def _make_scratch(self) -> list[Tensor]:
+        """For each parameter room for its gradient in the master's dtype, shared by the units, which are updated one by one.
+
+        Kept, because fresh memory of this size costs more time (page faults) than the update itself.
+        """
+        largest = max(sum(self._masters[index].numel() for index in unit) for unit in self._units)
+        room = torch.empty(largest, dtype=self._masters[0].dtype)
+        views: list[Tensor] = [room] * len(self._masters)
+        for unit in self._units:
+            sizes = [self._masters[index].numel() for index in unit]
+            for index, part in zip(unit, room[: sum(sizes)].split(sizes)):
+                views[index] = part.view_as(self._masters[index])
+        return views
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and masters: fp32 (fp64 of an fp64 model) on the host. What an optimizer moves and a checkpoint saves."""
@@ -160,7 +178,9 @@ class HostOffload:
         """Worker: one unit's update, and its weights on their way to the device."""
         for index in indices:
             master = self._masters[index]
-            gradient = self._sums[index] if self._sums is not None else self._staging[index].to(master.dtype)
+            gradient = self._staging[index] if self._sums is None else self._sums[index]
+            if self._scratch:
+                gradient = self._scratch[index].copy_(gradient)
             master.grad = gradient.mul_(factor) if factor != 1.0 else gradient
         optimizer.step()
         for index in indices:
@@ -218,6 +238,8 @@ class HostOffload:
         }
         if self._sums is not None:
             host["gradient sums"] = sum(total.nbytes for total in self._sums)
+        if self._scratch:
+            host["update scratch"] = self._scratch[0].untyped_storage().nbytes()
         return {"device": {"weights": sum(parameter.nbytes for parameter in self._parameters)}, "host": host}
 
     def close(self) -> None:
@@ -231,11 +253,12 @@ def _master_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def memory_terms(
-    parameters: int, dtype: torch.dtype = torch.bfloat16, micro_batches: int = 1, slots: int = 2
+    parameters: int, largest_unit: int, dtype: torch.dtype = torch.bfloat16, micro_batches: int = 1, slots: int = 2
 ) -> dict[str, dict[str, int]]:
     """Bytes on the device and on the host by term, for a model of so many parameters whose weights are `dtype` on the device.
 
-    `slots`: optimizer numbers per parameter, 2 for AdamW. Gradients on the device come to at most IN_FLIGHT_BYTES and one
+    `largest_unit`: parameters of the largest part that is updated in one go, a block or everything outside the blocks. `slots`:
+    optimizer numbers per parameter, 2 for AdamW. Gradients on the device come to at most IN_FLIGHT_BYTES and one
     parameter's; activations are not among the terms. The driver may round each pinned transfer buffer up to a power of two.
     """
     master = torch.promote_types(dtype, torch.float32).itemsize
@@ -246,4 +269,6 @@ def memory_terms(
     }
     if micro_batches > 1:
         host["gradient sums"] = master * parameters
+    elif master != dtype.itemsize:
+        host["update scratch"] = master * largest_unit
     return {"device": {"weights": dtype.itemsize * parameters}, "host": host}
