@@ -1,0 +1,286 @@
+"""Text to tokens on disk: MB of text per core-second, against tokenizers, datasets.map, tiktoken and tokie.
+
+    python benchmarks/tokenize.py --text corpus/*.txt [--multilingual DIR] [--quick]
+
+Every measurement is a fresh process (cold caches). It starts when the libraries are imported and ends when tokens and their
+sha256 are on disk; the tokenizer's loading is inside. The text is one plain .txt file, a document of about 3,000 characters
+per line, the same for all. Time is CPU time of the process and its children, so cores and waiting do not matter.
+Each peer writes a flat uint16 file with an end-of-text token per document, at its best settings here: tokenizers
+`encode_batch_fast` 1,000 texts at a time, datasets.map batched over 2 processes with the same, tiktoken `encode_to_numpy`,
+tokie `encode_batch_flat`; all single-threaded in a process. Ours is `throughline data tokenize` with one worker.
+"""
+
+import bz2
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from common import Claim, claim, existing, finish, paired, parser
+
+HERE = Path(__file__).parent
+SAMPLES = HERE.parent / "recipes" / "samples"
+DOCUMENT = 3000  # characters
+BATCH = 1000
+
+
+def documents_of(paths: list[Path]) -> Iterator[str]:
+    """Paragraphs of text files and of SQuAD-style JSON, joined to documents of about DOCUMENT characters, one line each."""
+    for path in paths:
+        opened = {".bz2": bz2.open, ".gz": gzip.open}.get(path.suffix, open)
+        with opened(path, "rb") as file:
+            text = file.read().decode("utf-8-sig", "replace").replace("\r\n", "\n")
+        if ".json" in path.name:
+            blocks = [p["context"] + " " + " ".join(q["question"] for q in p["qas"])
+                      for article in json.loads(text)["data"] for p in article["paragraphs"]]  # fmt: skip
+        else:
+            blocks = text.split("\n\n")
+        held: list[str] = []
+        for block in blocks:
+            held.append(" ".join(block.split()))
+            if sum(map(len, held)) >= DOCUMENT:
+                yield " ".join(held)
+                held = []
+        if any(held):
+            yield " ".join(held)
+
+
+def files_in(paths: list[Path]) -> list[Path]:
+    found = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    return [file for file in found if file.is_file() and (".txt" in file.suffixes or ".json" in file.suffixes)]
+
+
+def lines_of(path: str) -> Iterator[list[str]]:
+    """Batches of lines."""
+    with open(path, encoding="utf-8") as file:
+        while batch := [line.rstrip("\n") for line, _ in zip(file, range(BATCH))]:
+            yield batch
+
+
+class Flat:
+    """A flat uint16 file with a hash: what a peer's tokens go to."""
+
+    def __init__(self, path: str):
+        self._file, self._digest = open(path, "wb"), hashlib.sha256()  # noqa: SIM115
+        self.tokens = 0
+
+    def write(self, ids: np.ndarray) -> None:
+        data = ids.astype(np.uint16)
+        self._digest.update(data.data)
+        self._file.write(data.data)
+        self.tokens += len(ids)
+
+    def close(self) -> int:
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self.tokens
+
+
+def throughline_with(backend: str, tokenizer: str, text: str, out: str) -> int:
+    from throughline.data.readers import ReadOptions
+    from throughline.data.tokenize import Work, tokenize
+
+    yield_import(backend)
+    options = ReadOptions(documents="line")
+    manifest = tokenize([text], tokenizer, out, options=options, work=Work(backend=backend))
+    return manifest.facts["tokens"]
+
+
+def yield_import(backend: str) -> None:
+    """Import what the backend needs before the clock starts, as for the peers."""
+    if backend == "gigatoken":
+        import awkward  # noqa: F401
+        import gigatoken  # noqa: F401
+
+
+def with_tokenizers(tokenizer: str, text: str, out: str) -> int:
+    from throughline.data.tokenizer import Tokenizer
+
+    loaded = Tokenizer.load(tokenizer)
+    flat, eos = Flat(out), [] if loaded.eos_id is None else [loaded.eos_id]
+    for batch in lines_of(text):
+        for encoding in loaded._library.encode_batch_fast(batch, add_special_tokens=False):
+            flat.write(np.array(encoding.ids + eos))
+    return flat.close()
+
+
+def with_datasets(tokenizer: str, text: str, out: str) -> int:
+    """What nanoGPT's prepare.py does: map with two processes, then one flat file."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    with tempfile.TemporaryDirectory() as cache:
+        lines = datasets.load_dataset("text", data_files=text, split="train", cache_dir=cache)
+        encoded = lines.map(Mapper(tokenizer), batched=True, batch_size=BATCH, num_proc=2, remove_columns=["text"])
+        flat = Flat(out)
+        for batch in encoded.with_format("numpy").iter(BATCH):
+            flat.write(np.concatenate(batch["ids"]))
+        return flat.close()
+
+
+class Mapper:
+    """The function of datasets.map, loaded once in each of its processes."""
+
+    def __init__(self, tokenizer: str):
+        self._path = tokenizer
+
+    def __call__(self, batch: dict) -> dict:
+        from throughline.data.tokenizer import Tokenizer
+
+        loaded = self.__dict__.get("_loaded") or self.__dict__.setdefault("_loaded", Tokenizer.load(self._path))
+        found = loaded._library.encode_batch_fast(batch["text"], add_special_tokens=False)
+        return {"ids": [[*encoding.ids, loaded.eos_id] for encoding in found]}
+
+    def __getstate__(self) -> dict:
+        return {"_path": self._path}
+
+
+def with_tiktoken(tokenizer: str, text: str, out: str) -> int:
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+    folder = Path(os.environ["BENCH_GPT2"])
+    ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
+    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+    encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
+    flat, end = Flat(out), np.array([50256], np.uint32)
+    for batch in lines_of(text):
+        ids = (encoding.encode_to_numpy(line, disallowed_special=()) for line in batch)
+        flat.write(np.concatenate([part for row in ids for part in (row, end)]))
+    return flat.close()
+
+
+def with_tokie(tokenizer: str, text: str, out: str) -> int:
+    import tokie
+
+    loaded = tokie.Tokenizer.from_json(str(Path(tokenizer) / "tokenizer.json"))
+    flat = Flat(out)
+    for batch in lines_of(text):
+        ids = loaded.encode_batch_flat(batch, add_special_tokens=False)
+        flat.write(np.asarray(ids[0] if isinstance(ids, tuple) else ids))
+    return flat.close()
+
+
+def measure(who: str, tokenizer: str, text: str) -> None:
+    """One measurement in this process: prints CPU seconds and tokens as JSON."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for package in {"datasets": ["datasets"], "tiktoken": ["tiktoken"], "tokie": ["tokie"]}.get(who, []):
+        importlib.import_module(package)
+    import tokenizers  # noqa: F401
+    from throughline.data import tokenize as _stage  # noqa: F401
+
+    if who == "gigatoken":
+        yield_import(who)
+    peers = {"tokenizers-peer": with_tokenizers, "datasets": with_datasets, "tiktoken": with_tiktoken, "tokie": with_tokie}
+    with tempfile.TemporaryDirectory() as folder:
+        out, start = str(Path(folder) / "out"), spent()
+        tokens = peers[who](tokenizer, text, out) if who in peers else throughline_with(who, tokenizer, text, out)
+        print(json.dumps({"cpu_s": spent() - start, "tokens": tokens}))
+
+
+def spent() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(part.ru_utime + part.ru_stime for part in used)
+
+
+class Bench:
+    """Rates of measurements over one text."""
+
+    def __init__(self, text: Path, pairs: int, gpt2: Path):
+        self.text, self.pairs = text, pairs
+        self.bytes = text.stat().st_size
+        self._environment = {**os.environ, "BENCH_GPT2": str(gpt2), "RAYON_NUM_THREADS": "1"}
+        self.tokens: dict[str, int] = {}
+
+    def rate(self, who: str, tokenizer: Path) -> float:
+        """MB of text per core-second of one fresh process."""
+        command = [sys.executable, str(HERE / "tokenize.py"), "--measure", who, str(tokenizer), str(self.text)]
+        done = subprocess.run(command, env=self._environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{who} failed:\n{done.stderr[-2000:]}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        self.tokens[who] = found["tokens"]
+        return self.bytes / 1e6 / found["cpu_s"]
+
+    def claim(self, name: str, ours: str, peer: str, tokenizer: Path, goal: float, pairs: int | None = None) -> Claim:
+        a, b = paired(lambda: self.rate(ours, tokenizer), lambda: self.rate(peer, tokenizer), pairs or self.pairs)
+        if peer != "tokie" and self.tokens[ours] != self.tokens[peer]:
+            raise SystemExit(f"{name}: {self.tokens[ours]:,} tokens against {self.tokens[peer]:,}: not the same work")
+        print(f"{name}: {a} against {b}", file=sys.stderr, flush=True)
+        return claim(name, a, b, peer=peer.removesuffix("-peer"), unit="MB/core-s", better="higher", goal=goal)
+
+
+def installed(module: str) -> bool:
+    here = importlib.util.find_spec(module) is not None
+    if not here:
+        print(f"{module} is not installed: its claims are left out", file=sys.stderr)
+    return here
+
+
+def english(bench: Bench, gpt2: Path, bert: Path) -> list[Claim]:
+    """The claims on the English text."""
+    claims = []
+    fast = installed("gigatoken")
+    if fast and installed("datasets"):
+        claims.append(bench.claim("bpe-fast-vs-datasets-map", "gigatoken", "datasets", gpt2, 50, min(bench.pairs, 3)))
+        rates = [bench.rate("gigatoken", gpt2) for _ in range(bench.pairs)]
+        unit = {"unit": "MB/core-s", "better": "higher", "goal": 1.0}
+        claims.append(claim("bpe-fast-rate", rates, [100.0] * len(rates), peer="100 MB/core-s", **unit))
+    if fast and installed("tiktoken"):
+        claims.append(bench.claim("bpe-fast-vs-tiktoken", "gigatoken", "tiktoken", gpt2, 8))
+    plain = "bpe-numpy" if installed("throughline.data.engines_bpe") else "tokenizers"
+    claims.append(bench.claim("bpe-plain-vs-tokenizers", plain, "tokenizers-peer", gpt2, 1))
+    rates = [bench.rate(plain, gpt2) for _ in range(bench.pairs)]
+    unit = {"unit": "MB/core-s", "better": "higher", "goal": 1.0}
+    claims.append(claim("bpe-plain-rate", rates, [40.0] * len(rates), peer="40 MB/core-s", **unit))
+    return claims + wordpiece(bench, bert, "")
+
+
+def wordpiece(bench: Bench, bert: Path, suffix: str) -> list[Claim]:
+    """The WordPiece claims, on any text."""
+    name = "wordpiece-numpy" if installed("throughline.data.engines_wordpiece") else "tokenizers"
+    claims = [bench.claim(f"wordpiece-vs-tokenizers{suffix}", name, "tokenizers-peer", bert, 8)]
+    if installed("tokie"):
+        claims.append(bench.claim(f"wordpiece-vs-tokie{suffix}", name, "tokie", bert, 1))
+    return claims
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--measure"]:
+        measure(*sys.argv[2:5])
+        return
+    options = parser(__doc__ or "")
+    options.add_argument("--text", type=existing, nargs="+", default=[SAMPLES / "novels", SAMPLES / "tinyshakespeare"],
+                         help="English text files (.txt, also .bz2 or .gz) or directories of them")  # fmt: skip
+    options.add_argument("--multilingual", type=existing, nargs="+", default=[],
+                         help="text in other languages, or SQuAD-style JSON, for the claims named …-multilingual")  # fmt: skip
+    chosen = options.parse_args()
+    from throughline.data.train_tokenizer import import_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        gpt2, bert = Path(folder) / "gpt2", Path(folder) / "bert"
+        import_tokenizer(SAMPLES / "gpt2-bpe")[0].save(gpt2)
+        import_tokenizer(SAMPLES / "bert-base-uncased")[0].save(bert)
+        claims: list[Claim] = []
+        sizes = {}
+        for kind, paths in (("english", chosen.text), ("multilingual", chosen.multilingual)):
+            if not paths:
+                print(f"no --{kind} text: its claims are left out", file=sys.stderr)
+                continue
+            text = Path(folder) / f"{kind}.txt"
+            text.write_text("\n".join(documents_of(files_in(paths))) + "\n", encoding="utf-8")
+            bench = Bench(text, 3 if chosen.quick else 5, SAMPLES / "gpt2-bpe")
+            sizes[f"{kind}_bytes"] = bench.bytes
+            claims += english(bench, gpt2, bert) if kind == "english" else wordpiece(bench, bert, "-multilingual")
+        packages = ("gigatoken", "tokenizers", "tiktoken", "datasets", "tokie", "pyarrow")
+        finish("tokenize", claims, packages=packages, **sizes)
+
