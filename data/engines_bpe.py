@@ -14,66 +14,39 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from .chunks import ChunkedEngine, laid_out
 from .merges import WIDEST, Merger
-from .wordtable import PADDING, WordTable, cut, laid_out
+from .wordtable import PADDING, WordTable
 
-CHUNK = 1 << 20  # characters worked on together
 LETTER, NUMBER, SYMBOL, SPACE, BLANK, END, UNSEEN = range(7)  # a space joins what follows it, other blanks do not
 SEPARATOR = "\n"
-SAFE_CUT = re.compile(r"(?<=\w) ")  # a word surely begins at such a space
 
 
-class BPEEngine:
+class BPEEngine(ChunkedEngine):
     """Made from the text of a tokenizer.json. Raises ValueError when that does not split as GPT-2 does."""
 
     name = "bpe-numpy"
+    chunk = 1 << 20
+    safe_cut = re.compile(r"(?<=\w) ")  # a word surely begins at such a space
 
     def __init__(self, config: str):
-        import tokenizers
+        from tokenizers.pre_tokenizers import ByteLevel
 
         parsed = json.loads(config)
         _check(parsed)
-        library = tokenizers.Tokenizer.from_str(config)
-        self._split = library.pre_tokenizer.pre_tokenize_str
-        whole = dict(parsed, added_tokens=[], post_processor=None)
-        whole["pre_tokenizer"] = parsed["pre_tokenizer"] | {"use_regex": False}
-        self._library = tokenizers.Tokenizer.from_str(json.dumps(whole))  # takes each text as one word
-        self._library.no_padding()
-        self._library.no_truncation()
+        self._split = ByteLevel(add_prefix_space=False).pre_tokenize_str
+        self._config = parsed
         merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in parsed["model"]["merges"]]
         self._merge = Merger(parsed["model"]["vocab"], merges, _alphabet())
         self._table = WordTable(self._solve)
         self._classes = np.full(0x110000, UNSEEN, np.uint8)
         self._meet(np.arange(128))
         self._ascii = self._classes[:128].tobytes() + bytes(128)
-
-    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 laid end to end, lengths int64 (texts,)); no special tokens are added or made out of text."""
-        plain = np.fromiter(map(str.isascii, texts), bool, len(texts))
-        if plain.all() or not plain.any():
-            return self._encode_alike(texts)
-        lengths = np.zeros(len(texts), np.int64)
-        parts = []
-        for chosen in (np.flatnonzero(plain), np.flatnonzero(~plain)):
-            ids, lengths[chosen] = self._encode_alike([texts[i] for i in chosen])
-            parts.append((chosen, ids))
-        out = np.empty(int(lengths.sum()), np.int32)
-        for chosen, ids in parts:
-            out[laid_out(lengths, chosen)] = ids
-        return out, lengths
-
-    def _encode_alike(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        lengths = np.zeros(len(texts), np.int64)
-        parts = [np.empty(0, np.int32)]
-        for pieces, owners in cut(texts, CHUNK, SAFE_CUT):
-            ids, counts = self._encode(pieces)
-            parts.append(ids)
-            lengths[owners] += counts  # the pieces of one run belong to different texts
-        return np.concatenate(parts), lengths
 
     def _encode(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
         text = SEPARATOR.join(pieces) + SEPARATOR
@@ -114,6 +87,18 @@ class BPEEngine:
             self._classes[codes[~begins[2:-1:3]]] = kind
         if 32 in codes:
             self._classes[32] = SPACE
+
+    @cached_property
+    def _library(self):
+        """Takes each text as one word; loading it is slow, so only when a word is long."""
+        import tokenizers
+
+        whole = self._config | {"added_tokens": [], "post_processor": None}
+        whole["pre_tokenizer"] = whole["pre_tokenizer"] | {"use_regex": False}
+        library = tokenizers.Tokenizer.from_str(json.dumps(whole))
+        library.no_padding()
+        library.no_truncation()
+        return library
 
     def _solve(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         short = lengths <= WIDEST

@@ -1,6 +1,6 @@
 """BERT's tokenizer in NumPy: the ids of the `tokenizers` library, in arrays.
 
-1. Texts are laid end to end, about CHUNK bytes at a time. ASCII goes through `bytes.translate`; any other character is
+1. Texts are laid end to end, a chunk at a time. ASCII goes through `bytes.translate`; any other character is
    replaced by what the library itself makes of it (normalised, and with spaces around what it splits off), asked once
    per character and kept: BERT's normaliser (clean, NFD, strip accents, lower case, spaces around CJK) works character
    by character. The exception, combining characters that survive it and may be reordered, sends a text to the library.
@@ -13,32 +13,35 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from functools import cached_property
 
 import numpy as np
 
+from .chunks import ChunkedEngine
 from .greedy import GreedyMatcher
-from .wordtable import PADDING, WordTable, cut, laid_out
+from .wordtable import PADDING, WordTable
 
-CHUNK = 1 << 19  # characters worked on together: the temporaries stay in the cache
 PUNCTUATION = b"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 SEPARATOR = "\n"
-SAFE_CUT = re.compile(" ")
 FRAMED = re.compile("0([^01]*)1")
 
 
-class WordPieceEngine:
+class WordPieceEngine(ChunkedEngine):
     """Made from the text of a tokenizer.json. Raises ValueError when that is no BERT tokenizer."""
 
     name = "wordpiece-numpy"
+    chunk = 1 << 19
+    safe_cut = re.compile(" ")
 
     def __init__(self, config: str):
         import tokenizers
 
-        self._library = tokenizers.Tokenizer.from_str(config)
-        self._library.encode_special_tokens = True
-        self._library.no_padding()
-        self._library.no_truncation()
-        self._check(json.loads(config))
+        parsed = json.loads(config)
+        self._check(parsed)
+        self._config = config
+        bare = parsed | {"model": parsed["model"] | {"vocab": {}}, "added_tokens": [], "post_processor": None}
+        splitter = tokenizers.Tokenizer.from_str(json.dumps(bare))  # loading a vocabulary is slow
+        self._normalizer, self._splitter = splitter.normalizer, splitter.pre_tokenizer
         self._table = WordTable(self._solve)
         plain = "".join(map(chr, range(128))).replace("0", "").replace("1", "")
         images = {"0": "0", "1": "1"} | dict(zip(plain, self._image(plain)))
@@ -65,30 +68,6 @@ class WordPieceEngine:
             vocab[model["unk_token"]],
         )
         self._most_characters = model["max_input_chars_per_word"]
-
-    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 laid end to end, lengths int64 (texts,)); no special tokens are added or made out of text."""
-        plain = np.fromiter(map(str.isascii, texts), bool, len(texts))
-        if plain.all() or not plain.any():
-            return self._encode_alike(texts)
-        lengths = np.zeros(len(texts), np.int64)
-        parts = []
-        for chosen in (np.flatnonzero(plain), np.flatnonzero(~plain)):
-            ids, lengths[chosen] = self._encode_alike([texts[i] for i in chosen])
-            parts.append((chosen, ids))
-        out = np.empty(int(lengths.sum()), np.int32)
-        for chosen, ids in parts:
-            out[laid_out(lengths, chosen)] = ids
-        return out, lengths
-
-    def _encode_alike(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        lengths = np.zeros(len(texts), np.int64)
-        parts = [np.empty(0, np.int32)]
-        for pieces, owners in cut(texts, CHUNK, SAFE_CUT):
-            ids, counts = self._encode(pieces)
-            parts.append(ids)
-            lengths[owners] += counts  # the pieces of one run belong to different texts
-        return np.concatenate(parts), lengths
 
     def _encode(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
         text = SEPARATOR.join(pieces) + SEPARATOR
@@ -134,8 +113,8 @@ class WordPieceEngine:
 
         No character but the digits themselves gives a 0 or a 1, and neither splits from letters.
         """
-        normalised = self._library.normalizer.normalize_str("".join(f"0{character}1" for character in characters))
-        split = " ".join(piece for piece, _ in self._library.pre_tokenizer.pre_tokenize_str(normalised))
+        normalised = self._normalizer.normalize_str("".join(f"0{character}1" for character in characters))
+        split = " ".join(piece for piece, _ in self._splitter.pre_tokenize_str(normalised))
         images = FRAMED.findall(split)
         assert len(images) == len(characters)
         return images
@@ -153,6 +132,16 @@ class WordPieceEngine:
             blob.append(np.frombuffer(raw, np.uint8))
             used += len(raw)
         self._blob = np.concatenate(blob)
+
+    @cached_property
+    def _library(self):
+        import tokenizers
+
+        library = tokenizers.Tokenizer.from_str(self._config)
+        library.encode_special_tokens = True
+        library.no_padding()
+        library.no_truncation()
+        return library
 
     def _by_library(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
         found = [encoding.ids for encoding in self._library.encode_batch_fast(pieces, add_special_tokens=False)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .wordtable import Table, laid_out
+from .chunks import laid_out
+from .wordtable import Table
 
 NEVER = np.int64(2**31 - 1)  # the rank of a pair that was not learned
 WIDEST = 512  # bytes of a word: the rounds are as many as the longest word has merges
@@ -15,13 +16,12 @@ class Merger:
 
     def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], alphabet: list[str]):
         self._bytes = np.array([vocab[character] for character in alphabet], np.int32)  # by byte value
-        left, right, made = (
-            np.fromiter((vocab[token] for token in tokens), np.int64, len(merges))
-            for tokens in ((a for a, _ in merges), (b for _, b in merges), (a + b for a, b in merges))
-        )
-        self._made = made.astype(np.int32)
+        count = len(merges)
+        left = np.fromiter((vocab[first] for first, _ in merges), np.int64, count)
+        right = np.fromiter((vocab[second] for _, second in merges), np.int64, count)
+        self._made = np.fromiter((vocab[first + second] for first, second in merges), np.int32, count)
         self._ranks = Table(1)
-        self._ranks.put([self._key(left, right)], np.arange(1, len(merges) + 1))
+        self._ranks.put([self._key(left, right)], np.arange(1, count + 1))
 
     def __call__(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(ids laid end to end int32, ids per word int64). Words (starts, lengths in bytes of `data`) have 1 to WIDEST bytes."""

@@ -7,8 +7,7 @@ words are handed to `solve`, once each; when LIMIT words are known all are forgo
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,43 +17,6 @@ WIDTHS = ((1, 8), (2, 16), (4, 32))  # uint64s in a key, bytes
 COUNT_BITS = np.int64(31)  # a word's value is (where its ids begin in the pool) << 31 | (how many)
 MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
 BLANK = np.array([(1 << 64) - (1 << 8 * n) if n < 8 else 0 for n in range(9)], np.uint64)  # ones after n bytes
-
-
-def cut(texts: list[str], size: int, breaks: re.Pattern[str]) -> Iterator[tuple[list[str], list[int]]]:
-    """(pieces, which text each belongs to) in runs of about `size` characters.
-
-    A longer text is cut before the next match of `breaks`, wherever that stands.
-    """
-    pieces: list[str] = []
-    owners: list[int] = []
-    held = 0
-    for owner, text in enumerate(texts):
-        start = 0
-        while len(text) - start > size:
-            found = breaks.search(text, start + size)
-            if found is None:
-                break
-            stop = found.start()
-            if pieces:
-                yield pieces, owners
-                pieces, owners, held = [], [], 0
-            yield [text[start:stop]], [owner]
-            start = stop
-        pieces.append(text[start:] if start else text)
-        owners.append(owner)
-        held += len(text) - start + 1
-        if held >= size:
-            yield pieces, owners
-            pieces, owners, held = [], [], 0
-    if pieces:
-        yield pieces, owners
-
-
-def laid_out(lengths: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Places, in texts of these `lengths` laid end to end, of what the `chosen` texts hold, laid end to end."""
-    sizes = lengths[chosen]
-    shift = (np.cumsum(lengths) - lengths)[chosen] - (np.cumsum(sizes) - sizes)
-    return np.repeat(shift, sizes) + np.arange(int(sizes.sum()))
 
 
 class Table:

@@ -11,7 +11,6 @@ import throughline.data.wordtable as wordtable
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from throughline.data import engines_bpe, engines_wordpiece
 from throughline.data.backends import NASTY
 from throughline.data.engines_bpe import BPEEngine
 from throughline.data.engines_wordpiece import WordPieceEngine
@@ -145,8 +144,8 @@ def test_texts_longer_than_a_chunk_and_chunks_of_any_size(wordpiece, bpe, monkey
     texts = ["".join(rng.choice(pieces, size)) for size in (5, 900, 0, 300, 1)] + ["a" * 600, "é" * 600, " " * 600]
     monkeypatch.setattr(wordtable, "LIMIT", 50)
     for size in (1, 100):
-        monkeypatch.setattr(engines_bpe, "CHUNK", size)
-        monkeypatch.setattr(engines_wordpiece, "CHUNK", size)
+        monkeypatch.setattr(BPEEngine, "chunk", size)
+        monkeypatch.setattr(WordPieceEngine, "chunk", size)
         for engine, config in both(wordpiece, bpe):
             same(engine, config, texts)
 
