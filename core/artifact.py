@@ -254,7 +254,7 @@ def input_record(path: Path | str) -> Input:
     path = Path(path)
     if path.is_dir() and is_artifact(path):
         manifest = read_manifest(path)
-        return Input(str(path), manifest.kind, manifest.hash)
+        return Input(os.path.abspath(path), manifest.kind, manifest.hash)
     if path.is_dir():
         return Input(
             str(path),
@@ -262,7 +262,7 @@ def input_record(path: Path | str) -> Input:
             sha256_json([[f.relative_to(path).as_posix(), sha256_file(f)] for f in walk_files(path)]),
         )
     if path.is_file():
-        return Input(str(path), "foreign", sha256_file(path))
+        return Input(os.path.abspath(path), "foreign", sha256_file(path))
     raise WrongUse("no such file or directory", where=path, fix="check the spelling")
 
 
