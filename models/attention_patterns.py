@@ -85,23 +85,38 @@ class _Group:
     visible_RCK: Tensor  # (R, C, M C) bool
 
 
-@functools.lru_cache(maxsize=16)
-def _groups(pattern: AttentionPattern, length: int, causal: bool, device: torch.device) -> tuple[list[_Group], Tensor]:
+@torch.compiler.assume_constant_result
+def _rows_by_count(pattern: AttentionPattern, length: int, causal: bool) -> list[tuple[list[int], list[list[int]]]]:
+    """Query blocks that see the same number of key blocks, and which: numbers only, which a compiler takes as constants."""
+    seen = [row.nonzero()[:, 0].tolist() for row in pattern.block_table(length, causal)]
+    grouped: dict[int, tuple[list[int], list[list[int]]]] = {}
+    for row, keys in enumerate(seen):
+        rows, all_keys = grouped.setdefault(len(keys), ([], []))
+        rows.append(row)
+        all_keys.append(keys)
+    return list(grouped.values())
+
+
+def _make_groups(pattern: AttentionPattern, length: int, causal: bool, device: torch.device) -> tuple[list[_Group], Tensor]:
     """The groups of a sequence, and where each query block's result stands when the groups' results are put in a row."""
-    table = pattern.block_table(length, causal)
-    counts = table.sum(1)
-    inside = torch.arange(pattern.block)
-    groups, order = [], []
-    for count in counts.unique().tolist():
-        rows = (counts == count).nonzero()[:, 0]
-        keys = table[rows].nonzero()[:, 1].view(len(rows), count)
+    inside = torch.arange(pattern.block, device=device)
+    groups = []
+    for row_numbers, key_numbers in _rows_by_count(pattern, length, causal):
+        rows, keys = torch.tensor(row_numbers, device=device), torch.tensor(key_numbers, device=device)
         query_positions = rows[:, None] * pattern.block + inside
         key_positions = (keys[:, :, None] * pattern.block + inside).flatten(1)
         visible = pattern.sees(query_positions[:, :, None], key_positions[:, None, :], causal)
-        visible &= (key_positions < length)[:, None, :]
-        groups.append(_Group(rows.to(device), keys.to(device), visible.to(device)))
-        order.append(rows)
-    return groups, torch.cat(order).argsort().to(device)
+        groups.append(_Group(rows, keys, visible & (key_positions < length)[:, None, :]))
+    return groups, torch.cat([group.rows_R for group in groups]).argsort()
+
+
+_kept_groups = functools.lru_cache(maxsize=16)(_make_groups)
+
+
+def _groups(pattern: AttentionPattern, length: int, causal: bool, device: torch.device) -> tuple[list[_Group], Tensor]:
+    """As `_make_groups`, kept from call to call; while compiling they are made, as constants of the graph."""
+    make = _make_groups if torch.compiler.is_compiling() else _kept_groups
+    return make(pattern, length, causal, device)
 
 
 def make_attend(pattern: AttentionPattern, causal: bool) -> Callable[..., Tensor]:

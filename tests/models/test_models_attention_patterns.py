@@ -193,3 +193,11 @@ def test_wrong_patterns_are_told() -> None:
         AttentionPattern("strided"),  # type: ignore[arg-type]
     ):
         assert len(wrong.validate()) == 1
+
+
+def test_compiles_without_a_break() -> None:
+    """The pattern's tables are constants of the graph: one graph, the same numbers."""
+    model = small_model("gpt")
+    apply_pattern(model, PATTERNS["window and global"])
+    ids = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(ids), model(ids))
