@@ -2,12 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..core.artifact import Input, input_record, is_artifact, read_manifest, verify_artifact
 from ..core.backend import CausalBackend, EncoderBackend
 from ..core.files import read_json
-from ..models.config import FAMILIES, ModelConfig, family_of
+from ..models.config import FAMILIES, GPTConfig, ModelConfig
 from .source import open_model
+
+if TYPE_CHECKING:
+    from ..models.bert import BERT
+    from ..models.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,14 @@ def open_backend(path: Path | str, threads: int | None = None, device: str = "cp
     return torch_backend(opened.model, opened.tokenizer, opened.input)
 
 
-def torch_backend(model, tokenizer: Path | None, source: Input) -> Loaded:
+def torch_backend(model: "GPT | BERT", tokenizer: Path | None, source: Input) -> Loaded:
     """The torch module behind the protocol of its family."""
+    from ..models.gpt import GPT
     from .torch_backend import TorchCausal, TorchEncoder
 
-    family = family_of(model.config)
-    if family == "gpt":
-        return Loaded(family, model.config, tokenizer, source, causal=TorchCausal(model))
-    return Loaded(family, model.config, tokenizer, source, encoder=TorchEncoder(model))
+    if isinstance(model, GPT):
+        return Loaded("gpt", model.config, tokenizer, source, causal=TorchCausal(model))
+    return Loaded("bert", model.config, tokenizer, source, encoder=TorchEncoder(model))
 
 
 def _open_onnx(path: Path, threads: int | None) -> Loaded:
@@ -58,7 +63,6 @@ def onnx_backend(graph: Path, config: ModelConfig, tokenizer: Path | None, sourc
     """A graph of our writer behind the protocol of its family."""
     from .onnx_backend import OnnxCausal, OnnxEncoder
 
-    family = family_of(config)
-    if family == "gpt":
-        return Loaded(family, config, tokenizer, source, causal=OnnxCausal(graph, config, threads))
-    return Loaded(family, config, tokenizer, source, encoder=OnnxEncoder(graph, config, threads))
+    if isinstance(config, GPTConfig):
+        return Loaded("gpt", config, tokenizer, source, causal=OnnxCausal(graph, config, threads))
+    return Loaded("bert", config, tokenizer, source, encoder=OnnxEncoder(graph, config, threads))

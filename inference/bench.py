@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ..core.backend import CausalBackend
 from .backends import Loaded
 
 SECONDS_PER_CASE = 1.0  # measured time per line of the table
@@ -60,13 +62,13 @@ def _cases(loaded: Loaded) -> Iterator[tuple[str, int, int, Callable[[], object]
             for tokens in lengths:
                 ids = rng.integers(0, vocab_size, (batch, tokens))
                 arguments = (ids, np.zeros_like(ids), np.ones(ids.shape, bool), np.zeros((batch, 1), np.int64))
-                yield "encode", batch, tokens, lambda arguments=arguments: encoder.forward(*arguments)
+                yield "encode", batch, tokens, partial(encoder.forward, *arguments)
 
 
-def _causal_call(backend, ids: np.ndarray, past: int) -> Callable[[], object]:
+def _causal_call(backend: CausalBackend, ids: np.ndarray, past: int) -> Callable[[], object]:
     cache, pasts = backend.new_cache(len(ids)), np.full(len(ids), past)
     ask = np.full((len(ids), 1), ids.shape[1] - 1)
-    return lambda: backend.forward(ids, pasts, ask, cache)
+    return partial(backend.forward, ids, pasts, ask, cache)
 
 
 def latency_lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:

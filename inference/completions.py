@@ -5,13 +5,13 @@ Added to it: `token_ids` in every choice, which the web page's token view and re
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 from .api_types import CompletionBody
 from .generation import Piece, Request, Token
-from .served import ServedModel
+from .served import Pieces, ServedModel
 
 
 class Answers:
@@ -38,9 +38,7 @@ class Answers:
         choices = [self._choice(i, self._texts[i], self._tokens[i], self._finish[i]) for i in range(len(self._texts))]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
-    async def events(
-        self, first: tuple[int, Piece], pieces: AsyncIterator[tuple[int, Piece]]
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, first: tuple[int, Piece], pieces: Pieces) -> AsyncGenerator[dict[str, Any], None]:
         """One body per piece, then one with the usage when it was asked for."""
         for number, text in enumerate(self._echo):
             if text:
@@ -80,11 +78,9 @@ class Answers:
         return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
 
 
-async def _after(
-    first: tuple[int, Piece], rest: AsyncIterator[tuple[int, Piece]]
-) -> AsyncIterator[tuple[int, Piece]]:
+async def _after(first: tuple[int, Piece], rest: Pieces) -> Pieces:
     """The first piece, which was awaited already, and the others; closing this closes them."""
-    async with aclosing(rest):  # type: ignore[type-var]
+    async with aclosing(rest):
         yield first
         async for piece in rest:
             yield piece

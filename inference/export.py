@@ -7,7 +7,7 @@ model.safetensors, tokenizer.json, their small companions, and parity.json.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.artifact import check_free, create_artifact
 from ..core.errors import WrongUse
@@ -16,6 +16,10 @@ from .backends import Loaded, onnx_backend, torch_backend
 from .bench import latency_table
 from .parity import BOUND, compare, require
 from .source import OpenedModel, open_model
+
+if TYPE_CHECKING:
+    from ..models.bert import BERT
+    from ..models.gpt import GPT
 
 Report = dict[str, Any]
 
@@ -43,15 +47,14 @@ def export_onnx(path: Path | str, out: Path | str, overwrite: bool = False, boun
     return report
 
 
-def write_graph(model, path: Path, metadata: dict[str, str]) -> int:
+def write_graph(model: "GPT | BERT", path: Path, metadata: dict[str, str]) -> int:
     """Write the graph of a GPT or BERT module to `path`; returns the number of nodes."""
-    if family_of(model.config) == "gpt":
-        from .onnx_gpt import gpt_graph
-
-        return gpt_graph(model).save(path, metadata)
+    from ..models.gpt import GPT
     from .onnx_bert import bert_graph
+    from .onnx_gpt import gpt_graph
 
-    return bert_graph(model).save(path, metadata)
+    graph = gpt_graph(model) if isinstance(model, GPT) else bert_graph(model)
+    return graph.save(path, metadata)
 
 
 def export_huggingface(path: Path | str, out: Path | str, overwrite: bool = False, bound: float = BOUND) -> Report:

@@ -261,8 +261,8 @@ def describe(token_id: int, logits_V: np.ndarray, logprobs: int | None) -> Token
     if logprobs is None:
         return Token(token_id)
     values = log_softmax(logits_V.astype(np.float64))
-    top = np.argsort(-values, kind="stable")[:logprobs] if logprobs else []
-    return Token(token_id, float(values[token_id]), tuple((int(i), float(values[i])) for i in top))
+    best = np.argsort(-values, kind="stable")[:logprobs]
+    return Token(token_id, float(values[token_id]), tuple((int(i), float(values[i])) for i in best))
 
 
 def generate(

@@ -5,7 +5,7 @@ Everything that a request gets wrong raises WrongUse before anything is queued.
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from .sampling import Sampling
 from .scheduler import CausalEngine, EncoderEngine, Generating
 
 Prompt = str | list[int]
+Pieces = AsyncGenerator[tuple[int, Piece], None]  # of several answers, each with its request's number
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class ServedModel:
         _check_count(len(requests), self.limits.queue)
         return requests, texts
 
-    async def generate(self, requests: list[Request]) -> AsyncIterator[tuple[int, Piece]]:
+    async def generate(self, requests: list[Request]) -> Pieces:
         """Pieces of all answers as they come, as (request number, piece). Leaving the loop early gives the slots back."""
         assert self.causal is not None
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece | Failed]]()

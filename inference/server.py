@@ -12,7 +12,7 @@ import json
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +137,9 @@ def pick(models: list[ServedModel], name: str | None, endpoint: str) -> ServedMo
     return found
 
 
-async def _events(answers: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+async def _events(answers: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
     """Server-sent events; an error in the middle is told as an event."""
-    async with contextlib.aclosing(answers):  # type: ignore[type-var]
+    async with contextlib.aclosing(answers):
         try:
             async for answer in answers:
                 yield f"data: {json.dumps(answer, ensure_ascii=False)}\n\n"

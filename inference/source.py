@@ -1,20 +1,22 @@
 """Opening a model wherever it lies: a run, a checkpoint, a model artifact or a Hugging Face directory."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..core.artifact import Input, input_record, is_artifact, read_manifest, verify_artifact
 from ..core.errors import WrongUse
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+
+    from ..models.bert import BERT
+    from ..models.gpt import GPT
 
 
 class OpenedModel(NamedTuple):
     """A model in eval mode, its tokenizer.json (None when it has none) and what to record as an input."""
 
-    model: "nn.Module"
+    model: "GPT | BERT"
     tokenizer: Path | None
     input: Input
 
@@ -39,7 +41,7 @@ def open_model(path: Path | str, device: str = "cpu", dtype: "torch.dtype | None
 
     checkpoint = locate(path)
     model, tokenizer = load_model(checkpoint, device, dtype)
-    return OpenedModel(model, tokenizer, input_record(checkpoint))
+    return OpenedModel(cast("GPT | BERT", model), tokenizer, input_record(checkpoint))
 
 
 def _open_huggingface(path: Path, device: str, dtype: "torch.dtype | None") -> OpenedModel:

@@ -67,6 +67,6 @@ class TorchEncoder:
             "mlm_logits": self.model.mlm_head(hidden.take_along_dim(ask[..., None], dim=1)),
             "sentence_embedding": (hidden * real).sum(1) / real.sum(1),
         }
-        if (pooled := self.model.pooled(hidden[:, 0])) is not None:
+        if (pooled := self.model.pooled(hidden[:, 0])) is not None and self.model.nsp is not None:
             outputs |= {"pooler_output": pooled, "nsp_logits": self.model.nsp(pooled)}
         return {name: value.float().cpu().numpy() for name, value in outputs.items()}

@@ -38,12 +38,15 @@ def gpt_tokenizer(vocab_size: int = 300) -> tokenizers.Tokenizer:
 
 
 def bert_tokenizer() -> tokenizers.Tokenizer:
-    """WordPiece with BERT's special tokens."""
-    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    """WordPiece with BERT's special tokens, every word of the text and every letter."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = sorted({word for line in TEXT for word in line.replace(",", " ,").replace(".", " .").split()})
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    vocab = dict.fromkeys([*special, *words, *letters, *(f"##{letter}" for letter in letters)])
+    tokenizer = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(vocab)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer.train_from_iterator(TEXT, trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False))
+    tokenizer.add_special_tokens(special)
     return tokenizer
 
 

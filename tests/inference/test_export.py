@@ -107,7 +107,7 @@ def test_transformers_loads_the_exported_bert(bert_dir: Path, tmp_path: Path) ->
     assert tokenizer.mask_token == "[MASK]" and tokenizer.pad_token_id == 0
     encoder = open_backend(tmp_path / "out").encoder
     rng = np.random.default_rng(0)
-    ids, mask = rng.integers(5, 100, (3, 30)), np.arange(30) < np.array([[30], [11], [1]])
+    ids, mask = rng.integers(5, encoder.vocab_size, (3, 30)), np.arange(30) < np.array([[30], [11], [1]])
     outputs = encoder.forward(ids, np.zeros_like(ids), mask, np.tile(np.arange(30), (3, 1)))
     with torch.no_grad():
         found = theirs(torch.tensor(ids), attention_mask=torch.tensor(mask).long())

@@ -113,6 +113,19 @@ def test_weights_beside_the_graph_give_the_same_answers(tmp_path: Path) -> None:
     require(compare(torch_backend(model, None, NOWHERE), loaded), "the graph with external weights")
 
 
+@pytest.mark.slow
+def test_a_model_above_two_gibibytes(tmp_path: Path) -> None:
+    """2.5 GB of weights, beyond what one protobuf file can hold, written and run without being asked to."""
+    config = dataclasses.replace(GPT, vocab_size=150_000, width=2048, heads=16, layers=1, tied=False)
+    model = build(config).eval()
+    loaded = exported(model, tmp_path)
+    assert (tmp_path / "model.onnx.data").stat().st_size > 2**31
+    ids, ask = np.array([[5, 149_999, 7]]), np.array([[0, 1, 2]])
+    backends = (torch_backend(model, None, NOWHERE).causal, loaded.causal)
+    ours, theirs = (backend.forward(ids, np.zeros(1, np.int64), ask, backend.new_cache(1)) for backend in backends)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)  # fp32 sums of 2,048 terms, see parity.BOUND
+
+
 def test_tied_table_is_stored_once_and_metadata_is_inside(tmp_path: Path) -> None:
     model = opinionated_model(GPT)
     write_graph(model, tmp_path / "model.onnx", {"throughline": "here"})

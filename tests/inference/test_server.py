@@ -149,7 +149,7 @@ def test_fill_mask_gives_probabilities(ask) -> None:
         for mask in answer["data"]:
             probabilities = [candidate["probability"] for candidate in mask["candidates"]]
             assert probabilities == sorted(probabilities, reverse=True) and 0 < sum(probabilities) <= 1 + 1e-9
-        assert "[MASK]" not in answer["text"] and answer["text"].startswith("The ")
+        assert "[MASK]" not in answer["text"] and answer["text"].startswith("The")
 
     ask(body)
 
