@@ -6,9 +6,11 @@ gets the numbers that the single process has, without drawing the others.
 
 import hashlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .bert import BERT
 from .config import BERTConfig, GPTConfig, ModelConfig
@@ -41,9 +43,18 @@ def initialise(model: GPT | BERT, seed: int = 0) -> None:
         parameter.copy_(initial_values(name, parameter.shape, model.config, seed))
 
 
+class _Unfilled(TorchFunctionMode):
+    """Leaves out the default values of modules: on the meta device torch imports its compiler for them, more than a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return kwargs["tensor"] if kwargs else args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def empty_model(config: ModelConfig, device: torch.device | str = "meta", dtype: torch.dtype | None = None) -> GPT | BERT:
     """The module without values: on `meta` it takes no memory, elsewhere its memory is not filled yet."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         model: nn.Module = BERT(config) if isinstance(config, BERTConfig) else GPT(config)
     model = model.to(dtype=dtype) if dtype is not None else model
     return model if str(device) == "meta" else model.to_empty(device=device)  # type: ignore[return-value]
