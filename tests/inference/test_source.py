@@ -1,0 +1,58 @@
+"""Wherever a trained model lies, run, checkpoint, model artifact or ONNX artifact, it opens as the same model."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from throughline.cli.main import main
+from throughline.core.artifact import chain
+from throughline.core.errors import Refused
+from throughline.inference.backends import open_backend
+from throughline.inference.export import export_huggingface, export_onnx
+from throughline.inference.source import open_model
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT trained for two steps by the command line, on a few lines of text."""
+    at = tmp_path_factory.mktemp("run")
+    (at / "text.txt").write_text("\n\n".join(f"line {i} of a text that repeats itself, number {i * i}." for i in range(300)))
+    shape = {"model.overrides.layers": 2, "model.overrides.width": 32, "train.sequence_length": 32}
+    length = {"train.steps": 2, "schedule.warmup_steps": 0, "train.compile": "off", "data.train": at / "tokens"}
+    settings = [f"{key}={value}" for key, value in (shape | length).items()]
+    for words in (
+        ["data", "tokenizer", at / "text.txt", "--type", "bpe", "--vocab-size", "300", "--out", at / "tokenizer"],
+        ["data", "tokenize", at / "text.txt", "--tokenizer", at / "tokenizer", "--out", at / "tokens"],
+        ["train", "gpt-shakespeare", "--run-dir", at / "run", *(word for setting in settings for word in ("--set", setting))],
+    ):
+        result = CliRunner().invoke(main, [str(word) for word in words])
+        assert result.exit_code == 0, result.output
+    return at / "run"
+
+
+def test_run_checkpoint_and_exports_are_one_model(trained_run: Path, tmp_path: Path) -> None:
+    checkpoint = trained_run / "checkpoints" / (trained_run / "checkpoints" / "latest").read_text().strip()
+    export_onnx(trained_run, tmp_path / "onnx")
+    export_huggingface(checkpoint, tmp_path / "model")
+    ids, ask = np.arange(20)[None] % 250, np.arange(20)[None]
+    logits = []
+    for path in (trained_run, checkpoint, tmp_path / "model", tmp_path / "onnx"):
+        loaded = open_backend(path)
+        backend = loaded.causal
+        logits.append(backend.forward(ids, np.zeros(1, np.int64), ask, backend.new_cache(1)))
+        assert loaded.tokenizer is not None
+    for other in logits[1:]:
+        np.testing.assert_allclose(other, logits[0], atol=1e-4)  # fp32 sums in another order, see parity.BOUND
+    kinds = [item.kind for _, item, unchanged in chain(tmp_path / "onnx") if unchanged]
+    assert kinds[0] == "checkpoint" and "tokens" in kinds and "foreign" in kinds  # back to the text
+
+
+def test_a_checkpoint_cut_in_half_is_refused(trained_run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(next((trained_run / "checkpoints").glob("step-*")), copy)
+    weights = next(copy.glob("weights-*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(Refused, match="wrong size"):
+        open_model(copy)
