@@ -41,18 +41,18 @@ _MAGIC = {
 
 
 def clean(raw: bytes, counts: Counter[str], unwrap: bool = False) -> str:
-    """Decode a stretch of UTF-8 by the policy above. Clean ASCII passes at several GB/s: three scans and a copy."""
+    """Decode a stretch of UTF-8 by the policy above. Clean ASCII passes at several GB/s: two scans and a copy."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
         text = raw.decode("utf-8", "replace")
         counts["replaced"] += text.count("\ufffd") - raw.count(b"\xef\xbf\xbd")
-    if "\0" in text:
+    if b"\0" in raw:
         found = text.count("\0")
         counts["nul"] += found
         counts["replaced"] += found
         text = text.replace("\0", "\ufffd")
-    if "\r\n" in text:
+    if b"\r" in raw and "\r\n" in text:
         counts["crlf"] += text.count("\r\n")
         text = text.replace("\r\n", "\n")
     if unwrap:
