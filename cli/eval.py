@@ -26,7 +26,7 @@ from .common import throughline_command
     help="BERT: which tokens of a word are masked while one of them is scored.",
 )  # fmt: skip
 @click.option("--all-checkpoints", is_flag=True, help="Evaluate every checkpoint of a run and plot scores against steps.")
-@click.option("--against", type=click.Path(), help="Score another form of the model too; refuse when token log-probabilities differ.")
+@click.option("--against", type=click.Path(), help="Score another form of the model too; refuse when token probabilities differ.")
 @click.option("--bound", type=float, default=1e-3, show_default=True, help="--against: largest difference in nats per token.")
 @click.option("--contamination", type=click.Path(), help="A token store: report scores with and without records found in it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory of the scores; by default PATH.scores.")

@@ -70,8 +70,8 @@ def contaminated(
     store = TokenStore.open(path)
     mark = store.facts.get("tokenizer")
     if mark and mark != tokenizer.fingerprint():
-        why = "the same text has other ids in it"
-        raise WrongUse("the token store was made with another tokenizer", where=path, why=why, fix="give a store made with the model's")
+        why, fix = "the same text has other ids in it", "give a store made with the model's tokenizer"
+        raise WrongUse("the token store was made with another tokenizer", where=path, why=why, fix=fix)
     bound = {task.name: task for task in tasks}
     texts, owners = [], []
     for number, score in enumerate(scores):

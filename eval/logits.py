@@ -76,7 +76,8 @@ class _Chunk:
             maxima[number] = best[:, 0]
             here = np.flatnonzero((self.targets >= start) & (self.targets < start + self.size))
             if len(here):
-                index, row, token = (torch.from_numpy(array).to(device) for array in (here, self.rows[here], self.targets[here] - start))
+                asked = (here, self.rows[here], self.targets[here] - start)
+                index, row, token = (torch.from_numpy(array).to(device) for array in asked)
                 self.chosen[index] = logits[row, token]
                 leads = (logits[row, token] == best[row, 0]).nonzero().flatten()
                 first_here[index[leads]] = logits[row[leads]].argmax(dim=-1) == token[leads]

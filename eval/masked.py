@@ -43,7 +43,8 @@ class MaskedScorer:
         if missing or tokenizer.vocab_size > model.config.vocab_size:
             sizes = f"it has {tokenizer.vocab_size:,} tokens, the model {model.config.vocab_size:,}"
             why = f"it lacks {', '.join(missing)}" if missing else sizes
-            raise WrongUse("the tokenizer does not belong to a BERT", why=why, fix="give the tokenizer that the model was trained with")
+            fix = "give the tokenizer that the model was trained with"
+            raise WrongUse("the tokenizer does not belong to a BERT", why=why, fix=fix)
         assert pll in ("original", "within_word_l2r"), pll
         self.model, self.tokenizer = model.eval(), tokenizer
         self.device, self.dtype = model.token_table.weight.device, model.token_table.weight.dtype
@@ -93,16 +94,15 @@ class MaskedScorer:
 
     def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[list[tuple[int, str]]]:
         """A BERT writes nothing."""
-        raise WrongUse("a BERT cannot write answers", why="the task asks for generated text", fix="leave the task out, or evaluate a GPT")
+        why, fix = "the task asks for generated text", "leave the task out, or evaluate a GPT"
+        raise WrongUse("a BERT cannot write answers", why=why, fix=fix)
 
     def _row(self, context: Ids, continuation: Ids) -> "_Row":
         tokenizer = self.tokenizer
         if tokenizer.mask_id in context:
             if len(continuation) != 1 or context.count(tokenizer.mask_id) != 1:
-                raise Failed(
-                    "not a cloze question", why=f"{context.count(tokenizer.mask_id)} masks, an answer of {len(continuation)} tokens",
-                    fix="give contexts with one [MASK] and answers of one token",
-                )  # fmt: skip
+                why = f"{context.count(tokenizer.mask_id)} masks, an answer of {len(continuation)} tokens"
+                raise Failed("not a cloze question", why=why, fix="give contexts with one [MASK] and answers of one token")
             ids = np.array([tokenizer.cls_id, *context, tokenizer.sep_id], np.int64)
             asked = np.flatnonzero(ids == tokenizer.mask_id)
             return _Row(ids, asked, np.array(continuation, np.int64), 0)
@@ -158,7 +158,9 @@ class MaskedScorer:
         hidden_NW = torch.cat(features)
         filled = torch.from_numpy(np.resize(np.arange(len(lines)), whole_blocks(len(lines)))).to(self.device)
         hidden_NW = self.model.mlm_features(hidden_NW[filled])
-        return token_logprobs(self.model.token_table.weight, self.model.mlm_bias, hidden_NW, np.arange(len(lines)), targets, ranks=True)
+        table, bias = self.model.token_table.weight, self.model.mlm_bias
+        cloze = any(row.ids[row.asked[0]] == self.tokenizer.mask_id for row in rows)
+        return token_logprobs(table, bias, hidden_NW, np.arange(len(lines)), targets, ranks=cloze)
 
     def _score(self, row: "_Row", logprobs: np.ndarray, greedy: np.ndarray, above: np.ndarray) -> Score:
         kept = tuple(logprobs.tolist()) if self.keep_tokens else ()

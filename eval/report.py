@@ -27,7 +27,8 @@ def lines_of(results: dict[str, Any]) -> list[str]:
     """The results for a terminal."""
     lines = [f"{results['model']}  {protocol(results)}"]
     if results["validation"]:
-        lines += [f"{name:<20}{value:,.4f}" if isinstance(value, float) else f"{name:<20}{value:,}" for name, value in results["validation"].items()]
+        figures = results["validation"].items()
+        lines += [f"{name:<20}{value:,.4f}" if isinstance(value, float) else f"{name:<20}{value:,}" for name, value in figures]
     rows = rows_of(results)
     if rows:
         lines += table(HEADER, rows)
@@ -37,7 +38,8 @@ def lines_of(results: dict[str, Any]) -> list[str]:
         lines.append(f"{records:,} records lost {cut:,} context tokens on their left to the window")
     for name, found in results.get("contamination", {}).items():
         clean = ", ".join(f"{metric} {value:.4g}" for metric, value in found["clean"].items())
-        lines.append(f"{name}: {found['hits']:,} of {found['checked']:,} records share {found['n']} tokens with the store; without them {clean}")
+        hits = f"{found['hits']:,} of {found['checked']:,} records share {found['n']} tokens with the store"
+        lines.append(f"{name}: {hits}; without them {clean}")
     return lines
 
 
@@ -50,7 +52,8 @@ def markdown(results: dict[str, Any]) -> str:
     """The results as a Markdown page."""
     text = [f"# Scores of {results['model']}", "", protocol(results), ""]
     if results["validation"]:
-        text += ["| validation | value |", "|---|---|", *(f"| {name} | {value:.6g} |" for name, value in results["validation"].items()), ""]
+        figures = [f"| {name} | {value:.6g} |" for name, value in results["validation"].items()]
+        text += ["| validation | value |", "|---|---|", *figures, ""]
     if rows := rows_of(results):
         text += ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
         text += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
@@ -110,14 +113,19 @@ def curves(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         low, high = min(by_step.values()), max(by_step.values())
         span, first, last = (high - low) or 1.0, points[0][0], points[-1][0]
         placed = [
-            (round((step - first) / (last - first) * WIDTH, 1), round((1 - (value - low) / span) * HEIGHT, 1)) for step, value in points
+            (round((step - first) / (last - first) * WIDTH, 1), round((1 - (value - low) / span) * HEIGHT, 1))
+            for step, value in points
         ]
         plots.append({"name": name, "points": placed, "low": f"{low:.4g}", "high": f"{high:.4g}", "first": first, "last": last})
     return plots
 
 
 def write_scores(
-    path: Path, results: dict[str, Any], scores: Sequence[TaskScores], inputs: Sequence[Input], history: Sequence[dict[str, Any]] = ()
+    path: Path,
+    results: dict[str, Any],
+    scores: Sequence[TaskScores],
+    inputs: Sequence[Input],
+    history: Sequence[dict[str, Any]] = (),
 ) -> None:
     """Write a scores artifact, in place of an earlier one of the same path."""
     with create_artifact(path, "scores", inputs=inputs, overwrite=True) as draft:

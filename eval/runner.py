@@ -128,7 +128,8 @@ def present(tasks: Sequence[BoundTask], settings: Settings) -> list[BoundTask]:
         raise why
     for group in sorted({task.group for task in missing}):
         names = [task.name.removeprefix(f"{group}_") for task in missing if task.group == group]
-        say(f"{group}: {len(names)} members have no data and are left out ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})")
+        some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        say(f"{group}: {len(names)} members have no data and are left out ({some})")
     return found
 
 

@@ -38,7 +38,8 @@ class Request:
     @property
     def settings(self) -> Settings:
         if self.data_dir is not None and not self.data_dir.is_dir():
-            raise WrongUse("no such directory", where=self.data_dir, fix="--data-dir names the directory that holds the tasks' files")
+            fix = "--data-dir names the directory that holds the tasks' files"
+            raise WrongUse("no such directory", where=self.data_dir, fix=fix)
         return Settings(self.data_dir, self.limit, self.shots, self.seed)
 
     @property
@@ -82,7 +83,7 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
         (results["step"], summary["task"], name, metric["value"], metric["stderr"])
         for results in history for summary in (*results["tasks"], *results["groups"]) for name, metric in summary["metrics"].items()
     ]  # fmt: skip
-    rows += [(results["step"], "validation", name, value, None) for results in history for name, value in results["validation"].items()]
+    rows += [(found["step"], "validation", name, value, None) for found in history for name, value in found["validation"].items()]
     last = request.home / f"step-{history[-1]['step']:08d}" / "report.html"
     return {"checkpoints": history}, [*table(("step", "task", "metric", "value", "stderr"), rows), f"curves in {last}"]
 

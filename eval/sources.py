@@ -80,7 +80,8 @@ def _read(path: Path, layout: TextLayout) -> Iterator[Record]:
         ".tokens": lambda file, path: _text(file, path, layout),
     }
     if kind not in readers:
-        raise WrongUse("unknown data format", where=path, fix="known: " + ", ".join(FORMATS) + ", each also " + "/".join(COMPRESSION))
+        fix = f"known: {', '.join(FORMATS)}, each also {'/'.join(COMPRESSION)}"
+        raise WrongUse("unknown data format", where=path, fix=fix)
     try:
         with _open(path) as file:
             yield from readers[kind](file, path)

@@ -22,7 +22,8 @@ def greedy_texts(
     room = backend.context - max_tokens
     prompts = [(text.bos + ids)[-room:] or (text.prefix,) for ids in text.tokenize(contexts)]
     requests = [
-        Request(np.array(ids, np.int64), max_tokens, Sampling(temperature=0), tuple(until), text.tokenizer.eos_id) for ids in prompts
+        Request(np.array(ids, np.int64), max_tokens, Sampling(temperature=0), tuple(until), text.tokenizer.eos_id)
+        for ids in prompts
     ]
     answers = [""] * len(requests)
     decode = text.tokenizer.decode

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from throughline.data.tokenizer import Tokenizer
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig

@@ -58,7 +58,8 @@ def _copa(path: Path) -> Iterator[Row]:
     for row in _jsonl(path):
         premise, _, connective = row["query"].rpartition(" ")
         question = {"because": "cause", "therefore": "effect"}[connective]
-        yield {"premise": premise + ".", "question": question, "choice1": row["choices"][0], "choice2": row["choices"][1], "label": row["gold"]}
+        one, two = row["choices"]
+        yield {"premise": premise + ".", "question": question, "choice1": one, "choice2": two, "label": row["gold"]}
 
 
 def _boolq(path: Path) -> Iterator[Row]:

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-
 from throughline.core.errors import Failed, WrongUse
 from throughline.core.scorer import Question
 from throughline.eval.causal import CausalScorer, batches
@@ -144,7 +143,7 @@ def test_out_of_memory_halves_the_batch(small_gpt, gpt2_tokenizer, monkeypatch: 
 
 
 def test_batches_respect_the_budget_and_come_longest_first() -> None:
-    sizes = {index: size for index, size in enumerate([5, 90, 40, 40, 7, 300])}
+    sizes = dict(enumerate([5, 90, 40, 40, 7, 300]))
     made = list(batches(sizes, 100))
     assert made[0] == [5] and sorted(itertools.chain(*made)) == list(range(6))
     assert all(sum(sizes[i] for i in batch) <= 100 or len(batch) == 1 for batch in made)

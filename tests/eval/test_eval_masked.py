@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from throughline.core.errors import Failed, WrongUse
 from throughline.eval.masked import MaskedScorer
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
-
 from throughline.eval.opening import open_scorer
 from throughline.eval.runner import Settings, evaluate
 from throughline.eval.sources import Record
 from throughline.eval.task import BoundTask, find_tasks
+from torch.nn import functional as F
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")
 RECORDS = int(os.environ.get("THROUGHLINE_PARITY_RECORDS", "200"))
@@ -40,7 +39,8 @@ def small_model(folder: Path, text: str, *, steps: int) -> Path:
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator([text], vocab_size=2000, special_tokens=["<|endoftext|>"], show_progress=False)
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_layer=2, n_head=2, n_embd=48, n_positions=256, bos_token_id=0, eos_token_id=0))
+    shape = {"vocab_size": 2000, "n_layer": 2, "n_head": 2, "n_embd": 48, "n_positions": 512}
+    model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
     ids = torch.tensor(tokenizer.encode(text).ids)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(steps):
@@ -53,7 +53,7 @@ def small_model(folder: Path, text: str, *, steps: int) -> Path:
         assert step < 50 or loss < 7.0, "the model did not learn"  # ln 2000 = 7.6
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tokenizer._tokenizer.to_str())
-    special = {role: "<|endoftext|>" for role in ("bos_token", "eos_token", "unk_token")}
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
     return folder
 
@@ -98,14 +98,17 @@ def test_a_handful_of_records_equals_the_harness(samples: Path, tmp_path: Path, 
     """Shipped records: LAMBADA and a BLiMP paradigm, and a document longer than the window."""
     text = (samples / "tinyshakespeare" / "input.txt").read_text()
     lambada = [json.loads(line) for line in (samples / "lambada" / "lambada_test.jsonl").read_text().splitlines()[:6]]
-    blimp = [{"sentence_good": "Who sleeps here?", "sentence_bad": "Who sleep here?"}, {"sentence_good": "A b.", "sentence_bad": "A b c."}]
+    pairs = [("Who sleeps here?", "Who sleep here?"), ("A b.", "A b c.")]
+    blimp = [{"sentence_good": good, "sentence_bad": bad} for good, bad in pairs]
     rows = {"lambada_openai": lambada, "blimp_wh_island": blimp, "wikitext_2": [{"page": text[:3000]}, {"page": "Short . "}]}
     compare(small_model(tmp_path / "model", text[:200_000], steps=0), rows, tmp_path / "harness", monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 120], ids=["random", "trained"])
-def test_all_tasks_equal_the_harness(shared: Path, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+def test_all_tasks_equal_the_harness(
+    shared: Path, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
     """The first records of every task whose data are at hand (16 paradigms of BLiMP); WikiText by its first ten articles."""
     rows = hub.records(shared, RECORDS)
     rows["wikitext_2"] = rows["wikitext_2"][:10]
@@ -116,10 +119,10 @@ def test_all_tasks_equal_the_harness(shared: Path, samples: Path, tmp_path: Path
 def test_the_adapter_gives_the_harness_our_scores(samples: Path, tmp_path: Path) -> None:
     """The harness driving our scorer reports what it reports of the same weights through transformers."""
     from lm_eval.api.instance import Instance
-
     from throughline.eval.adapter import ThroughlineLM
 
-    model = ThroughlineLM(str(small_model(tmp_path / "model", (samples / "tinyshakespeare" / "input.txt").read_text()[:100_000], steps=0)))
+    text = (samples / "tinyshakespeare" / "input.txt").read_text()[:100_000]
+    model = ThroughlineLM(str(small_model(tmp_path / "model", text, steps=0)))
     made = [("The king", " is dead"), ("The king", " lives on"), ("", "Alone")]
     asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(made)]
     found = model.loglikelihood(asked)
@@ -129,5 +132,5 @@ def test_the_adapter_gives_the_harness_our_scores(samples: Path, tmp_path: Path)
         assert (logprob, greedy) == (pytest.approx(score.logprob, abs=1e-4), score.greedy)
     (document,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("The king is dead. " * 80,), 0)])
     assert document < -1000
-    text = model.generate_until([Instance("generate_until", {}, ("The king", {"until": ["\n"], "max_gen_toks": 4}), 0)])
-    assert len(text) == 1 and "\n" not in text[0]
+    written = model.generate_until([Instance("generate_until", {}, ("The king", {"until": ["\n"], "max_gen_toks": 4}), 0)])
+    assert len(written) == 1 and "\n" not in written[0]

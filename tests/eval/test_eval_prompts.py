@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from throughline.eval.sources import Record
 from throughline.eval.task import Item, find_tasks, shipped_tasks
 
@@ -29,6 +28,8 @@ RACE = [
     {"question": "They went to  _  .", "answer": "C", "options": ["bed", "town", "sea", "work"]},
     {"question": "The best title is  _  .", "answer": "D", "options": ["A b", "C d", "E f", "G h"]},
 ]
+# One line a record, as in the data.
+# ruff: noqa: E501
 RECORDS: dict[str, list[dict[str, Any]]] = {
     "lambada_openai": [{"text": "He said \"no\" and\n\nleft the house to the dog's owner"}],
     "hellaswag": [

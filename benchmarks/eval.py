@@ -1,0 +1,234 @@
+"""Zero-shot evaluation against lm-evaluation-harness: requests per CPU second and peak memory, on the same model and records.
+
+    python benchmarks/eval.py SHARED [--quick] [--records N] [--pairs N] [--only 7m]
+    python benchmarks/eval.py SHARED --all --out benchmarks/results/eval-parity.json
+
+Eleven fixed tasks (LAMBADA, HellaSwag, PIQA, WinoGrande, ARC-Easy, BoolQ, COPA, OpenBookQA, SST-2, one BLiMP paradigm,
+WikiText-2 by its first three articles), the first 200 records of each, in GPT-2's tokenizer on random weights: a GPT-2 of
+124M and one of 7M (4 layers of 128). Every measurement is a fresh process with one thread; its CPU seconds are those of
+tokenising and scoring (imports and loading are not counted), its memory is the process's peak. lm_eval runs its own task
+files (through tests/eval/harness.py) with its `hf` model in float32 and the faster of batch sizes 1 and 8, found on the
+first pair. SHARED is the directory that holds data/, by default THROUGHLINE_SHARED.
+
+`--all` scores every record of every task once with both and writes accuracies and the largest difference of a log-likelihood.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import claim, existing, finish, parser
+
+HERE = Path(__file__).resolve()
+TASKS = (
+    "lambada_openai", "hellaswag", "piqa", "winogrande", "arc_easy", "boolq", "copa", "openbookqa", "sst2", "blimp_wh_island",
+    "wikitext_2",
+)  # fmt: skip
+ARTICLES = 3  # WikiText articles stand for 200 records: 12,000 tokens
+MODELS = {
+    "7m": {"n_layer": 4, "n_head": 4, "n_embd": 128},
+    "124m": {"n_layer": 12, "n_head": 12, "n_embd": 768},
+}
+GOALS = {"eval-124m": 1.8, "eval-7m": 3.0, "eval-memory-124m": 1.7, "eval-memory-7m": 4.0}
+BATCHES = (1, 8)
+
+
+def beside_tests(name: str) -> Any:
+    """A helper of the parity tests: tests/eval/<name>.py."""
+    spec = importlib.util.spec_from_file_location(name, HERE.parents[1] / "tests" / "eval" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_model(folder: Path, shared: Path, shape: dict[str, int]) -> None:
+    """A GPT-2 with random weights and GPT-2's tokenizer as a Hugging Face directory."""
+    import torch
+    from tokenizers.implementations import ByteLevelBPETokenizer
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(folder)
+    vocabulary = shared / "data" / "gpt2-bpe"
+    tokenizer = ByteLevelBPETokenizer(str(vocabulary / "encoder.json"), str(vocabulary / "vocab.bpe"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    (folder / "tokenizer.json").write_text(tokenizer._tokenizer.to_str())
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+
+
+def write_records(folder: Path, shared: Path, limit: int | None) -> dict[str, int]:
+    """The records as JSON files, and how many requests the harness makes of each task's."""
+    rows = beside_tests("hub").records(shared, limit)
+    asked = {}
+    for name in TASKS:
+        mine = rows[name][:ARTICLES] if name == "wikitext_2" and limit else rows[name]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mine))
+        choices = {"hellaswag": 4, "lambada_openai": 1, "wikitext_2": 1}
+        asked[name] = sum(len(row["choices"]["text"]) if "choices" in row else choices.get(name, 2) for row in mine)
+    return asked
+
+
+def measure(side: str, name: str, model: Path, records: Path, batch: int) -> dict[str, float]:
+    """One task in a fresh process: {"cpu_s": ..., "peak_bytes": ...}."""
+    command = [sys.executable, str(HERE), "--side", side, "--task", name, "--model", str(model), "--records-dir", str(records)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run([*command, "--batch", str(batch)], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{side} failed on {name}:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[str, Any]:
+    """In the measured process: load, then tokenise and score one task."""
+    rows = [json.loads(line) for line in (records / f"{name}.jsonl").read_text().splitlines()]
+    if side == "ours":
+        from throughline.eval.opening import open_scorer
+        from throughline.eval.runner import Settings, evaluate
+        from throughline.eval.sources import Record
+        from throughline.eval.task import BoundTask, find_tasks
+
+        class Held(BoundTask):
+            def records(self, data_dir: Any, limit: int | None, *, fewshot: bool = False) -> list[Record]:
+                return [Record(f"{name}:{number}", row) for number, row in enumerate(rows[:limit], 1)]
+
+        (task,) = find_tasks([name])
+        scorer = open_scorer(model).scorer
+        start = time.process_time()
+        (found,) = evaluate(scorer, [Held(task.name, task.group, task.task, task.source)], Settings())
+        answers = [[packed[0] for answer in sample["answers"] for packed in answer] for sample in found.samples]
+        metrics = {metric: value["value"] for metric, value in found.summary["metrics"].items()}
+    else:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+
+        with tempfile.TemporaryDirectory() as folder:
+            manager, names = beside_tests("harness").load(Path(folder), {name: rows})
+            lm = HFLM(pretrained=str(model), dtype="float32", device="cpu", batch_size=batch)
+            start = time.process_time()
+            out = lm_eval.simple_evaluate(lm, tasks=list(names.values()), task_manager=manager, log_samples=True, bootstrap_iters=0)
+        samples = sorted(out["samples"][names[name]], key=lambda sample: sample["doc_id"])
+        answers = [[one[0][0] if isinstance(one[0], list | tuple) else one[0] for one in sample["resps"]] for sample in samples]
+        metrics = {key.removesuffix(",none"): value for key, value in out["results"][names[name]].items() if key.endswith(",none")}
+    spent = time.process_time() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"cpu_s": spent, "peak_bytes": peak, "metrics": metrics, "answers": answers}
+
+
+def geometric(values: list[float]) -> float:
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def compare_model(size: str, shared: Path, records: int, pairs: int) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Both claims of one model, and a line per task."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = folder / "model"
+        make_model(model, shared, MODELS[size])
+        asked = write_records(folder, shared, records)
+        ours: list[dict[str, dict[str, float]]] = []
+        theirs: list[dict[str, dict[str, float]]] = []
+        batch: dict[str, int] = {}
+        for pair in range(pairs):
+            ours.append({}), theirs.append({})
+            for task in TASKS:
+                ours[-1][task] = measure("ours", task, model, folder, 0)
+                tried = {b: measure("theirs", task, model, folder, b) for b in ([batch[task]] if pair else BATCHES)}
+                batch[task] = min(tried, key=lambda b: tried[b]["cpu_s"])
+                theirs[-1][task] = tried[batch[task]]
+                mine, peer = ours[-1][task], theirs[-1][task]
+                print(
+                    f"{size} {task}: {asked[task] / mine['cpu_s']:.1f} against {asked[task] / peer['cpu_s']:.1f} requests per CPU s "
+                    f"(batch {batch[task]}), {mine['peak_bytes'] / 2**30:.2f} against {peer['peak_bytes'] / 2**30:.2f} GiB",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+    rate = [[geometric([asked[task] / run[task]["cpu_s"] for task in TASKS]) for run in side] for side in (ours, theirs)]
+    memory = [[geometric([run[task]["peak_bytes"] for task in TASKS]) / 2**20 for run in side] for side in (ours, theirs)]
+    names = (f"eval-{size}", f"eval-memory-{size}")
+    claims = [
+        claim(names[0], *rate, peer="lm_eval hf", unit="requests per CPU s, geometric mean", better="higher", goal=GOALS[names[0]]),
+        claim(names[1], *memory, peer="lm_eval hf", unit="MiB peak, geometric mean", better="lower", goal=GOALS[names[1]]),
+    ]
+    return claims, [_line(size, task, asked[task], batch[task], ours, theirs) for task in TASKS]
+
+
+def _line(size: str, task: str, requests: int, batch: int, ours: list[Any], theirs: list[Any]) -> dict[str, Any]:
+    """One task's medians."""
+    line: dict[str, Any] = {"model": size, "task": task, "requests": requests, "their_batch": batch}
+    for side, runs in (("our", ours), ("their", theirs)):
+        line[f"{side}_cpu_s"] = round(statistics.median(run[task]["cpu_s"] for run in runs), 3)
+        line[f"{side}_peak_mib"] = round(statistics.median(run[task]["peak_bytes"] for run in runs) / 2**20)
+    return line
+
+
+def all_records(shared: Path, out: Path) -> None:
+    """Every record of every task once on the 7M model: metrics of both, and the largest difference of a log-likelihood."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = folder / "model"
+        make_model(model, shared, MODELS["7m"])
+        rows = beside_tests("hub").records(shared, None)
+        found = {}
+        for task, asked in rows.items():
+            (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+            ours, theirs = (measure(side, task, model, folder, 8) for side in ("ours", "theirs"))
+            answers = zip(ours["answers"], theirs["answers"], strict=True)
+            both = [pair for one, two in answers for pair in _paired(task, one, two)]
+            mine, peer = ours["metrics"], theirs["metrics"]
+            common = {key: [mine[key], peer[key]] for key in mine if key in peer}
+            found[task] = {
+                "records": len(asked), "metrics_ours_theirs": common, "largest_difference_nats": max(abs(a - b) for a, b in both),
+                "largest_loglikelihood_nats": max(abs(b) for _, b in both), "cpu_s_ours_theirs": [ours["cpu_s"], theirs["cpu_s"]],
+                "accuracies_equal": all(a == b for key, (a, b) in common.items() if key.startswith("acc")),
+            }  # fmt: skip
+            print(f"{task}: {found[task]}", file=sys.stderr, flush=True)
+            out.write_text(json.dumps({"model": "GPT-2, 4 layers of 128, random weights", "tasks": found}, indent=1) + "\n")
+
+
+def _paired(task: str, ours: list[float], theirs: list[float]) -> list[tuple[float, float]]:
+    return [(sum(ours), theirs[0])] if task == "wikitext_2" else list(zip(ours, theirs, strict=True))
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument(
+        "shared", type=existing, nargs="?", default=os.environ.get("THROUGHLINE_SHARED"),
+        help="directory that holds data/ with the benchmark files",
+    )  # fmt: skip
+    options.add_argument("--records", type=int, default=200, help="records a task")
+    options.add_argument("--pairs", type=int, default=3, help="paired measurements")
+    options.add_argument("--only", choices=list(MODELS), help="one model only")
+    options.add_argument("--all", action="store_true", help="parity on every record instead of speed")
+    options.add_argument("--out", type=Path, help="--all: the JSON file to write")
+    for name in ("--side", "--task", "--model", "--records-dir"):
+        options.add_argument(name, help="internal: the measured process")
+    options.add_argument("--batch", type=int, default=8, help="internal: the harness's batch size")
+    given = options.parse_args()
+    if given.side:
+        print(json.dumps(score(given.side, given.task, Path(given.model), Path(given.records_dir), given.batch)))
+        return
+    if given.shared is None:
+        options.error("give the directory that holds data/")
+    if given.all:
+        all_records(given.shared, given.out or Path("eval-parity.json"))
+        return
+    records, pairs = (24, 1) if given.quick else (given.records, given.pairs)
+    claims, lines = [], []
+    for size in [given.only] if given.only else MODELS:
+        more, rows = compare_model(size, given.shared, records, pairs)
+        claims, lines = claims + more, lines + rows
+    finish("eval", claims, packages=("lm_eval", "transformers", "tokenizers"), tasks=lines, records=records)
+
+
+if __name__ == "__main__":
+    main()
