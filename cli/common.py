@@ -2,15 +2,20 @@
 
 import functools
 import json
+import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ..core import console
 from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ThroughlineError
+
+LATER_S = 2.0
 
 
 def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,10 +29,14 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, json_output: bool, debug: bool, **kwargs: Any) -> Any:
         console.configure(json_output=json_output)
         try:
-            return function(*args, **kwargs)
+            answer = function(*args, **kwargs)
+            _tell_launcher(0)
+            return answer
         except ThroughlineError as error:
+            _tell_launcher(error.exit_code, type(error).__name__)
             _fail(error, json_output, debug)
         except KeyboardInterrupt:
+            _tell_launcher(EXIT_INTERRUPTED)
             click.echo("interrupted", err=True)
             sys.exit(EXIT_INTERRUPTED)
         except click.exceptions.ClickException:
@@ -48,7 +57,16 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _tell_launcher(code: int, kind: str = "done") -> None:
+    """Under `throughline launch`: what became of the first process, by which it decides whether all start again."""
+    file = os.environ.get("THROUGHLINE_EXIT_FILE")
+    if file and os.environ.get("RANK", "0") == "0":
+        Path(file).write_text(f"{code} {kind}")
+
+
 def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(LATER_S)  # what all processes meet is said by the first, which then ends this one
     if debug:
         traceback.print_exc()
     click.echo(f"error: {error}", err=True)

@@ -38,6 +38,7 @@ def command(
     from ..train.build import plan_run
     from ..train.evaluate import Validation
     from ..train.loop import train
+    from ..train.parallel.mesh import running_processes
 
     plan = plan_run(resolved)
     if dry_run:
@@ -45,6 +46,8 @@ def command(
         return
     evaluators = [Validation(plan)] if plan.validation_stores else []
     summary = train(plan, directory, resume=resume, evaluators=evaluators, profile=profile)
+    if running_processes()[0] > 0:
+        return  # the first process says it
     figures = {"loss": summary["loss"], **{f"validation {name}": value for name, value in summary["validation"].items()}}
     lines = [f"{name:<26}{value:,.4f}" if isinstance(value, float) else f"{name:<26}{value}" for name, value in figures.items()]
     lines += [f"{'tokens/s':<26}{summary['tokens_per_s']:,.0f}", f"run in {directory}; report: {directory / 'report.html'}"]

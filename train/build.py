@@ -16,10 +16,14 @@ from ..data.store import TokenStore
 from ..data.tokenizer import Tokenizer
 from ..models.config import ModelConfig
 from ..models.init import build, empty_model
+from .attention import fit_attention
 from .compile import maybe_compile
 from .memory import check_memory
-from .objective import LOSSES, StepBatch, prepare
+from .objective import LOSSES, StepBatch, prepare, real_tokens
 from .optimizers import build_optimizer
+from .parallel.context import cut_rows
+from .parallel.layout import require_world
+from .parallel.mesh import ALONE, Axis, Mesh, running_processes
 from .precision import LossScaler, pick_device, weight_dtype
 from .recipe import ObjectiveSection, Recipe, model_config, model_family
 from .recompute import recompute
@@ -93,6 +97,11 @@ def plan_run(recipe: Recipe) -> Plan:
         train, validation = stores, []
     vocab_size = _one_vocabulary(recipe, [*stores, *(validation if recipe.data.validation else [])], paths)
     config = model_config(recipe, vocab_size)
+    train_section = recipe.train
+    require_world(
+        recipe.parallel.layout(), running_processes()[1], config,
+        train_section.sequence_length, train_section.rows_per_step, train_section.rows_per_micro_batch,
+    )  # fmt: skip
     file = Path(paths[0]) / "tokenizer.json"
     tokenizer_json = file.read_bytes() if file.is_file() else None
     return Plan(
@@ -182,21 +191,32 @@ def validation_rows(plan: Plan, cache: Path | None = None) -> list[Dataset]:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """A dataset whose batches are ready for the step; the loader's thread makes them."""
+    """A dataset whose batches are ready for the step, this process's part of each row; the loader's thread makes them."""
 
     plan: Plan
     dataset: Dataset
+    data: Axis = ALONE
+    context: Axis = ALONE
 
     def batch(self, position: int, count: int) -> StepBatch:
         train, objective = self.plan.recipe.train, self.plan.recipe.objective
         rows = self.dataset.batch(position, count)
         dtype, mask_fraction = weight_dtype(train.precision), objective.mask_fraction if objective else 0.0
-        return prepare(rows, self.plan.family, train.rows_per_micro_batch, self.plan.device, dtype, mask_fraction)
+        tokens = real_tokens(rows)
+        cut = cut_rows(rows, self.context)
+        batch = prepare(cut, self.plan.family, train.rows_per_micro_batch, self.plan.device, dtype, mask_fraction)
+        # the other data processes have as many rows, and about as many tokens
+        return replace(batch, tokens=tokens * self.data.size, rows=count * self.data.size)
 
 
-def build_trainer(plan: Plan, *, fill: bool = True) -> Trainer:
-    """Model, optimizer and loss at step 0. `fill=False` leaves the weights to a checkpoint."""
+def build_trainer(plan: Plan, mesh: Mesh | None = None, *, fill: bool = True) -> Trainer:
+    """Model, optimizer and loss at step 0. `fill=False` leaves the weights to a checkpoint.
+
+    With a mesh of several processes the model is this one's part of it.
+    """
     recipe = plan.recipe
+    if mesh is not None and mesh.layout.world > 1:
+        return _build_part(plan, mesh, fill)
     dtype = weight_dtype(recipe.train.precision)
     torch.manual_seed(recipe.train.seed)  # dropout; initial weights have generators of their own
     if fill:
@@ -204,6 +224,7 @@ def build_trainer(plan: Plan, *, fill: bool = True) -> Trainer:
     else:
         model = empty_model(plan.config, plan.device, dtype)
     model.train()
+    fit_attention(model, plan.device, recipe.train.precision)
     recompute(model, plan.config, recipe.train.recompute)
     return Trainer(
         model=model,
@@ -213,4 +234,22 @@ def build_trainer(plan: Plan, *, fill: bool = True) -> Trainer:
         precision=recipe.train.precision,
         device=plan.device,
         clip_norm=recipe.train.clip_norm,
+    )
+
+
+def _build_part(plan: Plan, mesh: Mesh, fill: bool) -> Trainer:
+    from .parallel.engine import Engine
+
+    train = plan.recipe.train
+    engine = Engine(plan.config, mesh, train.precision, train.seed, train.recompute)
+    if fill:
+        engine.fill()
+    return Trainer(
+        model=engine,
+        optimizer=build_optimizer(engine, plan.recipe),
+        loss=LOSSES[plan.family],  # the engine has its own, over the cut vocabulary
+        scaler=LossScaler.of(train.precision),
+        precision=train.precision,
+        device=plan.device,
+        clip_norm=train.clip_norm,
     )

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,6 +59,7 @@ class CheckpointWriter:
     token: str = ""  # of this start of the run: the parts of an earlier one are never taken
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     _pending: Future[Path] | None = None
+    _abandoned: threading.Event = field(default_factory=threading.Event)
 
     def save(self, trainer: Trainer, facts: dict[str, Any] | None = None) -> float:
         """Start a checkpoint of this moment; returns the seconds for which training stood still.
@@ -74,6 +76,10 @@ class CheckpointWriter:
         """Wait until the last checkpoint is complete; raises what went wrong with it."""
         pending, self._pending = self._pending, None
         return pending.result() if pending else None
+
+    def abandon(self) -> None:
+        """Wait no longer for the other processes: the run has failed, and an unfinished checkpoint never appears."""
+        self._abandoned.set()
 
     def close(self) -> None:
         """Wait for the last checkpoint and end the thread."""
@@ -126,8 +132,8 @@ class CheckpointWriter:
         for process in range(1, self.processes):
             path = self._part(step, process)
             while not (path / PART).exists():
-                if time.monotonic() > end:
-                    why = f"process {process} of {self.processes} did not write its part within {PART_TIMEOUT_S:.0f} s"
+                if time.monotonic() > end or self._abandoned.is_set():
+                    why = f"process {process} of {self.processes} did not write its part"
                     raise Failed("a checkpoint could not be completed", where=path, why=why)
                 time.sleep(0.02)
             part = read_json(path / PART)

@@ -7,6 +7,7 @@ BERT pair with one fixed draw of masks. Sums are divided by the count of targets
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from .build import Plan, validation_rows
 from .loss import IGNORED, cross_entropy_sum
 from .objective import Batch, prepare
 from .precision import autocast, weight_dtype
+
+if TYPE_CHECKING:
+    from .parallel.engine import Engine
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}  # a CPU has its activations in cache at 4096 (15 % faster than 16384)
 LOGITS = 2**26  # numbers in one batch of logits: 256 MB in fp32
@@ -39,35 +43,43 @@ class Validation:
         return self.measure(model, None if step >= train.steps else train.eval_rows)
 
     @torch.no_grad()
-    def measure(self, model: nn.Module, rows: int | None = None) -> dict[str, float]:
+    def measure(self, model: "nn.Module | Engine", rows: int | None = None) -> dict[str, float]:
         """The figures over the first `rows` rows, or over all. The model's mode is given back as it was."""
-        training = model.training
-        model.eval()
-        try:
+        if isinstance(model, nn.Module):
+            training = model.training
+            model.eval()
+            try:
+                sums = sum((self._sums(model, batch) for batch in self._rows(rows)), torch.zeros(5, dtype=torch.float64))
+            finally:
+                model.train(training)
+        else:
             sums = torch.zeros(5, dtype=torch.float64)
-            for batch in self._batches(rows):
-                with autocast(self.plan.recipe.train.precision, self.plan.device):
-                    sums += _gpt_sums(model, batch) if self.plan.family == "gpt" else _bert_sums(model, batch)
-        finally:
-            model.train(training)
+            for batch in self._rows(rows):
+                sums += model.evaluate(batch, self._mask_fraction)
         return self._gpt_figures(*sums[:2].tolist()) if self.plan.family == "gpt" else _bert_figures(*sums.tolist())
 
-    def _batches(self, rows: int | None) -> Iterator[Batch]:
+    @property
+    def _mask_fraction(self) -> float:
+        objective = self.plan.recipe.objective
+        return objective.mask_fraction if objective else 0.0
+
+    def _sums(self, model: nn.Module, rows: dict[str, np.ndarray]) -> Tensor:
+        plan, precision = self.plan, self.plan.recipe.train.precision
+        count = len(rows["input_ids"])
+        (batch,) = prepare(rows, plan.family, count, plan.device, weight_dtype(precision), self._mask_fraction).micro_batches
+        with autocast(precision, plan.device):
+            return _gpt_sums(model, batch) if plan.family == "gpt" else _bert_sums(model, batch)
+
+    def _rows(self, rows: int | None) -> Iterator[dict[str, np.ndarray]]:
         plan = self.plan
         length = plan.recipe.train.sequence_length
         at_once = max(min(BATCH_TOKENS[plan.device.type], LOGITS // plan.config.vocab_size) // length, 1)
         for dataset in self.datasets:
             wanted = dataset.rows if rows is None else min(rows, dataset.rows)
             for start in range(0, wanted, at_once):
-                yield self._tensors(dataset.batch(start, min(at_once, wanted - start)))
+                yield dataset.batch(start, min(at_once, wanted - start))
             if rows is None and (rest := _rest(dataset)) is not None:
-                yield self._tensors(rest)
-
-    def _tensors(self, rows: dict[str, np.ndarray]) -> Batch:
-        plan = self.plan
-        objective = plan.recipe.objective
-        count, dtype = len(rows["input_ids"]), weight_dtype(plan.recipe.train.precision)
-        return prepare(rows, plan.family, count, plan.device, dtype, objective.mask_fraction if objective else 0.0).micro_batches[0]
+                yield rest
 
     def _gpt_figures(self, total: float, count: float) -> dict[str, float]:
         loss = total / count

@@ -8,6 +8,7 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from .checkpoint import CheckpointWriter, find_resumable, restore
 from .memory import out_of_memory
 from .metrics import Metrics, PhaseMemory, Record, peak_flops, read_metrics
 from .objective import TERMS
+from .parallel.crew import Crew
 from .profile import Profile
 from .recipe import Recipe
 from .schedule import learning_rate_factor
@@ -35,7 +37,9 @@ from .signals import Signals, StopNow
 from .step import StepResult, Trainer, no_mark, train_step
 
 Evaluator = Callable[[nn.Module, int], dict[str, Any]]
-MAY_CHANGE = ("train.steps", "train.eval_", "train.stop_after_skipped", "checkpoint.", "log.")  # on resume
+MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains the same model
+    "train.steps", "train.eval_", "train.stop_after_skipped", "train.micro_batch_rows", "parallel.", "checkpoint.", "log.",
+)  # fmt: skip
 MEMORY_EVERY_S = 1.0
 NEXT_PHASE = {"": "forward", "optimizer": "forward", "forward": "backward", "backward": "the optimizer", "save": "forward"}
 
@@ -46,23 +50,32 @@ def train(
     """Train to the recipe's last step and return the summary.
 
     `resume`: "auto" continues what is in `run_dir`, "never" refuses a directory that holds a run. Raises Stopped after
-    SIGTERM and KeyboardInterrupt after Ctrl-C, both saved; Failed when too many steps in a row were not finite.
+    SIGTERM and KeyboardInterrupt after Ctrl-C, both saved; Failed when too many steps in a row were not finite. With a
+    layout of several processes each of them calls this; the first keeps the directory.
     """
-    with Workspace(run_dir) as workspace:
-        claim(workspace, plan.recipe, resume)
-        checkpoint = find_resumable(workspace.path / "checkpoints")
-        if checkpoint is not None and is_artifact(workspace.path):
-            done = read_manifest(workspace.path, "run").facts
-            if done["step"] >= plan.recipe.train.steps:
-                say(f"{workspace.path} is already trained to step {done['step']:,}")
-                return done
-        (workspace.path / MANIFEST).unlink(missing_ok=True)
-        write_atomic(workspace.path / "recipe.toml", dump_toml(plan.recipe))
-        trainer = build_trainer(plan, fill=checkpoint is None)
+    with Crew.start(plan.recipe.parallel.layout(), plan.device) as crew, crew.workspace(run_dir) as workspace:
+        checkpoint, done = crew.first_decides(lambda: _open(workspace, plan.recipe, resume))
+        if done is not None:
+            say(f"{workspace.path} is already trained to step {done['step']:,}")
+            return done
+        trainer = build_trainer(plan, crew.mesh, fill=checkpoint is None)
         if checkpoint is not None:
             restore(checkpoint, trainer)
             say(f"resumed at step {trainer.step:,} from {checkpoint}")
-        return Run(plan, workspace, trainer, evaluators, profile).to_the_end()
+        return Run(plan, workspace, trainer, evaluators, profile, crew).to_the_end()
+
+
+def _open(workspace: Workspace, recipe: Recipe, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
+    """Make the directory ready for steps: the checkpoint to go on from, and the summary when there is nothing left to do."""
+    claim(workspace, recipe, resume)
+    checkpoint = find_resumable(workspace.path / "checkpoints")
+    if checkpoint is not None and is_artifact(workspace.path):
+        done = read_manifest(workspace.path, "run").facts
+        if done["step"] >= recipe.train.steps:
+            return checkpoint, done
+    (workspace.path / MANIFEST).unlink(missing_ok=True)
+    write_atomic(workspace.path / "recipe.toml", dump_toml(recipe))
+    return checkpoint, None
 
 
 def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
@@ -98,18 +111,27 @@ class Run:
     """One process's share of a run: from where the trainer stands to the last step or a signal."""
 
     def __init__(
-        self, plan: Plan, workspace: Workspace, trainer: Trainer, evaluators: Sequence[Evaluator], profile: bool
+        self,
+        plan: Plan,
+        workspace: Workspace,
+        trainer: Trainer,
+        evaluators: Sequence[Evaluator],
+        profile: bool,
+        crew: Crew,
     ) -> None:
-        self.plan, self.workspace, self.trainer, self.evaluators = plan, workspace, trainer, evaluators
+        self.plan, self.workspace, self.trainer, self.evaluators, self.crew = plan, workspace, trainer, evaluators, crew
         recipe = self.recipe = plan.recipe
-        self.metrics = Metrics(workspace, list(recipe.log.sinks), workspace.path.name)
+        self.metrics = Metrics(workspace, list(recipe.log.sinks) if crew.leads else [], workspace.path.name)
         self.writer = CheckpointWriter(
-            workspace.path / "checkpoints", recipe.checkpoint.keep, plan.tokenizer_json, plan.inputs, recipe_hash(recipe)
-        )
+            workspace.path / "checkpoints", recipe.checkpoint.keep, plan.tokenizer_json, plan.inputs, recipe_hash(recipe),
+            process=crew.mesh.rank, processes=crew.mesh.world.size, token=crew.token,
+        )  # fmt: skip
         self.memory, self.memory_read = PhaseMemory(plan.device), float("-inf")
-        self.profile = Profile(workspace.path / "profile", plan.device) if profile else None
+        self.profile = Profile(workspace.path / "profile", plan.device) if profile and crew.leads else None
         self.signals = Signals()
+        self.stopping = False  # agreed by all processes
         self.peak, self.peak_source = peak_flops(plan.device, recipe.train.precision)
+        self.peak = self.peak and self.peak * crew.mesh.world.size
         predicted = {} if recipe.objective is None else {"predicted": recipe.objective.mask_fraction}
         self.flops_per_token = plan.config.flops_per_token(recipe.train.sequence_length, **predicted)
         self.first_step, self.saved_step = trainer.step, trainer.step
@@ -122,23 +144,38 @@ class Run:
         recipe, trainer = self.recipe, self.trainer
         start = time.monotonic()
         self._event("resumed" if trainer.step else "started", **self._environment())
-        rows = StepBatches(self.plan, training_rows(self.plan, self.workspace.path / "cache"))
-        loader = Loader(rows, recipe.train.rows_per_step, position=trainer.samples, ahead=2)
+        with self.crew.one_first():  # which builds the index that the others find
+            dataset = training_rows(self.plan, self.workspace.path / "cache")
+        data = self.crew.mesh.data
+        rows = StepBatches(self.plan, dataset, data, self.crew.mesh.context)
+        own = recipe.train.rows_per_step // data.size
+        loader = Loader(rows, own, position=trainer.samples, rank=data.rank, world=data.size, ahead=2)
         try:
             with self.signals, loader as batches, self._progress() as bar:
-                while trainer.step < recipe.train.steps and self.signals.received is None:
+                while trainer.step < recipe.train.steps and not self._agree_to_stop():
                     self._step(batches, bar)
                     self._between_steps()
-                if self.signals.received is None:
+                if not self._agree_to_stop():
                     self._evaluate()
-                if self.signals.received is not None:
+                if self._agree_to_stop():
                     self._stop()
             self._save()
             self.writer.wait()
+            self.crew.wait()
+        except BaseException:
+            self.writer.abandon()
+            raise
         finally:
             self.metrics.flush()
             self.writer.close()
         return self._finish(time.monotonic() - start)
+
+    def _agree_to_stop(self) -> bool:
+        """Whether a signal reached any process; all end with the same step. Collective."""
+        number = self.crew.most(self.signals.received or 0)
+        if number:
+            self.stopping, self.signals.received = True, signal.Signals(number)
+        return self.stopping
 
     def _progress(self) -> progress:
         bar = progress("train", self.recipe.train.steps * self.plan.tokens_per_step, "tokens")
@@ -213,7 +250,7 @@ class Run:
     def _between_steps(self) -> None:
         """What is due after this step: an evaluation, a checkpoint. The last step has both at the end."""
         step, recipe = self.trainer.step, self.recipe
-        if step == recipe.train.steps or self.signals.received is not None:
+        if step == recipe.train.steps or (self.crew.alone and self.signals.received is not None):
             return
         if recipe.train.eval_every_steps and step % recipe.train.eval_every_steps == 0:
             self._evaluate()
@@ -224,7 +261,7 @@ class Run:
         start = time.perf_counter()
         figures: dict[str, Any] = {}
         try:
-            with self.signals.interruptible():
+            with self.signals.interruptible() if self.crew.alone else nullcontext():
                 for evaluator in self.evaluators:
                     figures |= evaluator(self.trainer.model, self.trainer.step)
         except StopNow:
@@ -247,6 +284,7 @@ class Run:
         """Save where a signal stopped the run, and say how to go on."""
         self._save()
         self.writer.wait()
+        self.crew.wait()
         self.metrics.flush()
         received = self.signals.received
         assert received is not None
@@ -278,9 +316,10 @@ class Run:
         if self.profile is not None:
             self.profile.close()
         self._event("finished", **summary)
-        from .report import write_report
+        if self.crew.leads:
+            from .report import write_report
 
-        write_report(self.workspace.path)
+            write_report(self.workspace.path)
         self.workspace.finish("run", self.plan.inputs, recipe_hash(self.recipe), summary)
         say(f"{summary['steps_here']:,} steps in {duration(seconds)}, {amount(rate, 'tokens')}/s in a step")
         return summary

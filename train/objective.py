@@ -71,16 +71,11 @@ def prepare(
     rows: dict[str, np.ndarray], family: str, micro_rows: int, device: torch.device, dtype: torch.dtype, mask_fraction: float = 0.15
 ) -> StepBatch:
     """Split the rows of one step into micro-batches and count their targets. Runs outside the step, in numpy."""
-    total, length = rows["input_ids"].shape
+    total = len(rows["input_ids"])
     counts = [int(np.count_nonzero(rows["targets"] != IGNORED))]
     if family == "bert":
         counts.append(int(np.count_nonzero(rows["nsp_targets"] != IGNORED)) if "nsp_targets" in rows else 0)
-    if "attention_mask" in rows:
-        tokens = int(np.count_nonzero(rows["attention_mask"]))
-    elif "document_ids" in rows:
-        tokens = int(np.count_nonzero(rows["document_ids"] >= 0))
-    else:
-        tokens = total * length
+    tokens = real_tokens(rows)
     inverse = torch.tensor([1.0 / count if count else 0.0 for count in counts], dtype=dtype)
     micro_batches = []
     for start in range(0, total, micro_rows):
@@ -89,6 +84,15 @@ def prepare(
             part = _bert_inputs(part, mask_fraction)
         micro_batches.append({name: _tensor(values, device) for name, values in part.items()})
     return StepBatch(micro_batches, tuple(counts), inverse.to(device, non_blocking=True), tokens, total)
+
+
+def real_tokens(rows: dict[str, np.ndarray]) -> int:
+    """Tokens of the rows, padding left out."""
+    if "attention_mask" in rows:
+        return int(np.count_nonzero(rows["attention_mask"]))
+    if "document_ids" in rows:
+        return int(np.count_nonzero(rows["document_ids"] >= 0))
+    return rows["input_ids"].size
 
 
 def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str, np.ndarray]:

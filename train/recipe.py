@@ -15,6 +15,7 @@ from ..core.errors import WrongUse
 from ..core.recipe import Problem, Section
 from ..models.config import FAMILIES, BERTConfig, ModelConfig, family_of
 from ..models.presets import preset, preset_names
+from .parallel.layout import Layout, default_micro_rows, layout_problems
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -107,7 +108,7 @@ class TrainSection(Section):
     batch_tokens: int | None = Field(default=None, gt=0)
     """Tokens in one optimizer step (or give batch_rows)."""
     micro_batch_rows: int | None = Field(default=None, gt=0)
-    """Rows computed at once; gradients are accumulated over the batch. By default the whole batch."""
+    """Rows that a process computes at once, its others are accumulated; by default all, in a pipeline four turns of it."""
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of the matrix products; weights and optimizer stay in fp32 (fp64: everything, for proofs)."""
     recompute: Literal["none", "full", "selective"] = "none"
@@ -168,13 +169,27 @@ class ParallelSection(Section):
     """How the run is spread over processes: the product of the degrees is their number."""
 
     data: int = Field(default=1, gt=0)
-    """Replicas of the model, each with its part of the batch."""
+    """Processes that each compute their part of the batch's rows."""
     tensor: int = Field(default=1, gt=0)
-    """Processes that share each matrix."""
+    """Processes that share each matrix, and the row between matrices."""
     pipeline: int = Field(default=1, gt=0)
-    """Stages of consecutive layers."""
+    """Processes in a row, each with stages of consecutive layers."""
     context: int = Field(default=1, gt=0)
-    """Processes that share each sequence."""
+    """Processes that share each row in attention too."""
+    sharding: Literal["replicated", "zero1", "zero2", "full"] = "replicated"
+    """What the data processes share out: nothing, optimizer states, those and gradients, or those and weights."""
+    replicas: int = Field(default=1, gt=0)
+    """Hybrid sharding: groups of data processes that each hold a whole copy."""
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble-v", "interleaved-zero-bubble"] = "1f1b"
+    """Order of the micro-batches in a pipeline."""
+    stages_per_process: int = Field(default=1, gt=0)
+    """Pipeline stages on each process: 2 or more for interleaved schedules, 2 for zero-bubble-v."""
+    layers_per_stage: list[int] = []
+    """Layers of each stage; by default as even as possible."""
+
+    def layout(self) -> Layout:
+        """The layout that these fields describe."""
+        return Layout(**self.model_dump() | {"layers_per_stage": tuple(self.layers_per_stage)})
 
 
 class LogSection(Section):
@@ -285,10 +300,25 @@ def model_rule(recipe: Recipe) -> Iterable[Problem]:
 
 
 def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
-    """This version trains in one process."""
-    for name, degree in recipe.parallel.model_dump().items():
-        if degree != 1:
-            yield Problem(f"parallel.{name}", f"{degree} processes are not supported yet, one is", f"set parallel.{name} = 1")
+    """The layout fits the model and the batch, and nothing in it is known to be wrong."""
+    layout = recipe.parallel.layout()
+    try:
+        config = model_config(recipe)
+    except WrongUse:
+        return  # model_rule says so
+    rows, micro = recipe.train.rows_per_step, micro_rows(recipe)
+    for found in layout_problems(layout, config, recipe.train.sequence_length, rows, micro):
+        key = found.field if "." in found.field else f"parallel.{found.field}"
+        yield Problem(key, found.text, found.fix)
+    if layout.world > 1 and recipe.train.compile == "on":
+        yield Problem("train.compile", "layouts of several processes run without it", 'leave it at "auto"')
+    if recipe.optimizer.name == "muon" and (layout.tensor > 1 or layout.shards > 1):
+        yield Problem("optimizer.name", "muon needs whole matrices, and this layout cuts them", 'name = "adamw"')
+
+
+def micro_rows(recipe: Recipe) -> int:
+    """Rows of one forward and backward on one process: as given, else what suits the layout."""
+    return recipe.train.micro_batch_rows or default_micro_rows(recipe.parallel.layout(), recipe.train.rows_per_step)
 
 
 def model_family(recipe: Recipe) -> str:
@@ -335,7 +365,7 @@ def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
             update={
                 "batch_rows": train.rows_per_step,
                 "batch_tokens": None,
-                "micro_batch_rows": train.rows_per_micro_batch,
+                "micro_batch_rows": micro_rows(recipe),
             }
         ),
     }

@@ -40,7 +40,7 @@ def cut_rows(rows: dict[str, np.ndarray], axis: Axis) -> dict[str, np.ndarray]:
     order = head_tail_order(length, axis.size)
     here = order[axis.rank * (length // axis.size) : (axis.rank + 1) * (length // axis.size)]
     cut = {name: values[:, here] for name, values in rows.items() if values.ndim == 2}
-    cut.setdefault("positions", np.broadcast_to(here, (total, len(here))))
+    cut.setdefault("positions", np.tile(here, (total, 1)))
     if "document_ids" in rows:
         del cut["document_ids"]
         cut[KEY_DOCUMENTS] = rows["document_ids"][:, order]

@@ -4,23 +4,31 @@ The first process keeps the run's directory; the others train and stay silent. A
 joins no group.
 """
 
-import ctypes
 import os
-import signal
-import sys
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ...core.console import configure
+from ...core.errors import Failed, ThroughlineError
 from ...core.workspace import Workspace
+from .launch import end_with_parent
 from .layout import Layout
 from .mesh import Mesh, make_mesh, start_group
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+Decision = TypeVar("Decision")
+# what gloo and NCCL say when a peer is gone or stalled
+LOST = re.compile("Connection closed|Connection reset|Broken pipe|[Tt]imed out|NCCL|remote process exited")
+
+
+class Lost(Failed):
+    """Another process of the run is gone or stalled; the run can start again (exit 1)."""
 
 
 class SilentWorkspace(Workspace):
@@ -50,6 +58,42 @@ class Crew:
             end_with_parent()
             start_group(device)
         return cls(make_mesh(layout, device))
+
+    def __enter__(self) -> "Crew":
+        if not self.leads:
+            configure(quiet=True)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.alone:
+            return
+        if error is None:
+            dist.destroy_process_group()
+        elif isinstance(error, RuntimeError) and LOST.search(str(error)):
+            raise Lost(
+                "the processes of the run no longer work together",
+                where=f"process {self.mesh.rank} of {self.mesh.world.size}",
+                why=str(error).splitlines()[0],
+                fix="the first process that failed says why; the same command continues from the last checkpoint",
+            ) from error
+
+    def first_decides(self, decide: Callable[[], Decision]) -> Decision:
+        """What `decide` returns on the first process, on every one. Collective.
+
+        When it raises an error of a user, the first process raises it and the others end silently with its exit code.
+        """
+        if not self.leads:
+            good, answer = self.share(None)
+            if not good:
+                raise SystemExit(answer)
+            return answer
+        try:
+            answer = decide()
+        except ThroughlineError as error:
+            self.share((False, error.exit_code))
+            raise
+        self.share((True, answer))
+        return answer
 
     @property
     def leads(self) -> bool:
@@ -91,9 +135,3 @@ class Crew:
         yield
         if self.leads:
             self.wait()
-
-
-def end_with_parent() -> None:
-    """Let the kernel end this process when the launcher is killed: it would train on beside the next start (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,153 @@
+"""Runs of several processes from the command line: the same run as one process, stopped, killed and gone on with."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from throughline.core.artifact import create_artifact, verify_artifact
+from throughline.data.store import write_index
+from throughline.train.metrics import read_metrics
+
+RECIPE = """
+version = 1
+[data]
+train = "{store}"
+[model]
+overrides = {{ layers = 4, width = 32, heads = 4 }}
+[train]
+steps = {steps}
+sequence_length = 32
+batch_rows = 8
+compile = "off"
+device = "cpu"
+precision = "fp64"
+eval_every_steps = 3
+[schedule]
+kind = "constant"
+[checkpoint]
+save_every_steps = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("launch") / "store"
+    draw = np.random.default_rng(0)
+    tokens = np.cumsum(draw.integers(0, 3, 6000)) % 61
+    with create_artifact(path, "tokens") as draft:
+        tokens.astype(np.uint16).tofile(draft.path / "00000.bin")
+        write_index(draft.path / "00000.idx", np.full(60, 100), np.arange(0, 61), np.uint16)
+        draft.facts |= {"vocab_size": 61, "largest_id": 60, "tokenizer": "made"}
+    return path
+
+
+def start(store: Path, directory: Path, *options: str, steps: int = 6, launched: bool = True) -> subprocess.Popen:
+    recipe = directory / "recipe.toml"
+    recipe.write_text(RECIPE.format(store=store, steps=steps))
+    command = [sys.executable, "-m", "throughline.cli.main", *(["launch", "--"] if launched else []), "train", str(recipe)]
+    overrides = [word for option in options for word in ("--set", option)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command += ["--run-dir", str(directory / "run"), *overrides]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    out, errors = process.communicate(timeout=150)
+    assert process.returncode == code, f"exit {process.returncode}\n{out}\n{errors}"
+    return errors
+
+
+def losses(directory: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in read_metrics(directory / "run") if "loss" in record}
+
+
+def workers(launcher: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+def wait_for_step(directory: Path, step: int) -> None:
+    end = time.monotonic() + 100
+    while not (directory / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists():
+        assert time.monotonic() < end, f"no checkpoint of step {step}"
+        time.sleep(0.05)
+
+
+def test_same_run_as_one_process_and_goes_on_in_another_layout(store: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    finish(start(store, tmp_path / "one", steps=9, launched=False))
+    finish(start(store, tmp_path / "two", "parallel.tensor=2"))
+    errors = finish(start(store, tmp_path / "two", "parallel.data=2", 'parallel.sharding="zero1"', steps=9))
+    assert "resumed at step 6" in errors
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert sorted(one) == sorted(two) == list(range(1, 10))
+    assert max(abs(one[step] - two[step]) for step in one) < 1e-12
+    validation = [[r["validation"] for r in read_metrics(tmp_path / name / "run") if "validation" in r] for name in ("one", "two")]
+    for first, second in zip(*validation, strict=True):
+        assert first == pytest.approx(second, rel=1e-12)
+    assert verify_artifact(tmp_path / "two" / "run").facts["step"] == 9
+
+
+def test_wrong_world_and_refused_layout_say_what_is_legal(store: Path, tmp_path: Path) -> None:
+    errors = finish(start(store, tmp_path, "parallel.tensor=2", launched=False), 2)
+    assert "pipeline 1 x data 1 x context 1 x tensor 2 = 2" in errors
+    assert "throughline launch --nproc 2" in errors
+    v = ("parallel.pipeline=2", 'parallel.schedule="zero-bubble-v"', "parallel.stages_per_process=2")
+    errors = finish(start(store, tmp_path, *v, 'parallel.sharding="full"'), 2)
+    assert "gradients of the split backward" in errors
+    assert 'sharding = "zero2"' in errors
+
+
+@pytest.mark.slow
+def test_sigterm_saves_on_all_and_exits_75(store: Path, tmp_path: Path) -> None:
+    process = start(store, tmp_path, "parallel.data=2", "train.eval_every_steps=0", steps=100_000)
+    wait_for_step(tmp_path, 3)
+    process.send_signal(signal.SIGTERM)
+    errors = finish(process, 75)
+    saved = int(re.search(r"at step ([\d,]+), saved", errors)[1].replace(",", ""))
+    run = tmp_path / "run"
+    assert (run / "checkpoints" / "latest").read_text().strip() == f"step-{saved:08d}"
+    verify_artifact(run / "checkpoints" / f"step-{saved:08d}")
+    errors = finish(start(store, tmp_path, "parallel.data=2", "train.eval_every_steps=0", steps=saved + 2))
+    assert f"resumed at step {saved:,}" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_process_costs_no_step(store: Path, tmp_path: Path, rank: int) -> None:
+    """A rank is killed in the middle: all start again from the last verified checkpoint and repeat the same losses."""
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    finish(start(store, tmp_path / "whole", "parallel.pipeline=2", steps=60))
+    process = start(store, tmp_path / "killed", "parallel.pipeline=2", steps=60)
+    wait_for_step(tmp_path / "killed", 6)
+    os.kill(workers(process.pid)[rank], signal.SIGKILL)
+    errors = finish(process)
+    assert "a process was lost" in errors
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    events = [json.loads(line) for line in (tmp_path / "killed" / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events].count("resumed") == 1
+
+
+@pytest.mark.slow
+def test_no_process_outlives_the_launcher(store: Path, tmp_path: Path) -> None:
+    process = start(store, tmp_path, "parallel.data=2", "train.eval_every_steps=0", steps=100_000)
+    wait_for_step(tmp_path, 3)
+    left = workers(process.pid)
+    assert len(left) == 2
+    process.kill()
+    process.communicate(timeout=30)
+    end = time.monotonic() + 2
+    while any(Path(f"/proc/{pid}").exists() for pid in left):
+        assert time.monotonic() < end, "a process trains on"
+        time.sleep(0.05)

@@ -1,0 +1,131 @@
+"""Start a command on several processes of this machine, watch them, and start them again after one was lost.
+
+No agent stands between: torchrun's costs the import of torch at every restart, hides the exit codes, and its restarts read the
+addresses of dead processes from a store that outlives them. The processes get torchrun's environment variables, a new port at
+every start, and a signal when this process dies. On several machines torchrun starts them (`throughline launch --emit`).
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from ...core.console import say, warn
+from ...core.errors import EXIT_FAILED
+
+EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # the first process writes there what became of it (see cli.common)
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 5.0  # that the others get to end by themselves after one has ended
+STEADY_SECONDS = 60.0  # a start that lived this long was a good one: the count of failures begins again
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> int:
+    """Run `throughline ARGUMENTS` on that many processes; the exit code of the first one.
+
+    After a process was lost all start again, at most `restarts` times in a row; a user's error or a finished command is final.
+    SIGTERM and Ctrl-C go to the processes, which save and end.
+    """
+    left = restarts
+    while True:
+        begun = time.monotonic()
+        code, stopped = _run_once(processes, arguments)
+        if code is not None:
+            return code
+        if stopped:
+            warn("the processes ended before they could save")
+            return EXIT_FAILED
+        left = restarts if time.monotonic() - begun > STEADY_SECONDS else left
+        if left == 0:
+            return EXIT_FAILED
+        left -= 1
+        say(f"a process was lost: all {processes} start again")
+
+
+def _run_once(processes: int, arguments: Sequence[str]) -> tuple[int | None, bool]:
+    """One start: the exit code of the first process, None when one was lost; and whether a signal asked to stop."""
+    with tempfile.TemporaryDirectory(prefix="throughline-") as directory:
+        file, port = Path(directory) / "exit", free_port()
+        command = [sys.executable, "-m", "throughline.cli.main", *arguments]
+        running = [
+            subprocess.Popen(
+                command, env=environment(rank, processes, port, file), start_new_session=True, preexec_fn=end_with_parent
+            )
+            for rank in range(processes)
+        ]
+        stopped = False
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            nonlocal stopped
+            stopped = True
+            _signal(running, number)
+
+        old = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            codes = _watch(running)
+        finally:
+            _signal(running, signal.SIGKILL)
+            for number, handler in old.items():
+                signal.signal(number, handler)
+        text = file.read_text().split() if file.exists() else []
+        if text and text[1] != "Lost" and codes[0] == int(text[0]):
+            return int(text[0]), stopped
+        return None, stopped
+
+
+def _watch(running: Sequence[subprocess.Popen]) -> list[int]:
+    """Wait for all; once one has ended the others get a grace, then SIGTERM, then SIGKILL. Their exit codes."""
+    first_end: float | None = None
+    told = False
+    while any(worker.poll() is None for worker in running):
+        if first_end is None and any(worker.poll() is not None for worker in running):
+            first_end = time.monotonic()
+        late = 0.0 if first_end is None else time.monotonic() - first_end
+        if late > GRACE_SECONDS and not told:
+            _signal(running, signal.SIGTERM)
+            told = True
+        if late > 2 * GRACE_SECONDS:
+            _signal(running, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+    return [worker.returncode for worker in running]
+
+
+def _signal(running: Sequence[subprocess.Popen], number: int) -> None:
+    for worker in running:
+        if worker.poll() is None:
+            worker.send_signal(number)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(rank: int, processes: int, port: int, exit_file: Path) -> dict[str, str]:
+    """What torchrun would set, and the cores shared out among the processes unless the user decided."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    given = {"OMP_NUM_THREADS": str(max(cores // processes, 1))} | dict(os.environ)
+    return given | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        EXIT_FILE: str(exit_file),
+    }
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process when its parent is killed: it would train on beside the next start (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
