@@ -151,7 +151,7 @@ class SlotBatch:
         sequence = Sequence(request, TextStream(self._decode, request.stop), request.sampling.generator())
         if request.sampling.repetition_penalty != 1:
             sequence.seen_V = np.zeros(self._vocab_size, bool)
-            sequence.seen_V[request.prompt_ids] = True
+            sequence.seen_V[request.prompt_ids[request.prompt_ids < self._vocab_size]] = True
         self.waiting.append(sequence)
         return sequence
 

@@ -138,6 +138,7 @@ class CausalEngine(Engine[Generating]):
         self.backend, self._slots = backend, slots
         self._new_batch = lambda: SlotBatch(backend, decode, slots, vocab_size)
         self._batch = self._new_batch()
+        self._starting: Generating | None = None  # taken from the queue and not yet in the batch
 
     def submit(self, jobs: Sequence[Generating]) -> None:
         """Queue all of these jobs or none. Raises WrongUse when one does not fit the context, Busy when the queue is full."""
@@ -155,12 +156,13 @@ class CausalEngine(Engine[Generating]):
 
     def _turn(self) -> None:
         while self._queue and self._batch.free > 0:
-            job = self._queue.popleft()
+            job = self._starting = self._queue.popleft()
             job.began_s = time.monotonic()
             job.sequence = self._batch.add(job.request)
             job.sequence.owner = job
             if job.cancelled:  # `cancel` may run at any moment: it sets the job first and the sequence if it is there
                 job.sequence.cancelled = True
+            self._starting = None
         for sequence, piece in self._batch.step():
             sequence.owner.tell(piece)
             if piece.finish:
@@ -168,8 +170,9 @@ class CausalEngine(Engine[Generating]):
 
     def _fail(self, error: Failed) -> None:
         broken, self._batch = self._batch, self._new_batch()
-        for sequence in broken.sequences():
-            sequence.owner.tell(error)
+        starting, self._starting = self._starting, None
+        for job in [sequence.owner for sequence in broken.sequences()] + ([starting] if starting else []):
+            job.tell(error)
 
 
 class EncoderEngine(Engine[Encoding]):

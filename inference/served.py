@@ -5,7 +5,8 @@ Everything that a request gets wrong raises WrongUse before anything is queued.
 
 import asyncio
 import base64
-from collections.abc import AsyncGenerator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ class ServedModel:
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece | Failed]]()
 
         def teller(number: int):
-            return lambda piece: loop.call_soon_threadsafe(pieces.put_nowait, (number, piece))
+            return lambda piece: _send(loop, pieces.put_nowait, (number, piece))
 
         jobs = [Generating(request, teller(number)) for number, request in enumerate(requests)]
         self.causal.submit(jobs)
@@ -166,10 +167,16 @@ class ServedModel:
         futures = [loop.create_future() for _ in texts]
 
         def teller(future: asyncio.Future):
-            return lambda answer: loop.call_soon_threadsafe(_settle, future, answer)
+            return lambda answer: _send(loop, _settle, future, answer)
 
         self.encoder.submit([replace(text, tell=teller(future)) for text, future in zip(texts, futures)])
         return await asyncio.gather(*futures)
+
+
+def _send(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in the event loop, from an engine's thread."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to tell
+        loop.call_soon_threadsafe(function, *arguments)
 
 
 def _settle(future: asyncio.Future, answer: dict[str, np.ndarray] | Failed) -> None:

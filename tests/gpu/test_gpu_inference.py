@@ -8,7 +8,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-
 from throughline.inference.generation import Request, generate
 from throughline.inference.torch_backend import TorchCausal, TorchEncoder
 from throughline.models.config import BERTConfig, GPTConfig

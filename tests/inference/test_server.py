@@ -275,6 +275,9 @@ def test_a_batch_that_breaks_is_answered_and_the_server_lives_on(ask, monkeypatc
                 answer = await client.post(f"/v1/{path}", json=fields)
             assert answer.status_code == 500 and "no memory" in answer.json()["error"]["message"]
             assert (await client.post(f"/v1/{path}", json=fields)).status_code == 200
+        with monkeypatch.context() as patch:  # between the queue and the batch
+            patch.setattr(models[0].causal._batch, "add", broken)
+            assert (await client.post("/v1/completions", json={"prompt": "x", "model": "gpt"})).status_code == 500
 
     ask(body)
 
@@ -299,3 +302,13 @@ def test_draining_answers_what_was_accepted_and_refuses_the_rest(gpt_onnx: Path)
 def test_two_models_of_one_name_are_refused(gpt_onnx: Path) -> None:
     with pytest.raises(WrongUse, match="two models are called"):
         load_served([str(gpt_onnx), str(gpt_onnx)], Limits())
+
+
+def test_ids_beyond_the_tokenizer_are_a_prompt_like_any_other(ask) -> None:
+    """The model's vocabulary (304) is padded beyond the tokenizer's (300): such ids may be read, never chosen."""
+
+    async def body(client, models) -> None:
+        answer = await complete(client, prompt=[5, 302], repetition_penalty=1.2, temperature=1.0)
+        assert max(answer["choices"][0]["token_ids"]) < 300
+
+    ask(body)
