@@ -41,6 +41,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
                 "weight_decay": section.weight_decay,
                 "base_lr": section.matrix_learning_rate,
                 "interleaved": layout,
+                "bf16": recipe.train.precision == "bf16",
             }
         )
     kind = MuonAdamW if matrices else torch.optim.AdamW
@@ -71,8 +72,10 @@ class MuonAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         assert closure is None, "the loss is not evaluated again"
         batches: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
+        dtype = torch.float32
         for group in self.param_groups:
             for parameter in group["params"] if "interleaved" in group else ():
+                dtype = torch.bfloat16 if group["bf16"] else parameter.dtype
                 if parameter.grad is None:
                     continue
                 ahead = self._momentum(parameter)
@@ -84,7 +87,7 @@ class MuonAdamW(torch.optim.AdamW):
                     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.t()
                     batches.setdefault(wide.shape, []).append((target, wide, step))
         for batch in batches.values():
-            moved = orthogonalise(torch.stack([wide for _, wide, _ in batch]))
+            moved = orthogonalise(torch.stack([wide for _, wide, _ in batch]), dtype)
             for (target, _, step), wide in zip(batch, moved):
                 tall = target.shape[0] * target.shape[1] > target.shape[2]
                 target.sub_((wide.t() if tall else wide).reshape(target.shape), alpha=step)
@@ -106,27 +109,15 @@ def _parts(weight: Tensor, count: int, rows: int) -> list[Tensor]:
     return [weight[None]] if count == 1 else list(weight.view(-1, count, rows, weight.shape[-1]).unbind(1))
 
 
-def orthogonalise(matrices_NRC: Tensor, iterations: int = ITERATIONS) -> Tensor:
-    """About U V' for each matrix U S V' of a batch (N, R, C) with R <= C.
+def orthogonalise(matrices_NRC: Tensor, dtype: torch.dtype = torch.float32, iterations: int = ITERATIONS) -> Tensor:
+    """About U V' for each matrix U S V' of a batch (N, R, C) with R <= C, computed in `dtype`.
 
-    For R < C the quintic is applied to the Gram matrix (R, R), and the product of its factors is multiplied with the matrix once
-    at the end: for a feed-forward matrix (C = 4 R) 26 products of (R, R) instead of 45. Computed in float32.
+    bf16 is exact enough, since the quintic leaves singular values between 0.7 and 1.2 anyway, and five times as fast
+    where it is computed natively.
     """
     a, b, c = QUINTIC
-    x = matrices_NRC.float()
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    square = x.shape[-1] == x.shape[-2]
-    if square:
-        for _ in range(iterations):
-            gram = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x.to(matrices_NRC.dtype)
-    gram = x @ x.mT
-    eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
-    product = None
-    for i in range(iterations):
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * eye
-        product = factor if product is None else factor @ product
-        if i + 1 < iterations:
-            gram = factor @ gram @ factor
-    return (product @ x).to(matrices_NRC.dtype)
+    x = (matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.to(matrices_NRC.dtype)
