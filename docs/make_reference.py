@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import click
-
 from throughline.cli.main import VERBS, main
 from throughline.core.recipe import describe
 from throughline.train.recipe import Recipe

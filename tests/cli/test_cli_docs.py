@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 import pytest
-
 from throughline.cli.main import main
 
 

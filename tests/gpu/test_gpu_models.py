@@ -5,7 +5,6 @@ Needs torch, numpy and transformers only (make gpu-check runs on a bare machine)
 
 import pytest
 import torch
-
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
