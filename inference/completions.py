@@ -33,6 +33,12 @@ class Answers:
         self._texts[number] += piece.text
         self._finish[number] = piece.finish
 
+    async def collect(self, pieces: Pieces) -> None:
+        """Take all pieces in."""
+        async with aclosing(pieces):
+            async for number, piece in pieces:
+                self.add(number, piece)
+
     def whole(self) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
         choices = [self._choice(i, self._texts[i], self._tokens[i], self._finish[i]) for i in range(len(self._texts))]

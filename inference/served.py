@@ -107,24 +107,41 @@ class ServedModel:
         _check_count(len(requests), self.limits.queue)
         return requests, texts
 
-    async def generate(self, requests: list[Request]) -> Pieces:
-        """Pieces of all answers as they come, as (request number, piece). Leaving the loop early gives the slots back."""
-        assert self.causal is not None
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece | Failed]]()
+    async def generate(self, requests: list[Request], whole: bool = False) -> Pieces:
+        """Pieces of all answers as they come, as (request number, piece). Leaving the loop early gives the slots back.
 
-        def teller(number: int):
-            return lambda piece: _send(loop, pieces.put_nowait, (number, piece))
+        `whole`: nobody looks at the pieces before an answer is complete, so they come then; waking this thread for every
+        token costs more than a small model's decode step.
+        """
+        assert self.causal is not None
+        loop, sent = asyncio.get_running_loop(), asyncio.Queue[tuple[int, list[Piece] | Failed]]()
+
+        def teller(number: int) -> Callable[[Piece | Failed], None]:
+            held: list[Piece] = []
+
+            def tell(piece: Piece | Failed) -> None:
+                nonlocal held
+                if isinstance(piece, Failed):
+                    _send(loop, sent.put_nowait, (number, piece))
+                    return
+                held.append(piece)
+                if piece.finish or not whole:
+                    _send(loop, sent.put_nowait, (number, held))
+                    held = []
+
+            return tell
 
         jobs = [Generating(request, teller(number)) for number, request in enumerate(requests)]
         self.causal.submit(jobs)
         unfinished = len(jobs)
         try:
             while unfinished:
-                number, piece = await pieces.get()
-                if isinstance(piece, Failed):
-                    raise piece
-                unfinished -= piece.finish is not None
-                yield number, piece
+                number, pieces = await sent.get()
+                if isinstance(pieces, Failed):
+                    raise pieces
+                for piece in pieces:
+                    unfinished -= piece.finish is not None
+                    yield number, piece
         finally:
             if unfinished:
                 for job in jobs:

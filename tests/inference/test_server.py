@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -237,26 +238,39 @@ def test_a_full_queue_is_429_and_every_accepted_request_is_answered(ask) -> None
     ask(body, slots=2, queue=4)
 
 
-def test_a_client_that_leaves_gives_its_slot_back(ask) -> None:
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_gives_its_slot_back(ask, streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(client, models) -> None:
-        model = models[0]
-        requests, _ = model.jobs(_completion(prompt="x", max_tokens=150))
-        pieces = model.generate(requests)
-        await anext(pieces)
-        await pieces.aclose()
-        for _ in range(200):
-            if model.causal.active == 0:
-                break
+        engine, backend = models[0].causal, models[0].loaded.causal
+        forward, calls = backend.forward, []
+
+        def slow(*arguments):
+            calls.append(1)
+            time.sleep(0.02)
+            return forward(*arguments)
+
+        monkeypatch.setattr(backend, "forward", slow)
+        body = json.dumps({"model": "gpt", "prompt": "x", "max_tokens": 150, "temperature": 0, "stream": streamed}).encode()
+        messages = [{"type": "http.request", "body": body}]
+
+        async def receive() -> dict:  # the body, and after three steps of the answer the news that the client left
+            if messages:
+                return messages.pop()
+            while len(calls) < 3:
+                await asyncio.sleep(0.005)
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            pass
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1", "method": "POST", "headers": headers}
+        await client._transport.app(scope | {"path": "/v1/completions", "query_string": b""}, receive, send)
+        while engine.active:
             await asyncio.sleep(0.01)
-        assert model.causal.active == 0
+        assert len(calls) < 50  # of the 150 that the answer would have taken
 
     ask(body, slots=1)
-
-
-def _completion(**fields):
-    from throughline.inference.api_types import CompletionBody
-
-    return CompletionBody(**fields)
 
 
 def test_a_batch_that_breaks_is_answered_and_the_server_lives_on(ask, monkeypatch: pytest.MonkeyPatch) -> None:
