@@ -44,6 +44,9 @@ lint: $(VENV)/.installed-test
 bench: $(VENV)/.installed-test
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/run_all.py $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(BENCHFLAGS)
 
+prove-layouts: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/prove_layouts.py $(PROVEFLAGS)
+
 reference: $(VENV)/.installed
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_results.py

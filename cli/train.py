@@ -20,9 +20,10 @@ from .common import recipe_options, throughline_command
 )
 @click.option("--profile", is_flag=True, help="Write a trace of a few steps and the time per class of kernel.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, write nothing.")
+@click.option("--show-layout", is_flag=True, help="Print what each process holds and sends in a step, write nothing.")
 @throughline_command
 def command(
-    recipe: str, overrides: tuple[str, ...], run_dir: str | None, resume: str, profile: bool, dry_run: bool
+    recipe: str, overrides: tuple[str, ...], run_dir: str | None, resume: str, profile: bool, dry_run: bool, show_layout: bool
 ) -> None:
     """Train a model from RECIPE (a file or the name of a shipped one).
 
@@ -34,6 +35,14 @@ def command(
     from ..train.recipe import RULES, Recipe, resolve
 
     resolved = resolve(load_recipe(recipe, Recipe, overrides, RULES))
+    if show_layout:
+        from ..data.store import TokenStore
+        from ..train.parallel.account import layout_report
+        from ..train.recipe import model_config
+
+        vocab_size = TokenStore.open(resolved.data.sources()[0].path).facts.get("vocab_size")
+        console.result(*layout_report(resolved, model_config(resolved, vocab_size)))
+        return
     directory = Path(run_dir) if run_dir else Path("runs") / find_recipe(recipe).stem
     from ..train.build import plan_run
     from ..train.evaluate import Validation

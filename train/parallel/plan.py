@@ -5,13 +5,15 @@ the pipeline decides by layer. So every process holds a box of each of its param
 initial values, checkpoints and `--show-layout` read the same boxes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
 from .layout import Layout
+
+BUCKET_BYTES = 25 * 2**20  # of gradients summed at once: large enough for bandwidth, small enough to be packed meanwhile
 
 # How a parameter lies over the tensor axis: cut on a dim; or whole on every process, with a gradient that is partial (each
 # process saw its part of the sequence) or complete (each computed the same).
@@ -158,3 +160,14 @@ def make_piece(name: str, shape: tuple[int, ...], stage: int, layout: Layout, pl
     if name == "token_table.weight" and stage > 0:
         primary = False  # the tied copy on the last stage
     return Piece(name, shape, box, stage, placement, primary)
+
+
+def bucket_slices(sizes: Sequence[int], limit: int = BUCKET_BYTES) -> list[slice]:
+    """Consecutive tensors of these bytes in buckets of at most `limit`, unless one alone is larger."""
+    slices, start, filled = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and filled + size > limit:
+            slices.append(slice(start, index))
+            start, filled = index, 0
+        filled += size
+    return [*slices, slice(start, len(sizes))] if sizes else []

@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from .layout import Layout
 from .mesh import Axis, Mesh
+from .plan import bucket_slices
 from .stage import Stage
-
-BUCKET_BYTES = 25 * 2**20  # large enough for bandwidth, small enough to be copied while another travels (torch DDP's value)
 
 
 def shard_stage(stage: Stage, mesh: Mesh) -> None:
@@ -73,14 +72,6 @@ def sum_gradients(gradients: Sequence[Tensor], axis: Axis) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
-    """Consecutive tensors of one dtype, together at most `limit` bytes unless one is larger."""
-    made: list[list[Tensor]] = []
-    size = 0
-    for tensor in tensors:
-        if not made or made[-1][0].dtype != tensor.dtype or size + tensor.nbytes > limit:
-            made.append([])
-            size = 0
-        made[-1].append(tensor)
-        size += tensor.nbytes
-    return made
+def buckets(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Consecutive tensors of one dtype, in pieces worth one collective."""
+    return [tensors[piece] for piece in bucket_slices([tensor.nbytes for tensor in tensors])]

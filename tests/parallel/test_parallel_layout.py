@@ -1,0 +1,134 @@
+"""Degrees are checked together: every refusal names its field, and the nearest layouts are legal and near."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from throughline.core.errors import WrongUse
+from throughline.models.config import BERTConfig, GPTConfig
+from throughline.train.parallel.context import head_tail_order
+from throughline.train.parallel.layout import (
+    Layout,
+    default_micro_rows,
+    layout_problems,
+    nearest_layouts,
+    require_world,
+)
+from throughline.train.parallel.plan import Place, bucket_slices, even_part, parameter_shapes, pieces, sharded_part
+
+GPT = GPTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8)
+BERT = BERTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8, relative_buckets=8)
+V = {"pipeline": 2, "schedule": "zero-bubble-v", "stages_per_process": 2}
+
+
+@pytest.mark.parametrize(
+    ("layout", "field", "words"),
+    [
+        (Layout(tensor=3), "tensor", "8 heads"),
+        (Layout(data=5), "data", "whole number of micro-batches"),
+        (Layout(context=3), "context", "2 x 3 equal parts"),
+        (Layout(data=0), "data", "at least 1"),
+        (Layout(data=4, replicas=2), "replicas", "whole copy already"),
+        (Layout(data=4, replicas=4, sharding="full"), "replicas", "proper divisor"),
+        (Layout(pipeline=16), "pipeline", "cannot fill 16 stages"),
+        (Layout(pipeline=2, layers_per_stage=(3, 4)), "layers_per_stage", "with 7 layers"),
+        (Layout(pipeline=2, stages_per_process=2), "stages_per_process", "1f1b needs 1"),
+        (Layout(pipeline=2, schedule="interleaved-1f1b"), "stages_per_process", "at least 2"),
+        (Layout(**V, sharding="full", data=2), "sharding", "split backward"),
+        (Layout(pipeline=8), "train.micro_batch_rows", "4 micro-batches for 8 stages"),
+        (Layout(stages_per_process=2), "pipeline", "one pipeline process"),
+    ],
+)
+def test_each_problem_names_the_field(layout: Layout, field: str, words: str) -> None:
+    found = layout_problems(layout, GPT, 64, 16, 4)
+    assert any(problem.field == field and words in problem.text + problem.fix for problem in found), found
+
+
+def test_a_bias_shared_by_all_layers_is_not_spread() -> None:
+    for layout in (Layout(pipeline=2), Layout(context=2)):
+        assert any("relative" in problem.text for problem in layout_problems(layout, BERT, 64, 16, 4))
+    assert not layout_problems(Layout(tensor=2), BERT, 64, 16, 4)
+
+
+def test_another_world_is_refused_with_the_nearest_legal_layouts() -> None:
+    wanted = Layout(tensor=4, data=2, sharding="full")
+    with pytest.raises(WrongUse) as caught:
+        require_world(wanted, 4, GPT, 64, 16, 2)
+    assert caught.value.why == "pipeline 1 x data 2 x context 1 x tensor 4 = 8"
+    near = nearest_layouts(wanted, 4, GPT, 64, 16, 2)
+    assert {(found.tensor, found.data) for found in near[:2]} == {(2, 2), (4, 1)}
+    for found in near:
+        assert found.world == 4
+        assert not layout_problems(found, GPT, 64, 16, 2)
+        assert found.product() in caught.value.fix
+    require_world(wanted, 8, GPT, 64, 16, 2)
+
+
+def test_stages_hold_every_layer_once() -> None:
+    for layout in (
+        Layout(pipeline=4), Layout(pipeline=3), Layout(**V), Layout(pipeline=2, schedule="interleaved-1f1b", stages_per_process=3),
+        Layout(pipeline=2, layers_per_stage=(1, 7)),
+    ):  # fmt: skip
+        stages = sorted(stage for rank in range(layout.pipeline) for stage in layout.stages_of(rank))
+        assert stages == list(range(layout.stages))
+        assert [layer for stage in stages for layer in layout.layers_of(stage, 8)] == list(range(8))
+    assert Layout(**V).stages_of(0) == [0, 3]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=4),
+        Layout(data=3, sharding="full"),
+        Layout(pipeline=4, tensor=2),
+        Layout(**V, tensor=2, data=2, sharding="zero1"),
+        Layout(data=4, replicas=2, sharding="zero2", context=2),
+    ],
+    ids=Layout.describe,
+)
+def test_primary_pieces_are_the_model_once(layout: Layout) -> None:
+    """Every element of every parameter is in exactly one primary piece: in the norm once, in a checkpoint once."""
+    for config in (GPT, dataclasses.replace(BERT, relative_buckets=0)):
+        counted = dict.fromkeys(parameter_shapes(config), 0)
+        for pipeline in range(layout.pipeline):
+            for tensor in range(layout.tensor):
+                for shard in range(layout.shards):
+                    for piece in pieces(config, layout, Place(pipeline, tensor, 0, shard)):
+                        counted[piece.name] += piece.box.numel if piece.primary else 0
+        assert sum(counted.values()) == config.parameter_count()
+        assert not any(piece.primary for piece in pieces(config, layout, Place(0, 0, 1, 0)))
+
+
+def test_parts_cover_a_length_without_overlap() -> None:
+    for cut in (even_part, sharded_part):
+        for length in (1, 5, 8, 257):
+            for parts in (1, 2, 3, 8):
+                ranges = [cut(length, parts, index) for index in range(parts)]
+                assert [i for start, size in ranges for i in range(start, start + size)] == list(range(length))
+    assert min(even_part(5, 5, index)[1] for index in range(5)) == 1
+
+
+def test_head_and_tail_balance_the_triangle() -> None:
+    order = head_tail_order(16, 4).reshape(4, -1)
+    assert order[0].tolist() == [0, 1, 14, 15]
+    assert {row.sum() for row in order} == {30}  # keys seen by causal queries
+
+
+def test_buckets_keep_order_and_limit() -> None:
+    sizes = [3, 4, 5, 20, 1, 1]
+    slices = bucket_slices(sizes, 8)
+    assert [size for piece in slices for size in sizes[piece]] == sizes
+    assert all(sum(sizes[piece]) <= 8 or len(sizes[piece]) == 1 for piece in slices)
+    assert bucket_slices([]) == []
+
+
+def test_micro_batches_fill_a_pipeline() -> None:
+    assert default_micro_rows(Layout(data=2), 16) == 8
+    assert default_micro_rows(Layout(pipeline=2), 16) == 2
+    assert default_micro_rows(Layout(pipeline=4), 8) == 1
+
+
+def test_a_layout_is_checked_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import throughline.train.recipe, throughline.train.parallel.layout"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,230 @@
+"""What a layout costs each process: parameters and bytes it holds, collectives of a step with their bytes.
+
+Counted from the same tables that build the model, without building it. Bytes of a collective are those of its whole result:
+gathered, before scattering, or reduced; of a point-to-point one, those sent.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.console import amount, table
+from ...models.config import BERTConfig, ModelConfig, family_of
+from ..recipe import Recipe
+from .layout import Layout
+from .plan import Place, bucket_slices, is_tied, parameter_shapes, pieces, stage_holds, tensor_placement
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of a weight, a gradient and an activation between layers
+COMPUTED = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of what enters and leaves a matrix product
+OPTIMIZER_SLOTS = 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The shape of a step on one process."""
+
+    micro_batches: int
+    rows: int  # in a micro-batch
+    length: int  # of a row, whole
+    predicted: int  # positions with masked-token logits in a micro-batch, as prepared
+    precision: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of collective in a step: how many, and the bytes of all."""
+
+    axis: str
+    kind: str
+    calls: int
+    bytes: int
+    what: str
+
+
+def held(config: ModelConfig, layout: Layout, place: Place) -> int:
+    """Parameters of a process."""
+    return sum(piece.box.numel for piece in pieces(config, layout, place))
+
+
+def places(layout: Layout) -> Iterator[Place]:
+    """The processes that hold different parts, in order: pipeline rank, then tensor rank, then shard."""
+    for pipeline in range(layout.pipeline):
+        for tensor in range(layout.tensor):
+            for shard in range(layout.shards):
+                yield Place(pipeline, tensor, 0, shard)
+
+
+def traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> list[Traffic]:
+    """The collectives of one step (forward, backward, gradients) on the processes of a pipeline rank.
+
+    Left out are the few numbers of losses, counts and the norm, recomputation, and that a zero-bubble schedule gathers the
+    gradients of row-cut matrices again for each backward that it splits.
+    """
+    found = [
+        *_tensor_traffic(config, layout, batch, pipeline_rank),
+        *_context_traffic(config, layout, batch, pipeline_rank),
+        *_pipeline_traffic(config, layout, batch, pipeline_rank),
+        *_data_traffic(config, layout, batch, pipeline_rank),
+    ]
+    return [entry for entry in found if entry.calls]
+
+
+def _tensor_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> Iterator[Traffic]:
+    if layout.tensor == 1:
+        return
+    whole = batch.rows * batch.length // layout.context * config.width
+    computed, kept = whole * COMPUTED[batch.precision], whole * BYTES[batch.precision]
+    columns = (1 if config.key_value_heads == config.heads else 2) + (2 if config.gated else 1)
+    gathers: Counter[int] = Counter()  # bytes of one call -> calls in a step
+    scatters: Counter[int] = Counter()
+    sums: Counter[int] = Counter()
+    n = batch.micro_batches
+    for stage in layout.stages_of(pipeline_rank):
+        layers = len(layout.layers_of(stage, config.layers))
+        gathers[computed] += n * layers * (2 * columns + 2)
+        scatters[computed] += n * layers * (columns + 2)
+        if stage == 0:  # the token table: partial sums out, gradients in
+            scatters[kept] += n
+            gathers[kept] += n
+        if stage == layout.stages - 1:
+            targets = batch.predicted if isinstance(config, BERTConfig) else whole // config.width
+            number = max(BYTES[batch.precision], 4)
+            sums[targets * number] += n  # the largest logit
+            sums[2 * targets * number] += n  # the normalisation and the logit of the target
+            if isinstance(config, BERTConfig):
+                gathers[kept] += n
+                sums[batch.predicted * config.width * BYTES[batch.precision]] += n
+            else:
+                gathers[computed] += 2 * n
+                scatters[computed] += n
+    for kind, counted in (("all-gather", gathers), ("reduce-scatter", scatters), ("all-reduce", sums)):
+        yield Traffic("tensor", kind, sum(counted.values()), sum(size * calls for size, calls in counted.items()), "rows and loss")
+    partial = [
+        piece.box.numel * BYTES[batch.precision]
+        for piece in pieces(config, layout, Place(pipeline_rank))
+        if piece.placement == "partial"
+    ]
+    yield Traffic("tensor", "all-reduce", len(bucket_slices(partial)), sum(partial), "gradients of norms, biases and tables")
+
+
+def _context_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> Iterator[Traffic]:
+    if layout.context == 1:
+        return
+    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
+    keys = batch.rows * batch.length * config.key_value_heads // layout.tensor * config.head_size
+    size, calls = 2 * keys * COMPUTED[batch.precision], batch.micro_batches * layers
+    yield Traffic("context", "all-gather", calls, calls * size, "keys and values")
+    yield Traffic("context", "reduce-scatter", calls, calls * size, "their gradients")
+
+
+def _pipeline_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> Iterator[Traffic]:
+    here = layout.stages_of(pipeline_rank)
+    size = batch.rows * batch.length // (layout.context * layout.tensor) * config.width * BYTES[batch.precision]
+    for step, what in ((1, "activations"), (-1, "their gradients")):
+        peers = [stage + step for stage in here if 0 <= stage + step < layout.stages and stage + step not in here]
+        calls = batch.micro_batches * len(peers)
+        yield Traffic("pipeline", "send", calls, calls * size, what)
+    if layout.pipeline > 1 and is_tied(config) and ({0, layout.stages - 1} & set(here)) and not {0, layout.stages - 1} <= set(here):
+        piece = next(p for p in pieces(config, layout, Place(pipeline_rank)) if p.name == "token_table.weight")
+        yield Traffic("pipeline", "all-reduce", 1, piece.box.numel * BYTES[batch.precision], "gradient of the tied table")
+
+
+def _data_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> Iterator[Traffic]:
+    number, n = BYTES[batch.precision], batch.micro_batches
+    parts = list(pieces(config, dataclasses.replace(layout, sharding="replicated"), Place(pipeline_rank)))
+    if layout.shards == 1:
+        if layout.data * layout.context > 1:
+            sizes = [piece.box.numel * number for piece in parts]
+            yield Traffic("data", "all-reduce", len(bucket_slices(sizes)), sum(sizes), "gradients")
+        return
+    blocks: Counter[tuple[int, str]] = Counter()  # (stage, group) -> bytes, rounded up as each parameter is cut
+    for piece in parts:
+        rows = -(-piece.box.size[0] // layout.shards) * layout.shards
+        group = piece.name.split(".")[1] if piece.name.startswith("blocks.") else ""
+        blocks[piece.stage, group] += rows * piece.box.numel // piece.box.size[0] * number
+    layers = {key: size for key, size in blocks.items() if key[1]}
+    rest = {key: size for key, size in blocks.items() if not key[1]}
+    streamed = layout.sharding == "full" and layout.pipeline == 1
+    gathered = (2 * n, n) if streamed else (1, 1)  # times a block and the rest are gathered in a step
+    reduced = n if layout.pipeline == 1 and layout.sharding != "zero1" else 1
+    calls = gathered[0] * len(layers) + gathered[1] * len(rest)
+    size = gathered[0] * sum(layers.values()) + gathered[1] * sum(rest.values())
+    yield Traffic("data", "all-gather", calls, size, "weights")
+    yield Traffic("data", "reduce-scatter", reduced * len(blocks), reduced * sum(blocks.values()), "gradients")
+    if layout.replicas > 1:
+        size = reduced * sum(blocks.values()) // layout.shards
+        yield Traffic("data", "all-reduce", reduced * len(blocks), size, "gradients of the copies")
+
+
+def batch_of(recipe: Recipe) -> Batch:
+    """The shape of a resolved recipe's step."""
+    train = recipe.train
+    micro = train.rows_per_micro_batch
+    fraction = recipe.objective.mask_fraction if recipe.objective else 0.0
+    predicted = micro * math.ceil(train.sequence_length // recipe.parallel.context * fraction)
+    return Batch(train.rows_per_step // (recipe.parallel.data * micro), micro, train.sequence_length, predicted, train.precision)
+
+
+def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
+    """The layout of a resolved recipe for a script and for a person: what each process holds and sends."""
+    layout, batch = recipe.parallel.layout(), batch_of(recipe)
+    number = BYTES[recipe.train.precision]
+    processes = []
+    for place in places(layout):
+        count = held(config, layout, place)
+        whole = held(config, dataclasses.replace(layout, sharding="replicated"), place)
+        gradients = whole if layout.sharding in ("replicated", "zero1") or layout.pipeline > 1 else count
+        weights = count if layout.sharding == "full" and layout.pipeline == 1 else whole
+        sizes = {"weights": weights, "gradients": gradients, "optimizer": count * OPTIMIZER_SLOTS}
+        row = dataclasses.asdict(place) | {"parameters": count}
+        processes.append(row | {name: size * number for name, size in sizes.items()})
+    sent = {rank: traffic(config, layout, batch, rank) for rank in range(layout.pipeline)}
+    facts = {
+        "layout": layout.facts(), "family": family_of(config), "parameters": config.parameter_count(), "processes": processes,
+        "placements": dict(placements(config, layout)),
+        "traffic": [{"pipeline": rank} | dataclasses.asdict(entry) for rank, entries in sent.items() for entry in entries],
+    }  # fmt: skip
+    lines = [f"{layout.product()}: {layout.describe()}", f"{config.parameter_count():,} parameters", ""]
+    lines += table(("parameter", "shape", "over tensor", "stage"), _placement_rows(config, layout))
+    lines += ["", "held in a step by one process of each place; its copies hold the same"]
+    header = ("pipeline", "tensor", "shard", "parameters", "weights", "gradients", "optimizer")
+    lines += table(header, [[row[name] if name in header[:4] else amount(row[name], "B") for name in header] for row in processes])
+    lines += ["", "sent by one process in a step"]
+    rows = [
+        (rank, entry.axis, entry.kind, entry.what, entry.calls, amount(entry.bytes, "B"))
+        for rank, entries in sent.items()
+        for entry in entries
+    ]
+    lines += table(("pipeline", "axis", "collective", "of", "calls", "bytes"), rows) if rows else ["nothing"]
+    return facts, lines
+
+
+def placements(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Parameter -> how it lies over the tensor axis."""
+    for name in parameter_shapes(config):
+        yield name, _over_tensor(name, layout)
+
+
+def _over_tensor(name: str, layout: Layout) -> str:
+    if layout.tensor == 1:
+        return "whole"
+    placement = tensor_placement(name)
+    return f"cut on dim {placement}" if isinstance(placement, int) else f"whole, gradient {placement}"
+
+
+def _placement_rows(config: ModelConfig, layout: Layout) -> list[tuple[str, str, str, str]]:
+    """One row for each parameter, those of the blocks once for all layers."""
+    rows = []
+    for name, shape in parameter_shapes(config).items():
+        if name.startswith("blocks.") and not name.startswith("blocks.0."):
+            continue
+        if name.startswith("blocks."):
+            shown, where = name.replace("blocks.0.", "blocks.*."), "its layer's"
+        else:
+            stages = [stage for stage in range(layout.stages) if stage_holds(name, stage, config, layout)]
+            shown, where = name, ", ".join(map(str, stages))
+        rows.append((shown, " x ".join(map(str, shape)), _over_tensor(name, layout), where))
+    return rows
