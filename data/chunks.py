@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from .wordtable import counting
+
 
 def cut(texts: list[str], size: int, breaks: re.Pattern[str]) -> Iterator[tuple[list[str], list[int]]]:
     """(pieces, which text each belongs to) in runs of about `size` characters.
@@ -42,7 +44,7 @@ def laid_out(lengths: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Places, in texts of these `lengths` laid end to end, of what the `chosen` texts hold, laid end to end."""
     sizes = lengths[chosen]
     shift = (np.cumsum(lengths) - lengths)[chosen] - (np.cumsum(sizes) - sizes)
-    return np.repeat(shift, sizes) + np.arange(int(sizes.sum()))
+    return np.repeat(shift, sizes) + counting(int(sizes.sum()))
 
 
 class ChunkedEngine:

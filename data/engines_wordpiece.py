@@ -19,7 +19,7 @@ import numpy as np
 
 from .chunks import ChunkedEngine
 from .greedy import GreedyMatcher
-from .wordtable import PADDING, WordTable
+from .wordtable import PADDING, WordTable, counting
 
 PUNCTUATION = b"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 SEPARATOR = "\n"
@@ -105,7 +105,7 @@ class WordPieceEngine(ChunkedEngine):
         stops = np.cumsum(sizes, dtype=np.int32)
         images >>= 4
         images -= stops - sizes
-        out = self._blob[np.repeat(images, sizes) + np.arange(stops[-1], dtype=np.int32)]
+        out = self._blob[np.repeat(images, sizes) + counting(int(stops[-1]))]
         return out.tobytes(), stops[ends - 1].astype(np.int64)
 
     def _image(self, characters: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .wordtable import Table
+from .wordtable import Table, counting
 
 WHOLE, INSIDE = 0, 1  # the two roots: pieces that begin a word, and pieces that continue one ("##…")
 NONE = np.int64(-1)
@@ -27,7 +27,7 @@ class GreedyMatcher:
         self._edges = Table(1)
         while len(alive):
             edges, child = np.unique(node[alive] << 8 | text[first[alive] + depth], return_inverse=True)
-            self._edges.put([(edges + 1).astype(np.uint64)], nodes + np.arange(len(edges)))
+            self._edges.put([edges.view(np.uint64)], nodes + np.arange(len(edges)))
             node[alive] = nodes + child
             depth += 1
             level = np.full(len(edges), NONE)
@@ -43,35 +43,42 @@ class GreedyMatcher:
 
         data: uint8; starts, lengths: int64 (words,), lengths above 0.
         """
-        word = np.arange(len(starts))
-        place, end = starts.copy(), starts + lengths
-        node = np.zeros(len(starts), np.int64)
-        best = np.full(len(starts), NONE)  # the longest piece seen on this walk, and where it stops
-        best_end = place.copy()
+        first = np.cumsum(lengths + 1) - lengths - 1  # in a copy where each word is followed by a byte of no piece
+        text = np.full(int((lengths + 1).sum()), 0xFF, np.int64)
+        places = np.repeat(first, lengths) + counting(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        text[places] = data[places + np.repeat(starts - first, lengths)]
+        nobody = len(starts)
+        word, place, end = np.arange(nobody), first.copy(), first + lengths
+        node = np.full(nobody, WHOLE)
+        best, best_end = np.full(nobody, NONE), place.copy()  # the longest piece seen on this walk, and where it stops
         found_words, found_ids = [], []
-        failed = np.zeros(len(starts), bool)
-        while len(word):
-            edge = np.where(place < end, node << 8 | data[place], NONE)  # PADDING bytes follow the text
-            node = self._edges.find([(edge + 1).astype(np.uint64)])
-            walks = node > 0
-            place += 1
-            accepted = np.where(walks, self._accepted[node], NONE)
-            ends_here = accepted >= 0
-            best = np.where(ends_here, accepted, best)
-            best_end = np.where(ends_here, place, best_end)
-            stuck = np.flatnonzero(~walks)
+        failed = np.zeros(nobody + 1, bool)
+        over = 0
+        while over < len(word):
+            node = self._edges.find([(node << 8 | text[place]).view(np.uint64)])  # 0 where no piece goes on
+            accepted = self._accepted[node]
+            place += node > 0
+            some = np.flatnonzero(accepted >= 0)
+            best[some], best_end[some] = accepted[some], place[some]
+            stuck = np.flatnonzero(node == 0)
             if not len(stuck):
                 continue
-            failed[word[stuck[best[stuck] < 0]]] = True
-            matched = stuck[best[stuck] >= 0]
+            lost = best[stuck] < 0
+            matched = stuck[~lost]
             found_words.append(word[matched])
             found_ids.append(best[matched])
+            failed[word[stuck[lost]]] = True
             node[matched], place[matched], best[matched] = INSIDE, best_end[matched], NONE
-            going = walks
-            going[matched] = place[matched] < end[matched]
-            if len(stuck):
+            done = np.concatenate([stuck[lost], matched[place[matched] == end[matched]]])
+            word[done] = nobody  # stands at its end, where it is stuck for good
+            place[done] = end[done]
+            node[done] = WHOLE
+            over = int(np.count_nonzero(word == nobody))
+            if 4 * over > len(word):
+                going = np.flatnonzero(word < nobody)
                 word, place, end, node = word[going], place[going], end[going], node[going]
-                best, best_end = best[going], best_end[going]
+                best, best_end, over = best[going], best_end[going], 0
+        failed = failed[:nobody]
         owners, ids = np.concatenate([*found_words, np.empty(0, np.int64)]), np.concatenate([*found_ids, np.empty(0, np.int64)])
         kept = ~failed[owners]
         lost = np.flatnonzero(failed)

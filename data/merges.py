@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .chunks import laid_out
-from .wordtable import Table
+from .wordtable import Table, counting
 
 NEVER = np.int64(2**31 - 1)  # the rank of a pair that was not learned
 WIDEST = 512  # bytes of a word: the rounds are as many as the longest word has merges
@@ -26,14 +26,14 @@ class Merger:
     def __call__(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(ids laid end to end int32, ids per word int64). Words (starts, lengths in bytes of `data`) have 1 to WIDEST bytes."""
         first = np.cumsum(lengths) - lengths
-        tokens = self._bytes[data[np.repeat(starts - first, lengths) + np.arange(int(lengths.sum()))]]
+        tokens = self._bytes[data[np.repeat(starts - first, lengths) + counting(int(lengths.sum()))]]
         ranks = np.full(len(tokens), NEVER)  # of the pair that each token makes with the next one of its word
         ranks[:-1] = self._rank(tokens[:-1], tokens[1:])
         ranks[first[1:] - 1] = NEVER
         words, sizes = np.arange(len(starts)), lengths.copy()
         done, counts = [], np.empty(len(starts), np.int64)
         while len(words):
-            least = np.minimum.reduceat(ranks << 32 | np.arange(len(ranks)), first)
+            least = np.minimum.reduceat(ranks << 32 | counting(len(ranks)), first)
             rank, place = least >> 32, least & 0xFFFFFFFF
             going = rank < NEVER
             kept = np.repeat(going, sizes)

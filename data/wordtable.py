@@ -19,6 +19,17 @@ MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779
 BLANK = np.array([(1 << 64) - (1 << 8 * n) if n < 8 else 0 for n in range(9)], np.uint64)  # ones after n bytes
 
 
+_counted = np.arange(1 << 20)
+
+
+def counting(count: int) -> np.ndarray:
+    """The numbers below `count`, int64, to be read only: making them anew costs as much as using them."""
+    global _counted
+    if count > len(_counted):
+        _counted = np.arange(2 * count)
+    return _counted[:count]
+
+
 class Table:
     """Keys of `width` uint64s to values; 0 is no value."""
 
@@ -75,12 +86,12 @@ class Table:
             self._insert([key[first : first + room] for key in keys])
             first += room
         slots = self._probe(keys)
-        marks = -1 - np.arange(count)
+        marks = -1 - counting(count)
         self.values[slots] = marks
         return slots, np.flatnonzero(self.values[slots] == marks)
 
     def _insert(self, keys: list[np.ndarray]) -> None:
-        slots, left = (self._mixed(keys) >> self._shift).view(np.int64), np.arange(len(keys[0]))
+        slots, left = (self._mixed(keys) >> self._shift).view(np.int64), counting(len(keys[0]))
         while len(left):
             here = slots[left]
             free = self.values[here] == 0
@@ -130,7 +141,7 @@ class WordTable:
         if total == len(counts):
             return self._pool[values], counts
         values -= ends - counts
-        return self._pool[np.repeat(values, counts) + np.arange(total)], counts
+        return self._pool[np.repeat(values, counts) + counting(total)], counts
 
     def _values(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         words = np.ndarray((len(data) - 7,), "<u8", data, strides=(1,))  # the 8 bytes from every byte on
