@@ -15,7 +15,7 @@ from ..data.samples import Dataset, open_dataset
 from ..data.store import TokenStore
 from ..data.tokenizer import Tokenizer
 from ..models.config import ModelConfig
-from ..models.init import build, empty_model
+from ..models.init import build, empty_model, initial_values
 from .attention import fit_attention
 from .compile import maybe_compile
 from .memory import check_memory
@@ -24,7 +24,7 @@ from .optimizers import build_optimizer
 from .parallel.context import cut_rows
 from .parallel.layout import require_world
 from .parallel.mesh import ALONE, Axis, Mesh, running_processes
-from .precision import LossScaler, pick_device, weight_dtype
+from .precision import AUTOCAST, LossScaler, pick_device, weight_dtype
 from .recipe import ObjectiveSection, Recipe, model_config, model_family
 from .recompute import recompute
 from .step import Trainer
@@ -217,6 +217,8 @@ def build_trainer(plan: Plan, mesh: Mesh | None = None, *, fill: bool = True) ->
     recipe = plan.recipe
     if mesh is not None and mesh.layout.world > 1:
         return _build_part(plan, mesh, fill)
+    if recipe.train.offload:
+        return _build_offloaded(plan, fill)
     dtype = weight_dtype(recipe.train.precision)
     torch.manual_seed(recipe.train.seed)  # dropout; initial weights have generators of their own
     if fill:
@@ -234,6 +236,34 @@ def build_trainer(plan: Plan, mesh: Mesh | None = None, *, fill: bool = True) ->
         precision=recipe.train.precision,
         device=plan.device,
         clip_norm=recipe.train.clip_norm,
+    )
+
+
+def _build_offloaded(plan: Plan, fill: bool) -> Trainer:
+    """Weights on the device in the precision of its products, everything else of the update on the host."""
+    from .parallel.offload import HostOffload
+
+    recipe, train = plan.recipe, plan.recipe.train
+    torch.manual_seed(train.seed)
+    model = empty_model(plan.config, plan.device, AUTOCAST.get(train.precision, weight_dtype(train.precision)))
+    model.train()
+    fit_attention(model, plan.device, train.precision)
+    recompute(model, plan.config, train.recompute)
+    offload = HostOffload(model, train.rows_per_step // train.rows_per_micro_batch)
+    if fill:
+        with torch.no_grad():
+            for name, master in offload.named_parameters():
+                master.copy_(initial_values(name, master.shape, plan.config, train.seed))
+        offload.publish()
+    return Trainer(
+        model=model,
+        optimizer=build_optimizer(offload, recipe),
+        loss=LOSSES[plan.family],
+        scaler=LossScaler.of(train.precision),
+        precision=train.precision,
+        device=plan.device,
+        clip_norm=train.clip_norm,
+        offload=offload,
     )
 
 

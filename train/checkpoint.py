@@ -34,6 +34,7 @@ from ..core.errors import Failed, Refused, ThroughlineError, WrongUse
 from ..core.files import full_disk, read_json, sha256_file, sync_file, write_atomic
 from ..models.config import FAMILIES
 from ..models.init import empty_model
+from .parallel.offload import HostOffload
 from .parallel.plan import parameter_shapes
 from .snapshot import Snapshot, Table, TensorReader, held, layout_of, take_snapshot, write_snapshot, write_tensors
 from .step import Trainer
@@ -152,11 +153,12 @@ class CheckpointWriter:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def load_weights(directory: Path, model: "nn.Module | Engine") -> None:
+def load_weights(directory: Path, model: "nn.Module | Engine | HostOffload") -> None:
     """Fill a model, or this process's part of one, with a checkpoint's weights. Raises Refused when names or shapes differ."""
     read = TensorReader(directory, "weights")
     parts = held(model)
-    known = {part.name for part in parts} if isinstance(model, nn.Module) else set(parameter_shapes(model.config))
+    whole = isinstance(model, (nn.Module, HostOffload))
+    known = {part.name for part in parts} if whole else set(parameter_shapes(model.config))
     differing = known ^ set(read.table)
     if differing:
         raise Refused("the checkpoint is of another model", where=directory, why=f"only one has {sorted(differing)[0]}")
@@ -174,7 +176,9 @@ def restore(directory: Path, trainer: Trainer) -> None:
     Continues to the last bit in the same layout, thread count, device and torch; a difference is said.
     """
     state = read_json(directory / "state.json")
-    load_weights(directory, trainer.model)
+    load_weights(directory, trainer.holder)
+    if trainer.offload is not None:
+        trainer.offload.publish()
     _restore_optimizer(directory, trainer, state["optimizer_scalars"])
     rng = TensorReader(directory, "rng")
     if isinstance(trainer.model, nn.Module) and "cpu" in rng.table:
@@ -200,7 +204,7 @@ def _restore_optimizer(directory: Path, trainer: Trainer, scalars: dict[str, Any
     for key in (*read.table, *scalars):
         name, slot = key.rsplit(".", 1)
         slots.setdefault(name, {})[slot] = key
-    parts = {part.parameter: part for part in held(trainer.model)}
+    parts = {part.parameter: part for part in held(trainer.holder)}
     ordered = [parts[parameter] for group in trainer.optimizer.param_groups for parameter in group["params"]]
     fresh = trainer.optimizer.state_dict()
     fresh["state"] = {}

@@ -13,7 +13,8 @@ from ..core.errors import Failed, Refused
 from ..core.hardware import memory_limit_bytes
 from ..models.config import ModelConfig
 from ..models.presets import preset, preset_names
-from .precision import AUTOCAST
+from .parallel.offload import IN_FLIGHT_BYTES, memory_terms
+from .precision import AUTOCAST, weight_dtype
 from .recipe import Recipe, model_config, model_family
 
 PROGRAM_BYTES = {"cpu": 370 * 2**20, "cuda": 500 * 2**20}  # interpreter, torch and buffers; CUDA's context and workspaces
@@ -45,9 +46,25 @@ def estimate(config: ModelConfig, recipe: Recipe, device: str = "cpu") -> dict[s
     }
     if device == "cpu":
         terms["checkpoint copy"] = terms["weights"] + terms["optimizer"]  # while a save is written
+    if train.offload:
+        return terms | _offloaded(config, recipe, device)
     if train.precision in AUTOCAST:
         terms["cast weights"] = activation * matrices
     return terms
+
+
+def _offloaded(config: ModelConfig, recipe: Recipe, device: str) -> dict[str, int]:
+    """The terms that differ when the update is on the host; on a CPU both sides are in the same memory."""
+    train, parameters = recipe.train, config.parameter_count()
+    dtype = AUTOCAST.get(train.precision, weight_dtype(train.precision))
+    unit = max(config.block_parameters(), parameters - config.layers * config.block_parameters())
+    micro_batches = train.rows_per_step // train.rows_per_micro_batch
+    moved = memory_terms(parameters, unit, dtype, micro_batches)
+    flying = min(IN_FLIGHT_BYTES, dtype.itemsize * parameters)
+    if device == "cuda":
+        return moved["device"] | {"gradients": flying, "optimizer": 0}
+    del moved["host"]["optimizer"]  # as without offload
+    return moved["device"] | {"gradients": dtype.itemsize * unit} | moved["host"]
 
 
 def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> dict[str, int]:

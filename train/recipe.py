@@ -113,6 +113,8 @@ class TrainSection(Section):
     """Arithmetic of the matrix products; weights and optimizer stay in fp32 (fp64: everything, for proofs)."""
     recompute: Literal["none", "full", "selective"] = "none"
     """Activations recomputed in backward: none, every layer, or the attention core alone."""
+    offload: bool = False
+    """fp32 weights, optimizer state and update on the host; the device holds weights in the precision of the products."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile: auto uses it where a compiler answers and the run is long enough to pay."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -312,6 +314,10 @@ def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
         yield Problem(key, found.text, found.fix)
     if layout.world > 1 and recipe.train.compile == "on":
         yield Problem("train.compile", "layouts of several processes run without it", 'leave it at "auto"')
+    if recipe.train.offload and layout.world > 1:
+        yield Problem("train.offload", f"works in one process, and the layout has {layout.world}", 'or sharding = "full" without it')
+    if recipe.train.offload and recipe.train.compile == "on":
+        yield Problem("train.compile", "the weights of an offloaded model arrive while it runs", 'leave it at "auto"')
     if recipe.optimizer.name == "muon" and (layout.tensor > 1 or layout.shards > 1):
         yield Problem("optimizer.name", "muon needs whole matrices, and this layout cuts them", 'name = "adamw"')
 

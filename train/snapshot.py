@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..core.files import read_json
 from ..models.config import family_of
+from .parallel.offload import HostOffload
 from .parallel.plan import Box
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ class Held:
     saved: bool = True
 
 
-def held(model: "nn.Module | Engine") -> list[Held]:
+def held(model: "nn.Module | Engine | HostOffload") -> list[Held]:
     """Every parameter, or every part of one, that this process trains."""
-    if isinstance(model, nn.Module):
+    if isinstance(model, (nn.Module, HostOffload)):
         named = model.named_parameters()
         return [Held(name, p, tuple(p.shape), Box.whole(tuple(p.shape))) for name, p in named]
     return [
@@ -70,7 +71,7 @@ def take_snapshot(trainer: "Trainer") -> Snapshot:
     """Copy everything that changes in a run, and that this process is to save, to the host."""
     weights, optimizer, scalars = {}, {}, {}
     places: dict[str, dict[str, tuple[tuple[int, ...], Box]]] = {group: {} for group in GROUPS}
-    for part in held(trainer.model):
+    for part in held(trainer.holder):
         if not part.saved:
             continue
         weights[part.name] = _copy(part.parameter)

@@ -16,6 +16,7 @@ from .precision import LossScaler, autocast
 
 if TYPE_CHECKING:
     from .parallel.engine import Engine
+    from .parallel.offload import HostOffload
 
 
 @dataclass
@@ -33,6 +34,12 @@ class Trainer:
     samples: int = 0  # rows consumed, those of skipped steps included: the data position
     skipped: int = 0  # steps skipped so far because the loss or a gradient was not finite
     skipped_in_row: int = 0
+    offload: "HostOffload | None" = None  # holds what the optimizer moves, where that is not the model's own parameters
+
+    @property
+    def holder(self) -> "nn.Module | Engine | HostOffload":
+        """What has the weights that the optimizer moves and a checkpoint saves."""
+        return self.offload or self.model
 
 
 @dataclass(frozen=True)
@@ -59,16 +66,18 @@ def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, mark: Calla
         means = _accumulate(trainer, batch, mark) * batch.inverse_counts
         mark("backward")
         gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(gradients)
+        total_norm = torch.nn.utils.get_total_norm(gradients) if trainer.offload is None else trainer.offload.gradient_norm()
     else:
         means, total_norm = trainer.model.accumulate(batch, trainer.step, scale)
         mark("backward")
         gradients = trainer.model.gradients()
-    *terms, norm = torch.cat((means, total_norm.view(1))).tolist()
+    *terms, norm = torch.cat((means, total_norm.view(1).to(means.device))).tolist()
     norm /= scale
     finite = all(map(math.isfinite, (*terms, norm)))
     if finite:
         _update(trainer, gradients, norm, lr_factor)
+    elif trainer.offload is not None:
+        trainer.offload.discard()
     trainer.model.zero_grad()
     trainer.scaler.update(finite)
     trainer.step += 1
@@ -97,8 +106,11 @@ def _update(trainer: Trainer, gradients: list[Tensor], norm: float, lr_factor: f
     factor = 1.0 / trainer.scaler.scale
     if trainer.clip_norm and norm > trainer.clip_norm:
         factor *= trainer.clip_norm / (norm + 1e-6)
-    if factor != 1.0:
-        torch._foreach_mul_(gradients, factor)
     for group in trainer.optimizer.param_groups:
         group["lr"] = group["base_lr"] * lr_factor
+    if trainer.offload is not None:
+        trainer.offload.step(trainer.optimizer, factor)
+        return
+    if factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
     trainer.optimizer.step()

@@ -39,7 +39,7 @@ class HostOffload:
         names, parameters = zip(*model.named_parameters())
         self._names: tuple[str, ...] = names
         self._parameters: tuple[nn.Parameter, ...] = parameters
-        self.micro_batches = micro_batches
+        self.config, self.micro_batches = model.config, micro_batches
         self.device = parameters[0].device
         cuda = self.device.type == "cuda"
         self._down, self._up = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)) if cuda else (None, None)
