@@ -1,0 +1,71 @@
+"""A run with train.offload is the run without it: the same losses and checkpoints, continued alike, memory as predicted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from throughline.core.errors import WrongUse
+from throughline.train.build import Plan, build_trainer
+from throughline.train.checkpoint import load_model
+from throughline.train.loop import train
+from throughline.train.metrics import read_metrics
+from throughline.train.recipe import Recipe
+
+FIGURES = ("step", "loss", "grad_norm", "lr", "skipped")
+
+
+def outcome(run: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    records = [{name: record.get(name) for name in FIGURES} for record in read_metrics(run)]
+    return records, dict(load_model(run)[0].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("family", "sections"),
+    [
+        ("gpt", {"train": {"micro_batch_rows": 2}}),
+        ("bert", {}),
+        ("gpt", {"optimizer": {"name": "muon"}, "train": {"precision": "fp64"}}),
+    ],
+    ids=["gpt accumulated", "bert", "muon fp64"],
+)
+def test_equals_the_run_without_it(
+    family: str, sections: dict[str, Any], make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
+    """Every step's figures and the saved weights, to the bit."""
+    for name, offload in (("plain", False), ("moved", True)):
+        given = sections | {"train": sections.get("train", {}) | {"offload": offload}}
+        train(make_plan(family, **given), tmp_path / name)
+    (records, weights), (other_records, other_weights) = outcome(tmp_path / "plain"), outcome(tmp_path / "moved")
+    assert records == other_records
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_continues_to_the_bit(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+    """bf16, three steps and then three more, against six at once: masters keep what bf16 does not."""
+    section, schedule = {"offload": True, "precision": "bf16"}, {"kind": "constant"}
+    train(make_plan(train=section | {"steps": 3}, schedule=schedule), tmp_path / "parts")
+    for name in ("parts", "once"):
+        train(make_plan(train=section, schedule=schedule), tmp_path / name)
+    (records, weights), (other_records, other_weights) = outcome(tmp_path / "parts"), outcome(tmp_path / "once")
+    assert records == other_records
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
+
+
+def test_memory_is_that_of_its_tensors(make_plan: Callable[..., Plan]) -> None:
+    plan = make_plan("gpt", train={"offload": True, "precision": "bf16", "micro_batch_rows": 2})
+    trainer = build_trainer(plan)
+    held = trainer.offload.bytes_held(trainer.optimizer)
+    assert held["device"]["weights"] == plan.memory["weights"] == 2 * plan.config.parameter_count()
+    for term in ("master weights", "transfer buffers", "gradient sums"):
+        assert held["host"][term] == plan.memory[term]
+
+
+def test_what_it_cannot_do_is_told(make_recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(WrongUse, match="train.compile"):
+        make_recipe(train={"offload": True, "compile": "on"})
+    with pytest.raises(WrongUse, match="train.offload"):
+        make_recipe(train={"offload": True, "batch_rows": 4}, parallel={"data": 2})
