@@ -148,7 +148,7 @@ def compare_model(size: str, shared: Path, records: int, pairs: int) -> tuple[li
                 theirs[-1][task] = tried[batch[task]]
                 mine, peer = ours[-1][task], theirs[-1][task]
                 print(
-                    f"{size} {task}: {asked[task] / mine['cpu_s']:.1f} against {asked[task] / peer['cpu_s']:.1f} requests per CPU s "
+                    f"{size} {task}: {asked[task] / mine['cpu_s']:.1f} against {asked[task] / peer['cpu_s']:.1f} requests/CPU s "
                     f"(batch {batch[task]}), {mine['peak_bytes'] / 2**30:.2f} against {peer['peak_bytes'] / 2**30:.2f} GiB",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip

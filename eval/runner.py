@@ -262,7 +262,7 @@ def group_means(scores: Sequence[TaskScores], groups: dict[str, bool]) -> list[d
     made = []
     for group, wanted in groups.items():
         members = [score.summary for score in scores if score.summary["group"] == group]
-        if not wanted or not members:
+        if not wanted or len(members) < 2:
             continue
         metrics = {}
         for name, first in members[0]["metrics"].items():

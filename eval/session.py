@@ -187,8 +187,13 @@ def join_ranks() -> Ranks:
 def task_listing() -> tuple[dict[str, Any], list[str]]:
     """All shipped tasks and the files they look for: (JSON, lines)."""
     tasks = {name: load_task(file) for name, file in shipped_tasks().items()}
-    rows = [(name, task.kind, ", ".join(task.metrics), len(task.members) or None, task.about) for name, task in tasks.items()]
-    lines = table(("task", "kind", "metrics", "members", "about"), rows)
+    checked = {True: "prompts", False: "scores"}
+    rows = [
+        (name, task.kind, ", ".join(task.metrics), len(task.members) or None, checked[task.prompt_checked], task.about)
+        for name, task in tasks.items()
+    ]
+    lines = table(("task", "kind", "metrics", "members", "checked", "about"), rows)
+    lines += ["", "checked: prompts or whole scores compared with lm-evaluation-harness by the tests (its own tasks only)"]
     lines += ["", "files looked for below --data-dir, in order:"]
     lines += [f"  {name:<26}{'  '.join(task.source.files)}" for name, task in tasks.items()]
     payload = {

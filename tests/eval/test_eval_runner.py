@@ -16,7 +16,7 @@ from throughline.eval.contamination import shared_runs
 from throughline.eval.inloop import TaskEvaluator
 from throughline.eval.report import curves
 from throughline.eval.runner import Ranks, Settings, evaluate, group_means
-from throughline.eval.session import Request, evaluate_one
+from throughline.eval.session import Request, evaluate_checkpoints, evaluate_one
 from throughline.eval.task import find_tasks
 
 TASKS = ["lambada_openai", "blimp_wh_island", "blimp_transitive"]
@@ -173,6 +173,38 @@ def test_the_gate_refuses_another_model(gpt_directory: Path, tmp_path: Path) -> 
     with pytest.raises(Refused, match="do not predict the same") as caught:
         evaluate_one(Request(**asked, against=str(other), out=tmp_path / "refused"))
     assert "wh_island.jsonl.gz:" in caught.value.where
+
+
+def test_every_checkpoint_of_a_run_makes_a_curve(gpt_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two checkpoints (of one model here): a scores artifact each, the last page with the curve over both."""
+    import shutil
+
+    checkpoints = [tmp_path / "run" / "checkpoints" / f"step-{step:08d}" for step in (10, 20)]
+    for checkpoint in checkpoints:
+        shutil.copytree(gpt_directory, checkpoint)
+    monkeypatch.setattr("throughline.eval.session.checkpoints_of", lambda run: checkpoints)
+    payload, lines = evaluate_checkpoints(Request(tmp_path / "run", "blimp_wh_island", limit=6))
+    assert [results["step"] for results in payload["checkpoints"]] == [10, 20]
+    assert "<polyline" in (tmp_path / "run.scores" / "step-00000020" / "report.html").read_text()
+    assert "<polyline" not in (tmp_path / "run.scores" / "step-00000010" / "report.html").read_text()
+    assert len([line for line in lines if "blimp_wh_island" in line]) == 2
+
+
+def test_the_command_lists_tasks_and_refuses_clearly(gpt_directory: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+    from throughline.cli.eval import command
+
+    listed = json.loads(CliRunner().invoke(command, ["--list", "--json"]).stdout)["tasks"]
+    assert {"hellaswag", "race", "anli", "triviaqa", "wikitext_megatron", "lambada_megatron_strict"} <= set(listed)
+    assert len(listed["blimp"]["files"]) == 67
+    for arguments, complaint in (
+        ([str(gpt_directory)], "nothing to evaluate"),
+        ([str(tmp_path / "none"), "--tasks", "blimp"], "no such model"),
+        ([str(gpt_directory), "--tasks", "piqa", "--data-dir", str(tmp_path / "none")], "no such directory"),
+        ([str(gpt_directory), "--tasks", "piqa", "--all-checkpoints"], "no checkpoints"),
+    ):
+        done = CliRunner().invoke(command, [*arguments, "--out", str(tmp_path / "out")])
+        assert done.exit_code == 2 and complaint in done.stderr
 
 
 def test_paired_tests() -> None:
