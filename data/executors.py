@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..core.console import warn
 from ..core.errors import Failed, MissingExtra
@@ -43,9 +43,7 @@ def run_processes(
         for _ in range(min(workers, len(waiting))):
             _start(pool, work, backend, waiting.popleft())
         while pool:
-            for ready in wait(list(pool)):
-                pipe = ready if isinstance(ready, Connection) else None
-                assert pipe is not None
+            for pipe in cast(list[Connection], wait(list(pool))):
                 process, index = pool[pipe]
                 try:
                     kind, value = pipe.recv()

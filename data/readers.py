@@ -93,8 +93,9 @@ def _checked(blocks: Iterable[bytes], path: str, start: int, counts: Counter[str
 
 def _whole(blocks: Iterable[bytes], options: ReadOptions, counts: Counter[str]) -> Iterator[Batch]:
     """The whole stream as one document, in pieces."""
-    carry = b""
-    going = False
+    carry, going = b"", False
+    if options.piece_bytes is None:
+        carry, blocks = b"".join(blocks), ()
     for block in blocks:
         carry += block
         while options.piece_bytes and len(carry) > options.piece_bytes:
@@ -162,19 +163,21 @@ def _texts(raw: bytes, separator: re.Pattern[bytes], options: ReadOptions, count
     if separator is LINE_END:
         return clean(raw, counts).split("\n")[:-1]
     text = clean(raw, counts)
-    plain = "\n\n\n" not in text and "\n " not in text and "\n\t" not in text  # then a split does what the pattern does
+    plain = not any(run in text for run in ("\n\n\n", "\n ", "\n\t", "\n\r"))  # then a split does what the pattern does
     texts = (text.split("\n\n") if plain else _BLANK_LINES.split(text))[:-1]
     return [clean(text.encode(), counts, True) for text in texts] if options.unwrap else texts
 
 
 def _last_end(raw: bytes, separator: re.Pattern[bytes]) -> int:
-    """Offset after a late separator whose end is certain, or 0."""
+    """Offset after the last separator whose end is certain, or 0."""
     if separator is LINE_END:
         return raw.rfind(b"\n") + 1
     solid = len(raw.rstrip(b" \t\r\n"))  # a run of blank lines may go on in the next block
     place = max(raw.rfind(b"\n\n", 0, solid), raw.rfind(b"\n\r\n", 0, solid))
-    found = separator.match(raw, place) if place >= 0 else separator.search(raw, 0, solid)
-    return found.end() if found else 0
+    end = 0
+    for found in separator.finditer(raw, max(place, 0), solid):  # from the last plain one on: there may be others
+        end = found.end()
+    return end
 
 
 def _first_long(raw: bytes, limit: int, separator: re.Pattern[bytes]) -> int | None:
@@ -203,7 +206,8 @@ def _first_long(raw: bytes, limit: int, separator: re.Pattern[bytes]) -> int | N
 
 def _jsonl(blocks: Iterable[bytes], where: str, options: ReadOptions, counts: Counter[str]) -> Iterator[Batch]:
     """The field of every line; a line is held whole. `where` has a place for the number of a line."""
-    number, pending = 0, []
+    number = 0
+    pending: list[bytes] = []
     for block in blocks:
         place = block.rfind(b"\n") + 1
         if place:

@@ -40,7 +40,8 @@ def plain_lines(raw: bytes) -> list[str]:
     return [line for line in text.split("\n") if line.strip()]
 
 
-TEXT = st.text(alphabet="ab \n\r\t.é漢\0", max_size=60).map(lambda text: text.encode())
+PIECES = ["a", "bc", "\n", "\n\n", " ", "\r", "\r\n", "\t", "é", "漢", "\0", "\n \n", "\n\r\n"]
+TEXT = st.lists(st.sampled_from(PIECES), max_size=50).map(lambda parts: "".join(parts).encode())
 
 
 @settings(max_examples=150, deadline=None)
