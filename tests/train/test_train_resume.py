@@ -63,12 +63,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt accumulated and recomputed": ("gpt", {"train": {"micro_batch_rows": 1, "recompute": "full"}}),
     "gpt muon": ("gpt", {"optimizer": {"name": "muon"}}),
     "bert packed": ("bert", {"objective": {"packing": True}, "train": {"recompute": "selective"}}),
+    "gpt compiled": ("gpt", {"train": {"compile": "on"}}),
+    "bert compiled": ("bert", {"train": {"compile": "on", "precision": "bf16"}}),
 }
+SLOW = [pytest.param(case, marks=pytest.mark.slow) if "compiled" in case else case for case in CASES]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SLOW)
 def test_a_crash_and_a_resume_change_no_bit(make_plan: Callable[..., Plan], tmp_path: Path, case: str) -> None:
-    """With dropout, for every precision: saved at step 2 of 6, crashed at 3."""
+    """With dropout, for every precision: saved at step 2 of 6, crashed at 3. Each start compiles anew, as a process would."""
     family, sections = CASES[case]
     plan = make_plan(
         family,
@@ -77,9 +80,11 @@ def test_a_crash_and_a_resume_change_no_bit(make_plan: Callable[..., Plan], tmp_
         checkpoint={"save_every_steps": 2},
     )
     train(plan, tmp_path / "whole")
+    torch.compiler.reset()
     with pytest.raises(Crash):
         train(plan, tmp_path / "parts", evaluators=[crash_at(3)])
     assert [r["step"] for r in read_records(tmp_path / "parts" / "metrics.jsonl") if "loss" in r] == [1, 2, 3]
+    torch.compiler.reset()
     train(plan, tmp_path / "parts")
     assert len({record["loss"] for record in trained(tmp_path / "whole")[0]}) == 6
     assert_same(tmp_path / "whole", tmp_path / "parts")
@@ -182,7 +187,7 @@ def test_kill_9_at_random_moments_loses_no_bit(
     make_recipe: Callable[..., Recipe], make_plan: Callable[..., Plan], tmp_path: Path
 ) -> None:
     """Killed five times, saving at every second step so that saves are hit too; what `latest` names is always whole."""
-    sections = {"train": {"steps": 600}, "checkpoint": {"save_every_steps": 2, "keep": 3}}
+    sections = {"train": {"steps": 300}, "checkpoint": {"save_every_steps": 2, "keep": 3}}
     recipe, run = write_recipe(tmp_path, make_recipe("bert", **sections)), tmp_path / "parts"
     draw, env = random.Random(11), os.environ | {"OMP_NUM_THREADS": "1"}
     for _ in range(5):
