@@ -23,7 +23,7 @@ from .objective import LOSSES, StepBatch, prepare, real_tokens
 from .optimizers import build_optimizer
 from .parallel.context import cut_rows
 from .parallel.layout import require_world
-from .parallel.mesh import ALONE, Axis, Mesh, running_processes
+from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .precision import AUTOCAST, LossScaler, pick_device, weight_dtype
 from .recipe import ObjectiveSection, Recipe, model_config, model_family
 from .recompute import recompute
@@ -83,7 +83,7 @@ def plan_run(recipe: Recipe) -> Plan:
     Raises WrongUse for what is missing or does not fit together, Refused for a damaged store, a precision that the device
     lacks and a model larger than memory.
     """
-    device = pick_device(recipe.train.device, recipe.train.precision)
+    device = own_device(pick_device(recipe.train.device, recipe.train.precision))
     sources = recipe.data.sources()
     stores = [TokenStore.open(source.path) for source in sources]
     paths = [source.path for source in sources]

@@ -13,6 +13,8 @@ from ..core.errors import Failed, Refused
 from ..core.hardware import memory_limit_bytes
 from ..models.config import ModelConfig
 from ..models.presets import preset, preset_names
+from .parallel.account import per_process
+from .parallel.mesh import processes_here
 from .parallel.offload import IN_FLIGHT_BYTES, memory_terms
 from .precision import AUTOCAST, weight_dtype
 from .recipe import Recipe, model_config, model_family
@@ -21,7 +23,15 @@ PROGRAM_BYTES = {"cpu": 370 * 2**20, "cuda": 500 * 2**20}  # interpreter, torch 
 
 
 def estimate(config: ModelConfig, recipe: Recipe, device: str = "cpu") -> dict[str, int]:
-    """Bytes by term at the peak of a step; their sum is the prediction for the memory of `device`."""
+    """Bytes by term at the peak of a step; their sum is the prediction for the memory of `device`.
+
+    In a layout of several processes they are those of the process that needs most.
+    """
+    terms = _one_process(config, recipe, device)
+    return terms if recipe.parallel.layout().world == 1 else per_process(terms, config, recipe)
+
+
+def _one_process(config: ModelConfig, recipe: Recipe, device: str) -> dict[str, int]:
     train = recipe.train
     number = 8 if train.precision == "fp64" else 4
     activation = 2 if train.precision in AUTOCAST else number
@@ -74,8 +84,8 @@ def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> d
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:
-        total = memory_limit_bytes()
-        free = min(psutil.virtual_memory().available, total)
+        total = memory_limit_bytes() // processes_here()  # which all need as much
+        free = min(psutil.virtual_memory().available // processes_here(), total)
     if need > total:
         raise Refused(
             f"the run needs {amount(need, 'B')} of memory, {device.type} has {amount(total, 'B')}",

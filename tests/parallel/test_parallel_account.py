@@ -92,3 +92,26 @@ def test_counted_is_printed(case: Case) -> None:
             printed_calls["all-gather"] += split
             printed_bytes["all-gather"] += split * case.micro_rows * LENGTH * config.width * 8
         assert (calls, sizes) == (dict(printed_calls), dict(printed_bytes))
+
+
+def test_memory_falls_with_every_axis_that_cuts() -> None:
+    """The estimate by which a run is refused: more processes on an axis never need more, and each cuts what it is for."""
+    from throughline.core.recipe import build_recipe
+    from throughline.train.memory import estimate
+    from throughline.train.recipe import RULES, Recipe, model_config, resolve
+
+    def terms(**parallel: Any) -> dict[str, int]:
+        train = {"steps": 1, "sequence_length": 256, "batch_rows": 16}
+        tree = {"data": {"train": "tokens"}, "model": {"preset": "gpt2-124m"}, "train": train, "parallel": parallel}
+        recipe = resolve(build_recipe(tree, Recipe, RULES))
+        return estimate(model_config(recipe), recipe)
+
+    one = terms()
+    assert terms(data=2)["optimizer"] == one["optimizer"]
+    assert terms(data=2, sharding="zero1")["optimizer"] == pytest.approx(one["optimizer"] / 2, rel=0.01)
+    assert terms(data=2, sharding="zero2")["gradients"] < 0.9 * one["gradients"]
+    assert terms(data=4, sharding="full")["weights"] < 0.9 * terms(data=4, sharding="zero2")["weights"]
+    assert terms(tensor=2)["weights"] == pytest.approx(one["weights"] / 2, rel=0.01)
+    assert terms(tensor=2)["logits"] == one["logits"] / 2
+    assert terms(context=2)["activations"] == one["activations"] / 2
+    assert terms(pipeline=2)["weights"] < 0.75 * one["weights"]

@@ -228,3 +228,37 @@ def _placement_rows(config: ModelConfig, layout: Layout) -> list[tuple[str, str,
             shown, where = name, ", ".join(map(str, stages))
         rows.append((shown, " x ".join(map(str, shape)), _over_tensor(name, layout), where))
     return rows
+
+
+def per_process(terms: dict[str, int], config: ModelConfig, recipe: Recipe) -> dict[str, int]:
+    """The memory terms of one process with everything, scaled to the process of the layout that needs most.
+
+    A pipeline keeps as many micro-batches as its schedule has in flight on the first process: all for gpipe, one for each stage
+    for the others (Narayanan et al. 2021, section 2.2).
+    """
+    layout, batch, whole = recipe.parallel.layout(), batch_of(recipe), config.parameter_count()
+    unsharded = dataclasses.replace(layout, sharding="replicated")
+    corners = [Place(pipeline) for pipeline in {0, layout.pipeline // 2, layout.pipeline - 1}]
+    kept = max(held(config, layout, place) for place in corners)
+    gathered = max(held(config, unsharded, place) for place in corners)
+    streamed = layout.sharding == "full" and layout.pipeline == 1
+    largest = max(config.block_parameters(), whole - config.layers * config.block_parameters()) // layout.tensor
+    weights = kept + min(2 * largest, gathered) if streamed else gathered
+    if layout.shards > 1 and not streamed:
+        weights += kept
+    summed = layout.sharding in ("replicated", "zero1") or layout.pipeline > 1
+    layers = max(
+        sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(rank)) for rank in range(layout.pipeline)
+    )
+    flying = batch.micro_batches if layout.schedule == "gpipe" else min(batch.micro_batches, layout.pipeline)
+    spread = layout.tensor * layout.context
+    shares = {
+        "weights": weights / whole,
+        "gradients": (gathered if summed else kept + min(largest, gathered)) / whole,
+        "optimizer": kept / whole,
+        "checkpoint copy": kept / whole,
+        "cast weights": gathered / whole,
+        "activations": layers * (flying if layout.pipeline > 1 else 1) / config.layers / spread,
+        "logits": 1 / spread,
+    }
+    return {name: math.ceil(size * shares.get(name, 1.0)) for name, size in terms.items()}

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...core.errors import WrongUse
 from .layout import Layout
 
 TIMEOUT_SECONDS = 600
@@ -80,6 +81,26 @@ def start_group(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) 
 def running_processes() -> tuple[int, int]:
     """(rank, world) as the launcher's environment says; (0, 1) without one."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def own_device(device: torch.device) -> torch.device:
+    """The GPU of this process among those on its machine; other devices are shared. Raises WrongUse when there are too few."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if device.type != "cuda" or processes_here() == 1:
+        return device
+    if processes_here() > torch.cuda.device_count():
+        raise WrongUse(
+            f"{processes_here()} processes on this machine, and {torch.cuda.device_count()} GPUs",
+            where="parallel",
+            fix='fewer processes for each machine, or train.device = "cpu"',
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def processes_here() -> int:
+    """Processes of the run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def _ranks(layout: Layout) -> np.ndarray:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...models.config import BERTConfig, ModelConfig
 from ...models.init import empty_model
+from ..attention import fit_attention
 from ..objective import Batch
 from ..precision import autocast
 from .context import apply_context_parallel, context_mask
@@ -85,6 +86,7 @@ def make_stage(config: ModelConfig, index: int, mesh: Mesh, precision: str, dtyp
     model = empty_model(config, "meta", dtype)
     remove_other_stages(model, index, mesh)
     apply_tensor_parallel(model, mesh.tensor)
+    fit_attention(model, mesh.device, precision)
     apply_context_parallel(model, mesh.context)
     return Stage(model, index, mesh, precision)
 
