@@ -63,8 +63,8 @@ class BERTPairs:
         inputs, targets = self.mask(tokens, sizes, key(options.seed, epochs[owner], places, 4))
         spots = np.repeat(owner * length + columns(sizes, owner), sizes) + within
 
-        def spread(values: np.ndarray, empty: int | bool, dtype: type) -> np.ndarray:
-            out = np.full(count * length, empty, dtype)
+        def spread(values: np.ndarray | bool, empty: int | bool, dtype: type) -> np.ndarray:
+            out: np.ndarray = np.full(count * length, empty, dtype)
             out[spots] = values
             return out.reshape(count, length)
 

@@ -63,13 +63,12 @@ class GreedyMatcher:
             stuck = np.flatnonzero(node == 0)
             if not len(stuck):
                 continue
-            lost = best[stuck] < 0
-            matched = stuck[~lost]
+            matched, unmatched = stuck[best[stuck] >= 0], stuck[best[stuck] < 0]
             found_words.append(word[matched])
             found_ids.append(best[matched])
-            failed[word[stuck[lost]]] = True
+            failed[word[unmatched]] = True
             node[matched], place[matched], best[matched] = INSIDE, best_end[matched], NONE
-            done = np.concatenate([stuck[lost], matched[place[matched] == end[matched]]])
+            done = np.concatenate([unmatched, matched[place[matched] == end[matched]]])
             word[done] = nobody  # stands at its end, where it is stuck for good
             place[done] = end[done]
             node[done] = WHOLE

@@ -53,7 +53,7 @@ class GPTPacked:
         source = np.repeat(self.pieces["start"][places], sizes) + within
         spots = np.repeat(owner * length + columns(sizes, owner), sizes) + within
         shape = count * length
-        batch = {
+        batch: dict[str, np.ndarray] = {
             "input_ids": np.full(shape, options.pad_id, np.int64),
             "targets": np.full(shape, NO_TARGET, np.int64),
             "positions": np.zeros(shape, np.int64),

@@ -92,8 +92,8 @@ def _walk(part: TokenStore, first_document: int, options: DatasetOptions, copy: 
             until = np.where(label, split, until)
         else:
             label = np.where(lone, NO_TARGET, (unit(draws[1]) < 0.5).astype(np.int64))
-        lengths = _shorten(a, a_stop, b, b_stop, most, draws[4], draws[5])
-        out.append(_records(*lengths, label, swap=(label == 1) & (options.nsp == "sop")))
+        a, a_length, b, b_length = _shorten(a, a_stop, b, b_stop, most, draws[4], draws[5])
+        out.append(_records(a, a_length, b, b_length, label, swap=(label == 1) & (options.nsp == "sop")))
         order.append(here)
         here = until
         left = here < end

@@ -135,8 +135,20 @@ class Cut(NamedTuple):
     token: int
     sequence: int
     document: int
-    inside_sequence: bool
-    inside_document: bool
+    inside_sequence: bool = False
+    inside_document: bool = False
+
+
+    def minus(self, base: Cut) -> Cut:
+        """The same place, counted from `base`."""
+        token, sequence, document = self.token - base.token, self.sequence - base.sequence, self.document - base.document
+        return self._replace(token=token, sequence=sequence, document=document)
+
+
+def _shard_cut(counts: np.ndarray) -> Cut:
+    """The place after so many tokens, sequences and documents, between two shards."""
+    token, sequence, document = counts.tolist()
+    return Cut(token, sequence, document)
 
 
 class TokenStore:
@@ -146,8 +158,7 @@ class TokenStore:
         self.shards, self.identity, self._all_facts = shards, identity, facts
         counts = np.array([(s.tokens, s.sequences, s.documents) for s in shards], np.int64).reshape(-1, 3)
         self._firsts = np.concatenate([np.zeros((1, 3), np.int64), np.cumsum(counts, axis=0)])
-        end = [int(n) for n in self._firsts[-1]]
-        self._cuts = cuts or (Cut(0, 0, 0, False, False), Cut(*end, False, False))
+        self._cuts = cuts or (Cut(0, 0, 0), _shard_cut(self._firsts[-1]))
         start, stop = self._cuts
         self.dtype = shards[0].dtype
         self.tokens = stop.token - start.token
@@ -254,14 +265,12 @@ class TokenStore:
         """(first token, store) for each shard's share of this view: what a pass in bounded memory goes over."""
         start, stop = self._cuts
         for first, last, shard in zip(self._firsts[:-1], self._firsts[1:], self.shards):
-            low = start if start.token > first[0] else Cut(*(int(n) for n in first), False, False)
-            high = stop if stop.token < last[0] else Cut(*(int(n) for n in last), False, False)
+            base = _shard_cut(first)
+            low = start if start.token > base.token else base
+            high = stop if stop.token < last[0] else _shard_cut(last)
             if low.token < high.token:
-                tokens, sequences, documents = (int(n) for n in first)
-                cuts = tuple(
-                    Cut(c.token - tokens, c.sequence - sequences, c.document - documents, *c[3:]) for c in (low, high)
-                )
-                identity = f"{self.identity}/{tokens}"
+                cuts = (low.minus(base), high.minus(base))
+                identity = f"{self.identity}/{base.token}"
                 yield low.token - start.token, TokenStore([shard], self._all_facts, identity, cuts)
 
     def document_start(self, documents: np.ndarray) -> np.ndarray:
@@ -344,7 +353,7 @@ class TokenStore:
             start, document = end, document + 1
         if 0 < start < self.tokens:
             sequence = self.document_bounds[document]
-            return Cut(base.token + start, base.sequence + int(sequence), base.document + document, False, False)
+            return Cut(base.token + start, base.sequence + int(sequence), base.document + document)
         starts = self.sequence_starts
         sequence = int(np.argmin(np.abs(starts - target)))
         inside = not 0 < starts[sequence] < self.tokens
