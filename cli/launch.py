@@ -4,35 +4,46 @@ import sys
 
 import click
 
+from ..core import console
 from .common import throughline_command
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--nproc", type=click.IntRange(1), help="Processes; by default as many as the recipe's layout needs.")
+@click.option("--emit", type=click.Choice(["torchrun", "slurm", "kubernetes"]), help="Print a job file instead of running.")
+@click.option("--per-machine", type=click.IntRange(1), default=8, show_default=True, help="Processes on a machine, with --emit.")
+@click.option("--image", default="throughline:latest", show_default=True, help="Container image, with --emit kubernetes.")
 @click.option("--restarts", type=click.IntRange(0), default=3, show_default=True, help="Starts after a lost process, in a row.")
 @click.argument("arguments", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 @throughline_command
-def command(nproc: int | None, restarts: int, arguments: tuple[str, ...]) -> None:
-    """Run COMMAND (train, with its options) on several processes of this machine.
+def command(
+    nproc: int | None, emit: str | None, per_machine: int, image: str, restarts: int, arguments: tuple[str, ...]
+) -> None:
+    """Run COMMAND (train, with its options) on several processes of this machine, or print the job file that does.
 
     \b
     Example:  throughline launch --nproc 2 -- train gpt-shakespeare --set parallel.data=2
+              throughline launch --emit slurm -- train big.toml > big.sbatch
     A process that dies takes the others along; all start again from the last checkpoint. The exit code is the command's:
     75 when SIGTERM stopped it with everything saved.
     """
     from ..core.errors import WrongUse
-    from ..train.parallel.launch import run_processes
-
-    if arguments[0] != "train":
-        raise WrongUse(f"{arguments[0]} runs in one process", fix="launch takes: train RECIPE")
-    sys.exit(run_processes(nproc or _layout_processes(arguments), arguments, restarts))
-
-
-def _layout_processes(arguments: tuple[str, ...]) -> int:
-    """The processes that the layout of `train RECIPE --set ...` needs."""
-    from ..core.recipe import load_recipe
+    from ..core.recipe import find_recipe, load_recipe
     from ..train.recipe import RULES, Recipe
     from .train import command as train
 
+    if arguments[0] != "train":
+        raise WrongUse(f"{arguments[0]} runs in one process", fix="launch takes: train RECIPE")
     given = train.make_context("train", list(arguments[1:])).params
-    return load_recipe(given["recipe"], Recipe, given["overrides"], RULES).parallel.layout().world
+    layout = load_recipe(given["recipe"], Recipe, given["overrides"], RULES).parallel.layout()
+    processes = nproc or layout.world
+    if emit is None:
+        from ..train.parallel.launch import run_processes
+
+        sys.exit(run_processes(processes, arguments, restarts))
+    from ..train.parallel.jobs import job_file, make_job
+
+    name = find_recipe(given["recipe"]).stem
+    job = make_job(arguments, processes, per_machine, name, given["run_dir"] or f"runs/{name}", layout.describe())
+    text = job_file(emit, job, image)
+    console.result({"kind": emit, "machines": job.machines, "processes": processes, "text": text}, text.splitlines())
