@@ -7,13 +7,15 @@ BERT pair with one fixed draw of masks. Sums are divided by the count of targets
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..data.samples import Dataset, GPTWindows
+from ..models.bert import BERT
+from ..models.gpt import GPT
 from .build import Plan, validation_rows
 from .loss import IGNORED, cross_entropy_sum
 from .objective import Batch, prepare
@@ -63,7 +65,7 @@ class Validation:
         objective = self.plan.recipe.objective
         return objective.mask_fraction if objective else 0.0
 
-    def _sums(self, model: nn.Module, rows: dict[str, np.ndarray]) -> Tensor:
+    def _sums(self, model: Any, rows: dict[str, np.ndarray]) -> Tensor:
         plan, precision = self.plan, self.plan.recipe.train.precision
         count = len(rows["input_ids"])
         (batch,) = prepare(rows, plan.family, count, plan.device, weight_dtype(precision), self._mask_fraction).micro_batches
@@ -110,7 +112,7 @@ def _rest(dataset: Dataset) -> dict[str, np.ndarray] | None:
     return {"input_ids": ids[None, :-1], "targets": ids[None, 1:]} if len(ids) > 1 else None
 
 
-def _gpt_sums(model: nn.Module, batch: Batch) -> Tensor:
+def _gpt_sums(model: GPT, batch: Batch) -> Tensor:
     """Sum of losses, count of targets, 0, 0, 0."""
     hidden = model.hidden(batch["input_ids"], positions=batch.get("positions"), document_ids=batch.get("document_ids"))
     targets = batch["targets"].flatten()
@@ -118,7 +120,7 @@ def _gpt_sums(model: nn.Module, batch: Batch) -> Tensor:
     return torch.tensor([loss.item(), int((targets != IGNORED).sum()), 0, 0, 0], dtype=torch.float64)
 
 
-def _bert_sums(model: nn.Module, batch: Batch) -> Tensor:
+def _bert_sums(model: BERT, batch: Batch) -> Tensor:
     """Masked tokens: sum of losses, right ones, count; sentence pairs: right ones, count."""
     names = ("token_types", "attention_mask", "positions", "document_ids")
     hidden = model.hidden(batch["input_ids"], **{name: batch.get(name) for name in names})
@@ -128,8 +130,9 @@ def _bert_sums(model: nn.Module, batch: Batch) -> Tensor:
     sums = [loss.item(), int((logits.argmax(-1) == targets).sum()), int((targets != IGNORED).sum()), 0, 0]
     if "pairs" in batch:
         pairs = batch["pair_targets"]
-        logits = model.nsp_head(hidden.flatten(0, 1).index_select(0, batch["pairs"]))
-        sums[3:] = [int((logits.argmax(-1) == pairs).sum()), int((pairs != IGNORED).sum())]
+        pair_logits = model.nsp_head(hidden.flatten(0, 1).index_select(0, batch["pairs"]))
+        assert pair_logits is not None, "the recipe's rules ask for the head"
+        sums[3:] = [int((pair_logits.argmax(-1) == pairs).sum()), int((pairs != IGNORED).sum())]
     return torch.tensor(sums, dtype=torch.float64)
 
 

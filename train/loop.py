@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from ..core.recipe import dump_toml, load_recipe, recipe_hash
 from ..core.version import version
 from ..core.workspace import Workspace
 from ..data.loader import Loader
+from ..data.samples import Dataset
 from .build import Plan, StepBatches, build_trainer, training_rows
 from .checkpoint import CheckpointWriter, find_resumable, restore
 from .memory import out_of_memory
@@ -149,7 +150,7 @@ class Run:
         data = self.crew.mesh.data
         rows = StepBatches(self.plan, dataset, data, self.crew.mesh.context)
         own = recipe.train.rows_per_step // data.size
-        loader = Loader(rows, own, position=trainer.samples, rank=data.rank, world=data.size, ahead=2)
+        loader = Loader(cast(Dataset, rows), own, position=trainer.samples, rank=data.rank, world=data.size, ahead=2)
         try:
             with self.signals, loader as batches, self._progress() as bar:
                 while trainer.step < recipe.train.steps and not self._agree_to_stop():
@@ -182,7 +183,7 @@ class Run:
         bar.start_at(self.trainer.step * self.plan.tokens_per_step)
         return bar
 
-    def _step(self, batches: Loader, bar: progress) -> None:
+    def _step(self, batches: Any, bar: progress) -> None:
         """One step, its record and its line."""
         trainer, recipe = self.trainer, self.recipe
         start = time.perf_counter()

@@ -10,27 +10,30 @@ Letters: B rows, S tokens in a row, N predicted positions, H width.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..models.bert import BERT
+from ..models.gpt import GPT
 from .loss import IGNORED, cross_entropy_sum
 
 TERMS = {"gpt": ("next",), "bert": ("mlm", "nsp")}
 
 Batch = dict[str, Tensor]
-LossFunction = Callable[[nn.Module, Batch, Tensor], tuple[Tensor, Tensor]]
+LossFunction = Callable[[Any, Batch, Tensor], tuple[Tensor, Tensor]]  # of a GPT or a BERT
 
 
-def gpt_loss(model: nn.Module, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor, Tensor]:
+def gpt_loss(model: GPT, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor, Tensor]:
     """Loss to differentiate, and the sums of its terms (1,), of one micro-batch; `inverse_counts` (1,) of the whole batch."""
     hidden_BSH = model.hidden(batch["input_ids"], positions=batch.get("positions"), document_ids=batch.get("document_ids"))
     sums = cross_entropy_sum(model.head(hidden_BSH).flatten(0, 1), batch["targets"].flatten()).view(1)
     return (sums * inverse_counts).sum(), sums.detach()
 
 
-def bert_loss(model: nn.Module, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor, Tensor]:
+def bert_loss(model: BERT, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor, Tensor]:
     """As `gpt_loss` with two terms (2,): masked tokens and sentence pairs.
 
     Each head runs where it has targets: `predicted` (N,) are the masked places in the flattened rows and
@@ -46,7 +49,9 @@ def bert_loss(model: nn.Module, batch: Batch, inverse_counts: Tensor) -> tuple[T
     flat_H = hidden_BSH.flatten(0, 1)
     mlm = cross_entropy_sum(model.mlm_head(flat_H.index_select(0, batch["predicted"])), batch["predicted_targets"])
     if "pairs" in batch:
-        nsp = cross_entropy_sum(model.nsp_head(flat_H.index_select(0, batch["pairs"])), batch["pair_targets"])
+        pair_logits = model.nsp_head(flat_H.index_select(0, batch["pairs"]))
+        assert pair_logits is not None, "the recipe's rules ask for the head"
+        nsp = cross_entropy_sum(pair_logits, batch["pair_targets"])
     else:
         nsp = torch.zeros_like(mlm)
     sums = torch.stack((mlm, nsp))

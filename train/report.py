@@ -47,7 +47,7 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     rows = [("step", f"{steps[-1]['step']:,}")] if steps else []
     if steps and steps[-1]["loss"] is not None:
         rows.append(("training loss", f"{steps[-1]['loss']:.4f}"))
-    validation = next((record["validation"] for record in reversed(records) if record.get("validation")), {})
+    validation: dict[str, Any] = next((record["validation"] for record in reversed(records) if record.get("validation")), {})
     rows += [(f"validation {name.replace('_', ' ')}", f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")
              for name, value in validation.items()]  # fmt: skip
     rates = sorted(record["tokens_per_s"] for record in steps)
