@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 from common import claim, finish, paired, parser
-
 from throughline.models.attention_patterns import AttentionPattern, apply_pattern, make_attend
 from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
@@ -22,7 +21,7 @@ from throughline.models.layers import scaled_dot_product
 
 LENGTHS = (1024, 2048, 4096, 8192)
 HEADS, HEAD_SIZE = 12, 64
-PATTERN = AttentionPattern(window=512, block=128)
+PATTERN = AttentionPattern(window=512)
 GOAL_AT_8K = 4.0
 
 

@@ -26,7 +26,7 @@ from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import build
 from throughline.train.loss import cross_entropy_sum
-from throughline.train.parallel.compression import Bf16Sum, DenseSum, PowerSum, Wire
+from throughline.train.parallel.compression import Bf16Sum, DenseSum, Exchange, PowerSum, Wire
 from throughline.train.parallel.mesh import Axis
 from throughline.train.parallel.onebit import OneBitAdam
 
@@ -84,14 +84,15 @@ def train(scheme: str, seed: int, steps: int, corpus: Corpus) -> Outcome:
     world, rank = dist.get_world_size(), dist.get_rank()
     wire = Wire(Axis(world, rank, tuple(range(world)), dist.group.WORLD))
     model = build(GPTConfig(vocab_size=corpus.vocabulary, sequence_length=LENGTH, layers=2, width=64, heads=4), seed)
-    reduce, gradient_norm, optimizer = make_scheme(scheme, model, wire, steps)
+    exchange, optimizer = make_scheme(scheme, model, wire, steps)
     share = ROWS // world
     for step in range(steps):
         rows = corpus.rows(seed, step)[rank * share : (rank + 1) * share]
         (loss_sum(model, rows) / (ROWS * LENGTH)).backward()
         gradients = [parameter.grad for parameter in model.parameters()]
-        reduce(gradients)
-        norm = float(gradient_norm(gradients))
+        exchange.sum_gradients(gradients)
+        squares = exchange.squared_norm(gradients)
+        norm = float(torch.nn.utils.get_total_norm(gradients) if squares is None else squares.sqrt())
         if norm > CLIP_NORM:
             torch._foreach_mul_(gradients, CLIP_NORM / norm)
         for group in optimizer.param_groups:
@@ -105,8 +106,8 @@ def train(scheme: str, seed: int, steps: int, corpus: Corpus) -> Outcome:
     return Outcome(loss, wire.bytes_sent, weights.hexdigest())
 
 
-def make_scheme(scheme: str, model: GPT, wire: Wire, steps: int) -> tuple[Callable, Callable, torch.optim.Optimizer]:
-    """What sums gradients, what takes their norm, and the optimizer."""
+def make_scheme(scheme: str, model: GPT, wire: Wire, steps: int) -> tuple[Exchange, torch.optim.Optimizer]:
+    """What sums gradients, and the optimizer."""
     named = list(model.named_parameters())
     groups = [
         {"params": [p for name, p in named if p.dim() > 1 and "table" not in name]},
@@ -114,14 +115,14 @@ def make_scheme(scheme: str, model: GPT, wire: Wire, steps: int) -> tuple[Callab
     ]
     if scheme == "1-bit Adam":
         adam = OneBitAdam(groups, wire=wire, warmup_steps=int(WARMUP_FRACTION * steps), **ADAM)
-        return adam.sum_gradients, adam.gradient_norm, adam
-    sums = {
+        return adam, adam
+    sums: dict[str, Callable[[], Exchange]] = {
         "fp32": lambda: DenseSum(wire),
         "bf16": lambda: Bf16Sum(wire),
         "PowerSGD": lambda: PowerSum(wire, POWER_RANK, POWER_DENSE_STEPS),
         "PowerSGD without feedback": lambda: PowerSum(wire, POWER_RANK, POWER_DENSE_STEPS, error_feedback=False),
     }
-    return sums[scheme](), torch.nn.utils.get_total_norm, torch.optim.AdamW(groups, **ADAM)
+    return sums[scheme](), torch.optim.AdamW(groups, **ADAM)
 
 
 def run(scheme: str, world: int, seed: int, steps: int, corpus: Corpus) -> Outcome:

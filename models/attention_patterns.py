@@ -40,7 +40,7 @@ class AttentionPattern:
 
     kind: Literal["sliding", "fixed"] = "sliding"
     window: int = 512  # tokens: reach of a sliding window (both ways when bidirectional), length of a fixed stretch
-    block: int = 128  # tokens handled together
+    block: int = 256  # tokens handled together
     global_blocks: int = 0  # blocks that every token sees
 
     def validate(self) -> list[str]:

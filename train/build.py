@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +29,9 @@ from .precision import AUTOCAST, LossScaler, pick_device, weight_dtype
 from .recipe import ObjectiveSection, Recipe, model_config, model_family
 from .recompute import recompute
 from .step import Trainer
+
+if TYPE_CHECKING:
+    from .parallel.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -276,10 +280,29 @@ def _build_part(plan: Plan, mesh: Mesh, fill: bool) -> Trainer:
         engine.fill()
     return Trainer(
         model=engine,
-        optimizer=build_optimizer(engine, plan.recipe),
+        optimizer=_compressing_optimizer(plan.recipe, engine),
         loss=LOSSES[plan.family],  # the engine has its own, over the cut vocabulary
         scaler=LossScaler.of(train.precision),
         precision=train.precision,
         device=plan.device,
         clip_norm=train.clip_norm,
     )
+
+
+def _compressing_optimizer(recipe: Recipe, engine: "Engine") -> torch.optim.Optimizer:
+    """The optimizer of an engine, whose gradients are summed by the recipe's scheme from here on."""
+    from .parallel.compression import Bf16Sum, PowerSum, Wire
+    from .parallel.onebit import OneBitAdam
+
+    section, wire = recipe.compression, Wire(engine.mesh.gradient)
+    warmup_steps = section.warmup(recipe.train.steps)
+    if section.scheme == "one-bit-adam":
+        optimizer = build_optimizer(engine, recipe, partial(OneBitAdam, wire=wire, warmup_steps=warmup_steps))
+        assert isinstance(optimizer, OneBitAdam)
+        engine.exchange = optimizer
+        return optimizer
+    if section.scheme == "bf16":
+        engine.exchange = Bf16Sum(wire)
+    elif section.scheme == "powersgd":
+        engine.exchange = PowerSum(wire, section.rank, warmup_steps)
+    return build_optimizer(engine, recipe)

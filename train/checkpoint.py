@@ -4,7 +4,7 @@ A checkpoint is an artifact directory:
 
     weights-00000.safetensors    parameters under their names; one file per process that holds some of them
     optimizer-00000.safetensors  optimizer state as `<parameter>.<slot>`
-    rng-00000.safetensors        random generator states of that process
+    rng-00000.safetensors        random generator states of that process, and what compressed gradients still owe
     tensors.json                 group -> name -> global shape, dtype and chunks (file, key, offset, shape)
     model.json, tokenizer.json, state.json, manifest.json
 
@@ -181,7 +181,11 @@ def restore(directory: Path, trainer: Trainer) -> None:
         trainer.offload.publish()
     _restore_optimizer(directory, trainer, state["optimizer_scalars"])
     rng = TensorReader(directory, "rng")
-    if isinstance(trainer.model, nn.Module) and "cpu" in rng.table:
+    if not isinstance(trainer.model, nn.Module):
+        if (exchange := trainer.model.exchange) is not None:
+            mine = f"owed.{trainer.model.mesh.rank}."
+            exchange.load_errors({name.removeprefix(mine): rng(name) for name in rng.table if name.startswith(mine)})
+    elif "cpu" in rng.table:
         torch.set_rng_state(rng("cpu"))
         if trainer.device.type == "cuda" and "cuda" in rng.table:
             torch.cuda.set_rng_state(rng("cuda"), trainer.device)

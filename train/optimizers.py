@@ -18,8 +18,10 @@ ITERATIONS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
-def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the model's parameters, in groups by weight decay and kind."""
+def build_optimizer(
+    model: nn.Module, recipe: Recipe, adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the model's parameters, in groups by weight decay and kind. `adam` stands in for AdamW."""
     section = recipe.optimizer
     decayed, plain = [], []
     matrices: dict[tuple[int, int], list[Tensor]] = {}
@@ -44,7 +46,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
                 "bf16": recipe.train.precision == "bf16",
             }
         )
-    kind = MuonAdamW if matrices else torch.optim.AdamW
+    kind = MuonAdamW if matrices else adam
     return kind(
         [group for group in groups if group["params"]],
         lr=section.learning_rate,

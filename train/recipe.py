@@ -194,6 +194,22 @@ class ParallelSection(Section):
         return Layout(**self.model_dump() | {"layers_per_stage": tuple(self.layers_per_stage)})
 
 
+class CompressionSection(Section):
+    """Gradients of data processes over a slow network: fewer bytes, and what was lost is sent later."""
+
+    scheme: Literal["none", "bf16", "powersgd", "one-bit-adam"] = "none"
+    """Half the bytes; thin factors of each matrix; or, after a warm-up, signs of the momentum (1/32, variance frozen)."""
+    rank: int = Field(default=4, gt=0)
+    """Columns of PowerSGD's factors."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Steps with whole gradients at the start; by default 10 for PowerSGD and 15 % of the run for 1-bit Adam."""
+
+    def warmup(self, steps: int) -> int:
+        """The warm-up of a run of so many steps."""
+        usual = steps * 15 // 100 if self.scheme == "one-bit-adam" else 10
+        return usual if self.warmup_steps is None else self.warmup_steps
+
+
 class LogSection(Section):
     """What is written down; metrics.jsonl is always written."""
 
@@ -216,6 +232,7 @@ class Recipe(Section):
     objective: ObjectiveSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     parallel: ParallelSection = ParallelSection()
+    compression: CompressionSection = CompressionSection()
     log: LogSection = LogSection()
 
 
@@ -315,11 +332,31 @@ def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
     if layout.world > 1 and recipe.train.compile == "on":
         yield Problem("train.compile", "layouts of several processes run without it", 'leave it at "auto"')
     if recipe.train.offload and layout.world > 1:
-        yield Problem("train.offload", f"works in one process, and the layout has {layout.world}", 'or sharding = "full" without it')
+        text = f"works in one process, and the layout has {layout.world}"
+        yield Problem("train.offload", text, 'parallel.sharding = "full" shares the states out instead')
     if recipe.train.offload and recipe.train.compile == "on":
         yield Problem("train.compile", "the weights of an offloaded model arrive while it runs", 'leave it at "auto"')
     if recipe.optimizer.name == "muon" and (layout.tensor > 1 or layout.shards > 1):
         yield Problem("optimizer.name", "muon needs whole matrices, and this layout cuts them", 'name = "adamw"')
+
+
+def compression_rule(recipe: Recipe) -> Iterable[Problem]:
+    """Compression is for whole copies of a model; 1-bit Adam replaces the optimizer and its norm, over data processes alone."""
+    scheme, parallel = recipe.compression.scheme, recipe.parallel
+    if scheme == "none":
+        return
+    if parallel.data == 1:
+        yield Problem("compression.scheme", "one data process sends no gradients", 'set it to "none", or parallel.data')
+    if parallel.sharding != "replicated":
+        yield Problem("compression.scheme", f"{parallel.sharding} sums gradients by itself", 'parallel.sharding = "replicated"')
+    if scheme == "one-bit-adam":
+        if recipe.optimizer.name != "adamw":
+            yield Problem("compression.scheme", f"{scheme} is AdamW, not {recipe.optimizer.name}", 'optimizer.name = "adamw"')
+        if parallel.tensor * parallel.pipeline * parallel.context > 1:
+            text = f"{scheme} works with data processes alone"
+            yield Problem("compression.scheme", text, '"bf16" and "powersgd" work in any layout')
+        if not recipe.compression.warmup(recipe.train.steps):
+            yield Problem("compression.warmup_steps", "the variance needs steps to form", "at least 1, usually 15 % of the run")
 
 
 def micro_rows(recipe: Recipe) -> int:
@@ -351,7 +388,7 @@ def model_config(recipe: Recipe, vocab_size: int | None = None) -> ModelConfig:
     return FAMILIES[family].from_dict(fields)
 
 
-RULES = (batch_rule, schedule_rule, family_rule, data_rule, model_rule, parallel_rule)
+RULES = (batch_rule, schedule_rule, family_rule, data_rule, model_rule, parallel_rule, compression_rule)
 
 
 def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:

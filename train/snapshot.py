@@ -114,9 +114,13 @@ def layout_of(model: "nn.Module | Engine") -> dict[str, Any]:
 
 
 def _rng_states(trainer: "Trainer") -> dict[str, Tensor]:
-    """The generators of a process that draws on from step to step; a layout of several seeds each step from its number."""
+    """The generators of a process that draws on from step to step; a layout of several seeds each step from its number.
+
+    With compressed gradients also what each process still owes the others.
+    """
     if not isinstance(trainer.model, nn.Module):
-        return {}
+        exchange, rank = trainer.model.exchange, trainer.model.mesh.rank
+        return {} if exchange is None else {f"owed.{rank}.{name}": _copy(error) for name, error in exchange.errors().items()}
     states = {"cpu": torch.get_rng_state()}
     if trainer.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(trainer.device)

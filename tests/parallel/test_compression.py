@@ -91,7 +91,7 @@ def test_power_sum_loses_nothing(world: int) -> None:
         out = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
         for step in range(5):
             gradients = [draw(step, wire.axis.rank, *shape).double() for shape in shapes]
-            power(gradients)
+            power.sum_gradients(gradients)
             for total, gradient in zip(out, gradients):
                 total += gradient
         held = [power.lost[i].numpy() if i in power.lost else 0.0 for i in range(len(shapes))]
@@ -136,7 +136,7 @@ def test_bytes_counted_are_bytes_sent(world: int, scheme: str) -> None:
             send = lambda: compressed(matrices[0].flatten())  # noqa: E731
         else:
             total = {"dense": DenseSum, "bf16": Bf16Sum}[scheme](wire) if scheme != "power" else PowerSum(wire, 4, dense_steps=0)
-            send = lambda: total(matrices)  # noqa: E731
+            send = lambda: total.sum_gradients(matrices)  # noqa: E731
         send()  # connections are made
         dist.barrier()
         time.sleep(0.05)  # acknowledged
@@ -163,15 +163,15 @@ def test_not_finite_numbers_are_passed_on_and_leave_no_trace() -> None:
 
     def work(wire: Wire) -> list[bool]:
         sums = [Bf16Sum(wire), PowerSum(wire, rank=2, dense_steps=0)]
-        adam = OneBitAdam([torch.zeros(40, 30)], wire=wire, warmup_steps=0)
+        adam = OneBitAdam([torch.zeros(40, 30)], wire=wire, warmup_steps=0)  # past its warm-up from the start
         finite = []
         for step in range(3):
             for total in sums:
                 gradient = draw(step, wire.axis.rank, 40, 30)
                 if step == 1 and wire.axis.rank == 1:
                     gradient[3, 4] = float("nan")
-                norm = adam.gradient_norm([gradient])  # what decides whether its step is taken: known without sending gradients
-                total([gradient])
+                norm = adam.squared_norm([gradient])  # what decides whether its step is taken: known without sending gradients
+                total.sum_gradients([gradient])
                 finite.append(bool(gradient.isfinite().all()))
                 assert bool(norm.isfinite()) == finite[-1]
         return finite
@@ -199,9 +199,10 @@ def adam_steps(model: nn.Module, optimizer: OneBitAdam, rows: range, first: int,
         backward(model, step, rows)
         gradients = [p.grad for p in model.parameters()]
         whole = [gradient.clone() for gradient in gradients]
-        DenseSum(Wire(optimizer.wire.axis))(whole)
+        DenseSum(Wire(optimizer.wire.axis)).sum_gradients(whole)
         optimizer.sum_gradients(gradients)
-        norms.append((float(optimizer.gradient_norm(gradients)), float(torch.nn.utils.get_total_norm(whole))))
+        squares, true = optimizer.squared_norm(gradients), float(torch.nn.utils.get_total_norm(whole))
+        norms.append((true if squares is None else float(squares) ** 0.5, true))
         optimizer.step()
         optimizer.zero_grad()
     return norms
@@ -262,6 +263,6 @@ def test_alone_nothing_is_sent_and_nothing_is_lost() -> None:
     wire, gradient = Wire(Axis()), draw(0, 0, 40, 30)
     for total in (DenseSum(wire), Bf16Sum(wire), PowerSum(wire, dense_steps=0)):
         found = gradient.clone()
-        total([found])
+        total.sum_gradients([found])
         assert torch.equal(found, gradient)
     assert wire.bytes_sent == 0

@@ -65,7 +65,7 @@ def test_memory_is_that_of_its_tensors(make_plan: Callable[..., Plan]) -> None:
 
 
 def test_what_it_cannot_do_is_told(make_recipe: Callable[..., Recipe]) -> None:
-    with pytest.raises(WrongUse, match="train.compile"):
+    with pytest.raises(WrongUse, match=r"train\.compile"):
         make_recipe(train={"offload": True, "compile": "on"})
-    with pytest.raises(WrongUse, match="train.offload"):
+    with pytest.raises(WrongUse, match=r"train\.offload"):
         make_recipe(train={"offload": True, "batch_rows": 4}, parallel={"data": 2})

@@ -159,41 +159,58 @@ class CompressedSums:
         self._restored = errors
 
 
-class DenseSum:
+class Exchange:
+    """How the gradients of the copies of a model become one: what a layout's engine asks of a scheme."""
+
+    wire: Wire
+
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Sum in place over the axis. The same gradients in the same order every time."""
+        raise NotImplementedError
+
+    def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """The squared norm of the sum over the axis where `sum_gradients` left the parts; None where it did sum."""
+        return None
+
+    def errors(self) -> dict[str, Tensor]:
+        """What this process alone knows, for a checkpoint; not copies."""
+        return {}
+
+    def load_errors(self, errors: dict[str, Tensor]) -> None:
+        """Go on with what `errors` gave, before the first sum."""
+
+
+class DenseSum(Exchange):
     """Gradients summed as they are: what the other schemes are compared with."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor]) -> None:
-        """Sum in place over the axis."""
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         for bucket in buckets(gradients):
             unpack(self.wire.all_reduce(pack(bucket)), bucket)
 
 
-class Bf16Sum:
+class Bf16Sum(Exchange):
     """Gradients summed in bfloat16, rounded twice whatever the number of processes."""
 
     def __init__(self, wire: Wire, error_feedback: bool = True) -> None:
         self.wire, self.sums = wire, CompressedSums(wire, Bf16(), error_feedback)
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor]) -> None:
-        """Sum in place over the axis. The same gradients in the same order every time."""
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         for index, bucket in enumerate(buckets(gradients)):
             unpack(self.sums(index, pack(bucket)), bucket)
 
     def errors(self) -> dict[str, Tensor]:
-        """This process's errors, for a checkpoint; not copies."""
         return self.sums.errors()
 
     def load_errors(self, errors: dict[str, Tensor]) -> None:
-        """Go on with the errors of a checkpoint, before the first sum."""
         self.sums.load_errors(errors)
 
 
-class PowerSum:
+class PowerSum(Exchange):
     """Gradients of matrices summed as a product of thin factors (Vogels et al. 2019, algorithm 1), the others as they are.
 
     The factor of columns starts where it ended the step before, so one power iteration a step follows the largest directions.
@@ -209,13 +226,12 @@ class PowerSum:
         self.lost: dict[int, Tensor] = {}  # by the place of the gradient: (rows, columns)
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor]) -> None:
-        """Sum in place over the axis. The same gradients in the same order every time."""
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         self.steps += 1
         if self.wire.axis.group is None:
             return
         thin = [index for index, gradient in enumerate(gradients) if self.steps > self.dense_steps and self._pays(gradient)]
-        self.dense([gradient for index, gradient in enumerate(gradients) if index not in set(thin)])
+        self.dense.sum_gradients([gradient for index, gradient in enumerate(gradients) if index not in set(thin)])
         if thin:
             self._sum_thin({index: gradients[index].flatten(1) for index in thin}, gradients)
 
@@ -228,16 +244,17 @@ class PowerSum:
     def _sum_thin(self, matrices: dict[int, Tensor], gradients: Sequence[Tensor]) -> None:
         wanted = {}
         for index, matrix in matrices.items():
-            if index not in self.factors:
+            if index not in self.lost or self.lost[index].shape != matrix.shape:  # the first time, or saved by another layout
                 generator = torch.Generator().manual_seed(index)
-                self.factors[index] = torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
+                self.factors[index] = torch.randn(matrix.shape[1], self.rank, generator=generator)
                 self.lost[index] = torch.zeros_like(matrix)
+            self.factors[index], self.lost[index] = self.factors[index].to(matrix), self.lost[index].to(matrix)
             wanted[index] = matrix + self.lost[index]
         left = [wanted[index] @ self.factors[index] for index in matrices]  # (rows, rank)
-        self.dense(left)
+        self.dense.sum_gradients(left)
         left = [torch.linalg.qr(factor).Q for factor in left]
         right = [wanted[index].T @ factor for index, factor in zip(matrices, left)]  # (columns, rank)
-        self.dense(right)
+        self.dense.sum_gradients(right)
         for index, rows, columns in zip(matrices, left, right):
             total = rows @ columns.T
             self.factors[index] = torch.where(columns.isfinite().all(), columns, self.factors[index])
@@ -247,13 +264,12 @@ class PowerSum:
             gradients[index].copy_(total.view_as(gradients[index]))
 
     def errors(self) -> dict[str, Tensor]:
-        """This process's errors and factors and its count of steps, for a checkpoint; not copies."""
+        """This process's errors and factors, and its count of steps."""
         found = {f"lost.{i}": x for i, x in self.lost.items()} | {f"factor.{i}": x for i, x in self.factors.items()}
         return found | {"steps": torch.tensor(self.steps)}
 
     def load_errors(self, errors: dict[str, Tensor]) -> None:
-        """Go on with what `errors` gave, before the first sum."""
-        self.steps = int(errors["steps"])
+        self.steps = int(errors.get("steps", 0))
         for name, x in errors.items():
             kind, _, index = name.partition(".")
             if index:

@@ -18,6 +18,7 @@ from ...models.init import initial_values
 from ..objective import IGNORED, StepBatch, prepare
 from ..precision import weight_dtype
 from ..recompute import recompute
+from .compression import Exchange
 from .context import cut_rows
 from .heads import bert_figures, gpt_figures
 from .mesh import Mesh
@@ -50,6 +51,7 @@ class Engine:
     ) -> None:
         self.config, self.mesh, self.layout, self.seed = config, mesh, mesh.layout, seed
         self.dtype = weight_dtype(precision)
+        self.exchange: Exchange | None = None  # a compressed sum over the copies
         self.stages: list[Stage] = []
         self.leaves: list[Leaf] = []
         self._pipelines: dict[tuple[int, int, int], Pipeline] = {}
@@ -154,8 +156,10 @@ class Engine:
         for leaf in self.leaves:
             if leaf.value is not leaf.parameter and leaf.parameter.grad is not None:
                 leaf.value.grad = local_part(leaf.parameter.grad)
-        if self.mesh.shard.group is None:
-            sum_gradients([leaf.value.grad for leaf in self.leaves if leaf.value.grad is not None], self.mesh.gradient)
+        if self.exchange is not None:
+            self.exchange.sum_gradients(self.gradients())
+        elif self.mesh.shard.group is None:
+            sum_gradients(self.gradients(), self.mesh.gradient)
         partial = [leaf.value.grad for leaf in self.leaves if leaf.piece.placement == "partial" and leaf.value.grad is not None]
         sum_gradients(partial, self.mesh.tensor)
         self._sum_tied()
@@ -188,7 +192,10 @@ class Engine:
         totals = torch.zeros(1 + len(inverse_counts), dtype=torch.float64, device=self.mesh.device)
         mine = [leaf.value for leaf in self.leaves if leaf.piece.primary and leaf.value.numel()]
         counted = [value.grad for value in mine if value.grad is not None]
-        if counted:
+        squares = None if self.exchange is None else self.exchange.squared_norm(self.gradients())
+        if squares is not None:  # the same on every process: each adds its share
+            totals[0] = squares / self.mesh.world.size
+        elif counted:
             totals[0] = torch.stack(torch._foreach_norm(counted)).double().square().sum()
         if self.mesh.tensor.rank == 0:
             for stage in self.stages:

@@ -9,7 +9,7 @@ A step of the training loop keeps its order. Only the sum of gradients is replac
     optimizer = OneBitAdam(groups, wire=Wire(mesh.gradient), warmup_steps=75, lr=…)
     loss.backward()
     optimizer.sum_gradients(gradients)          # in place during the warm-up; afterwards gradients stay each process's own
-    norm = optimizer.gradient_norm(gradients)   # of the sum, in both phases, the same on every process
+    squares = optimizer.squared_norm(gradients) # of the sum, once gradients stay apart; the same on every process
     …clip by one factor, or skip the step when the norm is not finite…
     optimizer.step()
 """
@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compression import CompressedSums, DenseSum, Signs, Wire, pack, unpack
+from .compression import CompressedSums, DenseSum, Exchange, Signs, Wire, pack, unpack
 from .sharding import buckets
 
 SKETCH = 1024  # numbers in the sketch of a gradient: its norm is known within sqrt(1 / (2 x 1024)) = 2.2 % (one standard deviation)
 FLOOR = 0.1  # of a tensor's root mean square: rows of tokens unseen so far would otherwise move without bound when they are met
 
 
-class OneBitAdam(torch.optim.AdamW):
+class OneBitAdam(torch.optim.AdamW, Exchange):
     """AdamW over the processes of an axis whose momentum travels as signs after `warmup_steps` steps.
 
     Its state per parameter is AdamW's, the same on every process; `errors` are this process's own.
@@ -56,17 +56,18 @@ class OneBitAdam(torch.optim.AdamW):
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sum in place over the axis during the warm-up; nothing afterwards."""
         if not self.frozen:
-            self.dense(gradients)
+            self.dense.sum_gradients(gradients)
 
     @torch.no_grad()
-    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm of the sum over processes: exact during the warm-up, estimated afterwards without sending gradients.
+    def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """After the warm-up, the squared norm of the sum over processes, estimated without sending the gradients.
 
         Every number is given a random sign and added to one of SKETCH buckets; the sum over processes of the buckets has
-        the norm of the sum of gradients on average (Alon, Matias and Szegedy 1999). Not finite when any gradient is not.
+        the squared norm of the sum of gradients on average (Alon, Matias and Szegedy 1999). Not finite when any gradient
+        is not.
         """
-        if not self.frozen or self.wire.axis.group is None:
-            return torch.nn.utils.get_total_norm(gradients)
+        if not self.frozen:
+            return None
         sketch = gradients[0].new_zeros(SKETCH)
         for index, gradient in enumerate(gradients):
             generator = torch.Generator(gradient.device).manual_seed(index)  # the same signs on every process
@@ -75,7 +76,7 @@ class OneBitAdam(torch.optim.AdamW):
             whole = flat.numel() // SKETCH * SKETCH
             sketch += flat[:whole].view(-1, SKETCH).sum(0)
             sketch[: flat.numel() - whole] += flat[whole:]
-        return torch.linalg.vector_norm(self.wire.all_reduce(sketch))
+        return self.wire.all_reduce(sketch).square().sum()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -106,10 +107,8 @@ class OneBitAdam(torch.optim.AdamW):
         p.addcdiv_(slots["exp_avg"], root, value=-group["lr"] / (1 - beta1 ** float(slots["step"])))
 
     def errors(self) -> dict[str, Tensor]:
-        """This process's errors, for a checkpoint; not copies."""
         return self.sums.errors()
 
     def load_errors(self, errors: dict[str, Tensor]) -> None:
-        """Go on with the errors of a checkpoint, before the first step."""
         self.sums.load_errors(errors)
 

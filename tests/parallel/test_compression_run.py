@@ -1,0 +1,104 @@
+"""Compressed gradients from the recipe: runs of two processes, trained, stopped and continued to the bit, in fewer bytes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
+from throughline.core.errors import WrongUse  # noqa: E402
+from throughline.core.recipe import build_recipe  # noqa: E402
+from throughline.train.build import plan_run  # noqa: E402
+from throughline.train.checkpoint import load_model  # noqa: E402
+from throughline.train.loop import train  # noqa: E402
+from throughline.train.metrics import read_metrics  # noqa: E402
+from throughline.train.recipe import RULES, Recipe, resolve  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A foreign store of 20,000 tokens in a pattern that can be learnt."""
+    import numpy as np
+    from throughline.data.store import write_index
+
+    directory = tmp_path_factory.mktemp("store")
+    tokens = (np.arange(20_000) * 7 % 31 + np.arange(20_000) // 50 % 3).astype(np.uint16)
+    tokens.tofile(directory / "00000.bin")
+    write_index(directory / "00000.idx", np.array([len(tokens)]), np.array([0, 1]), np.uint16)
+    return directory
+
+
+def make_recipe(store: Path, scheme: str, steps: int = 8, **sections: dict[str, Any]) -> Recipe:
+    tree: dict[str, Any] = {
+        "data": {"train": str(store)},
+        "model": {"overrides": {"layers": 2, "width": 64, "heads": 2, "vocab_size": 40}},
+        "train": {"steps": steps, "sequence_length": 32, "batch_rows": 8, "compile": "off", "device": "cpu"},
+        "schedule": {"kind": "constant"},
+        "optimizer": {"learning_rate": 3e-3},
+        "parallel": {"data": 2},
+        "compression": {"scheme": scheme, "warmup_steps": 3},
+    }
+    for name, fields in sections.items():
+        tree[name] = tree.get(name, {}) | fields
+    return resolve(build_recipe(tree, Recipe, RULES))
+
+
+@pytest.fixture(scope="module")
+def run(store: Path) -> Callable[..., list[float]]:
+    """Train over two processes; the losses of every step."""
+    warm()
+
+    def go(directory: Path, scheme: str, steps: int = 8) -> list[float]:
+        recipe = make_recipe(store, scheme, steps)
+
+        def work() -> None:
+            torch.set_num_threads(1)
+            train(plan_run(recipe), directory)
+
+        run_ranks(2, work)
+        return [record["loss"] for record in read_metrics(directory)]
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def uncompressed(run: Callable[..., list[float]], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return run(tmp_path_factory.mktemp("plain") / "run", "none")
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "powersgd", "one-bit-adam"])
+def test_trains_and_continues_to_the_bit(
+    scheme: str, run: Callable[..., list[float]], uncompressed: list[float], tmp_path: Path
+) -> None:
+    """Steps 6 to 8 after a stop are those of an uninterrupted run: what the processes owe each other is in the checkpoint."""
+    whole = run(tmp_path / "whole", scheme)
+    run(tmp_path / "parts", scheme, steps=5)
+    assert run(tmp_path / "parts", scheme) == whole
+    first, second = (load_model(tmp_path / name)[0].state_dict() for name in ("whole", "parts"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert whole[-1] < whole[0] - 0.1
+    if scheme == "bf16":
+        assert whole == pytest.approx(uncompressed, abs=5e-3)
+    else:  # the warm-up is whole gradients; only then do they differ
+        assert whole[:4] == pytest.approx(uncompressed[:4], abs=1e-5)
+        assert whole[4:] != uncompressed[4:]
+        assert whole == pytest.approx(uncompressed, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"parallel": {"data": 1}}, "compression.scheme"),
+        ({"parallel": {"data": 2, "sharding": "full"}}, "compression.scheme"),
+        ({"parallel": {"data": 2, "tensor": 2}}, "compression.scheme"),
+        ({"optimizer": {"name": "muon"}}, "compression.scheme"),
+        ({"compression": {"scheme": "one-bit-adam", "warmup_steps": 0}}, "compression.warmup_steps"),
+    ],
+)
+def test_what_cannot_be_is_told(sections: dict[str, Any], field: str, store: Path) -> None:
+    with pytest.raises(WrongUse) as caught:
+        make_recipe(store, "one-bit-adam", **sections)
+    assert f"[{field}]" in caught.value.why
