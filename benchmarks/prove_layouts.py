@@ -4,13 +4,13 @@ Ten steps of GPT and BERT from one set of weights, with unequal target counts fo
 row for each layout with its largest differences, and ends with one JSON line.
 """
 
-import json
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from throughline.benchmarks.common import machine_facts, parser, versions
+from throughline.benchmarks.common import Claim, claim, finish, parser
 from throughline.benchmarks.forked import warm
 
 TABLE = Path(__file__).parents[1] / "tests" / "layouts.toml"
@@ -43,11 +43,24 @@ def main() -> int:
         row = {"name": case.name, "layout": case.layout.describe(), "family": case.family, "precision": case.precision}
         rows.append(row | {"processes": case.layout.world, "equal": not broken, "seconds": round(seconds, 1)} | asdict(errors))
     equal, seconds = sum(row["equal"] for row in rows), time.monotonic() - start
-    print(f"{equal} of {len(rows)} layouts equal the single process, in {seconds / 60:.1f} minutes")
-    line = {"proof": "prove_layouts", "layouts": len(rows), "equal": equal, "seconds": round(seconds)}
-    line |= {"bounds": BOUNDS, "rows": rows}
-    print(json.dumps(line | {"machine": machine_facts(), "versions": versions(()), "date": time.strftime("%Y-%m-%d")}))
+    print(f"{equal} of {len(rows)} layouts equal the single process, in {seconds / 60:.1f} minutes\n")
+    finish("prove_layouts", claims_of(rows, seconds), kind="proof", bounds=BOUNDS, rows=rows)
     return int(equal < len(rows))
+
+
+def claims_of(rows: list[dict[str, Any]], seconds: float) -> list[Claim]:
+    """What the table shows, and what it costs."""
+    equal = sum(row["equal"] for row in rows)
+    made = [
+        claim("layouts_equal", [equal], [len(rows)], peer="the single process", unit="layouts", better="higher", goal=1.0),
+        claim("layouts_minutes", [seconds / 60], [20.0], peer="limit", unit="min", better="lower", goal=1.0),
+    ]
+    large = [row for row in rows if row["processes"] == 32 and row["equal"]]
+    for name, field, limit, unit in (("seconds", "seconds", 120.0, "s"), ("memory", "pss_mib", 3072.0, "MiB")):
+        if large:
+            worst = max(row[field] for row in large)
+            made.append(claim(f"processes_32_{name}", [worst], [limit], peer="limit", unit=unit, better="lower", goal=1.0))
+    return made
 
 
 if __name__ == "__main__":
