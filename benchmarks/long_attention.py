@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 from common import claim, finish, paired, parser
-from throughline.models.attention_patterns import AttentionPattern, apply_pattern, make_attend
-from throughline.models.config import GPTConfig
+from throughline.models.attention_patterns import apply_pattern, block_table, make_attend
+from throughline.models.config import AttentionPattern, GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
 from throughline.models.layers import scaled_dot_product
@@ -92,7 +92,7 @@ def main() -> int:
                             unit="CPU s", better="lower", goal=None))  # fmt: skip
         sides = {"window": windowed, "dense": scaled_dot_product}
         facts[f"kept_mib_{length}"] = {name: round(kept_bytes(attend, length) / 2**20, 1) for name, attend in sides.items()}
-        table = PATTERN.block_table(length, causal=True)
+        table = block_table(PATTERN, length, causal=True)
         facts[f"blocks_computed_{length}"] = [int(table.sum()), int(table.shape[0] * (table.shape[0] + 1) // 2)]
     finish("long_attention", claims, facts=facts, threads=torch.get_num_threads())
     return 0

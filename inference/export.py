@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.artifact import check_free, create_artifact
-from ..core.errors import WrongUse
+from ..core.errors import Refused, WrongUse
 from ..models.config import family_of
 from .backends import Loaded, onnx_backend, torch_backend
 from .bench import latency_table
@@ -53,6 +53,10 @@ def write_graph(model: "GPT | BERT", path: Path, metadata: dict[str, str]) -> in
     from .onnx_bert import bert_graph
     from .onnx_gpt import gpt_graph
 
+    if model.config.attention_pattern is not None:
+        why = "the graphs look at the whole sequence, and the model was trained to look at a part"
+        fix = "evaluate, generate and serve it with the torch backend"
+        raise Refused("a model with an attention pattern has no ONNX graph yet", where="attention_window", why=why, fix=fix)
     graph = gpt_graph(model) if isinstance(model, GPT) else bert_graph(model)
     return graph.save(path, metadata)
 

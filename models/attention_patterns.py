@@ -1,9 +1,9 @@
 """Attention to a part of the sequence: sliding windows and block-sparse patterns that cost no more than what they look at.
 
-A pattern replaces `Attention.attend` from outside. The sequence is cut into blocks; for each block of queries only the blocks of
-keys that hold a visible token are gathered, and one fused kernel runs for all query blocks that have as many. Inside a
-gathered block a mask keeps the pattern exact to the token. Documents, padding and a relative bias come as the mask that the
-models make anyway, and only its needed parts are read.
+A config with `attention_window` set has one; it replaces `Attention.attend` from outside. The sequence is cut into blocks; for
+each block of queries only the blocks of keys that hold a visible token are gathered, and one fused kernel runs for all query
+blocks that have as many. Inside a gathered block a mask keeps the pattern exact to the token. Documents, padding and a
+relative bias come as the mask that the models make anyway, and only its needed parts are read.
 
 | kind | a token at i sees a token at j when (causal: and j <= i) |
 |---|---|
@@ -24,56 +24,24 @@ of a block, R query blocks computed together, M key blocks that each of them see
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import GPTConfig
+from .config import AttentionPattern, GPTConfig
 from .layers import scaled_dot_product
 
 
-@dataclass(frozen=True)
-class AttentionPattern:
-    """Which tokens see which, in tokens and blocks (see the table above)."""
+def block_table(pattern: AttentionPattern, length: int, causal: bool) -> Tensor:
+    """(N, N) bool for a sequence of this length: which blocks of keys hold anything that a block of queries sees.
 
-    kind: Literal["sliding", "fixed"] = "sliding"
-    window: int = 512  # tokens: reach of a sliding window (both ways when bidirectional), length of a fixed stretch
-    block: int = 256  # tokens handled together
-    global_blocks: int = 0  # blocks that every token sees
-
-    def validate(self) -> list[str]:
-        """Everything that is wrong with it, one sentence each."""
-        problems = []
-        if self.kind not in ("sliding", "fixed"):
-            problems.append(f"kind is {self.kind!r}; it must be sliding or fixed")
-        if self.window < 1 or self.block < 1 or self.global_blocks < 0:
-            problems.append("window and block must be at least 1 and global_blocks 0 or more")
-        elif self.kind == "fixed" and self.window % self.block:
-            problems.append(f"a fixed window of {self.window} tokens is no whole number of blocks of {self.block}")
-        elif self.kind == "fixed" and self.global_blocks * self.block > self.window:
-            problems.append(f"{self.global_blocks} global blocks of {self.block} do not fit in a window of {self.window}")
-        return problems
-
-    def sees(self, queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
-        """Whether the token at each query position sees the one at each key position; positions (int) broadcast."""
-        wide = self.global_blocks * self.block
-        if self.kind == "sliding":
-            seen = ((queries - keys).abs() < self.window) | (keys < wide) | (queries < wide)
-        else:
-            seen = (queries // self.window == keys // self.window) | (keys % self.window >= self.window - wide)
-        return seen & (keys <= queries) if causal else seen
-
-    def block_table(self, length: int, causal: bool) -> Tensor:
-        """(N, N) bool for a sequence of this length: which blocks of keys hold anything that a block of queries sees.
-
-        The corners of a pair of blocks decide: all bounds but the window's are at block edges, and the tokens of two
-        blocks that are nearest or in order are corners.
-        """
-        first = torch.arange(-(-length // self.block)) * self.block
-        corners = torch.stack((first, first + self.block - 1))  # (2, N)
-        return self.sees(corners[:, None, :, None], corners[None, :, None, :], causal).any(0).any(0)
+    The corners of a pair of blocks decide: all bounds but the window's are at block edges, and the tokens of two
+    blocks that are nearest or in order are corners.
+    """
+    first = torch.arange(-(-length // pattern.block)) * pattern.block
+    corners = torch.stack((first, first + pattern.block - 1))  # (2, N)
+    return pattern.sees(corners[:, None, :, None], corners[None, :, None, :], causal).any(0).any(0)
 
 
 @dataclass(frozen=True)
@@ -88,7 +56,7 @@ class _Group:
 @torch.compiler.assume_constant_result
 def _rows_by_count(pattern: AttentionPattern, length: int, causal: bool) -> list[tuple[list[int], list[list[int]]]]:
     """Query blocks that see the same number of key blocks, and which: numbers only, which a compiler takes as constants."""
-    seen = [row.nonzero()[:, 0].tolist() for row in pattern.block_table(length, causal)]
+    seen = [row.nonzero()[:, 0].tolist() for row in block_table(pattern, length, causal)]
     grouped: dict[int, tuple[list[int], list[list[int]]]] = {}
     for row, keys in enumerate(seen):
         rows, all_keys = grouped.setdefault(len(keys), ([], []))

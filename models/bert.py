@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention_patterns import apply_pattern
 from .config import BERTConfig
 from .layers import Block, RelativeBias, activation_function, make_norm
 
@@ -30,6 +31,8 @@ class BERT(nn.Module):
         self.type_table = nn.Embedding(config.token_types, width) if config.token_types else None
         self.relative_bias = RelativeBias(config) if config.relative_buckets else None
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
+        if config.attention_pattern is not None:
+            apply_pattern(self, config.attention_pattern)
         self.norm = make_norm(config)  # after the embeddings (post-norm) or after the last block (norm_first)
         self.mlm_transform = nn.Linear(width, width, bias=config.bias) if config.mlm_transform else None
         self.mlm_norm = make_norm(config) if config.mlm_transform else None

@@ -15,6 +15,42 @@ from ..core.errors import WrongUse
 
 
 @dataclass(frozen=True)
+class AttentionPattern:
+    """Which tokens see which, in tokens and blocks; the table in `attention_patterns.py` says how."""
+
+    kind: Literal["sliding", "fixed"] = "sliding"
+    window: int = 512  # tokens: reach of a sliding window (both ways when bidirectional), length of a fixed stretch
+    block: int = 256  # tokens handled together
+    global_blocks: int = 0  # blocks that every token sees
+
+    def validate(self) -> list[str]:
+        """Everything that is wrong with it, one sentence each."""
+        problems = []
+        if self.kind not in ("sliding", "fixed"):
+            problems.append(f"attention_kind is {self.kind!r}; it must be sliding or fixed")
+        if self.window < 1 or self.block < 1 or self.global_blocks < 0:
+            problems.append("attention_window and attention_block must be at least 1 and attention_global_blocks 0 or more")
+        elif self.kind == "fixed" and self.window % self.block:
+            problems.append(f"a fixed window of {self.window} tokens is no whole number of blocks of {self.block}")
+        elif self.kind == "fixed" and self.global_blocks * self.block > self.window:
+            problems.append(f"{self.global_blocks} global blocks of {self.block} do not fit in a window of {self.window}")
+        return problems
+
+    def sees(self, queries: Any, keys: Any, causal: bool) -> Any:
+        """Whether the token at each query position sees the one at each key position: int arrays or tensors, which broadcast."""
+        wide = self.global_blocks * self.block
+        if self.kind == "sliding":
+            seen = (abs(queries - keys) < self.window) | (keys < wide) | (queries < wide)
+        else:
+            seen = (queries // self.window == keys // self.window) | (keys % self.window >= self.window - wide)
+        return seen & (keys <= queries) if causal else seen
+
+    def widest(self, length: int) -> int:
+        """Columns of the band that the pattern leaves of a (length, length) square; global tokens count as one stripe."""
+        return min(length, 2 * self.window + self.global_blocks * self.block)
+
+
+@dataclass(frozen=True)
 class TransformerConfig:
     """What a GPT and a BERT share. Zero in `kv_heads`, `head_width` or `mlp_width` means the usual size (see properties)."""
 
@@ -32,6 +68,10 @@ class TransformerConfig:
     norm_epsilon: float = 1e-5
     bias: bool = True  # in the linear layers and in the layer norms; an RMS norm has a scale only
     dropout: float = 0.0  # on embeddings, attention probabilities and both residual branches
+    attention_window: int = 0  # 0: every token sees all (before it); else a pattern, see AttentionPattern and attention_patterns.py
+    attention_kind: Literal["sliding", "fixed"] = "sliding"
+    attention_block: int = 256
+    attention_global_blocks: int = 0
 
     @property
     def key_value_heads(self) -> int:
@@ -44,6 +84,13 @@ class TransformerConfig:
     @property
     def feed_forward_size(self) -> int:
         return self.mlp_width or 4 * self.width
+
+    @property
+    def attention_pattern(self) -> AttentionPattern | None:
+        """What of the sequence a token sees; None: all of it."""
+        if not self.attention_window:
+            return None
+        return AttentionPattern(self.attention_kind, self.attention_window, self.attention_block, self.attention_global_blocks)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain values for JSON or TOML."""
@@ -88,6 +135,8 @@ class TransformerConfig:
             problems.append(f"dropout is {self.dropout}; it must be in [0, 1)")
         if self.norm_epsilon <= 0:
             problems.append(f"norm_epsilon is {self.norm_epsilon}; it must be above 0")
+        if (pattern := self.attention_pattern) is not None:
+            problems += pattern.validate()
         for name, allowed in (("activation", ("gelu", "gelu_tanh", "silu")), ("norm", ("layernorm", "rmsnorm"))):
             if getattr(self, name) not in allowed:
                 problems.append(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
@@ -115,10 +164,13 @@ class TransformerConfig:
         """Forward and backward through all blocks, for one token of a sequence of this length.
 
         Forward: 2 FLOPs per weight, and 2 S A D each for the scores and for the weighted sum; backward: twice that. Attention is
-        counted over the whole square, causal or not, as the published figures do (Narayanan et al. 2021, section 5.1
-        and appendix, without the recomputed forward; the same convention as Chowdhery et al. 2022, appendix B).
+        counted over the whole square (of a pattern: over the band that it leaves), causal or not, as the published figures
+        do (Narayanan et al. 2021, section 5.1 and appendix, without the recomputed forward; the same convention as
+        Chowdhery et al. 2022, appendix B).
         """
-        attention = 2 * 2 * sequence_length * self.heads * self.head_size
+        pattern = self.attention_pattern
+        keys = sequence_length if pattern is None else pattern.widest(sequence_length)
+        attention = 2 * 2 * keys * self.heads * self.head_size
         return 3 * self.layers * (2 * self.block_matrix_parameters() + attention)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention_patterns import apply_pattern
 from .cache import KeyValueCache
 from .config import GPTConfig
 from .layers import Block, make_norm, rotary_table
@@ -30,6 +31,8 @@ class GPT(nn.Module):
             nn.Embedding(config.sequence_length, config.width) if config.positions == "learned" else None
         )
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
+        if config.attention_pattern is not None:
+            apply_pattern(self, config.attention_pattern)
         self.norm = make_norm(config)
         self.output = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
 

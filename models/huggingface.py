@@ -95,6 +95,9 @@ def from_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
 
 def describe(config: ModelConfig) -> tuple[dict[str, Any], ModelConfig]:
     """Their config fields for a shape, and the shape that they imply (biases added where their model always has them)."""
+    if config.attention_pattern is not None:
+        why = "GPT-2, Llama and BERT there look at the whole sequence"
+        raise Refused("a model with an attention pattern has no Hugging Face layout of ours", where="attention_window", why=why)
     if isinstance(config, BERTConfig):
         return _describe_bert(config), config
     if config.positions == "rotary":

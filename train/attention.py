@@ -20,7 +20,8 @@ def fit_attention(model: nn.Module, device: torch.device, precision: str) -> Non
     """Give the model the faster kernel where torch's default is not."""
     if device.type == "cpu" and precision == "bf16":
         for block in model.blocks.values():
-            block.attention.attend = short_attention
+            if block.attention.attend is scaled_dot_product:  # a pattern keeps its own
+                block.attention.attend = short_attention
 
 
 def short_attention(

@@ -4,13 +4,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from throughline.core.errors import Refused, WrongUse
+from throughline.inference.export import write_graph
 from throughline.models import attention_patterns
-from throughline.models.attention_patterns import AttentionPattern, apply_pattern, make_attend
+from throughline.models.attention_patterns import apply_pattern, block_table, make_attend
 from throughline.models.bert import BERT
 from throughline.models.cache import KeyValueCache
-from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.config import AttentionPattern, BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
+from throughline.models.huggingface import to_huggingface
 from throughline.models.init import initialise
+from throughline.train.parallel.layout import Layout, layout_problems
 
 # rounding of float64 through one softmax or two layers: about 1e-15 of numbers of size 1
 EXACT = 1e-12
@@ -179,7 +183,7 @@ def test_only_needed_blocks_are_computed(name: str, causal: bool, monkeypatch: p
     blocks = F.pad(dense_mask(pattern, causal).int(), (0, pad, 0, pad)).unflatten(1, cut).unflatten(0, cut)
     needed = int((blocks.amax((1, 3)) > 0).sum())
     assert computed == needed
-    assert computed == pattern.block_table(LENGTH, causal).sum()
+    assert computed == block_table(pattern, LENGTH, causal).sum()
 
 
 def test_wrong_patterns_are_told() -> None:
@@ -201,3 +205,39 @@ def test_compiles_without_a_break() -> None:
     apply_pattern(model, PATTERNS["window and global"])
     ids = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(2))
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(ids), model(ids))
+
+
+@pytest.mark.parametrize("family", [GPTConfig, BERTConfig])
+def test_a_config_carries_its_pattern(family: type) -> None:
+    """Written to a checkpoint's JSON and read back, the model attends by it; its FLOPs count the band and not the square."""
+    shape = {"vocab_size": 50, "sequence_length": LENGTH, "layers": 2, "width": 32, "heads": 4}
+    config = family.from_dict(shape | {"attention_window": 9, "attention_block": 4, "attention_global_blocks": 2})
+    again = family.from_dict(config.to_dict())
+    assert again.attention_pattern == PATTERNS["window and global"]
+    model, plain = ((GPT if family is GPTConfig else BERT)(c) for c in (again, family(**shape)))
+    for one in (model, plain):
+        initialise(one, 3)
+        one.double().eval()
+    ids = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+    assert (model.hidden(ids) - plain.hidden(ids)).abs().max() > 1e-6
+    apply_pattern(plain, PATTERNS["window and global"])
+    assert torch.equal(model.hidden(ids), plain.hidden(ids))
+    saved = family(**shape).flops_per_token(LENGTH) - config.flops_per_token(LENGTH)
+    assert saved == 3 * 2 * (2 * 2 * (LENGTH - (2 * 9 + 8)) * 32)
+
+
+def test_a_config_with_a_wrong_pattern_cannot_be_built() -> None:
+    with pytest.raises(WrongUse) as caught:
+        GPTConfig.from_dict({"attention_window": 100, "attention_kind": "fixed", "attention_block": 16})
+    assert "no whole number of blocks" in caught.value.why
+
+
+def test_what_knows_no_pattern_refuses_it(tmp_path) -> None:
+    """Exports would write a model that attends to everything, context parallelism would gather parts without it."""
+    config = GPTConfig(vocab_size=50, sequence_length=64, layers=1, width=32, heads=4, attention_window=8)
+    with pytest.raises(Refused, match="attention pattern"):
+        to_huggingface(GPT(config))
+    with pytest.raises(Refused, match="attention pattern"):
+        write_graph(GPT(config), tmp_path / "model.onnx", {})
+    (problem,) = layout_problems(Layout(context=2), config, 64, 4, 4)
+    assert "pattern" in problem.text

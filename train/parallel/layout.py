@@ -155,6 +155,8 @@ def _context_problems(layout: Layout, config: ModelConfig, sequence_length: int)
             f"a row of {sequence_length} tokens cannot be cut into 2 x {context} equal parts (head and tail for each process)",
             f"a train.sequence_length that is a multiple of {2 * context}",
         )
+    if config.attention_pattern is not None:
+        yield Problem("context", "a pattern of attention needs whole sequences", "context = 1, or attention_window = 0")
     if isinstance(config, BERTConfig) and config.relative_buckets:
         yield Problem("context", "the relative position bias needs whole sequences", "context = 1, or relative_buckets = 0")
 
