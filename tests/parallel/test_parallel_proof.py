@@ -52,7 +52,7 @@ def test_table_covers_what_is_promised(table: dict[str, Case]) -> None:
         for second in axes:
             assert any(getattr(layout, first) > 1 and getattr(layout, second) > 1 for layout in layouts), (first, second)
     assert any(layout.world == 32 and layout.pipeline == 4 and layout.tensor == 4 for layout in layouts)
-    assert {case.precision for case in table.values()} == {"fp32", "fp64"}
+    assert {case.precision for case in table.values()} == {"fp32", "fp64", "bf16"}
 
 
 @pytest.mark.parametrize("name", GRID)
