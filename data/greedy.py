@@ -8,6 +8,7 @@ from .wordtable import Table, counting
 
 WHOLE, INSIDE = 0, 1  # the two roots: pieces that begin a word, and pieces that continue one ("##…")
 NONE = np.int64(-1)
+FEW = 8  # words left, the long ones: from here on a walk in step costs more than one word after the other
 
 
 class GreedyMatcher:
@@ -15,6 +16,7 @@ class GreedyMatcher:
 
     def __init__(self, begins: dict[bytes, int], continues: dict[bytes, int], unknown: int):
         self.unknown = unknown
+        self._pieces, self._longest = (begins, continues), max(map(len, begins))
         pieces = [*begins, *continues]
         ids = np.array([*begins.values(), *continues.values()], np.int64)
         node = np.repeat(np.array([WHOLE, INSIDE]), [len(begins), len(continues)])
@@ -54,7 +56,7 @@ class GreedyMatcher:
         found_words, found_ids = [], []
         failed = np.zeros(nobody + 1, bool)
         over = 0
-        while over < len(word):
+        while len(word) - over > FEW:
             node = self._edges.find([(node << 8 | text[place]).view(np.uint64)])  # 0 where no piece goes on
             accepted = self._accepted[node]
             place += node > 0
@@ -77,10 +79,28 @@ class GreedyMatcher:
                 going = np.flatnonzero(word < nobody)
                 word, place, end, node = word[going], place[going], end[going], node[going]
                 best, best_end, over = best[going], best_end[going], 0
-        failed = failed[:nobody]
-        owners, ids = np.concatenate([*found_words, np.empty(0, np.int64)]), np.concatenate([*found_ids, np.empty(0, np.int64)])
+        lost = np.flatnonzero(failed[:nobody])
+        left = word[word < nobody]
+        failed[left] = True  # what was found of them is found again
+        last = [self._one(data[starts[i] : starts[i] + lengths[i]].tobytes()) for i in left.tolist()]
+        owners, ids = np.concatenate([*found_words, lost]), np.concatenate([*found_ids, np.full(len(lost), self.unknown)])
         kept = ~failed[owners]
-        lost = np.flatnonzero(failed)
-        owners = np.concatenate([owners[kept], lost])
-        ids = np.concatenate([ids[kept], np.full(len(lost), self.unknown)])
+        kept[len(kept) - len(lost) :] = True
+        owners = np.concatenate([owners[kept], np.repeat(left, [len(part) for part in last])])
+        ids = np.concatenate([ids[kept], *(np.array(part, np.int64) for part in last)])
         return ids[np.argsort(owners, kind="stable")], np.bincount(owners, minlength=len(starts))
+
+    def _one(self, word: bytes) -> list[int]:
+        """The same for a single word, over the dictionaries."""
+        ids: list[int] = []
+        start = 0
+        while start < len(word):
+            pieces = self._pieces[start > 0]
+            for stop in range(min(len(word), start + self._longest), start, -1):
+                if (found := pieces.get(word[start:stop])) is not None:
+                    ids.append(found)
+                    start = stop
+                    break
+            else:
+                return [self.unknown]
+        return ids
