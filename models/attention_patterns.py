@@ -24,13 +24,18 @@ of a block, R query blocks computed together, M key blocks that each of them see
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from .config import AttentionPattern, GPTConfig
 from .layers import scaled_dot_product
+
+if TYPE_CHECKING:
+    from .bert import BERT
+    from .gpt import GPT
 
 
 def block_table(pattern: AttentionPattern, length: int, causal: bool) -> Tensor:
@@ -171,7 +176,7 @@ def _group_mask(group: _Group, mask: Tensor | None, batch: int) -> Tensor:
     return seen.expand(batch, *seen.shape[1:]).flatten(0, 1)
 
 
-def apply_pattern(model: nn.Module, pattern: AttentionPattern) -> None:
+def apply_pattern(model: "GPT | BERT", pattern: AttentionPattern) -> None:
     """Let every block of a GPT or a BERT attend by the pattern: its weights, names and inputs stay what they are."""
     attend = make_attend(pattern, causal=isinstance(model.config, GPTConfig))
     for block in model.blocks.values():

@@ -5,12 +5,16 @@ norm scale, a bias, or the row of a rare token would shrink between its gradient
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from .parallel.engine import Engine
+    from .parallel.offload import HostOffload
 
 MOMENTUM = 0.95
 ITERATIONS = 5
@@ -19,7 +23,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def build_optimizer(
-    model: nn.Module, recipe: Recipe, adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    model: "nn.Module | Engine | HostOffload", recipe: Recipe, adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer over the model's parameters, in groups by weight decay and kind. `adam` stands in for AdamW."""
     section = recipe.optimizer
@@ -56,7 +60,7 @@ def build_optimizer(
     )
 
 
-def _interleaved(name: str, model: nn.Module) -> tuple[int, int]:
+def _interleaved(name: str, model: "nn.Module | Engine | HostOffload") -> tuple[int, int]:
     """How many matrices a weight holds, and in pieces of how many rows they alternate (see `models.layers.Attention`)."""
     count = 3 if name.endswith(".qkv.weight") else 2 if name.endswith(".kv.weight") else 1
     return count, model.config.head_size if count > 1 else 0

@@ -25,6 +25,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
+from ...models.bert import BERT
+from ...models.gpt import GPT
+
 IN_FLIGHT_BYTES = 2**30  # gradients of the device that wait for their copy: where the link is slower than backward, backward waits
 
 
@@ -35,14 +38,15 @@ class HostOffload:
     (which would trace them) is not supported.
     """
 
-    def __init__(self, model: nn.Module, micro_batches: int = 1) -> None:
+    def __init__(self, model: GPT | BERT, micro_batches: int = 1) -> None:
         names, parameters = zip(*model.named_parameters())
         self._names: tuple[str, ...] = names
         self._parameters: tuple[nn.Parameter, ...] = parameters
         self.config, self.micro_batches = model.config, micro_batches
         self.device = parameters[0].device
         cuda = self.device.type == "cuda"
-        self._down, self._up = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)) if cuda else (None, None)
+        self._down: torch.cuda.Stream | None = torch.cuda.Stream(self.device) if cuda else None
+        self._up: torch.cuda.Stream | None = torch.cuda.Stream(self.device) if cuda else None
         self._masters = [nn.Parameter(p.detach().to("cpu", _master_dtype(p), copy=True)) for p in parameters]
         self._staging = [torch.empty(p.shape, dtype=p.dtype, pin_memory=cuda) for p in parameters]
         self._sums = [torch.zeros_like(m) for m in self._masters] if micro_batches > 1 else None
@@ -61,7 +65,7 @@ class HostOffload:
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(lambda p, index=index: self._send_down(index, p))
 
-    def _watch(self, model: nn.Module) -> list[int]:
+    def _watch(self, model: GPT | BERT) -> list[int]:
         """The unit of each parameter, with hooks so that no forward runs ahead of its weights. A unit is updated in one go.
 
         Unit 0 is everything outside the blocks: some of it is used without calling its module, but never before the token

@@ -96,6 +96,7 @@ class OneBitAdam(torch.optim.AdamW, Exchange):
 
     def _contribution(self, p: Tensor, beta1: float) -> Tensor:
         """What this process adds to the new momentum: its gradient's part, and an equal share of the old momentum."""
+        assert p.grad is not None
         return self.state[p]["exp_avg"] * (beta1 / self.wire.axis.size) + p.grad * (1 - beta1)
 
     def _move(self, p: Tensor, group: dict[str, Any]) -> None:
