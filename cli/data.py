@@ -160,7 +160,9 @@ def tokenize(
     backend: str, executor: str, shard_bytes: str | None, max_replaced: float, task_index: int | None,
     task_count: int | None, out: str, overwrite: bool, **text: Any,
 ) -> None:  # fmt: skip
-    """Tokenise text into a store of Megatron-compatible shards. Stopped or killed, the same command continues.
+    """Tokenise text into a store of Megatron-compatible shards.
+
+    Stopped or killed, the same command continues. In a job array give each process --task-index and --task-count.
 
     \b
     Example:  throughline data tokenize corpus/*.jsonl.zst --tokenizer tok --out tokens --workers 8
@@ -198,7 +200,9 @@ def tokenize(
 @click.option("--tokenizer", "tokenizer_path", help="Tokenizer of a foreign store.")
 @throughline_command
 def inspect(store: str, samples: int, top: int, tokenizer_path: str | None) -> None:
-    """Show what is in a token store: lengths, bytes per token, sample and repeated documents.
+    """Show what is in a token store.
+
+    Document lengths, bytes per token, sample documents, the most repeated ones.
 
     \b
     Example:  throughline data inspect tokens --samples 5
@@ -226,7 +230,9 @@ def inspect(store: str, samples: int, top: int, tokenizer_path: str | None) -> N
 @click.option("--out", required=True, help="Directory to write.")
 @throughline_command
 def export(store: str, target: str, val_fraction: float, out: str) -> None:
-    """Write a token store in another trainer's layout. Megatron-LM reads a store as it is.
+    """Write a token store in another trainer's layout.
+
+    Megatron-LM reads a store as it is.
 
     \b
     Example:  throughline data export tokens --to nanogpt --val-fraction 0.1 --out nanogpt-data
@@ -244,7 +250,9 @@ def export(store: str, target: str, val_fraction: float, out: str) -> None:
 @click.option("--out", help="Directory for what stays, as .jsonl.zst; not needed with --dry-run.")
 @throughline_command
 def dedup(inputs: tuple[str, ...], near: bool, dry_run: bool, out: str | None, **text: Any) -> None:
-    """Remove duplicate documents from text; the first of each is kept. Tokenise what it writes.
+    """Remove duplicate documents from text.
+
+    The first of each kind is kept. Tokenise what it writes.
 
     \b
     Example:  throughline data dedup corpus/ --near --out clean

@@ -16,7 +16,7 @@ import psutil
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
 
-from ..core.console import amount, progress, warn
+from ..core.console import amount, progress, say, warn
 from ..core.errors import Failed, WrongUse
 from ..core.files import read_json
 from .inputs import Source
@@ -186,8 +186,9 @@ def _repeated(words: Counter[str]) -> Iterator[str]:
 
 
 def check_memory(words: int) -> None:
-    """Raise Failed when merging this many distinct words needs more memory than is free."""
+    """Say how much memory merging this many distinct words takes; raise Failed when that is more than is free."""
     needed, free = words * WORD_BYTES + (128 << 20), psutil.virtual_memory().available
+    say(f"merging {words:,} distinct words: about {amount(needed, 'B')} of memory at most, {amount(free, 'B')} are free")
     if needed > 0.9 * free:
         raise Failed(
             "not enough memory to train the tokenizer",

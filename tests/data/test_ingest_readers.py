@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -61,6 +62,9 @@ def test_ranges_partition_the_documents(tmp_path_factory, mode, raw, cuts, block
     assert {key: n for key, n in part_counts.items() if n} == {key: n for key, n in counts.items() if n}
     if mode == "line" and b"\r" not in raw.replace(b"\r\n", b""):
         assert whole == plain_lines(raw)
+    if mode == "block":
+        text = (raw.decode() + "\n\n").replace("\0", "\ufffd").replace("\r\n", "\n")
+        assert whole == [block for block in re.split(r"\n(?:[ \t\r]*\n)+", text) if block.strip()]
 
 
 def test_blocks_are_split_at_blank_lines(tmp_path: Path) -> None:

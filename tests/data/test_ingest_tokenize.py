@@ -221,7 +221,7 @@ def test_a_killed_worker_is_replaced(place: Path, plain: Path, tmp_path: Path, c
     import psutil
 
     def kill_one() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             for child in psutil.Process().children():
                 if any("spawn_main" in part for part in child.cmdline()) and list(tmp_path.glob("out.partial/.0*.bin.*")):
@@ -240,7 +240,7 @@ def test_a_killed_worker_is_replaced(place: Path, plain: Path, tmp_path: Path, c
 def test_two_builders_at_once(place: Path, plain: Path, tmp_path: Path) -> None:
     builders = [subprocess.Popen(command(place, tmp_path / "out"), stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for builder in builders:
-        _, said = builder.communicate(timeout=120)
+        _, said = builder.communicate(timeout=500)
         assert builder.returncode == 0, said
     assert files_hash(tmp_path / "out") == files_hash(plain)
     assert sorted(os.listdir(tmp_path)) == ["out"]
@@ -248,11 +248,11 @@ def test_two_builders_at_once(place: Path, plain: Path, tmp_path: Path) -> None:
 
 def test_sigterm_exits_75_and_the_same_command_continues(place: Path, plain: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(command(place, tmp_path / "out"), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not list(tmp_path.glob("out.partial/0*.json")) and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=500)
     if process.returncode != 0:  # it may have been done before the signal came
         assert process.returncode == 75 and "run the same command again" in said, said
     assert subprocess.run(command(place, tmp_path / "out"), capture_output=True).returncode == 0
@@ -443,6 +443,6 @@ assert 3 <= seen[0] < {len(list(plain.glob("*.bin")))}, seen
 ray.shutdown()
 cluster.shutdown()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert files_hash(tmp_path / "out") == files_hash(plain)
