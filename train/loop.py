@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from ..core.artifact import MANIFEST, is_artifact, read_manifest
 from ..core.console import amount, duration, progress, say
@@ -37,7 +36,7 @@ from .schedule import learning_rate_factor
 from .signals import Signals, StopNow
 from .step import StepResult, Trainer, no_mark, train_step
 
-Evaluator = Callable[[nn.Module, int], dict[str, Any]]
+Evaluator = Callable[[Any, int], dict[str, Any]]  # the model, or its engine, and the step
 MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains the same model
     "train.steps", "train.eval_", "train.stop_after_skipped", "train.micro_batch_rows", "parallel.", "checkpoint.", "log.",
 )  # fmt: skip
