@@ -13,10 +13,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from throughline.benchmarks.forked import warm  # noqa: E402
-from throughline.benchmarks.layout_proof import BOUNDS, Case, Prover, read_table  # noqa: E402
+from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
+from throughline.benchmarks.layout_proof import BOUNDS, Case, Prover, make_trainer, own_rows, read_table  # noqa: E402
 from throughline.train.parallel.engine import Engine  # noqa: E402
 from throughline.train.parallel.layout import Layout  # noqa: E402
+from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
+from throughline.train.step import train_step  # noqa: E402
 
 # every axis, every schedule and every sharding at least once, with both families
 GRID = (
@@ -174,3 +176,29 @@ def test_failing_rank_is_named(prover: Prover) -> None:
 
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed:(.|\n)*planted"):
         prover.prove(Case("fail", Layout(data=2), steps=1), fail)
+
+
+def test_a_number_that_is_not_finite_skips_the_step_everywhere(prover: Prover) -> None:
+    """One weight of one rank overflows in the second step: all ranks skip that step, count it, and hold what they held."""
+
+    def steps() -> list[tuple[bool, int, float]]:
+        device = torch.device("cpu")
+        start_group(device, 60)
+        case = Case("skip", Layout(pipeline=2, tensor=2))
+        engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision)
+        engine.fill()
+        trainer, seen = make_trainer(case, engine, None), []
+        for step in range(3):
+            bad = step == 1 and engine.mesh.rank == 3
+            if bad:
+                kept = engine.leaves[0].value.detach().clone()
+                engine.leaves[0].value.data.fill_(float("inf"))
+            result = train_step(trainer, own_rows(case, engine, step), 1.0)
+            if bad:
+                engine.leaves[0].value.data.copy_(kept)
+            seen.append((result.skipped, trainer.skipped, sum(p.detach().norm().item() for _, p in engine.named_parameters())))
+        return seen
+
+    for rank in run_ranks(4, steps):
+        assert [(skipped, count) for skipped, count, _ in rank] == [(False, 0), (True, 1), (False, 1)]
+        assert rank[0][2] != rank[2][2]

@@ -40,7 +40,7 @@ class SilentWorkspace(Workspace):
     def append(self, name: str, *records: dict[str, Any], sync: bool = False) -> None:
         """Only the first process keeps records."""
 
-    def finish(self, *_: Any, **__: Any) -> None:
+    def finish(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
         """Only the first process ends the run."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..loss import cross_entropy_sum
@@ -19,6 +19,8 @@ from ..objective import IGNORED, Batch
 from .mesh import Axis
 from .plan import even_part
 from .tensor import column_linear, gather_same, sum_gradient
+
+Model = Any  # a GPT or a BERT, perhaps cut: nn.Module promises none of their attributes
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
@@ -57,33 +59,33 @@ def vocabulary_cross_entropy(logits_NV: Tensor, targets_N: Tensor, vocab_size: i
     return _VocabularyCrossEntropy.apply(logits_NV, targets_N, even_part(vocab_size, axis.size, axis.rank)[0], axis)
 
 
-def gpt_logits(model: nn.Module, hidden_BPW: Tensor, axis: Axis) -> Tensor:
+def gpt_logits(model: Model, hidden_BPW: Tensor, axis: Axis) -> Tensor:
     """Logits (B x S, V) of every position, this process's columns."""
     if axis.group is None:
         return model.head(hidden_BPW).flatten(0, 1)
     return column_linear(hidden_BPW, model.output_weight(), None, axis).flatten(0, 1)
 
 
-def mlm_logits(model: nn.Module, hidden_NW: Tensor, axis: Axis) -> Tensor:
+def mlm_logits(model: Model, hidden_NW: Tensor, axis: Axis) -> Tensor:
     """Logits (N, V) of the predicted positions, this process's columns."""
     if axis.group is None:
         return model.mlm_head(hidden_NW)
     return F.linear(sum_gradient(model.mlm_features(hidden_NW), axis), model.token_table.weight, model.mlm_bias)
 
 
-def loss_sum(model: nn.Module, logits_NV: Tensor, targets_N: Tensor, axis: Axis) -> Tensor:
+def loss_sum(model: Model, logits_NV: Tensor, targets_N: Tensor, axis: Axis) -> Tensor:
     """Sum of the cross-entropies (scalar), the same on every process of the axis."""
     if axis.group is None:
         return cross_entropy_sum(logits_NV, targets_N)
     return vocabulary_cross_entropy(logits_NV, targets_N, model.config.vocab_size, axis)
 
 
-def gpt_sums(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+def gpt_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
     """The sum of next-token losses of a micro-batch: (1,)."""
     return loss_sum(model, gpt_logits(model, hidden_BPW, axis), batch["targets"].flatten(), axis).view(1)
 
 
-def bert_sums(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
     """The sums of masked-token and sentence-pair losses of a micro-batch: (2,)."""
     hidden_TW = gather_same(hidden_BPW, axis).flatten(0, 1)
     logits_NV = mlm_logits(model, hidden_TW.index_select(0, batch["predicted"]), axis)
@@ -95,7 +97,7 @@ def bert_sums(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis) ->
     return torch.stack((masked, pairs))
 
 
-def gpt_figures(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+def gpt_figures(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
     """What `evaluate.gpt_sums` counts, (5,) float64: sum of losses, count of targets, 0, 0, 0."""
     targets = batch["targets"].flatten()
     loss = loss_sum(model, gpt_logits(model, hidden_BPW, axis), targets, axis)
@@ -103,7 +105,7 @@ def gpt_figures(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis) 
     return torch.stack((loss.double(), count.double(), *loss.new_zeros(3).double()))
 
 
-def bert_figures(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+def bert_figures(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
     """What `evaluate.bert_sums` counts, (5,) float64: masked loss, right ones, count; right pairs, count."""
     hidden_TW = gather_same(hidden_BPW, axis).flatten(0, 1)
     targets = batch["predicted_targets"]
@@ -119,7 +121,7 @@ def bert_figures(model: nn.Module, hidden_BPW: Tensor, batch: Batch, axis: Axis)
     return torch.stack([figure.double() for figure in figures])
 
 
-def largest(model: nn.Module, logits_NV: Tensor, axis: Axis) -> Tensor:
+def largest(model: Model, logits_NV: Tensor, axis: Axis) -> Tensor:
     """The id (N,) of the largest logit, of all columns."""
     value_N, index_N = logits_NV.max(-1)
     if axis.group is None:

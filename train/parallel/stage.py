@@ -17,12 +17,12 @@ from ..attention import fit_attention
 from ..objective import Batch
 from ..precision import autocast
 from .context import apply_context_parallel, context_mask
-from .heads import bert_sums, gpt_sums
+from .heads import Model, bert_sums, gpt_sums
 from .mesh import Axis, Mesh
 from .plan import stage_holds
 from .tensor import apply_tensor_parallel
 
-Head = Callable[[nn.Module, Tensor, Batch, Axis], Tensor]
+Head = Callable[[Model, Tensor, Batch, Axis], Tensor]
 
 
 class Stage(nn.Module):
@@ -32,9 +32,10 @@ class Stage(nn.Module):
     which one is meant. `sums` collects what `head` computes on the last stage: the losses, (terms,) each.
     """
 
-    def __init__(self, model: nn.Module, index: int, mesh: Mesh, precision: str) -> None:
+    def __init__(self, model: Model, index: int, mesh: Mesh, precision: str) -> None:
         super().__init__()
-        self.model, self.index, self.mesh, self.precision = model, index, mesh, precision
+        self.model: Model = model
+        self.index, self.mesh, self.precision = index, mesh, precision
         self.is_first, self.is_last = index == 0, index == mesh.layout.stages - 1
         self.causal = not isinstance(model.config, BERTConfig)
         self.micro_batches: list[Batch] = []
@@ -67,7 +68,7 @@ class Stage(nn.Module):
         positions = batch.get("positions")
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)
-        inputs = {name: batch[name] for name in ("document_ids", "attention_mask") if name in batch}
+        inputs: dict[str, Tensor | None] = {name: batch[name] for name in ("document_ids", "attention_mask") if name in batch}
         if self.mesh.context.group is not None:
             inputs["mask"] = context_mask(batch, self.mesh.context, self.causal)
         if self.is_first:
@@ -83,7 +84,7 @@ class Stage(nn.Module):
 
 def make_stage(config: ModelConfig, index: int, mesh: Mesh, precision: str, dtype: torch.dtype) -> Stage:
     """The stage of this process, without values, on the meta device."""
-    model = empty_model(config, "meta", dtype)
+    model: Model = empty_model(config, "meta", dtype)
     remove_other_stages(model, index, mesh)
     apply_tensor_parallel(model, mesh.tensor)
     fit_attention(model, mesh.device, precision)
@@ -91,7 +92,7 @@ def make_stage(config: ModelConfig, index: int, mesh: Mesh, precision: str, dtyp
     return Stage(model, index, mesh, precision)
 
 
-def remove_other_stages(model: nn.Module, index: int, mesh: Mesh) -> None:
+def remove_other_stages(model: Model, index: int, mesh: Mesh) -> None:
     """Take out of the model what other stages hold; a final norm that is elsewhere lets everything pass."""
     for name, _ in list(model.named_parameters()):
         if stage_holds(name, index, model.config, mesh.layout):

@@ -182,7 +182,7 @@ class SequenceEmbedding(nn.Module):
         return F.embedding(ids.narrow(-1, self.axis.rank * length, length), self.weight)
 
 
-def apply_tensor_parallel(model: nn.Module, axis: Axis) -> None:
+def apply_tensor_parallel(model: Any, axis: Axis) -> None:
     """Cut the model's parameters by the table and replace the layers that communicate; the model is still without values.
 
     Parameters keep their names. Expects a model on the meta device (`models.init.empty_model`).
@@ -195,8 +195,8 @@ def apply_tensor_parallel(model: nn.Module, axis: Axis) -> None:
         owner, attribute = _owner(model, name)
         setattr(owner, attribute, nn.Parameter(parameter.new_empty(box.size)))
     for name, module in list(model.named_modules()):
-        owner, attribute = _owner(model, name) if name else (None, "")
         if isinstance(module, nn.Linear):
+            owner, attribute = _owner(model, name)
             placement = tensor_placement(f"{name}.weight")
             if placement == 0 and name != "output":  # the head is computed with the loss, see loss.py
                 setattr(owner, attribute, ColumnLinear(module, axis))
@@ -208,6 +208,6 @@ def apply_tensor_parallel(model: nn.Module, axis: Axis) -> None:
             setattr(model, name, SequenceEmbedding(module, axis))
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner(model: Any, name: str) -> tuple[Any, str]:
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute
