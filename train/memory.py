@@ -60,6 +60,8 @@ def _one_process(config: ModelConfig, recipe: Recipe, device: str) -> dict[str, 
         return terms | _offloaded(config, recipe, device)
     if train.precision in AUTOCAST:
         terms["cast weights"] = activation * matrices
+    if recipe.compression.scheme != "none":
+        terms["owed gradients"] = number * parameters  # what compression lost and sends later
     return terms
 
 

@@ -258,6 +258,7 @@ def per_process(terms: dict[str, int], config: ModelConfig, recipe: Recipe) -> d
         "optimizer": kept / whole,
         "checkpoint copy": kept / whole,
         "cast weights": gathered / whole,
+        "owed gradients": gathered / whole * (1 + 1 / layout.data),
         "activations": layers * (flying if layout.pipeline > 1 else 1) / config.layers / spread,
         "logits": 1 / spread,
     }
