@@ -19,6 +19,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "data_order": [],
     "train_gpt": ["--nanogpt", "{nanogpt}"],
     "eval": [],
+    "long_attention": [],
 }
 
 
