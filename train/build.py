@@ -26,8 +26,9 @@ from .parallel.context import cut_rows
 from .parallel.layout import require_world
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .precision import AUTOCAST, LossScaler, pick_device, weight_dtype
-from .recipe import ObjectiveSection, Recipe, model_config, model_family
+from .recipe import Recipe, model_config, model_family
 from .recompute import recompute
+from .sections import ObjectiveSection
 from .step import Trainer
 
 if TYPE_CHECKING:
