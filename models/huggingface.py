@@ -7,7 +7,7 @@ Only safetensors files are read: a pickle can run code.
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -67,7 +67,7 @@ def from_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise Failed("config.json is not valid JSON", where=path, why=str(error)) from error
-    state = _canonical(_read_tensors(directory))
+    state = _read_tensors(directory)
     config = read_config(fields, state, str(path))
     model = empty_model(config, "cpu", dtype)
     ours = dict(model.named_parameters())
@@ -174,7 +174,7 @@ def _describe_bert(config: BERTConfig) -> dict[str, Any]:
     }
 
 
-def read_config(fields: dict[str, Any], state: State, where: str) -> ModelConfig:
+def read_config(fields: dict[str, Any], state: Mapping[str, Tensor], where: str) -> ModelConfig:
     """The config for their `config.json` fields; `state` says which heads are there. Raises `Refused` for what we cannot build."""
     kind = fields.get("model_type")
     try:
@@ -376,9 +376,34 @@ def _inward(values: list[Tensor], pair: Pair, head_size: int) -> Tensor:
     return torch.stack([value.reshape(-1, head_size, *rest) for value in values], dim=1).flatten(0, 2)
 
 
-def _read_tensors(directory: Path) -> State:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+class _Tensors(Mapping[str, Tensor]):
+    """Tensors of safetensors files under today's names, read when asked for, so that loading a model holds one of them twice.
+
+    A file is opened for each: a mapping keeps every page that was read until it is closed, which is the whole model again.
+    """
+
+    def __init__(self, places: dict[str, tuple[Path, str]]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        path, stored = self._places[name]
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _read_tensors(directory: Path) -> _Tensors:
+    from safetensors import SafetensorError, safe_open
 
     whole = directory / "model.safetensors"
     paths = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
@@ -386,25 +411,22 @@ def _read_tensors(directory: Path) -> State:
         found = "only pickled weights (.bin), which can run code" if list(directory.glob("*.bin")) else "no weights at all"
         fix = "save the model again with save_pretrained() of a recent transformers, which writes safetensors"
         raise WrongUse("there are no safetensors files", where=directory, why=f"the directory has {found}", fix=fix)
-    state: State = {}
+    places: dict[str, tuple[Path, str]] = {}
     for path in paths:
         try:
-            state |= load_file(path)
+            with safe_open(path, framework="pt") as file:
+                places |= {_canonical(name): (path, name) for name in file.keys()}  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError) as error:
             raise Failed("the weights cannot be read", where=path, why=str(error)) from error
-    return state
+    return _Tensors(places)
 
 
-def _canonical(state: State) -> State:
-    """Names as today's classes write them: with the base model's prefix, and without TensorFlow's gamma and beta."""
-    named = {}
-    for name, value in state.items():
-        if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
-            name = f"transformer.{name}"
-        elif name.startswith(("embed_tokens.", "layers.", "norm.")):
-            name = f"model.{name}"
-        elif name.startswith(("embeddings.", "encoder.", "pooler.")):
-            name = f"bert.{name}"
-        name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        named[name] = value
-    return named
+def _canonical(name: str) -> str:
+    """A tensor's name as today's classes write it: with the base model's prefix, and without TensorFlow's gamma and beta."""
+    if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
+        name = f"transformer.{name}"
+    elif name.startswith(("embed_tokens.", "layers.", "norm.")):
+        name = f"model.{name}"
+    elif name.startswith(("embeddings.", "encoder.", "pooler.")):
+        name = f"bert.{name}"
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
