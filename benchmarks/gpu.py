@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from common import claim, finish, parser
-
 from throughline.core import hardware
 from throughline.models.bert import BERT
 from throughline.models.gpt import GPT
@@ -111,8 +110,9 @@ def main() -> int:
             for key, step in steps.items():
                 rates[key].append(tokens_per_second(step, tokens, chosen.device, repeats))
         best = {who: max((rates[who, c] for c in (False, True)), key=statistics.median) for who in ("ours", "theirs")}
-        claims.append(claim(f"{name}-train-vs-transformers", best["ours"], best["theirs"],
-                            peer="transformers, the better of eager and compiled", unit="tokens/s", better="higher", goal=1.0))  # fmt: skip
+        peer = "transformers, the better of eager and compiled"
+        title = f"{name}-train-vs-transformers"
+        claims.append(claim(title, best["ours"], best["theirs"], peer=peer, unit="tokens/s", better="higher", goal=1.0))
         gpu = hardware.machine().gpus[0] if hardware.machine().gpus else None
         if gpu and gpu.chip:
             flops = preset(name).flops_per_token(length) * statistics.median(best["ours"])

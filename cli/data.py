@@ -108,7 +108,8 @@ def tokenizer(
                 "an import takes one path", why=f"{len(inputs)} were given", fix="name the directory of the vocabulary"
             )
         made, files = import_tokenizer(inputs[0], None if cased is None else not cased)
-        records, facts = [input_record(file) for file in files], {"trained": False}
+        records = [input_record(file) for file in files]
+        facts: dict[str, Any] = {"trained": False}
     else:
         sources, counts = expand_inputs(list(inputs)), Counter[str]()
         budget = parse_bytes(sample_bytes) or 0

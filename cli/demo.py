@@ -45,7 +45,7 @@ def command(out: Path, text: Path | None) -> None:
 def road(out: Path, text: Path) -> list[tuple[str, list[str]]]:
     """(directory made below `out`, words of the command) of every stage, in order."""
     stages: list[tuple[str, list[str]]] = []
-    plans = (
+    plans: tuple[tuple[str, list[str], list[str], str], ...] = (
         ("gpt", ["--type", "bpe", "--vocab-size", "1024"], [], "lambada_openai,blimp_transitive"),
         ("bert", ["--type", "wordpiece", "--vocab-size", "2048"], ["--sentences"], "blimp_transitive"),
     )

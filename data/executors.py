@@ -83,7 +83,8 @@ def _start(pool: dict[Connection, tuple[BaseProcess, int]], work: Path, backend:
 
 
 def _judge_death(process: BaseProcess, index: int, tries: int, work: Path) -> None:
-    how = f"signal {-process.exitcode}" if (process.exitcode or 0) < 0 else f"exit code {process.exitcode}"
+    code = process.exitcode or 0
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
     if tries >= TRIES:
         why = f"it ended with {how} {tries} times; signal 9 is most often the system short of memory"
         fix = "use fewer --workers or a smaller --shard-bytes and run the same command again: finished shards are kept"

@@ -61,7 +61,7 @@ def paired_test(metric: str, first: Sequence[Sequence[float]], second: Sequence[
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     values = [float(how.aggregate(rows)) for rows in (a, b)]
     if metric.startswith("f1"):  # lines are (gold, predicted): compare right answers
-        a, b = (np.float64(rows[:, :1] == rows[:, 1:2]) for rows in (a, b))
+        a, b = ((rows[:, :1] == rows[:, 1:2]).astype(np.float64) for rows in (a, b))
     differences = b[:, 0] - a[:, 0]
     count = len(differences)
     error = float(differences.std(ddof=1) / math.sqrt(count)) if count > 1 else None

@@ -93,4 +93,5 @@ class _Chunk:
     def ranks(self) -> np.ndarray:
         """How many tokens have a larger logit than each target; call after `scores`."""
         row = torch.from_numpy(self.rows).to(self.hidden.device)
-        return sum((self.logits(start)[row] > self.chosen[:, None]).sum(dim=-1) for start in self.starts).cpu().numpy()
+        larger = [(self.logits(start)[row] > self.chosen[:, None]).sum(dim=-1) for start in self.starts]
+        return torch.stack(larger).sum(dim=0).cpu().numpy()

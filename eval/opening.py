@@ -3,12 +3,16 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..core.artifact import Input, is_artifact, read_manifest
 from ..core.errors import WrongUse
 from ..core.files import read_json
 from ..core.scorer import Scorer
+
+if TYPE_CHECKING:
+    from ..models.bert import BERT
+    from ..models.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,15 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
         from .masked import MaskedScorer
 
         scorer = MaskedScorer(
-            opened.model, tokenizer, identity=opened.input.hash, pll=options.pll, window=options.window,
+            cast("BERT", opened.model), tokenizer, identity=opened.input.hash, pll=options.pll, window=options.window,
             batch_tokens=options.batch_tokens, keep_tokens=options.keep_tokens,
         )  # fmt: skip
     else:
         from .causal import CausalScorer
 
         scorer = CausalScorer(
-            opened.model, tokenizer, identity=opened.input.hash, bos=_wants_bos(options, file, tokenizer), window=options.window,
+            cast("GPT", opened.model), tokenizer, identity=opened.input.hash,
+            bos=_wants_bos(options, file, tokenizer), window=options.window,
             batch_tokens=options.batch_tokens, batch_questions=options.batch_questions, keep_tokens=options.keep_tokens,
         )  # fmt: skip
     return Opened(scorer, family, opened.input, _step(opened.input.path), opened.model, tokenizer)

@@ -135,8 +135,10 @@ def _json(file: TextIO, path: Path) -> Iterator[Record]:
 
 def _table(file: TextIO, path: Path, delimiter: str) -> Iterator[Record]:
     # Tab-separated benchmark files (GLUE) hold bare quotes inside cells and never quote a cell.
-    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-    rows = csv.reader(file, delimiter=delimiter, quoting=quoting)
+    if delimiter == "\t":
+        rows = csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE)
+    else:
+        rows = csv.reader(file, delimiter=delimiter)
     header = next(rows, [])
     for row in rows:
         if len(row) != len(header):

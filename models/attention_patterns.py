@@ -24,14 +24,14 @@ of a block, R query blocks computed together, M key blocks that each of them see
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .config import AttentionPattern, GPTConfig
-from .layers import scaled_dot_product
+from .layers import Block, scaled_dot_product
 
 if TYPE_CHECKING:
     from .bert import BERT
@@ -180,4 +180,4 @@ def apply_pattern(model: "GPT | BERT", pattern: AttentionPattern) -> None:
     """Let every block of a GPT or a BERT attend by the pattern: its weights, names and inputs stay what they are."""
     attend = make_attend(pattern, causal=isinstance(model.config, GPTConfig))
     for block in model.blocks.values():
-        block.attention.attend = attend
+        cast(Block, block).attention.attend = attend

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from ..core.artifact import MANIFEST, Draft, Input, create_artifact, is_artifact
 from ..core.console import warn
 from ..core.errors import Failed, Refused, ThroughlineError, WrongUse
 from ..core.files import full_disk, read_json, sha256_file, sync_file, write_atomic
-from ..models.config import FAMILIES
+from ..models.config import FAMILIES, ModelConfig
 from ..models.init import empty_model
 from .parallel.offload import HostOffload
 from .parallel.plan import parameter_shapes
@@ -158,7 +158,7 @@ def load_weights(directory: Path, model: "nn.Module | Engine | HostOffload") -> 
     read = TensorReader(directory, "weights")
     parts = held(model)
     whole = isinstance(model, (nn.Module, HostOffload))
-    known = {part.name for part in parts} if whole else set(parameter_shapes(model.config))
+    known = {part.name for part in parts} if whole else set(parameter_shapes(cast(ModelConfig, model.config)))
     differing = known ^ set(read.table)
     if differing:
         raise Refused("the checkpoint is of another model", where=directory, why=f"only one has {sorted(differing)[0]}")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.files import read_json
-from ..models.config import family_of
+from ..models.config import ModelConfig, family_of
 from .parallel.offload import HostOffload
 from .parallel.plan import Box
 
@@ -86,7 +86,7 @@ def take_snapshot(trainer: "Trainer") -> Snapshot:
                     optimizer[key] = _copy(value)
             else:
                 scalars[key] = value
-    config = trainer.model.config
+    config = cast(ModelConfig, trainer.model.config)
     return Snapshot(
         tensors={"weights": weights, "optimizer": optimizer, "rng": _rng_states(trainer)},
         state={
@@ -156,7 +156,7 @@ def write_snapshot(directory: Path, snapshot: Snapshot, others: Sequence[Table] 
     for other in others:
         for group, entries in other.items():
             for name, entry in entries.items():
-                known = table[group].setdefault(name, entry)
+                known: Any = table[group].setdefault(name, entry)
                 if known is not entry:
                     assert (known["shape"], known["dtype"]) == (entry["shape"], entry["dtype"]), name
                     known["chunks"] += entry["chunks"]

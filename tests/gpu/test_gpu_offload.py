@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise

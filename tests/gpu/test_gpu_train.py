@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 from throughline.train.checkpoint import CheckpointWriter, load_model, restore

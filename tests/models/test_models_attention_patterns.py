@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
-
 from throughline.core.errors import Refused, WrongUse
 from throughline.inference.export import write_graph
 from throughline.models import attention_patterns
@@ -15,6 +13,7 @@ from throughline.models.gpt import GPT
 from throughline.models.huggingface import to_huggingface
 from throughline.models.init import initialise
 from throughline.train.parallel.layout import Layout, layout_problems
+from torch.nn import functional as F
 
 # rounding of float64 through one softmax or two layers: about 1e-15 of numbers of size 1
 EXACT = 1e-12

@@ -11,12 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.compression import Bf16, Bf16Sum, CompressedSum, DenseSum, PowerSum, Signs, Wire  # noqa: E402
 from throughline.train.parallel.mesh import Axis  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 
 WORLDS = (2, 3)
 HEADER_BYTES = 4096  # gloo frames each message with 48 bytes and meets at barriers: measured below 3 kB for what is sent here

@@ -5,14 +5,13 @@ import time
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
 from throughline.train.loss import cross_entropy_sum
 from throughline.train.parallel.offload import HostOffload, memory_terms
+from torch import Tensor, nn
 
 SHAPE = {"vocab_size": 64, "sequence_length": 16, "layers": 3, "width": 32, "heads": 4}
 

@@ -8,7 +8,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.data.store import write_index  # noqa: E402
