@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from .parallel.engine import Engine
     from .parallel.offload import HostOffload
 
-MOMENTUM = 0.95
 ITERATIONS = 5
 # The quintic of Jordan et al. 2024 ("Muon"): singular values go fast to about 1 (0.7 to 1.2), and need not get nearer
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -69,9 +68,9 @@ def _interleaved(name: str, model: "nn.Module | Engine | HostOffload") -> tuple[
 class MuonAdamW(torch.optim.AdamW):
     """Groups with `interleaved` move by Muon (Jordan et al. 2024), the others by AdamW.
 
-    Muon replaces the momentum M = U S V' of a matrix by about U V', so that every direction moves alike: momentum 0.95 with
-    Nesterov's look ahead, Newton-Schulz iterations, a step of sqrt(max(1, rows / columns)) x lr. Query, key and value are three
-    matrices although they are stored as one. All matrices of one shape are orthogonalised together.
+    Muon replaces the momentum M = U S V' of a matrix by about U V', so that every direction moves alike: a mean of gradients with
+    decay beta1 and Nesterov's look ahead, Newton-Schulz iterations, a step of sqrt(max(1, rows / columns)) x lr. Query, key and
+    value are three matrices although they are stored as one. All matrices of one shape are orthogonalised together.
     """
 
     @torch.no_grad()
@@ -84,7 +83,7 @@ class MuonAdamW(torch.optim.AdamW):
                 dtype = torch.bfloat16 if group["bf16"] else parameter.dtype
                 if parameter.grad is None:
                     continue
-                ahead = self._momentum(parameter)
+                ahead = self._momentum(parameter, group["betas"][0])
                 parameter.grad = None  # so that AdamW passes it by
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 for target, update in zip(_parts(parameter, *group["interleaved"]), _parts(ahead, *group["interleaved"])):
@@ -99,15 +98,15 @@ class MuonAdamW(torch.optim.AdamW):
                 target.sub_((wide.t() if tall else wide).reshape(target.shape), alpha=step)
         super().step()
 
-    def _momentum(self, parameter: Tensor) -> Tensor:
+    def _momentum(self, parameter: Tensor, decay: float) -> Tensor:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())  # AdamW expects one in every state that it loads
             state["momentum"] = torch.zeros_like(parameter)
         state["step"] += 1
         gradient = parameter.grad
-        state["momentum"].lerp_(gradient, 1 - MOMENTUM)
-        return gradient.lerp(state["momentum"], MOMENTUM)
+        state["momentum"].lerp_(gradient, 1 - decay)
+        return gradient.lerp(state["momentum"], decay)
 
 
 def _parts(weight: Tensor, count: int, rows: int) -> list[Tensor]:
