@@ -222,14 +222,14 @@ class HostOffload:
     def publish(self) -> None:
         """Send all masters to the device, after they were filled from a checkpoint."""
         self.wait()
-        self._synchronize()  # the buffers are read until then
+        self._synchronize()  # buffers and weights are read until then
         for unit, indices in enumerate(self._units):
             self._send_up(unit, indices)
         self._synchronize()
 
     def _synchronize(self) -> None:
-        if self._up is not None:
-            self._up.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def bytes_held(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, int]]:
         """Bytes of the tensors that exist now, by the terms of `memory_terms`."""
