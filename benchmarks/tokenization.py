@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def files_in(paths: list[Path]) -> list[Path]:
 def lines_of(path: str) -> Iterator[list[str]]:
     """Batches of lines."""
     with open(path, encoding="utf-8") as file:
-        while batch := [line.rstrip("\n") for line, _ in zip(file, range(BATCH))]:
+        while batch := [line.rstrip("\n") for line in islice(file, BATCH)]:
             yield batch
 
 
