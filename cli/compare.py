@@ -1,4 +1,4 @@
-"""`throughline compare RUN RUN`: losses and gradient norms of two runs, step by step, against a stated bound."""
+"""`throughline compare A B`: two runs step by step against a stated bound, or two scores by a paired test."""
 
 import click
 
@@ -14,9 +14,18 @@ from .common import throughline_command
 def command(first: str, second: str, bound: float) -> None:
     """Compare the losses and gradient norms of two runs; exit code 3 when a difference is above the bound.
 
+    Two scores of `throughline eval` are compared record by record with a paired test instead.
+
     \b
     Example:  throughline compare runs/one runs/two --bound 1e-6
     """
+    from ..core.artifact import is_artifact, read_manifest
+
+    if is_artifact(first) and read_manifest(first).kind == "scores":
+        from ..eval.compare import compare_scores
+
+        console.result(*compare_scores(first, second))
+        return
     from ..train.compare import check_bound, compare_runs
 
     comparison = compare_runs(first, second)
