@@ -36,7 +36,7 @@ SHORT_LINES = 20
 
 
 def documents_of(paths: list[Path]) -> Iterator[str]:
-    """Paragraphs of text files and of SQuAD-style JSON, joined to documents of about DOCUMENT characters, one line each."""
+    """Lines of text files and paragraphs of SQuAD-style JSON, joined to documents of about DOCUMENT characters, one line each."""
     for path in paths:
         opened = {".bz2": bz2.open, ".gz": gzip.open}.get(path.suffix, open)
         with opened(path, "rb") as file:
@@ -45,7 +45,7 @@ def documents_of(paths: list[Path]) -> Iterator[str]:
             blocks = [p["context"] + " " + " ".join(q["question"] for q in p["qas"])
                       for article in json.loads(text)["data"] for p in article["paragraphs"]]  # fmt: skip
         else:
-            blocks = text.split("\n\n")
+            blocks = text.split("\n")
         held: list[str] = []
         for block in blocks:
             held.append(" ".join(block.split()))
