@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..models.bert import BERT
+from ..models.gpt import GPT
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ class MuonAdamW(torch.optim.AdamW):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "the loss is not evaluated again"
         batches: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
         dtype = torch.float32
