@@ -8,10 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..models.bert import BERT
-from ..models.gpt import GPT
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -107,6 +105,7 @@ class MuonAdamW(torch.optim.AdamW):
             state["momentum"] = torch.zeros_like(parameter)
         state["step"] += 1
         gradient = parameter.grad
+        assert gradient is not None
         state["momentum"].lerp_(gradient, 1 - decay)
         return gradient.lerp(state["momentum"], decay)
 
