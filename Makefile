@@ -14,7 +14,7 @@ help:
 	@echo "make slow           the tests that take minutes or several processes"
 	@echo "make lint           ruff and mypy"
 	@echo "make gpu-check      tests and benchmarks that need a CUDA device; installs nothing"
-	@echo "make bench          every benchmark against its peers (NANOGPT=path of a nanoGPT checkout)"
+	@echo "make bench          every benchmark against its peers (NANOGPT=a nanoGPT checkout, SHARED=shared data)"
 	@echo "make prove-layouts  every parallel layout against the single process"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -42,7 +42,7 @@ lint: $(VENV)/.installed-test
 		-p throughline.data -p throughline.train -p throughline.inference -p throughline.eval -p throughline.cli
 
 bench: $(VENV)/.installed-test
-	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/run_all.py $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(BENCHFLAGS)
+	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/run_all.py $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(SHARED),--shared $(SHARED)) $(BENCHFLAGS)
 
 prove-layouts: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/prove_layouts.py $(PROVEFLAGS)

@@ -1,4 +1,4 @@
-"""Run every benchmark in turn and keep their JSON lines: python benchmarks/run_all.py [--only NAME] [--nanogpt PATH] [--quick].
+"""Run every benchmark in turn and keep their JSON lines: python benchmarks/run_all.py [--only NAME] [--nanogpt PATH] [--shared PATH].
 
 Results go to benchmarks/results/<machine>.json, one entry a benchmark; an entry is replaced when its benchmark has run.
 """
@@ -13,13 +13,14 @@ from pathlib import Path
 from common import machine_facts, parser
 
 HERE = Path(__file__).parent
-# benchmark -> the options it needs beyond --quick; {nanogpt} is the path of a checkout
+# benchmark -> the options it needs beyond --quick; {nanogpt} is a checkout, {shared} the shared data directory
 BENCHMARKS: dict[str, list[str]] = {
-    "tokenize": [],
+    "tokenize": ["--text", "{shared}/data/novels", "--multilingual", "{shared}/data/multilingual", "{shared}/data/squad"],
     "data_order": [],
     "train_gpt": ["--nanogpt", "{nanogpt}"],
-    "eval": [],
+    "eval": ["{shared}"],
     "long_attention": [],
+    "prove_compression": [],
 }
 
 
@@ -42,6 +43,7 @@ def main() -> int:
     options = parser(__doc__ or "")
     options.add_argument("--only", action="append", choices=sorted(BENCHMARKS), help="run this one; repeatable")
     options.add_argument("--nanogpt", default=os.environ.get("NANOGPT", ""), help="path of a nanoGPT checkout")
+    options.add_argument("--shared", default=os.environ.get("THROUGHLINE_SHARED", ""), help="directory with data/novels and so on")
     options.add_argument("--results", type=Path, default=HERE / "results" / f"{machine_name()}.json")
     chosen = options.parse_args()
     results = json.loads(chosen.results.read_text()) if chosen.results.exists() else {}
@@ -49,10 +51,12 @@ def main() -> int:
     for name, needs in BENCHMARKS.items():
         if chosen.only and name not in chosen.only:
             continue
-        if "{nanogpt}" in needs and not chosen.nanogpt:
-            print(f"{name}: left out, it needs --nanogpt PATH", file=sys.stderr)
+        paths = {"nanogpt": chosen.nanogpt, "shared": chosen.shared}
+        missing = [path for path, given in paths.items() if not given and f"{{{path}}}" in " ".join(needs)]
+        if missing:
+            print(f"{name}: left out, it needs --{missing[0]} PATH", file=sys.stderr)
             continue
-        command = [sys.executable, str(HERE / f"{name}.py"), *(word.format(nanogpt=chosen.nanogpt) for word in needs)]
+        command = [sys.executable, str(HERE / f"{name}.py"), *(word.format(**paths) for word in needs)]
         done = subprocess.run(command + ["--quick"] * chosen.quick, stdout=subprocess.PIPE, text=True)
         print(done.stdout)
         if done.returncode:

@@ -3,7 +3,9 @@
 import functools
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -28,6 +30,7 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, json_output: bool, debug: bool, **kwargs: Any) -> Any:
         console.configure(json_output=json_output)
+        before = _on_sigterm(_terminated)  # train, serve and tokenise put their own in its place
         try:
             answer = function(*args, **kwargs)
             _tell_launcher(0)
@@ -52,9 +55,22 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
             )
             sys.exit(EXIT_FAILED)
         finally:
+            _on_sigterm(before)
             console.configure()
 
     return wrapped
+
+
+def _on_sigterm(handler: Any) -> Any:
+    """Set the handler and return the one before; only a main thread may."""
+    if threading.current_thread() is threading.main_thread():
+        return signal.signal(signal.SIGTERM, handler)
+    return signal.SIG_DFL
+
+
+def _terminated(number: int, frame: object) -> None:
+    """SIGTERM unwinds like Ctrl-C, so that half-written output is removed."""
+    raise KeyboardInterrupt
 
 
 def _tell_launcher(code: int, kind: str = "done") -> None:

@@ -226,7 +226,7 @@ class _Asked:
         summary = {
             "task": bound.name, "group": bound.group, "about": task.about, "kind": task.kind, "n": len(self.items),
             "metrics": metrics, "shots": self.settings.shots, "seed": self.settings.seed if self.settings.shots else None,
-            "prompt_hash": bound.prompt_hash, "stride": task.stride or None, "prompt_checked": task.prompt_checked,
+            "prompt_hash": bound.prompt_hash, "stride": task.stride or None, "checked": task.checked,
             "truncated_records": cut_records, "truncated_tokens": cut_tokens, "scorer": self.scorer.recipe,
         }  # fmt: skip
         return TaskScores(summary, samples)

@@ -187,17 +187,16 @@ def join_ranks() -> Ranks:
 def task_listing() -> tuple[dict[str, Any], list[str]]:
     """All shipped tasks and the files they look for: (JSON, lines)."""
     tasks = {name: load_task(file) for name, file in shipped_tasks().items()}
-    checked = {True: "prompts", False: "scores"}
     rows = [
-        (name, task.kind, ", ".join(task.metrics), len(task.members) or None, checked[task.prompt_checked], task.about)
+        (name, task.kind, ", ".join(task.metrics), len(task.members) or None, task.checked, task.about)
         for name, task in tasks.items()
     ]
     lines = table(("task", "kind", "metrics", "members", "checked", "about"), rows)
-    lines += ["", "checked: prompts or whole scores compared with lm-evaluation-harness by the tests (its own tasks only)"]
+    lines += ["", "checked: what the tests compared with lm-evaluation-harness (nothing: it has no such task)"]
     lines += ["", "files looked for below --data-dir, in order:"]
     lines += [f"  {name:<26}{'  '.join(task.source.files)}" for name, task in tasks.items()]
     payload = {
-        name: task.model_dump(include={"about", "kind", "metrics", "prompt_checked"})
+        name: task.model_dump(include={"about", "kind", "metrics", "checked"})
         | {"files": {bound.name: bound.source.files for bound in find_tasks([name])}}
         for name, task in tasks.items()
     }

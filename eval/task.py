@@ -101,8 +101,8 @@ class Task(Section):
     """Kind of a group: member name -> values for `{keys}` in `source`."""
     mean: bool = False
     """A group reports the mean over its members."""
-    prompt_checked: bool = False
-    """True: prompts and choices were compared with lm-evaluation-harness on hand-written records, data were not at hand."""
+    checked: Literal["scores", "prompts", "nothing"] = "scores"
+    """What the tests compared with lm-evaluation-harness: scores on real records, prompts on hand-written ones, or nothing."""
 
 
 @dataclass(frozen=True)

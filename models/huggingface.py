@@ -155,7 +155,8 @@ def _describe_bert(config: BERTConfig) -> dict[str, Any]:
     plain = config.norm == "layernorm" and config.bias and not config.gated and config.key_value_heads == config.heads
     if not plain or config.norm_first or not config.mlm_transform or not config.token_types or config.relative_buckets:
         why = "BERT there is post-norm, with biases, a segment table, an MLM transform and no relative positions"
-        raise Refused("this shape has no Hugging Face layout of ours", why=why)
+        fix = "export it to ONNX, or train a post-norm one (model.overrides.norm_first = false)"
+        raise Refused("this shape has no Hugging Face layout of ours", why=why, fix=fix)
     return {
         "architectures": ["BertForPreTraining" if config.nsp else "BertForMaskedLM"],
         "model_type": "bert",
