@@ -1,4 +1,4 @@
-"""Run every benchmark in turn and keep their JSON lines: python benchmarks/run_all.py [--only NAME] [--nanogpt PATH] [--shared PATH].
+"""Run every benchmark and keep their JSON lines: python benchmarks/run_all.py [--only NAME] [--nanogpt PATH] [--shared PATH].
 
 Results go to benchmarks/results/<machine>.json, one entry a benchmark; an entry is replaced when its benchmark has run.
 """
