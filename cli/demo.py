@@ -19,6 +19,7 @@ from ..core.errors import Failed
 from .common import throughline_command
 
 PACKAGE = __package__.rsplit(".", 1)[0]
+PROMPT = "ROMEO:\nO"
 
 
 @click.command()
@@ -83,7 +84,7 @@ def ask(out: Path) -> dict[str, Any]:
     try:
         url = _address(server)
         start = time.monotonic()
-        gpt = _post(f"{url}v1/completions", {"model": "gpt", "prompt": "ROMEO:\n", "max_tokens": 60, "seed": 1, "temperature": 0.7})
+        gpt = _post(f"{url}v1/completions", {"model": "gpt", "prompt": PROMPT, "max_tokens": 60, "seed": 2, "temperature": 0.7})
         tokens_per_second = gpt["usage"]["completion_tokens"] / (time.monotonic() - start)
         bert = _post(f"{url}v1/fill-mask", {"model": "bert", "input": "my lord, the [MASK] is here."})
     finally:
@@ -128,13 +129,13 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
             time_text = "kept" if spent is None else console.duration(spent)
             rows.append((f"{family}-{name}", text, time_text, rate.get(name, "")))
     words = ", ".join(choice["text"] for choice in answers["fill_mask"]["data"][0]["candidates"][:3])
-    gpt = answers["completion"].strip().splitlines()
+    gpt = (PROMPT + answers["completion"]).splitlines()
     return [
         "",
         *console.table(("made in " + str(out), "how good", "took", "how fast"), rows),
         "",
         f"asked over HTTP ({answers['tokens_per_second']:.0f} tokens/s):",
-        "  GPT   ROMEO: " + " / ".join(line for line in gpt if line)[:100],
+        "  GPT   " + " / ".join(line for line in gpt if line)[:110],
         f"  BERT  my lord, the [MASK] is here.  ->  {words}",
         "",
         f"done in {console.duration(total)}. Next:",
