@@ -39,11 +39,19 @@ def last_json_line(text: str) -> dict:
     raise ValueError("no JSON line in the output")
 
 
+def merged(old: dict, new: dict) -> dict:
+    """A benchmark measured in parts: the newer line with those claims of the older one that it does not measure again."""
+    names = {claim["name"] for claim in new["claims"]}
+    kept = [claim for claim in old["claims"] if claim["name"] not in names]
+    return old | new | {"claims": kept + new["claims"], "details": old.get("details", {}) | new.get("details", {})}
+
+
 def main() -> int:
     options = parser(__doc__ or "")
     options.add_argument("--only", action="append", choices=sorted(BENCHMARKS), help="run this one; repeatable")
     options.add_argument("--nanogpt", default=os.environ.get("NANOGPT", ""), help="path of a nanoGPT checkout")
     options.add_argument("--shared", default=os.environ.get("THROUGHLINE_SHARED", ""), help="directory with data/novels and so on")
+    options.add_argument("--parts", help="of train_gpt: measure these claims and keep the others of an earlier run")
     options.add_argument("--results", type=Path, default=HERE / "results" / f"{machine_name()}.json")
     chosen = options.parse_args()
     results = json.loads(chosen.results.read_text()) if chosen.results.exists() else {}
@@ -57,12 +65,14 @@ def main() -> int:
             print(f"{name}: left out, it needs --{missing[0]} PATH", file=sys.stderr)
             continue
         command = [sys.executable, str(HERE / f"{name}.py"), *(word.format(**paths) for word in needs)]
+        command += ["--parts", chosen.parts] * (name == "train_gpt" and chosen.parts is not None)
         done = subprocess.run(command + ["--quick"] * chosen.quick, stdout=subprocess.PIPE, text=True)
         print(done.stdout)
         if done.returncode:
             failed.append(name)
             continue
-        results[name] = last_json_line(done.stdout) | {"quick": chosen.quick}
+        line = last_json_line(done.stdout) | {"quick": chosen.quick}
+        results[name] = merged(results[name], line) if chosen.parts and name in results else line
         chosen.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

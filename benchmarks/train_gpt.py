@@ -243,7 +243,7 @@ def main() -> None:
         novel = bz2.decompress(chosen.novel.read_bytes()).decode("utf-8").replace("\r\n", "\n")
         place = prepare(shakespeare, Path(scratch) / "shakespeare", chosen.nanogpt)
         if "tokens" in parts:
-            claims += tokens_claims(place, 1 if quick else 5, 60 if quick else 200)
+            claims += tokens_claims(place, 1 if quick else 3, 60 if quick else 200)
         seeds = 1 if quick else 3
         if "loss" in parts:
             made, details["loss"] = loss_claim("gpt-time-to-loss", place, shakespeare, seeds, 2000, 3.0)
@@ -253,7 +253,7 @@ def main() -> None:
             made, details["novel"] = loss_claim("gpt-time-to-loss-novel", place, novel, seeds, 2000, 2.0)
             claims.append(made)
         if "gpt124" in parts:
-            claims += gpt124_claims(Path(scratch) / "gpt124", 1 if quick else 5, 6 if quick else 10)
+            claims += gpt124_claims(Path(scratch) / "gpt124", 1 if quick else 3, 6 if quick else 8)
     finish("train_gpt", claims, packages=("transformers",), details=details)
 
 
