@@ -209,7 +209,7 @@ def gpt124_claims(directory: Path, pairs: int, steps: int) -> list[Claim]:
         base = {
             "model.preset": "gpt2-124m", "train.sequence_length": length, "train.batch_rows": rows, "train.steps": steps,
             "train.precision": "bf16", "train.compile": os.environ.get("GPT124_COMPILE", "off"), "optimizer.name": "adamw",
-            "data.validation_fraction": 0, "log.every_steps": 1,
+            "data.validation_fraction": 0, "log.every_steps": 1, "schedule.decay_steps": steps,
         }  # fmt: skip
 
         def ours(length=length, base=base, count=count) -> float:
