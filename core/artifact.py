@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import Refused, WrongUse
-from .files import full_disk, read_json, sha256_file, sha256_json, sync_dir, sync_file, walk_files
+from .files import full_disk, read_json, sha256_file, sha256_json, sync, walk_files
 from .version import version
 
 FORMAT_VERSION = 1
@@ -133,7 +133,7 @@ def seal(
         if name in known:
             records.append(FileRecord(name, file.stat().st_size, known[name]))
         elif file.name != MANIFEST:
-            sync_file(file)
+            sync(file)
             records.append(FileRecord(name, file.stat().st_size, sha256_file(file)))
     manifest = Manifest(
         kind, FORMAT_VERSION, version(), command_line(), recipe_hash, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -141,9 +141,9 @@ def seal(
     )  # fmt: skip
     aside = directory / f".{MANIFEST}.tmp"
     aside.write_text(manifest.to_json())
-    sync_file(aside)
+    sync(aside)
     os.replace(aside, directory / MANIFEST)
-    sync_dir(directory)
+    sync(directory)
     return manifest
 
 
@@ -172,7 +172,7 @@ def _move_into_place(staging: Path, path: Path, overwrite: bool) -> None:
         old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp"
         os.rename(path, old)
     os.rename(staging, path)
-    sync_dir(path.parent)
+    sync(path.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
 

@@ -29,17 +29,8 @@ def sha256_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def sync_dir(path: Path | str) -> None:
-    """Flush a directory's entries, so that a rename in it survives a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_file(path: Path | str) -> None:
-    """Flush a file's contents to the disk."""
+def sync(path: Path | str) -> None:
+    """Flush to the disk: a file's contents, or a directory's entries, so that a rename in it survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -60,7 +51,7 @@ def write_atomic(path: Path | str, data: str | bytes) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    sync_dir(path.parent)
+    sync(path.parent)
 
 
 @contextmanager

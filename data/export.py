@@ -22,7 +22,7 @@ import numpy as np
 from ..core.artifact import check_free
 from ..core.console import progress
 from ..core.errors import WrongUse
-from ..core.files import full_disk, sync_dir
+from ..core.files import full_disk, sync
 from .store import Shard, TokenStore
 from .tokenizer import FILE, Tokenizer
 
@@ -62,7 +62,7 @@ def _staged(out: Path) -> Iterator[Path]:
             staging.mkdir(parents=True)
             yield staging
             os.rename(staging, out)
-            sync_dir(out.parent)
+            sync(out.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..core.artifact import Input, input_record, seal
 from ..core.console import warn
 from ..core.errors import Failed
-from ..core.files import sha256_json, sync_dir
+from ..core.files import sha256_json, sync
 from .plan import Plan, Task
 from .store import token_dtype
 from .tasks import STORE, read_record
@@ -66,7 +66,7 @@ def finalize(
         os.rename(out, old)
         shutil.rmtree(old, ignore_errors=True)
     os.rename(store, out)
-    sync_dir(out.parent)
+    sync(out.parent)
     shutil.rmtree(folder, ignore_errors=True)
     if counts["replaced"]:
         warn(f"{counts['replaced']:,} characters replaced by U+FFFD (invalid UTF-8 or NUL)")

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..core.files import full_disk, read_json, sha256_file, sync_dir, sync_file, write_atomic
+from ..core.files import full_disk, read_json, sha256_file, sync, write_atomic
 from .backends import Backend
 from .plan import Plan, Task, check_unchanged
 from .readers import Batch, read
@@ -121,10 +121,10 @@ class ShardWriter:
             hashes = {"bin": self._digest.hexdigest(), "idx": sha256_file(self._aside("idx"))}
             for kind, digest in hashes.items():
                 aside, name = self._aside(kind), f"{self._name}.{kind}"
-                sync_file(aside)
+                sync(aside)
                 files[name] = {"bytes": aside.stat().st_size, "sha256": digest}
                 os.replace(aside, self._work / STORE / name)
-            sync_dir(self._work / STORE)
+            sync(self._work / STORE)
         self.close()
         return files
 

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,20 +18,13 @@ from ..core.errors import Failed, Refused, WrongUse
 from .bert import BERT
 from .config import BERTConfig, GPTConfig, ModelConfig
 from .gpt import GPT
+from .huggingface_names import Pair, pairs
 from .init import empty_model
 
 State = dict[str, Tensor]
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 THEIR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {"gelu_pytorch_tanh": "gelu_tanh"}
 IGNORED = re.compile(r"(\.attn\.(masked_)?bias|position_ids|rotary_emb\.inv_freq|^lm_head\.weight|decoder\.(weight|bias))$")
-
-
-class Pair(NamedTuple):
-    """One tensor of ours and the tensors of theirs that hold the same numbers."""
-
-    ours: str
-    theirs: tuple[str, ...]
-    how: Literal["same", "transposed", "split", "conv_qkv"] = "same"
 
 
 def to_huggingface(model: GPT | BERT) -> tuple[dict[str, Any], State]:
@@ -269,87 +262,6 @@ def _read_bert(fields: dict[str, Any], where: str, nsp: bool) -> BERTConfig:
 def _unless(value: int | None, usual: int) -> int:
     """0, our word for the usual size, when the value is that size or absent: so that a shape has one way to be written."""
     return 0 if value is None or value == usual else value
-
-
-# --- names ----------------------------------------------------------------------------------------------------------------
-
-
-def pairs(config: ModelConfig) -> Iterator[Pair]:
-    """Every parameter of ours with the names that it has in the Hugging Face layout."""
-    if isinstance(config, BERTConfig):
-        yield from _bert_pairs(config)
-    elif config.positions == "rotary":
-        yield from _llama_pairs(config)
-    else:
-        yield from _gpt2_pairs(config)
-
-
-def _both(ours: str, theirs: str) -> Iterator[Pair]:
-    for kind in ("weight", "bias"):
-        yield Pair(f"{ours}.{kind}", (f"{theirs}.{kind}",))
-
-
-def _gpt2_pairs(config: GPTConfig) -> Iterator[Pair]:
-    yield Pair("token_table.weight", ("transformer.wte.weight",))
-    yield Pair("position_table.weight", ("transformer.wpe.weight",))
-    for layer in range(config.layers):
-        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
-        yield from _both(f"{ours}.attention_norm", f"{theirs}.ln_1")
-        yield from _both(f"{ours}.mlp_norm", f"{theirs}.ln_2")
-        for kind in ("weight", "bias"):
-            yield Pair(f"{ours}.attention.qkv.{kind}", (f"{theirs}.attn.c_attn.{kind}",), "conv_qkv")
-        for mine, name in (("attention.out", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
-            yield Pair(f"{ours}.{mine}.weight", (f"{theirs}.{name}.weight",), "transposed")
-            yield Pair(f"{ours}.{mine}.bias", (f"{theirs}.{name}.bias",))
-    yield from _both("norm", "transformer.ln_f")
-    if not config.tied:
-        yield Pair("output.weight", ("lm_head.weight",))
-
-
-def _llama_pairs(config: GPTConfig) -> Iterator[Pair]:
-    yield Pair("token_table.weight", ("model.embed_tokens.weight",))
-    for layer in range(config.layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        q, k, v = (f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv")
-        if config.key_value_heads == config.heads:
-            yield Pair(f"{ours}.attention.qkv.weight", (q, k, v), "split")
-        else:
-            yield Pair(f"{ours}.attention.q.weight", (q,))
-            yield Pair(f"{ours}.attention.kv.weight", (k, v), "split")
-        for mine, name in (
-            ("attention_norm", "input_layernorm"),
-            ("attention.out", "self_attn.o_proj"),
-            ("mlp_norm", "post_attention_layernorm"),
-            ("mlp.up", "mlp.up_proj"),
-            ("mlp.gate", "mlp.gate_proj"),
-            ("mlp.down", "mlp.down_proj"),
-        ):
-            yield Pair(f"{ours}.{mine}.weight", (f"{theirs}.{name}.weight",))
-    yield Pair("norm.weight", ("model.norm.weight",))
-    if not config.tied:
-        yield Pair("output.weight", ("lm_head.weight",))
-
-
-def _bert_pairs(config: BERTConfig) -> Iterator[Pair]:
-    for mine, name in (("token_table", "word"), ("position_table", "position"), ("type_table", "token_type")):
-        yield Pair(f"{mine}.weight", (f"bert.embeddings.{name}_embeddings.weight",))
-    yield from _both("norm", "bert.embeddings.LayerNorm")
-    for layer in range(config.layers):
-        ours, theirs = f"blocks.{layer}", f"bert.encoder.layer.{layer}"
-        for kind in ("weight", "bias"):
-            names = tuple(f"{theirs}.attention.self.{name}.{kind}" for name in ("query", "key", "value"))
-            yield Pair(f"{ours}.attention.qkv.{kind}", names, "split")
-        yield from _both(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
-        yield from _both(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
-        yield from _both(f"{ours}.mlp.up", f"{theirs}.intermediate.dense")
-        yield from _both(f"{ours}.mlp.down", f"{theirs}.output.dense")
-        yield from _both(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
-    yield from _both("mlm_transform", "cls.predictions.transform.dense")
-    yield from _both("mlm_norm", "cls.predictions.transform.LayerNorm")
-    yield Pair("mlm_bias", ("cls.predictions.bias",))
-    if config.nsp:
-        yield from _both("pooler", "bert.pooler.dense")
-        yield from _both("nsp", "cls.seq_relationship")
 
 
 # --- tensors --------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from torch import nn
 from ..core.artifact import MANIFEST, Draft, Input, create_artifact, is_artifact, read_manifest, verify_artifact
 from ..core.console import warn
 from ..core.errors import Failed, Refused, ThroughlineError, WrongUse
-from ..core.files import full_disk, read_json, sha256_file, sync_file, write_atomic
+from ..core.files import full_disk, read_json, sha256_file, sync, write_atomic
 from ..models.config import FAMILIES, ModelConfig
 from ..models.init import empty_model
 from .parallel.offload import HostOffload
@@ -122,7 +122,7 @@ class CheckpointWriter:
             table = write_tensors(path, snapshot, self.process)
             hashes = {}
             for file in sorted(path.iterdir()):
-                sync_file(file)
+                sync(file)
                 hashes[file.name] = sha256_file(file)
             write_atomic(path / PART, json.dumps({"table": table, "hashes": hashes}))
         return path

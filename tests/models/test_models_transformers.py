@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.models.config import BERTConfig, GPTConfig
-from throughline.models.huggingface import from_huggingface, pairs, to_huggingface
+from throughline.models.huggingface import from_huggingface, to_huggingface
+from throughline.models.huggingface_names import pairs
 from throughline.models.init import build
 from throughline.models.presets import preset
 from torch.nn import functional as F
