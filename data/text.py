@@ -7,7 +7,7 @@
 | NUL                          | becomes U+FFFD                                            | `nul`, `replaced` |
 | invalid UTF-8, a lone surrogate in JSON | each bad part becomes U+FFFD                   | `replaced`      |
 | hard-wrapped lines           | kept; with `unwrap`, lines of a paragraph join by a space | `unwrapped`     |
-| a document of white space    | left out                                                  | `empty`         |
+| a document of white space    | left out, if no longer than a piece                       | `empty`         |
 | a long document              | encoded in pieces cut before white space: same tokens     | `long`          |
 | a long run without any space | cut at PIECE_BYTES: the one case where tokens can differ   | `forced_cuts`   |
 
@@ -120,7 +120,7 @@ def cut_place(window: bytes) -> tuple[int, bool]:
     place = len(window)
     while place > len(window) - 4 and window[place - 1] & 0xC0 == 0x80:  # not inside a character
         place -= 1
-    if window[place - 1] >= 0xC0:
+    if window[place - 1] >= 0xC0 or window[place - 1 : place] == b"\r":  # nor between CR and LF
         place -= 1
     return place, True
 

@@ -1,5 +1,6 @@
 """Fixtures every test may use. Only this file knows where shared data are: THROUGHLINE_SHARED, by default ../shared."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -10,6 +11,13 @@ SHARED = Path(os.environ.get("THROUGHLINE_SHARED", ROOT.parent / "shared"))
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if importlib.util.find_spec("hypothesis"):  # a bare GPU machine has none
+    from hypothesis import settings
+
+    # The same examples in every run; `pytest --hypothesis-profile=default` looks for new ones.
+    settings.register_profile("repeatable", derandomize=True, deadline=None)
+    settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
