@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "train_gpt": ["--nanogpt", "{nanogpt}"],
     "eval": ["{shared}"],
     "long_attention": [],
+    "checkpoints": [],
     "prove_compression": [],
 }
 

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -31,18 +32,29 @@ from torch import nn
 from ..core.artifact import MANIFEST, Draft, Input, create_artifact, is_artifact, read_manifest, verify_artifact
 from ..core.console import warn
 from ..core.errors import Failed, Refused, ThroughlineError, WrongUse
-from ..core.files import full_disk, read_json, sha256_file, sync, write_atomic
+from ..core.files import full_disk, read_json, write_atomic
 from ..models.config import FAMILIES, ModelConfig
 from ..models.init import empty_model
 from .parallel.offload import HostOffload
 from .parallel.plan import parameter_shapes
-from .snapshot import Snapshot, Table, TensorReader, held, layout_of, take_snapshot, write_snapshot, write_tensors
+from .snapshot import (
+    Buffers,
+    Snapshot,
+    Table,
+    TensorReader,
+    held,
+    layout_of,
+    take_snapshot,
+    write_snapshot,
+    write_tensors,
+)
 from .step import Trainer
 
 if TYPE_CHECKING:
     from .parallel.engine import Engine
 
 LATEST, PART = "latest", "part.json"
+LEAST_PRIORITY = 19  # nice(2)
 PART_TIMEOUT_S = 600.0  # as long as a collective may take
 
 
@@ -58,8 +70,10 @@ class CheckpointWriter:
     process: int = 0
     processes: int = 1  # each writes its part; the first puts them together
     token: str = ""  # of this start of the run: the parts of an earlier one are never taken
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
-    _pending: Future[Path] | None = None
+    prepared: bool = False
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint", _give_way))
+    _buffers: Buffers = field(default_factory=Buffers)
+    _pending: Future[Any] | None = None
     _abandoned: threading.Event = field(default_factory=threading.Event)
 
     def save(self, trainer: Trainer, facts: dict[str, Any] | None = None) -> float:
@@ -69,9 +83,19 @@ class CheckpointWriter:
         """
         start = time.perf_counter()
         self.wait()
-        snapshot = take_snapshot(trainer)
+        snapshot = take_snapshot(trainer, self._buffers)
         self._pending = self._thread.submit(self._write, snapshot, facts or {})
         return time.perf_counter() - start
+
+    def prepare(self, trainer: Trainer) -> None:
+        """Make room for the copies of the first save meanwhile; the optimizer must have moved once."""
+        self.prepared = True
+        self._pending = self._thread.submit(self._buffers.prepare, self._buffers.plan(trainer))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written."""
+        return self._pending is None or self._pending.done()
 
     def wait(self) -> Path | None:
         """Wait until the last checkpoint is complete; raises what went wrong with it."""
@@ -98,7 +122,8 @@ class CheckpointWriter:
             shutil.rmtree(path, ignore_errors=True)  # remains of a removal; a damaged one is replaced below
         with create_artifact(path, "checkpoint", inputs=self.inputs, recipe_hash=self.recipe_hash, overwrite=True) as draft:
             others = self._take_parts(step, draft) if self.processes > 1 else []
-            table = write_snapshot(draft.path, snapshot, others)
+            table, hashes = write_snapshot(draft.path, snapshot, others)
+            draft.known |= hashes
             if self.tokenizer_json is not None:
                 (draft.path / "tokenizer.json").write_bytes(self.tokenizer_json)
             state, parameters = snapshot.state, table["weights"].values()
@@ -119,11 +144,7 @@ class CheckpointWriter:
         path = self._part(step, self.process)
         with full_disk(path):
             path.mkdir(parents=True)
-            table = write_tensors(path, snapshot, self.process)
-            hashes = {}
-            for file in sorted(path.iterdir()):
-                sync(file)
-                hashes[file.name] = sha256_file(file)
+            table, hashes = write_tensors(path, snapshot, self.process)
             write_atomic(path / PART, json.dumps({"table": table, "hashes": hashes}))
         return path
 
@@ -151,6 +172,12 @@ class CheckpointWriter:
         for path in complete[self.keep :] if self.keep else []:
             (path / MANIFEST).unlink()
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _give_way() -> None:
+    """Let training go first wherever this thread wants the same processor (Linux, where threads have priorities)."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
 def load_weights(directory: Path, model: "nn.Module | Engine | HostOffload") -> None:

@@ -205,6 +205,8 @@ class Run:
         bar.advance(self.plan.tokens_per_step, self._note(result, rate))
         if self.profile is not None:
             self.profile.step()
+        if recipe.checkpoint.save_every_steps and not self.writer.prepared and not result.skipped:
+            self.writer.prepare(trainer)  # now that the optimizer has its state
         if result.skipped:
             self._event("skipped", in_row=trainer.skipped_in_row)
             if trainer.skipped_in_row >= recipe.train.stop_after_skipped:

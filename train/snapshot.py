@@ -6,20 +6,20 @@ reads what any other wrote. One process writes one file for each group.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.files import read_json
 from ..models.config import ModelConfig, family_of
 from .parallel.offload import HostOffload
 from .parallel.plan import Box
+from .tensor_file import write_tensor_file
 
 if TYPE_CHECKING:
     from .parallel.engine import Engine
@@ -64,31 +64,77 @@ class Snapshot:
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
     model: dict[str, Any]
-    places: dict[str, dict[str, tuple[tuple[int, ...], Box]]] = field(default_factory=dict)
+    places: dict[str, dict[str, "Part"]] = field(default_factory=dict)
 
 
-def take_snapshot(trainer: "Trainer") -> Snapshot:
-    """Copy everything that changes in a run, and that this process is to save, to the host."""
-    weights, optimizer, scalars = {}, {}, {}
-    places: dict[str, dict[str, tuple[tuple[int, ...], Box]]] = {group: {} for group in GROUPS}
+Key = tuple[str, str]  # group and name
+Part = tuple[tuple[int, ...], Box]  # of a whole shape, the part that is held
+
+
+def _saved(trainer: "Trainer") -> Iterator[tuple[Key, Any, Part | None]]:
+    """Everything in a run that changes and that this process is to save: tensors as they are, not copied, and numbers."""
     for part in held(trainer.holder):
         if not part.saved:
             continue
-        weights[part.name] = _copy(part.parameter)
-        places["weights"][part.name] = (part.shape, part.box)
+        place = (part.shape, part.box)
+        yield ("weights", part.name), part.parameter, place
         for slot, value in trainer.optimizer.state.get(part.parameter, {}).items():
-            key = f"{part.name}.{slot}"
-            if isinstance(value, Tensor) and value.shape == part.parameter.shape:
-                optimizer[key] = _copy(value)
-                places["optimizer"][key] = (part.shape, part.box)
-            elif isinstance(value, Tensor):
-                if not any(part.box.start):  # a number for the whole parameter: one process saves it
-                    optimizer[key] = _copy(value)
-            else:
-                scalars[key] = value
+            key = ("optimizer", f"{part.name}.{slot}")
+            if not isinstance(value, Tensor):
+                yield key, value, None
+            elif value.shape == part.parameter.shape:
+                yield key, value, place
+            elif not any(part.box.start):  # a number for the whole parameter: one process saves it
+                yield key, value, None
+    for name, state in _rng_states(trainer).items():
+        yield ("rng", name), state, None
+
+
+class Buffers:
+    """Memory of the host for the copies of one save, kept for the next: fresh memory costs far more than the copy."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, Tensor] = {}
+
+    def like(self, key: Key, tensor: Tensor) -> Tensor:
+        """Memory for a copy of the tensor of that key; page-locked where the copy comes from a GPU."""
+        kept = self._kept.get(key)
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            kept = self._kept[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return kept
+
+    def plan(self, trainer: "Trainer") -> list[tuple[Key, Tensor]]:
+        """What `prepare` is to make room for."""
+        return [(key, value.detach()) for key, value, _ in _saved(trainer) if isinstance(value, Tensor)]
+
+    def prepare(self, plan: Sequence[tuple[Key, Tensor]]) -> None:
+        """Make the memory of the first save and touch every page of it, ahead of time."""
+        for key, tensor in plan:
+            self.like(key, tensor).zero_()
+
+
+def take_snapshot(trainer: "Trainer", buffers: Buffers | None = None) -> Snapshot:
+    """Copy everything that changes in a run, and that this process is to save, to the host.
+
+    A snapshot in `buffers` is good until the next one in them.
+    """
+    buffers = buffers or Buffers()
+    tensors: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
+    places: dict[str, dict[str, Part]] = {group: {} for group in GROUPS}
+    scalars = {}
+    for key, value, place in _saved(trainer):
+        group, name = key
+        if not isinstance(value, Tensor):
+            scalars[name] = value
+            continue
+        tensors[group][name] = buffers.like(key, value).copy_(value.detach(), non_blocking=True)
+        if place is not None:
+            places[group][name] = place
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)
     config = cast(ModelConfig, trainer.model.config)
     return Snapshot(
-        tensors={"weights": weights, "optimizer": optimizer, "rng": _rng_states(trainer)},
+        tensors=tensors,
         state={
             "step": trainer.step,
             "samples": trainer.samples,
@@ -120,39 +166,35 @@ def _rng_states(trainer: "Trainer") -> dict[str, Tensor]:
     """
     if not isinstance(trainer.model, nn.Module):
         exchange, rank = trainer.model.exchange, trainer.model.mesh.rank
-        return {} if exchange is None else {f"owed.{rank}.{name}": _copy(error) for name, error in exchange.errors().items()}
+        return {} if exchange is None else {f"owed.{rank}.{name}": error for name, error in exchange.errors().items()}
     states = {"cpu": torch.get_rng_state()}
     if trainer.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(trainer.device)
     return states
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to("cpu", copy=True).contiguous()
-
-
-def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> Table:
-    """Write the files of one process and return the table of their tensors."""
+def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> tuple[Table, dict[str, str]]:
+    """Write the files of one process, flushed; the table of their tensors and the files' sha256."""
     table: Table = {}
+    hashes = {}
     for group in GROUPS:
         tensors, file = snapshot.tensors[group], f"{group}-{process:05d}.safetensors"
-        save_file(tensors, directory / file)
+        hashes[file] = write_tensor_file(directory / file, tensors)
         table[group] = {}
         for name, tensor in tensors.items():
             shape, box = snapshot.places.get(group, {}).get(name) or (tuple(tensor.shape), Box.whole(tuple(tensor.shape)))
             chunk = {"file": file, "key": name, "offset": list(box.start), "shape": list(box.size)}
             dtype = str(tensor.dtype).removeprefix("torch.")
             table[group][name] = {"shape": list(shape), "dtype": dtype, "chunks": [chunk]}
-    return table
+    return table, hashes
 
 
-def write_snapshot(directory: Path, snapshot: Snapshot, others: Sequence[Table] = ()) -> Table:
-    """Write the files of the first process and everything that is written once; the table of all processes.
+def write_snapshot(directory: Path, snapshot: Snapshot, others: Sequence[Table] = ()) -> tuple[Table, dict[str, str]]:
+    """Write the files of the first process and everything that is written once; the table of all processes, known sha256.
 
     `others` are the tables of the other processes, whose files are in the directory already.
     """
-    table = write_tensors(directory, snapshot)
+    table, hashes = write_tensors(directory, snapshot)
     for other in others:
         for group, entries in other.items():
             for name, entry in entries.items():
@@ -167,7 +209,7 @@ def write_snapshot(directory: Path, snapshot: Snapshot, others: Sequence[Table] 
     (directory / TENSORS).write_text(json.dumps(table, indent=1) + "\n")
     (directory / "state.json").write_text(json.dumps(snapshot.state, indent=1) + "\n")
     (directory / "model.json").write_text(json.dumps(snapshot.model, indent=1) + "\n")
-    return table
+    return table, hashes
 
 
 class TensorReader:

@@ -1,0 +1,95 @@
+"""What a checkpoint costs a run of two data processes: the pause, and tokens a second while it is written.
+
+python benchmarks/checkpoints.py [--quick] [--directory DIR]. A GPT of GPT-2's width with 4 layers in fp32 (68 million parameters,
+815 MB of weights and optimizer state). Windows without a save and windows from the call of `save` until `latest` names the
+verified checkpoint take turns in one run. The pause is the longest of both processes.
+"""
+
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from common import claim, finish, parser
+from throughline.benchmarks.forked import run_ranks, warm
+from throughline.models.presets import preset
+from throughline.train.checkpoint import CheckpointWriter
+from throughline.train.objective import StepBatch, prepare
+from throughline.train.parallel.crew import Crew
+from throughline.train.parallel.engine import Engine
+from throughline.train.parallel.layout import Layout
+from throughline.train.precision import LossScaler
+from throughline.train.step import Trainer, train_step
+
+LAYOUT = Layout(data=2)
+CONFIG = replace(preset("gpt2-124m"), layers=4, sequence_length=128)
+ROWS = 4  # of each process
+PAUSE_BOUND_S, THROUGHPUT_BOUND = 0.2, 0.9
+QUIET_STEPS = 8  # of a window without a save; one with a save lasts as long as the writing
+
+
+def make_trainer(crew: Crew) -> Trainer:
+    """The run's model and AdamW on this process."""
+    engine = Engine(CONFIG, crew.mesh, "fp32")
+    engine.fill()
+    group = {"params": [parameter for _, parameter in engine.named_parameters()], "base_lr": 1e-4}
+    optimizer = torch.optim.AdamW([group], lr=1e-4, fused=True)
+    return Trainer(engine, optimizer, None, LossScaler(), "fp32", crew.mesh.device, 1.0)
+
+
+def make_batch(crew: Crew) -> StepBatch:
+    """Some rows of this process."""
+    generator = torch.Generator().manual_seed(crew.mesh.rank)
+    ids = torch.randint(0, CONFIG.vocab_size, (ROWS, CONFIG.sequence_length), generator=generator).numpy()
+    return prepare({"input_ids": ids, "targets": ids}, "gpt", ROWS, crew.mesh.device, torch.float32, 0.0)
+
+
+def measure(directory: Path, pairs: int) -> tuple[list[float], list[float], list[float], list[float]]:
+    """On one process: pauses, and tokens/s while writing and without, window by window, and the seconds of each writing."""
+    crew = Crew.start(LAYOUT, torch.device("cpu"))
+    trainer, batch = make_trainer(crew), make_batch(crew)
+    writer = CheckpointWriter(directory, 1, process=crew.mesh.rank, processes=LAYOUT.world, token=crew.token)
+    tokens = ROWS * LAYOUT.data * CONFIG.sequence_length
+    pauses, writing, quiet, seconds = [], [], [], []
+    for _ in range(3):
+        train_step(trainer, batch, 1.0)
+    writer.prepare(trainer)
+    writer.wait()
+    for _ in range(pairs):
+        for save in (False, True):
+            crew.wait()
+            start, steps = time.perf_counter(), 0
+            if save:
+                pauses.append(crew.most(int(1e6 * writer.save(trainer))) / 1e6)
+            while crew.most(int(not writer.idle) if save else int(steps < QUIET_STEPS)):
+                train_step(trainer, batch, 1.0)
+                steps += 1
+            spent = time.perf_counter() - start
+            (writing if save else quiet).append(steps * tokens / spent)
+            if save:
+                seconds.append(spent)
+                writer.wait()
+    crew.wait()
+    writer.close()
+    return pauses, writing, quiet, seconds
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--directory", type=Path, help="where to write; by default a temporary directory")
+    chosen = options.parse_args()
+    warm()
+    pairs = 2 if chosen.quick else 5
+    with tempfile.TemporaryDirectory(dir=chosen.directory) as directory:
+        pauses, writing, quiet, seconds = run_ranks(LAYOUT.world, lambda: measure(Path(directory), pairs), 900)[0]
+    claims = [
+        claim("save-pause", pauses, [PAUSE_BOUND_S] * pairs, peer="bound", unit="s", better="lower", goal=1.0),
+        claim("save-throughput", writing, quiet, peer="no save", unit="tokens/s", better="higher", goal=THROUGHPUT_BOUND),
+    ]
+    print(f"{CONFIG.parameter_count():,} parameters, {LAYOUT.describe()}; written in {[round(s, 1) for s in seconds]} s")
+    finish("checkpoints", claims)
+
+
+if __name__ == "__main__":
+    main()
