@@ -46,18 +46,23 @@ def command(
     directory = Path(run_dir) if run_dir else Path("runs") / find_recipe(recipe).stem
     from ..train.build import plan_run
     from ..train.evaluate import Validation
-    from ..train.loop import train
+    from ..train.loop import Evaluator, train
     from ..train.parallel.mesh import running_processes
 
     plan = plan_run(resolved)
+    from ..train.report import figure_name
     if dry_run:
         console.result(plan.summary(), plan.lines())
         return
-    evaluators = [Validation(plan)] if plan.validation_stores else []
+    evaluators: list[Evaluator] = [Validation(plan)] if plan.validation_stores else []
+    if resolved.evaluation.tasks:
+        from ..eval.inloop import TaskEvaluator
+
+        evaluators.append(TaskEvaluator(plan))
     summary = train(plan, directory, resume=resume, evaluators=evaluators, profile=profile)
     if running_processes()[0] > 0:
         return  # the first process says it
-    figures = {"loss": summary["loss"], **{f"validation {name}": value for name, value in summary["validation"].items()}}
+    figures = {"loss": summary["loss"], **{figure_name(name): value for name, value in summary["validation"].items()}}
     lines = [f"{name:<26}{value:,.4f}" if isinstance(value, float) else f"{name:<26}{value}" for name, value in figures.items()]
     lines += [f"{'tokens/s':<26}{summary['tokens_per_s']:,.0f}", f"run in {directory}; report: {directory / 'report.html'}"]
     console.result(summary, lines)

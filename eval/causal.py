@@ -157,7 +157,7 @@ class CausalScorer(CausalText):
         packed[0, :tokens] = np.concatenate([tree.ids for tree in trees])
         packed[1, :tokens] = np.concatenate([tree.positions for tree in trees])
         ids, positions = torch.from_numpy(packed).to(self.device)
-        with attending(self.model, TreeAttention(trees, self.device, self.dtype)):
+        with attending(self.model, TreeAttention(trees, self.device, self.dtype, self.model.config.attention_pattern)):
             return self.model.hidden(ids[None], positions[None])[0]
 
 

@@ -1,27 +1,56 @@
-"""Task scores inside a training run: an evaluator for `train(..., evaluators=[...])`."""
+"""Task scores inside a training run: an evaluator for `train(..., evaluators=[...])`, which cli hands to the loop.
 
-from collections.abc import Sequence
-from typing import Any
+The figures are those of `throughline eval` on the checkpoint of the same step: the same questions of the same weights, with
+nothing kept between two evaluations, so that a resumed run has the curve of one that was never stopped.
+"""
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import WrongUse
 from ..models.bert import BERT
+from ..models.init import empty_model
 from .causal import CausalScorer
 from .masked import MaskedScorer
-from .runner import Settings, evaluate
+from .runner import Settings, evaluate, group_means, prepare
 from .task import find_tasks
+
+if TYPE_CHECKING:
+    from ..train.build import Plan
 
 
 class TaskEvaluator:
-    """Called with the model and the step; returns {"task/metric": value}. The model's mode is given back as it was."""
+    """Called with the model and the step; returns {"task/metric": value}, nothing at steps that are not its own.
 
-    def __init__(self, tasks: Sequence[str], tokenizer: Any, settings: Settings) -> None:
-        self.tasks, self.tokenizer, self.settings = find_tasks(tasks), tokenizer, settings
+    A group that reports a mean gives the mean alone. Data and records are checked when it is made, before the first step:
+    raises as `evaluate` does, and WrongUse without a tokenizer. The model's mode is given back as it was.
+    """
+
+    def __init__(self, plan: "Plan") -> None:
+        wanted = plan.recipe.evaluation
+        if plan.tokenizer is None:
+            why, fix = "tasks are texts", "tokenize the store again with a tokenizer, or take the tasks out"
+            raise WrongUse("the token store has no tokenizer", where="evaluation.tasks", why=why, fix=fix)
+        self.tokenizer, self.steps, self.every = plan.tokenizer, plan.recipe.train.steps, wanted.every_steps
+        self.tasks = find_tasks(wanted.tasks)
+        self.settings = Settings(Path(wanted.data_dir) if wanted.data_dir else None, wanted.limit)
+        if self.settings.data_dir is not None and not self.settings.data_dir.is_dir():
+            fix = "evaluation.data_dir names the directory that holds the tasks' files"
+            raise WrongUse("no such directory", where=self.settings.data_dir, fix=fix)
+        prepare(self._scorer(empty_model(plan.config)), self.tasks, self.settings)  # asking needs no weights
+
+    def _scorer(self, model: Any) -> CausalScorer | MaskedScorer:
+        return (MaskedScorer if isinstance(model, BERT) else CausalScorer)(model, self.tokenizer)
 
     def __call__(self, model: Any, step: int) -> dict[str, float]:
+        if step != self.steps and (not self.every or step % self.every):
+            return {}
         training = model.training
-        make = MaskedScorer if isinstance(model, BERT) else CausalScorer
         try:
-            found = evaluate(make(model, self.tokenizer), self.tasks, self.settings)
+            found = evaluate(self._scorer(model), self.tasks, self.settings)
         finally:
             model.train(training)
-        summaries = [score.summary for score in found]
+        means = group_means(found, {task.group: task.task.mean for task in self.tasks if task.group})
+        inside = {summary["task"] for summary in means}
+        summaries = [*(score.summary for score in found if score.summary["group"] not in inside), *means]
         return {f"{one['task']}/{name}": metric["value"] for one in summaries for name, metric in one["metrics"].items()}

@@ -99,7 +99,7 @@ def evaluate(
     Raises WrongUse when a task has no data and Failed for a bad record, naming file, line and field.
     """
     answers = Answers(directory, ranks.rank)
-    asked = [_Asked(scorer, task, settings) for task in present(tasks, settings)]
+    asked = prepare(scorer, tasks, settings)
     for work in asked:
         work.answer(answers, lambda key: int(key, 16) % ranks.world == ranks.rank)
     ranks.meet()
@@ -109,6 +109,11 @@ def evaluate(
     for work in asked:
         work.answer(answers, lambda _: True)  # what a rank that died has left
     return [work.scores(answers) for work in asked]
+
+
+def prepare(scorer: Scorer, tasks: Sequence[BoundTask], settings: Settings) -> list["_Asked"]:
+    """Every question, checked; nothing is computed. Raises as `evaluate` does."""
+    return [_Asked(scorer, task, settings) for task in present(tasks, settings)]
 
 
 def present(tasks: Sequence[BoundTask], settings: Settings) -> list[BoundTask]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core.scorer import Question
+from ..models.config import AttentionPattern
 from ..models.layers import Attention, scaled_dot_product
 
 ONE_CALL_TOKENS = 64  # up to this length one masked attention call beats a causal and a masked one
@@ -81,11 +82,13 @@ def _common_prefix(rows: Sequence[np.ndarray]) -> int:
 class TreeAttention:
     """Attention of a packed batch: has the signature of `Attention.attend` and takes its place for one forward."""
 
-    def __init__(self, trees: Sequence[Tree], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, trees: Sequence[Tree], device: torch.device, dtype: torch.dtype, pattern: AttentionPattern | None = None
+    ) -> None:
         self.rows: list[tuple[int, int, Tensor | None]] = []
         start = 0
         for tree in trees:
-            self.rows.append((start, tree.tokens, _mask(tree, device, dtype)))
+            self.rows.append((start, tree.tokens, _mask(tree, device, dtype, pattern)))
             start += tree.tokens
         self.tokens = start
 
@@ -109,15 +112,20 @@ class TreeAttention:
         return out
 
 
-def _mask(tree: Tree, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """What the last rows of a tree may see, (rows, S), 0 or -inf; None when the whole tree is one causal sequence."""
-    if not tree.branches:
+def _mask(tree: Tree, device: torch.device, dtype: torch.dtype, pattern: AttentionPattern | None) -> Tensor | None:
+    """What the last rows of a tree may see, (rows, S), 0 or -inf; None when the whole tree is one causal sequence.
+
+    With a `pattern` all rows need a mask: who sees whom goes by the positions of the sequence that a branch stands for.
+    """
+    if not tree.branches and pattern is None:
         return None
-    branch = np.repeat(np.arange(len(tree.branches) + 1), (tree.prefix, *tree.branches))
+    branch = np.repeat(np.arange(len(tree.branches) + 1), (tree.tokens - sum(tree.branches), *tree.branches))
     order = np.arange(tree.tokens)
-    first = 0 if tree.tokens <= ONE_CALL_TOKENS else tree.prefix
+    first = 0 if pattern is not None or tree.tokens <= ONE_CALL_TOKENS else tree.prefix
     mine = branch[first:, None]
     seen = ((branch == 0) | (branch == mine)) & (order <= order[first:, None])
+    if pattern is not None:
+        seen &= pattern.sees(tree.positions[first:, None], tree.positions, causal=True)
     mask = torch.zeros(seen.shape, dtype=dtype, device=device)
     return mask.masked_fill_(torch.from_numpy(~seen).to(device), float("-inf"))
 

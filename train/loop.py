@@ -38,7 +38,8 @@ from .step import StepResult, Trainer, no_mark, train_step
 
 Evaluator = Callable[[Any, int], dict[str, Any]]  # the model, or its engine, and the step
 MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains the same model
-    "train.steps", "train.eval_", "train.stop_after_skipped", "train.micro_batch_rows", "parallel.", "checkpoint.", "log.",
+    "train.steps", "train.eval_", "train.stop_after_skipped", "train.micro_batch_rows",
+    "parallel.", "evaluation.", "checkpoint.", "log.",
 )  # fmt: skip
 MEMORY_EVERY_S = 1.0
 NEXT_PHASE = {"": "forward", "optimizer": "forward", "forward": "backward", "backward": "the optimizer", "save": "forward"}

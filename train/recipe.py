@@ -16,6 +16,7 @@ from .sections import (
     CheckpointSection,
     CompressionSection,
     DataSection,
+    EvaluationSection,
     LogSection,
     ModelSection,
     ObjectiveSection,
@@ -37,6 +38,7 @@ class Recipe(Section):
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     objective: ObjectiveSection | None = None
+    evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     parallel: ParallelSection = ParallelSection()
     compression: CompressionSection = CompressionSection()
@@ -97,8 +99,12 @@ def family_rule(recipe: Recipe) -> Iterable[Problem]:
 def data_rule(recipe: Recipe) -> Iterable[Problem]:
     """There is something to train on, and to validate on when evaluation is asked for."""
     if not recipe.data.sources() or not all(source.path for source in recipe.data.sources()):
-        yield Problem("data.train", "no token store", "--set data.train=DIRECTORY; make one with: throughline data tokenize")
-    if recipe.train.eval_every_steps and not recipe.data.validation and not recipe.data.validation_fraction:
+        fix = "--set data.train=DIRECTORY; make one with: throughline data tokenize; or name text, and set data.tokenizer"
+        yield Problem("data.train", "no token store", fix)
+    if recipe.data.tokenizer and any(source.weight != 1 for source in recipe.data.sources()):
+        yield Problem("data.train", "text is read in the order given, without weights", "leave them out, or make token stores")
+    measured = recipe.data.validation or recipe.data.validation_fraction or recipe.evaluation.tasks
+    if recipe.train.eval_every_steps and not measured:
         yield Problem("train.eval_every_steps", "there is no validation split", "set data.validation_fraction or data.validation")
 
 
@@ -166,6 +172,20 @@ def compression_rule(recipe: Recipe) -> Iterable[Problem]:
             yield Problem("compression.warmup_steps", "the variance needs steps to form", "at least 1, usually 15 % of the run")
 
 
+def evaluation_rule(recipe: Recipe) -> Iterable[Problem]:
+    """Tasks are scored where the model is whole, at steps that have an evaluation."""
+    every, usual = recipe.evaluation.every_steps, recipe.train.eval_every_steps
+    if not recipe.evaluation.tasks:
+        return
+    if (world := recipe.parallel.layout().world) > 1:
+        text = f"tasks are scored by one process inside a run, and the layout has {world}"
+        fix = "take them out and score the checkpoints: throughline eval RUN --all-checkpoints --tasks ..."
+        yield Problem("evaluation.tasks", text, fix)
+    if every and (not usual or every % usual):
+        text = f"{every} is no multiple of train.eval_every_steps = {usual}"
+        yield Problem("evaluation.every_steps", text, f"train.eval_every_steps = {every}")
+
+
 def micro_rows(recipe: Recipe) -> int:
     """Rows of one forward and backward on one process: as given, else what suits the layout."""
     return recipe.train.micro_batch_rows or default_micro_rows(recipe.parallel.layout(), recipe.train.rows_per_step)
@@ -195,7 +215,7 @@ def model_config(recipe: Recipe, vocab_size: int | None = None) -> ModelConfig:
     return FAMILIES[family].from_dict(fields)
 
 
-RULES = (batch_rule, schedule_rule, family_rule, data_rule, model_rule, parallel_rule, compression_rule)
+RULES = (batch_rule, schedule_rule, family_rule, data_rule, model_rule, parallel_rule, compression_rule, evaluation_rule)
 
 
 def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
@@ -221,6 +241,10 @@ def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
     }
     family = model_family(recipe)
     update["model"] = recipe.model.model_copy(update={"family": family})
+    tasks = [absolute(task) if task.endswith(".toml") else task for task in recipe.evaluation.tasks]
+    update["evaluation"] = recipe.evaluation.model_copy(
+        update={"tasks": tasks, "data_dir": absolute(recipe.evaluation.data_dir)}
+    )
     if family == "bert" and recipe.objective is None:
         update["objective"] = ObjectiveSection()
     return recipe.model_copy(update=update)

@@ -48,7 +48,7 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     if steps and steps[-1]["loss"] is not None:
         rows.append(("training loss", f"{steps[-1]['loss']:.4f}"))
     validation: dict[str, Any] = next((record["validation"] for record in reversed(records) if record.get("validation")), {})
-    rows += [(f"validation {name.replace('_', ' ')}", f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")
+    rows += [(figure_name(name).replace("_", " "), f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")
              for name, value in validation.items()]  # fmt: skip
     rates = sorted(record["tokens_per_s"] for record in steps)
     if rates:
@@ -65,6 +65,11 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
         rows.append(("time of the last stretch", duration(finished[-1]["seconds"])))
         rows.append(("memory", f"{amount(memory['measured'], 'B')} measured, {amount(memory['predicted'], 'B')} predicted"))
     return rows
+
+
+def figure_name(name: str) -> str:
+    """What a figure of an evaluation is called: a task's score has a name of its own (`task/metric`)."""
+    return name if "/" in name else f"validation {name}"
 
 
 def environment_rows(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -105,11 +110,26 @@ def curves(records: list[dict[str, Any]]) -> list[tuple[str, list[Series]]]:
             [("masked tokens", column("mlm")), ("pairs", column("nsp")), ("masked, validation", validation("mlm_loss"))],
         ),
         ("accuracy", [("masked tokens", validation("mlm_accuracy")), ("pairs", validation("nsp_accuracy"))]),
+        *(
+            (f"tasks: {metric}", [(name.rpartition("/")[0], validation(name)) for name in names])
+            for metric, names in _tasks(records)
+        ),
         ("gradient norm", [("before clipping", column("grad_norm"))]),
         ("learning rate", [("", column("lr"))]),
         ("tokens per second", [("", column("tokens_per_s"))]),
         ("host memory after each phase, GiB", [(phase, memory("host", phase)) for phase in phases]),
         ("GPU memory, peak of each phase, GiB", [(phase, memory("gpu", phase)) for phase in phases]),
+    ]
+
+
+def _tasks(records: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Scores of tasks by metric, as many in a chart as there are colours."""
+    by_metric: dict[str, dict[str, None]] = {}
+    for name in (name for record in records for name in record.get("validation") or {} if "/" in name):
+        by_metric.setdefault(name.rpartition("/")[2], {})[name] = None
+    size = len(COLOURS)
+    return [
+        (metric, list(names)[first : first + size]) for metric, names in by_metric.items() for first in range(0, len(names), size)
     ]
 
 

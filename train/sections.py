@@ -159,6 +159,19 @@ class CheckpointSection(Section):
     """Steps between checkpoints; 0 = only at the end and when stopped."""
     keep: int = Field(default=2, ge=0)
     """Checkpoints kept, the newest; 0 = all."""
+class EvaluationSection(Section):
+    """Benchmark tasks scored inside the run, as `throughline eval` scores its checkpoints."""
+
+    tasks: list[str] = []
+    """Tasks, groups or task files, as `throughline eval --tasks` takes them."""
+    data_dir: str = ""
+    """Directory with the tasks' files; "" = the shipped samples, else the `datasets` library."""
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between scorings, a multiple of train.eval_every_steps; 0 = only at the end."""
+    limit: int | None = Field(default=200, gt=0)
+    """Records a task."""
+
+
 
 
 class ParallelSection(Section):

@@ -48,6 +48,12 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
     return spread(GPT(GPTConfig(layers=2, width=64, heads=4, sequence_length=64, **shape)), 0)
 
 
+@pytest.fixture(scope="session", params=["sliding", "fixed"])
+def windowed_gpt(request: pytest.FixtureRequest) -> GPT:
+    pattern = {"attention_kind": request.param, "attention_window": 8, "attention_block": 4, "attention_global_blocks": 1}
+    return spread(GPT(GPTConfig(layers=2, width=64, heads=4, sequence_length=64, **pattern)), 5)
+
+
 @pytest.fixture(scope="session")
 def small_gpt() -> GPT:
     return spread(GPT(GPTConfig(layers=2, width=32, heads=2, sequence_length=96)), 1)

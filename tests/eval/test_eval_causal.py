@@ -58,6 +58,17 @@ def test_trees_equal_one_forward_per_pair(gpt, gpt2_tokenizer) -> None:
             assert score.truncated == max(0, len(context) + len(continuation) - scorer.window - 1)
 
 
+def test_a_model_that_sees_a_window_is_scored_through_it(windowed_gpt, gpt2_tokenizer) -> None:
+    """A pattern of attention decides in branches and in plain sequences too, by the positions of each pair's own sequence."""
+    scorer = CausalScorer(windowed_gpt, gpt2_tokenizer, keep_tokens=True)
+    questions = scorer.encode(QUESTIONS)
+    found = answers(scorer, questions)
+    for index, question in enumerate(questions):
+        for (context, continuation), score in zip(question.pairs, found[index], strict=True):
+            tokens, _ = plain(windowed_gpt, context, continuation, scorer.window)
+            np.testing.assert_allclose(score.token_logprobs, tokens.numpy(), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_answers_are_the_same_bits_in_any_batch(gpt, gpt2_tokenizer, threads: int) -> None:
     """Batches of 1, 7 and 64 questions and of several token budgets, at each number of threads."""

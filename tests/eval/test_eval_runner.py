@@ -13,7 +13,6 @@ from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.eval.causal import CausalScorer
 from throughline.eval.compare import compare_scores, mcnemar, paired_test
 from throughline.eval.contamination import shared_runs
-from throughline.eval.inloop import TaskEvaluator
 from throughline.eval.report import curves
 from throughline.eval.runner import Ranks, Settings, evaluate, group_means
 from throughline.eval.session import Request, evaluate_checkpoints, evaluate_one
@@ -240,15 +239,6 @@ def test_contamination_finds_runs_of_thirteen(monkeypatch: pytest.MonkeyPatch) -
     alike = lambda ids, length: np.zeros(max(0, len(ids) - length + 1), np.uint64)  # noqa: E731
     monkeypatch.setattr("throughline.eval.contamination.window_hashes", alike)
     assert shared_runs([fresh[:20]], _Store(store.ids[:60])) == [False]
-
-
-def test_in_loop_scores_are_those_of_the_runner(small_gpt, gpt2_tokenizer, bert, bert_tokenizer, wanted) -> None:
-    """An evaluator of a training run: the same figures, and the model goes on training."""
-    small_gpt.train()
-    found = TaskEvaluator(TASKS, gpt2_tokenizer, Settings(limit=LIMIT))(small_gpt, 100)
-    assert small_gpt.training and small_gpt.eval()
-    assert found["lambada_openai/perplexity"] == wanted[0].summary["metrics"]["perplexity"]["value"]
-    assert 0 <= TaskEvaluator(["blimp_wh_island"], bert_tokenizer, Settings(limit=4))(bert, 1)["blimp_wh_island/acc"] <= 1
 
 
 def test_curves_follow_the_steps() -> None:

@@ -1,0 +1,113 @@
+"""Tasks inside a training run: the scores of `throughline eval` on the same step's checkpoint, whatever stopped the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from throughline.cli.main import main
+from throughline.core.recipe import load_recipe
+from throughline.eval.inloop import TaskEvaluator
+from throughline.train.build import plan_run
+from throughline.train.loop import train
+from throughline.train.metrics import read_metrics
+from throughline.train.recipe import RULES, Recipe, resolve
+
+TASKS = ["lambada_openai", "blimp_wh_island", "blimp_transitive"]
+RECIPE = f"""
+[data]
+train = "tokens"
+[model.overrides]
+layers = 2
+width = 32
+heads = 2
+[train]
+steps = 8
+sequence_length = 96
+batch_rows = 4
+eval_every_steps = 2
+eval_rows = 4
+compile = "off"
+device = "cpu"
+[evaluation]
+tasks = {json.dumps(TASKS)}
+every_steps = 4
+limit = 6
+[checkpoint]
+save_every_steps = 4
+keep = 0
+"""
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+@pytest.fixture
+def recipe(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store of Shakespeare and a recipe that scores shipped tasks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text((samples / "tinyshakespeare" / "input.txt").read_text()[:60_000])
+    assert call("data", "tokenizer", "text.txt", "--vocab-size", "400", "--out", "tokenizer").exit_code == 0
+    assert call("data", "tokenize", "text.txt", "--tokenizer", "tokenizer", "--workers", "1", "--out", "tokens").exit_code == 0
+    (tmp_path / "small.toml").write_text(RECIPE)
+    return "small.toml"
+
+
+def scores_by_step(run: Path) -> dict[int, dict[str, float]]:
+    """The tasks' figures of the run's records."""
+    found = {}
+    for record in read_metrics(run):
+        figures = {name: value for name, value in (record.get("validation") or {}).items() if "/" in name}
+        if figures:
+            found[record["step"]] = figures
+    return found
+
+
+def test_a_run_scores_its_tasks_as_eval_does_and_a_crash_changes_nothing(recipe: str, tmp_path: Path) -> None:
+    """Every figure equal to the last bit: curve against checkpoints, and a run that crashed at step 6 against one that did not."""
+    result = call("train", recipe, "--json")
+    assert result.exit_code == 0, result.output
+    curve = scores_by_step(tmp_path / "runs/small")
+    assert set(curve) == {4, 8}
+    assert set(curve[4]) == {"lambada_openai/acc", "lambada_openai/perplexity", "blimp/acc"}
+    assert json.loads(result.stdout)["validation"].items() >= curve[8].items()
+    page = (tmp_path / "runs/small/report.html").read_text()
+    assert "tasks: acc" in page and "lambada_openai" in page
+
+    result = call("eval", "runs/small", "--all-checkpoints", "--tasks", ",".join(TASKS), "--limit", "6", "--json")
+    assert result.exit_code == 0, result.output
+    for found in json.loads(result.stdout)["checkpoints"]:
+        summaries = {summary["task"]: summary["metrics"] for summary in (*found["tasks"], *found["groups"])}
+        for name, value in curve[found["step"]].items():
+            task, _, metric = name.partition("/")
+            assert summaries[task][metric]["value"] == value
+
+    plan = plan_run(resolve(load_recipe(recipe, Recipe, (), RULES)))
+
+    def crash(model: Any, step: int) -> dict[str, float]:
+        if step == 6:
+            raise ZeroDivisionError
+        return {}
+
+    with pytest.raises(ZeroDivisionError):
+        train(plan, tmp_path / "crashed", evaluators=[TaskEvaluator(plan), crash])
+    train(plan, tmp_path / "crashed", evaluators=[TaskEvaluator(plan)])
+    assert scores_by_step(tmp_path / "crashed") == curve
+
+
+def test_what_cannot_be_scored_is_refused_before_the_first_step(recipe: str, tmp_path: Path) -> None:
+    file = tmp_path / "data" / "lambada" / "lambada_test.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"text": "one two"}\n{"text": "a ' + "x9" * 200 + '"}\n')
+    for changes, code, complaint in (
+        (["evaluation.data_dir=data"], 1, "longer than the model's window"),
+        (["evaluation.tasks=[\"lambadda\"]"], 2, "unknown task"),
+        (["evaluation.data_dir=none"], 2, "no such directory"),
+        (["evaluation.every_steps=3"], 2, "evaluation.every_steps"),
+        (["parallel.data=2"], 2, "throughline eval RUN --all-checkpoints"),
+    ):
+        result = call("train", recipe, *(word for change in changes for word in ("--set", change)))
+        assert (result.exit_code, complaint in result.stderr) == (code, True), result.stderr
+        assert not (tmp_path / "runs").exists()
