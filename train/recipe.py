@@ -99,10 +99,7 @@ def family_rule(recipe: Recipe) -> Iterable[Problem]:
 def data_rule(recipe: Recipe) -> Iterable[Problem]:
     """There is something to train on, and to validate on when evaluation is asked for."""
     if not recipe.data.sources() or not all(source.path for source in recipe.data.sources()):
-        fix = "--set data.train=DIRECTORY; make one with: throughline data tokenize; or name text, and set data.tokenizer"
-        yield Problem("data.train", "no token store", fix)
-    if recipe.data.tokenizer and any(source.weight != 1 for source in recipe.data.sources()):
-        yield Problem("data.train", "text is read in the order given, without weights", "leave them out, or make token stores")
+        yield Problem("data.train", "no token store", "--set data.train=DIRECTORY; make one with: throughline data tokenize")
     measured = recipe.data.validation or recipe.data.validation_fraction or recipe.evaluation.tasks
     if recipe.train.eval_every_steps and not measured:
         yield Problem("train.eval_every_steps", "there is no validation split", "set data.validation_fraction or data.validation")
