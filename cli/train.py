@@ -37,20 +37,22 @@ def command(
     resolved = resolve(load_recipe(recipe, Recipe, overrides, RULES))
     if show_layout:
         from ..data.store import TokenStore
+        from ..data.tokenizer import Tokenizer
         from ..train.parallel.account import layout_report
         from ..train.recipe import model_config
 
-        vocab_size = TokenStore.open(resolved.data.sources()[0].path).facts.get("vocab_size")
-        console.result(*layout_report(resolved, model_config(resolved, vocab_size)))
+        data = resolved.data
+        facts = Tokenizer.load(data.tokenizer).facts() if data.tokenizer else TokenStore.open(data.sources()[0].path).facts
+        console.result(*layout_report(resolved, model_config(resolved, facts.get("vocab_size"))))
         return
     directory = Path(run_dir) if run_dir else Path("runs") / find_recipe(recipe).stem
     from ..train.build import plan_run
     from ..train.evaluate import Validation
     from ..train.loop import Evaluator, train
     from ..train.parallel.mesh import running_processes
+    from ..train.report import figure_name
 
     plan = plan_run(resolved)
-    from ..train.report import figure_name
     if dry_run:
         console.result(plan.summary(), plan.lines())
         return

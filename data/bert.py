@@ -10,9 +10,9 @@ import numpy as np
 from ..core.errors import WrongUse
 from .cache import computed_once
 from .masking import Masker
-from .options import NO_TARGET, DatasetOptions
+from .options import NO_TARGET, Batch, DatasetOptions
 from .order import key, locate
-from .packing import columns, lay_out, pack
+from .packing import Placed, lay_out, pack
 from .pairs import PAIR, check_sentences, sample_segments
 from .store import TokenStore
 
@@ -50,7 +50,7 @@ class BERTPairs:
             yield pairs, ends + pairs_before
             pairs_before, documents_before = pairs_before + len(pairs), documents_before + part.documents
 
-    def batch(self, position: int, count: int) -> dict[str, np.ndarray]:
+    def batch(self, position: int, count: int) -> Batch:
         options, length = self.options, self.options.sequence_length
         epochs, rows = locate(position, count, self.rows, options.seed, options.order == "shuffled")
         if options.packing == "packed":
@@ -59,30 +59,23 @@ class BERTPairs:
             places, owner = rows, np.arange(count)
         pairs = self.pairs[places]
         sizes = _row_lengths(pairs)
-        tokens, types, within = _assemble(self.store, pairs, sizes, options)
+        placed = Placed(sizes, owner, count, length)
+        tokens, types = _assemble(self.store, pairs, sizes, placed.within, options)
         inputs, targets = self.mask(tokens, sizes, key(options.seed, epochs[owner], places, 4))
-        spots = np.repeat(owner * length + columns(sizes, owner), sizes) + within
-
-        def spread(values: np.ndarray | bool, empty: int | bool, dtype: type) -> np.ndarray:
-            out: np.ndarray = np.full(count * length, empty, dtype)
-            out[spots] = values
-            return out.reshape(count, length)
-
         batch = {
-            "input_ids": spread(inputs, options.pad_id, np.int64),
-            "targets": spread(targets, NO_TARGET, np.int64),
-            "token_types": spread(types, 0, np.int64),
+            "input_ids": placed.rows(inputs, options.pad_id, np.int64),
+            "targets": placed.rows(targets, NO_TARGET, np.int64),
+            "token_types": placed.rows(types, 0, np.int64),
         }
         if options.packing == "packed":
-            number = np.arange(len(owner)) - np.searchsorted(owner, owner)
-            batch["positions"] = spread(within, 0, np.int64)
-            batch["document_ids"] = spread(np.repeat(number, sizes), -1, np.int32)
+            batch["positions"] = placed.rows(placed.within, 0, np.int64)
+            batch["document_ids"] = placed.rows(placed.numbers, -1, np.int32)
         else:
-            batch["attention_mask"] = spread(True, False, bool)
+            batch["attention_mask"] = placed.rows(True, False, bool)
         if options.nsp != "none":
             labels = pairs["label"].astype(np.int64)
             if options.packing == "packed":  # (B, S): the label stands at each [CLS]
-                labels = spread(np.where(within == 0, np.repeat(labels, sizes), NO_TARGET), NO_TARGET, np.int64)
+                labels = placed.rows(np.where(placed.within == 0, np.repeat(labels, sizes), NO_TARGET), NO_TARGET, np.int64)
             batch["nsp_targets"] = labels
         return batch
 
@@ -92,10 +85,9 @@ def _row_lengths(pairs: np.ndarray) -> np.ndarray:
     return pairs["a_length"].astype(np.int64) + pairs["b_length"] + 2 + (pairs["b_length"] > 0)
 
 
-def _assemble(store: TokenStore, pairs: np.ndarray, sizes: np.ndarray, options: DatasetOptions):
-    """(tokens, token types, place within the sample), each (sum of sizes,) int64, of samples laid end to end."""
+def _assemble(store: TokenStore, pairs: np.ndarray, sizes: np.ndarray, within: np.ndarray, options: DatasetOptions):
+    """(tokens, token types), each (sum of sizes,) int64, of samples laid end to end. `within`: each token's place in its own."""
     starts = np.cumsum(sizes) - sizes
-    within = np.arange(int(sizes.sum())) - np.repeat(starts, sizes)
     after_a = np.repeat(pairs["a_length"].astype(np.int64) + 1, sizes)  # where the first [SEP] stands
     in_b = within > after_a
     source = np.where(in_b, np.repeat(pairs["b"], sizes) - after_a - 1, np.repeat(pairs["a"] - 1, sizes)) + within
@@ -105,4 +97,4 @@ def _assemble(store: TokenStore, pairs: np.ndarray, sizes: np.ndarray, options: 
     tokens = store.take(source)
     tokens[special] = options.sep_id
     tokens[starts] = options.cls_id
-    return tokens, in_b.astype(np.int64), within
+    return tokens, in_b.astype(np.int64)

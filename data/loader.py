@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from ..core.errors import WrongUse
-
-if TYPE_CHECKING:
-    from .samples import Batch, Dataset
+from .options import Batch, Dataset
 
 
 class Loader:

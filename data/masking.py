@@ -2,9 +2,9 @@
 
 Of the maskable tokens of a segment `rate` are chosen (Devlin et al. 2018, section 3.1 and appendix A.1); of the chosen,
 80 % become [MASK], 10 % a random token, 10 % stay. A segment with n maskable tokens has floor(rate * n + u) chosen, with
-u uniform in [0, 1), so the mean rate is exact at every length; at least one (which matters under 7 tokens), at most
-`max_predictions`. The replacement is uniform over the vocabulary without its special ids. With whole words, words
-are chosen in random order while they fit; the first that does not is taken with the probability that keeps the mean.
+u uniform in [0, 1), so the mean rate is exact at every length; at least one (which matters under 7 tokens). The
+replacement is uniform over the vocabulary without its special ids. With whole words, words are chosen in random order while
+they fit; the first that does not is taken with the probability that keeps the mean.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class Masker:
 
     def _quota(self, candidates: np.ndarray, keys: np.ndarray) -> np.ndarray:
         quota = np.floor(self.options.mask_rate * candidates + unit(mix(keys ^ COUNT))).astype(np.int64)
-        quota = np.minimum(np.maximum(quota, 1), candidates)
-        limit = self.options.max_predictions
-        return quota if limit is None else np.minimum(quota, limit)
+        return np.minimum(np.maximum(quota, 1), candidates)
 
     def _choose_tokens(self, tokens, maskable, segment, words, candidates, quota) -> np.ndarray:
         """Indices into `maskable` of the `quota` smallest draws of each segment."""
@@ -95,8 +93,6 @@ class Masker:
         room = quota[owner[order]] - before
         draw = unit(mix(words[begins][order] ^ CHOOSE))
         crossing = (room > 0) & (size[order] > room) & (draw * size[order] < room)
-        if self.options.max_predictions is not None:
-            crossing &= before + size[order] <= self.options.max_predictions
         taken = np.zeros(len(begins), bool)
         taken[order] = (size[order] <= room) | crossing
         return np.flatnonzero(np.repeat(taken, size))

@@ -12,14 +12,11 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..core.errors import WrongUse
-
-if TYPE_CHECKING:
-    from .samples import Batch, Dataset
+from .options import Batch, Dataset
 
 PERIOD = 10_000
 

@@ -1,13 +1,25 @@
-"""What a dataset is made of, as plain values: the recipe fills it, nothing here reads a file."""
+"""What a dataset is, and what it is made of as plain values: the recipe fills it, nothing here reads a file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
 
 from ..core.errors import WrongUse
 
 NO_TARGET = -100  # the value of `targets` where nothing is to be predicted
+
+Batch = dict[str, np.ndarray]  # docs/architecture.md lists the keys
+
+
+class Dataset(Protocol):
+    """What training reads: `rows` in one epoch, and any rows by position."""
+
+    rows: int
+
+    def batch(self, position: int, count: int) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,6 @@ class DatasetOptions:
     pair_copies: int = 1  # BERT: how many differently drawn passes over the text make one epoch
     short_fraction: float = 0.1  # BERT: documents whose pairs aim at a shorter length
     mask_rate: float = 0.15
-    max_predictions: int | None = None  # at most so many masked tokens in a pair
     whole_word: bool = False
     continuation_ids: tuple[int, ...] = field(default=(), repr=False)  # ids that continue a word ("##…"), for whole_word
     vocab_size: int = 0

@@ -1,4 +1,4 @@
-"""Best-fit decreasing packing of pieces into rows, over the histogram of lengths instead of the pieces.
+"""Pieces in rows: documents cut, best-fit decreasing packing over the histogram of lengths, and where every token stands.
 
 Pieces of one length are interchangeable, so rows are built as *patterns* (a tuple of lengths, made so many times) and the
 work depends on the number of distinct lengths, not of pieces (Krell et al. 2021, "Efficient sequence packing without
@@ -68,9 +68,35 @@ def lay_out(ends: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return first[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts), owner
 
 
-def columns(lengths: np.ndarray, owner: np.ndarray) -> np.ndarray:
-    """Where each piece begins in its row, for pieces laid out row by row."""
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    heads = np.flatnonzero(np.diff(owner, prepend=-1))
-    return starts - np.repeat(starts[heads], np.diff(np.append(heads, len(owner))))
+def split_documents(bounds: np.ndarray, capacity: int, spare: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Cut documents (token `bounds`, (documents + 1,)) into stretches of at most `capacity`: (starts, lengths) int64.
+
+    The last `spare` tokens of a document are in no stretch.
+    """
+    sizes = np.maximum(np.diff(bounds) - spare, 0)
+    counts = -(-sizes // capacity)
+    owner = np.repeat(np.arange(len(sizes)), counts)
+    offset = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * capacity
+    return bounds[:-1][owner] + offset, np.minimum(sizes[owner] - offset, capacity)
+
+
+class Placed:
+    """Pieces of `sizes` tokens in rows of `length`, row by row in the order of `owner`, each after the one before in its row.
+
+    For every token: `within`, its place in its piece; `numbers`, which piece of its row that is.
+    """
+
+    def __init__(self, sizes: np.ndarray, owner: np.ndarray, count: int, length: int):
+        self._shape = (count, length)
+        ends = np.cumsum(sizes)
+        starts = ends - sizes
+        first = np.searchsorted(owner, owner)  # the first piece of each piece's row
+        self.within = np.arange(int(sizes.sum())) - np.repeat(starts, sizes)
+        self.numbers = np.repeat(np.arange(len(owner)) - first, sizes)
+        self._spots = np.repeat(owner * length + starts - starts[first], sizes) + self.within
+
+    def rows(self, values: np.ndarray | bool, empty: int | bool, dtype: type) -> np.ndarray:
+        """The tokens' `values` in rows (count, length), `empty` where there is no token."""
+        out: np.ndarray = np.full(self._shape, empty, dtype)
+        out.reshape(-1)[self._spots] = values
+        return out

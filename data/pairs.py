@@ -19,6 +19,7 @@ import numpy as np
 from ..core.errors import WrongUse
 from .options import NO_TARGET, DatasetOptions
 from .order import below, bits, key, mix, unit
+from .packing import split_documents
 from .store import TokenStore
 
 PAIR = np.dtype([("a", "<i8"), ("b", "<i8"), ("a_length", "<i4"), ("b_length", "<i4"), ("label", "<i4")])
@@ -47,18 +48,6 @@ def check_sentences(store: TokenStore, options: DatasetOptions) -> None:
             why=f"{store.sequences:,} sequences in {store.documents:,} documents: one each",
             fix='tokenise again with sentences kept as sequences, or set nsp = "none"',
         )
-
-
-def split_documents(bounds: np.ndarray, capacity: int, spare: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents (token `bounds`, (documents + 1,)) into stretches of at most `capacity`: (starts, lengths) int64.
-
-    The last `spare` tokens of a document are in no stretch.
-    """
-    sizes = np.maximum(np.diff(bounds) - spare, 0)
-    counts = -(-sizes // capacity)
-    owner = np.repeat(np.arange(len(sizes)), counts)
-    offset = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * capacity
-    return bounds[:-1][owner] + offset, np.minimum(sizes[owner] - offset, capacity)
 
 
 def _stretches(bounds: np.ndarray, capacity: int, first_token: int) -> np.ndarray:

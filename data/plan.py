@@ -5,6 +5,7 @@ size, on who runs a task or when. A plan of 10 TB takes a second and a few megab
 """
 
 import json
+import math
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -57,11 +58,14 @@ class Plan:
     def hash(self) -> str:
         return sha256_json(asdict(self))
 
-    def tasks(self) -> list[Task]:
-        """Every task, in the order of its documents. A source that cannot be split is in one task."""
+    def tasks(self, first: float = 0, last: float = math.inf) -> list[Task]:
+        """Every task of bytes [first, last) of the input, in the order of its documents.
+
+        A source that cannot be split is in one task, and in the range that holds its middle.
+        """
         tasks: list[Task] = []
         spans: list[Span] = []
-        size = 0
+        size = before = 0
 
         def close() -> None:
             nonlocal spans, size
@@ -69,24 +73,27 @@ class Plan:
                 tasks.append(Task(len(tasks), tuple(spans), size))
             spans, size = [], 0
 
-        for number, source in enumerate(self.sources):
-            if not splittable(source, self.options):
-                if size + source.bytes > self.shard_bytes:
-                    close()
-                spans.append(Span(number, 0, None))
-                size += source.bytes
-            start = 0
-            while splittable(source, self.options) and (start < source.bytes or not source.bytes):
-                stop = min(source.bytes, start + self.shard_bytes - size)
-                spans.append(Span(number, start, stop if stop < source.bytes else None))
-                size += stop - start
-                start = stop
-                if size >= self.shard_bytes:
-                    close()
-                if not source.bytes:
-                    break
+        def add(number: int, start: int, stop: int | None, length: int) -> None:
+            nonlocal size
+            spans.append(Span(number, start, stop))
+            size += length
             if size >= self.shard_bytes:
                 close()
+
+        for number, source in enumerate(self.sources):
+            low, high = max(first - before, 0), last - before
+            before += source.bytes
+            if not source.bytes or not splittable(source, self.options):
+                if low <= source.bytes / 2 < high:
+                    if size + source.bytes > self.shard_bytes:
+                        close()
+                    add(number, 0, None, source.bytes)
+                continue
+            place, end = int(low), int(min(high, source.bytes))
+            while place < end:
+                stop = min(end, place + self.shard_bytes - size)
+                add(number, place, stop if stop < source.bytes else None, stop - place)
+                place = stop
         close()
         return tasks
 

@@ -7,26 +7,21 @@ whose keys docs/architecture.md lists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from ..core.errors import WrongUse
-from .options import NO_TARGET, DatasetOptions
+from .bert import BERTPairs
+from .cache import computed_once
+from .mixture import Mixture
+from .options import NO_TARGET, Batch, Dataset, DatasetOptions
 from .order import below, key, locate
+from .packing import Placed, lay_out, pack, split_documents
 from .store import TokenStore
 
-Batch = dict[str, np.ndarray]
-
-
-class Dataset(Protocol):
-    """What training reads: `rows` in one epoch, and any rows by position."""
-
-    rows: int
-
-    def batch(self, position: int, count: int) -> Batch: ...
+PIECE = np.dtype([("start", "<i8"), ("length", "<i4")])
 
 
 class GPTWindows:
@@ -81,6 +76,47 @@ def _document_columns(begins: np.ndarray) -> Batch:
     return {"document_ids": np.cumsum(begins, axis=1, dtype=np.int32), "positions": columns - latest}
 
 
+class GPTPacked:
+    """Documents cut into pieces of at most S inputs, packed best-fit into rows of S, shard by shard.
+
+    A document of n tokens gives n - 1 inputs, each with the next token of the same document as its target; a document
+    of one token gives none. The room left in a row is padding (document_ids -1, no target).
+    """
+
+    def __init__(self, store: TokenStore, options: DatasetOptions, cache: Path | None = None):
+        self.store, self.options = store, options
+        identity = {"what": "gpt rows", "store": store.content_identity(), "length": options.sequence_length}
+        self.pieces, self.ends = computed_once(cache, identity, (PIECE, np.dtype("<i8")), self._index())
+        self.rows = len(self.ends)
+        if not self.rows:
+            why = f"{store.tokens:,} tokens in {store.documents:,} documents, none of two tokens"
+            raise WrongUse("too little text for one training row", why=why, fix="give more text")
+
+    def _index(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        before = 0
+        for first_token, part in self.store.parts():
+            starts, lengths = split_documents(part.document_starts, self.options.sequence_length, spare=1)
+            order, ends = pack(lengths, self.options.sequence_length)
+            pieces = np.empty(len(order), PIECE)
+            pieces["start"], pieces["length"] = starts[order] + first_token, lengths[order]
+            yield pieces, ends + before
+            before += len(pieces)
+
+    def batch(self, position: int, count: int) -> Batch:
+        options, length = self.options, self.options.sequence_length
+        _, rows = locate(position, count, self.rows, options.seed, options.order == "shuffled")
+        places, owner = lay_out(self.ends, rows)
+        sizes = self.pieces["length"][places].astype(np.int64)
+        placed = Placed(sizes, owner, count, length)
+        source = np.repeat(self.pieces["start"][places], sizes) + placed.within
+        return {
+            "input_ids": placed.rows(self.store.take(source), options.pad_id, np.int64),
+            "targets": placed.rows(self.store.take(source + 1), NO_TARGET, np.int64),
+            "positions": placed.rows(placed.within, 0, np.int64),
+            "document_ids": placed.rows(placed.numbers, -1, np.int32),
+        }
+
+
 def open_dataset(
     stores: TokenStore | Sequence[TokenStore],
     options: DatasetOptions,
@@ -97,18 +133,12 @@ def open_dataset(
     datasets = [_one(store, options, None if cache is None else Path(cache)) for store in stores]
     if len(datasets) == 1:
         return datasets[0]
-    from .mixture import Mixture
-
     return Mixture(datasets, weights or [dataset.rows for dataset in datasets])
 
 
 def _one(store: TokenStore, options: DatasetOptions, cache: Path | None) -> Dataset:
     if options.family == "bert":
-        from .bert import BERTPairs
-
         return BERTPairs(store, options, cache)
     if options.packing == "best_fit":
-        from .packed import GPTPacked
-
         return GPTPacked(store, options, cache)
     return GPTWindows(store, options)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -119,6 +119,18 @@ class Shard:
         return np.where(sequences < self.sequences, starts, self.tokens)
 
 
+class HeldShard:
+    """A shard in memory: `ids` (tokens,), `lengths` of its sequences in tokens, `counts` of each document in sequences."""
+
+    def __init__(self, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray, dtype: np.dtype):
+        self.data, self.lengths, self.dtype = ids.astype(dtype), lengths, dtype
+        self.tokens, self.sequences, self.documents = len(ids), len(lengths), len(counts)
+        self.pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
+        self.bounds = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    sequence_start = Shard.sequence_start  # type: ignore[assignment]
+
+
 def _last_at_most(key: Callable[[np.ndarray], np.ndarray], count: int, values: np.ndarray) -> np.ndarray:
     """The last i in range(count) with key(i) <= value, for each value: a bisection that touches log2(count) entries."""
     low, high = np.zeros(len(values), np.int64), np.full(len(values), count, np.int64)
@@ -166,6 +178,12 @@ class TokenStore:
         self.documents = stop.document + stop.inside_document - start.document
 
     @classmethod
+    def held(cls, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray, facts: dict, identity: str) -> TokenStore:
+        """A store in memory, of the arrays that HeldShard takes; `facts` has vocab_size, `identity` names the content."""
+        shard = HeldShard(ids, lengths, counts, token_dtype(facts["vocab_size"]))
+        return cls([cast(Shard, shard)], facts, identity)
+
+    @classmethod
     def open(cls, path: str | Path) -> TokenStore:
         """Open a store artifact, or adopt a foreign Megatron prefix or directory (facts["foreign"] is then True).
 
@@ -190,6 +208,7 @@ class TokenStore:
             prefixes = [named] if Path(f"{named}.idx").is_file() else []
         if not prefixes:
             fix = "give the output of `throughline data tokenize`, or a Megatron prefix (PREFIX.bin + PREFIX.idx)"
+            fix += "\nto train on text as it is, set data.tokenizer too"
             raise WrongUse("no token store here", where=str(path), fix=fix)
         shards = [Shard(prefix) for prefix in prefixes]
         if len({shard.dtype for shard in shards}) > 1:
@@ -308,11 +327,6 @@ class TokenStore:
         every = [first[0] + s.pointers // s.dtype.itemsize for first, s in zip(self._firsts, self.shards)]
         kept = np.concatenate(every)[start.sequence : start.sequence + self.sequences]
         return np.append(np.clip(kept, start.token, stop.token), stop.token) - start.token
-
-    @property
-    def sequence_lengths(self) -> np.ndarray:
-        """Tokens in every sequence, int64 (sequences,)."""
-        return np.diff(self.sequence_starts)
 
     @cached_property
     def document_bounds(self) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""GPT rows tokenised while training reads them: a first run without a token store.
+"""Rows tokenised while training reads them: a first run without a token store.
 
-Text is read in sequence, in units of about UNIT_BYTES (data/plan.py: whole documents of byte ranges). A unit's tokens are
-cut into rows as in data/samples.py, the last row reaching back so that no token is left out, and given in an order drawn for
-(seed, pass, unit). What is promised, beside what a store promises: the same rows for any batch size, ranks and restart
-of the same text, settings and tokenizer, and every token a target once a pass. What is not: a shuffle wider than a unit,
-separate documents or mixtures; and every rank tokenises all the text.
+Text is read in sequence, in units of about a megabyte (data/plan.py: whole documents of byte ranges). A unit becomes a
+token store in memory, and its rows are those that data/samples.py makes of a store, in an order drawn for (seed, pass,
+unit). Promised, as by a store: the same rows for any batch size, ranks and restart of the same text, settings and
+tokenizer. Not promised: a shuffle wider than a unit, a random next sentence from beyond it, mixtures; the tokens after the last
+whole row are left out in every unit, where a store leaves them out once; and every process tokenises all the text.
 
 The position is still one integer. Where a row lies in the text follows from how many rows the units before it have, so
 those counts are kept under `cache`; without them a restart tokenises again from the beginning.
@@ -15,105 +15,166 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
+from ..core.console import warn
 from ..core.errors import WrongUse
-from ..core.files import write_atomic
-from .backends import Backend
-from .inputs import Source
-from .options import NO_TARGET
-from .order import permute
-from .plan import Plan, check_unchanged
+from ..core.files import sha256_json, write_atomic
+from .backends import open_backend
+from .options import Batch, Dataset, DatasetOptions
+from .order import key
+from .plan import Task, check_unchanged
 from .readers import ReadOptions, read, splittable
+from .samples import open_dataset
+from .store import TokenStore
 from .tasks import Encoder
+from .text import MAX_REPLACED, check_replaced
+from .tokenize import make_plan
 from .tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from .samples import Batch
-
 UNIT_BYTES = 1 << 20
+ROWS_IN_UNIT = 256  # at least about so many, so that what a unit leaves out at its end is little
+BYTES_PER_TOKEN = 4
 MOST_WHOLE_BYTES = 64 << 20  # a compressed file cannot be read from its middle, so it is a unit, held in memory
+MOST_HELD_OUT_BYTES = 64 << 20
 UNITS_HELD = 4
 SAVE_EVERY_UNITS = 64
 
 
-class TextStream:
-    """Rows of `sequence_length` inputs from text. `rows` is known after the first pass (before that 0)."""
+class Text:
+    """Text to train on as it is: files, directories, globs. `tasks` are the units of what is trained on.
+
+    The last `held_out` of its bytes, at most MOST_HELD_OUT_BYTES, is kept out of them. `sentences` as a BERT's pairs need
+    them. Raises WrongUse for inputs that are missing or cannot be read in parts.
+    """
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        inputs: Sequence[str],
         tokenizer: Tokenizer,
-        backend: Backend,
-        read_options: ReadOptions,
+        options: ReadOptions,
+        *,
         sequence_length: int,
-        seed: int = 0,
-        cache: Path | None = None,
+        sentences: bool = False,
+        held_out: float = 0.0,
     ):
-        for source in sources:
-            if source.format == "dataset" or (not splittable(source, read_options) and source.bytes > MOST_WHOLE_BYTES):
+        unit_bytes = max(UNIT_BYTES, ROWS_IN_UNIT * sequence_length * BYTES_PER_TOKEN)
+        self.tokenizer = tokenizer
+        self.plan = make_plan(list(inputs), tokenizer, options, None, sentences, unit_bytes)
+        for source in self.plan.sources:
+            if source.format == "dataset" or (not splittable(source, options) and source.bytes > MOST_WHOLE_BYTES):
                 raise WrongUse(
                     "this input cannot be tokenised while training",
                     where=source.path,
                     why=f"it cannot be read from its middle, and is a dataset or larger than {MOST_WHOLE_BYTES >> 20} MiB",
                     fix="make a token store of it first: throughline data tokenize",
                 )
-        eos = tokenizer.eos_id is not None
-        self._plan = Plan(tuple(sources), read_options, tokenizer.fingerprint(), eos, False, UNIT_BYTES)
-        self._units = self._plan.tasks()
-        self._tokenizer, self._backend = tokenizer, backend
-        self._length, self._seed = sequence_length, seed
-        self._file = None if cache is None else cache / f"stream-{self._plan.hash[:24]}-{sequence_length}.txt"
+        self.cut = self.plan.bytes - min(held_out * self.plan.bytes, MOST_HELD_OUT_BYTES)
+        self.tasks = self.plan.tasks(last=self.cut) if held_out else self.plan.tasks()
+        self.backend = open_backend(tokenizer)
+        self._said = False
+
+    @property
+    def bytes(self) -> int:
+        """Of what is trained on."""
+        return sum(task.bytes for task in self.tasks)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a store of this text would say of its tokens."""
+        size = self.tokenizer.vocab_size
+        return {"vocab_size": size, "largest_id": size - 1, "tokenizer": self.tokenizer.fingerprint()}
+
+    def held_out(self) -> TokenStore:
+        """The end of the text that is not trained on. Raises WrongUse when there is none."""
+        store = self.store(self.plan.tasks(first=self.cut)) if self.tasks else None
+        if store is None or not store.tokens:
+            raise WrongUse(
+                "no part of the text can be held out for validation",
+                where=self.plan.sources[-1].path,
+                why="a part is whole documents, and there are too few",
+                fix="name other text in data.validation, or set data.validation_fraction = 0",
+            )
+        return store
+
+    def beginning(self) -> TokenStore:
+        """The first MOST_HELD_OUT_BYTES of the text, to validate on."""
+        store = self.store(self.plan.tasks(last=MOST_HELD_OUT_BYTES))
+        if not store.tokens:
+            raise WrongUse("no text in the input", where=self.plan.sources[0].path, fix="name inputs that hold text")
+        return store
+
+    def store(self, tasks: Sequence[Task]) -> TokenStore:
+        """The documents of some tasks. Raises Refused for a file that has changed and Failed for one that is bad."""
+        encode = Encoder(self.tokenizer, self.backend, self.plan.append_eos, self.plan.sentences)
+        parts = [(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))]
+        counts: Counter[str] = Counter()
+        characters = 0
+        spans = [span for task in tasks for span in task.spans]
+        for span in spans:
+            source = self.plan.sources[span.source]
+            check_unchanged(source)
+            for batch in read(source, span.start, span.stop, self.plan.options, counts):
+                characters += sum(map(len, batch.texts))
+                parts.append(encode(batch))
+        if counts["replaced"]:
+            path = self.plan.sources[spans[0].source].path
+            check_replaced(counts["replaced"], characters, MAX_REPLACED, f"{path}, from byte {spans[0].start:,}")
+            if not self._said:
+                self._said = True
+                warn(f"{path}: {counts['replaced']:,} invalid characters replaced by U+FFFD; there may be more")
+        ids, lengths, documents = (np.concatenate(column) for column in zip(*parts))
+        place = sha256_json([asdict(span) for span in spans])
+        return TokenStore.held(ids, lengths, documents, self.facts, f"text:{self.plan.hash}:{place}")
+
+
+class TextStream:
+    """The endless sequence of passes over a text, by position. `rows` of a pass is known after the first (before that 0)."""
+
+    def __init__(self, text: Text, options: DatasetOptions, cache: Path | None = None):
+        self._text, self._options = text, options.validate()
+        identity = [text.plan.hash, [asdict(task) for task in text.tasks[-1:]], asdict(options)]
+        self._file = None if cache is None else cache / f"text-{sha256_json(identity)[:24]}.txt"
         self._ends = self._known_ends()  # rows in all units up to and with each one, as far as known
-        self._held: OrderedDict[int, tuple[np.ndarray, int]] = OrderedDict()
+        self._held: OrderedDict[int, Dataset | None] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
     def rows(self) -> int:
         """Rows in one pass over the text; 0 while not known."""
-        return self._ends[-1] if len(self._ends) == len(self._units) else 0
+        return self._ends[-1] if len(self._ends) == len(self._text.tasks) else 0
 
     def batch(self, position: int, count: int) -> Batch:
-        """Rows position .. position + count of the endless sequence of passes: `input_ids`, `targets` (count, S) int64."""
-        out = np.empty((count, self._length + 1), np.int64)
-        fresh = np.zeros((count, 1), np.int64)  # targets before this column were given by the row before
-        filled = 0
+        """Rows position .. position + count of the endless sequence of passes."""
+        parts: list[Batch] = []
         with self._lock:
-            while filled < count:
-                number, unit, row = self._locate(position + filled)
-                rows, last_fresh = self._unit(unit)
-                take = min(count - filled, len(rows) - row)
-                chosen = permute(np.arange(row, row + take), len(rows), self._seed, number * len(self._units) + unit)
-                out[filled : filled + take] = rows[chosen]
-                fresh[filled : filled + take, 0] = np.where(chosen == len(rows) - 1, last_fresh, 0)
-                filled += take
-        targets = out[:, 1:].copy()
-        targets[(targets < 0) | (np.arange(self._length) < fresh)] = NO_TARGET
-        return {"input_ids": np.maximum(out[:, :-1], 0), "targets": targets}
-
-    def place(self, position: int) -> tuple[int, str, int]:
-        """(pass, file, byte) at which the unit that holds a position begins."""
-        with self._lock:
-            number, unit, _ = self._locate(position)
-        span = self._units[unit].spans[0]
-        return number, self._plan.sources[span.source].path, span.start
+            while count:
+                number, unit, row = self._locate(position)
+                dataset = self._unit(unit)
+                assert dataset is not None, "a unit with rows has a dataset"
+                take = min(count, dataset.rows - row)
+                parts.append(dataset.batch(number * dataset.rows + row, take))
+                position, count = position + take, count - take
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _locate(self, position: int) -> tuple[int, int, int]:
         """(pass, unit, row in it); tokenises units not seen yet on the way."""
-        while len(self._ends) < len(self._units) and (not self._ends or position >= self._ends[-1]):
-            rows, _ = self._unit(len(self._ends))
-            self._ends.append((self._ends[-1] if self._ends else 0) + len(rows))
-            if self._file and (len(self._ends) % SAVE_EVERY_UNITS == 0 or len(self._ends) == len(self._units)):
+        units = len(self._text.tasks)
+        while len(self._ends) < units and (not self._ends or position >= self._ends[-1]):
+            dataset = self._unit(len(self._ends))
+            self._ends.append((self._ends[-1] if self._ends else 0) + (dataset.rows if dataset else 0))
+            if self._file and (len(self._ends) % SAVE_EVERY_UNITS == 0 or len(self._ends) == units):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(self._file, "".join(f"{end}\n" for end in self._ends))
         number = 0
         if position >= self._ends[-1]:
             if not self._ends[-1]:
-                paths = ", ".join(source.path for source in self._plan.sources[:3])
-                raise WrongUse("too little text for one training row", where=paths, why="it gives fewer than 2 tokens")
+                paths = ", ".join(source.path for source in self._text.plan.sources[:3])
+                raise WrongUse("too little text for one training row", where=paths, fix="give more text, or shorter rows")
             number, position = divmod(position, self._ends[-1])
         unit = int(np.searchsorted(self._ends, position, side="right"))
         return number, unit, position - (self._ends[unit - 1] if unit else 0)
@@ -121,35 +182,24 @@ class TextStream:
     def _known_ends(self) -> list[int]:
         if self._file is None or not self._file.is_file():
             return []
-        return [int(line) for line in self._file.read_text().split()][: len(self._units)]
+        return [int(line) for line in self._file.read_text().split()]
 
-    def _unit(self, index: int) -> tuple[np.ndarray, int]:
-        """(rows (n, S + 1) int32, -1 where there is no token; the first target of the last row that is its own)."""
+    def _unit(self, index: int) -> Dataset | None:
+        """The rows of a unit; None when it has too little text for one."""
         if index in self._held:
             self._held.move_to_end(index)
             return self._held[index]
-        encode = Encoder(self._tokenizer, self._backend, self._plan.append_eos, sentences=False)
-        parts = [np.empty(0, np.int32)]
-        for span in self._units[index].spans:
-            source = self._plan.sources[span.source]
-            check_unchanged(source)
-            for texts in read(source, span.start, span.stop, self._plan.options, Counter()):
-                parts.append(encode(texts)[0])
-        made = _rows(np.concatenate(parts), self._length)
-        self._held[index] = made
+        task = self._text.tasks[index]
+        store = self._text.store([task])
+        dataset: Dataset | None = None
+        if store.tokens:
+            seed = int(key(self._options.seed, index, 5)[0]) >> 1
+            try:
+                dataset = open_dataset(store, replace(self._options, seed=seed))
+            except WrongUse:  # no row, or no pairs: of a whole unit the user's fault, of a remnant none
+                if task.bytes >= self._text.plan.shard_bytes or len(self._text.tasks) == 1:
+                    raise
+        self._held[index] = dataset
         if len(self._held) > UNITS_HELD:
             self._held.popitem(last=False)
-        return made
-
-
-def _rows(tokens: np.ndarray, length: int) -> tuple[np.ndarray, int]:
-    """Rows of length + 1 tokens every `length`; the last one ends with the text and overlaps the one before."""
-    targets = len(tokens) - 1
-    if targets < 1:
-        return np.empty((0, length + 1), np.int32), 0
-    if targets < length:
-        tokens = np.concatenate([tokens, np.full(length - targets, -1, np.int32)])
-        targets = length
-    starts = np.minimum(np.arange(-(-targets // length)) * length, targets - length)
-    rows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[starts]
-    return rows, int((len(starts) - 1) * length - starts[-1])
+        return dataset

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.artifact import Input, input_record
+from ..core.artifact import Input
 from ..core.console import amount
-from ..core.errors import Refused, WrongUse
+from ..core.errors import WrongUse
 from ..data.options import DatasetOptions
 from ..data.samples import Dataset, open_dataset
 from ..data.store import TokenStore
+from ..data.stream import Text, TextStream
 from ..data.tokenizer import Tokenizer
 from ..models.config import ModelConfig
 from ..models.init import build, empty_model, initial_values
 from .attention import fit_attention
 from .compile import maybe_compile
+from .corpus import open_corpus
 from .memory import check_memory
 from .objective import LOSSES, StepBatch, prepare, real_tokens
 from .optimizers import build_optimizer
@@ -49,6 +51,7 @@ class Plan:
     tokenizer: Tokenizer | None  # None for a foreign store, which has none
     tokenizer_json: bytes | None
     inputs: Sequence[Input]
+    text: Text | None = None  # what is trained on when there are no stores
 
     @property
     def tokens_per_step(self) -> int:
@@ -62,6 +65,7 @@ class Plan:
             "parameters": self.config.parameter_count(),
             "device": str(self.device),
             "train_tokens_in_store": sum(store.tokens for store in self.train_stores),
+            "train_text_bytes": self.text.bytes if self.text else 0,
             "validation_tokens": sum(store.tokens for store in self.validation_stores),
             "tokens_to_train": tokens,
             "flops": tokens * self.config.flops_per_token(self.recipe.train.sequence_length),
@@ -72,12 +76,15 @@ class Plan:
     def lines(self) -> list[str]:
         """The summary for a person."""
         facts = self.summary()
+        split = f"{facts['train_tokens_in_store']:,} tokens"
+        if self.text:
+            split = f"{amount(self.text.bytes, 'B')} of text, tokenised while it is read by {self.text.backend.name}"
         memory = ", ".join(f"{name} {amount(size, 'B')}" for name, size in self.memory.items())
         return [
             f"{self.family} of {facts['parameters']:,} parameters on {facts['device']}",
             f"{self.recipe.train.steps:,} steps of {self.tokens_per_step:,} tokens: {facts['tokens_to_train']:,} tokens, "
             f"{facts['flops']:.3g} FLOPs",
-            f"training split {facts['train_tokens_in_store']:,} tokens, validation {facts['validation_tokens']:,}",
+            f"training split {split}, validation {facts['validation_tokens']:,} tokens",
             f"memory about {amount(facts['memory_bytes'], 'B')}: {memory}",
         ]
 
@@ -89,61 +96,26 @@ def plan_run(recipe: Recipe) -> Plan:
     lacks and a model larger than memory.
     """
     device = own_device(pick_device(recipe.train.device, recipe.train.precision))
-    sources = recipe.data.sources()
-    stores = [TokenStore.open(source.path) for source in sources]
-    paths = [source.path for source in sources]
-    if recipe.data.validation:
-        train, validation = stores, [TokenStore.open(recipe.data.validation)]
-        paths.append(recipe.data.validation)
-    elif recipe.data.validation_fraction:
-        cut = 1 - recipe.data.validation_fraction
-        train, validation = [store.view(0.0, cut) for store in stores], [store.view(cut, 1.0) for store in stores]
-    else:
-        train, validation = stores, []
-    vocab_size = _one_vocabulary(recipe, [*stores, *(validation if recipe.data.validation else [])], paths)
-    config = model_config(recipe, vocab_size)
+    corpus = open_corpus(recipe)
+    config = model_config(recipe, corpus.vocab_size)
     train_section = recipe.train
     require_world(
         recipe.parallel.layout(), running_processes()[1], config,
         train_section.sequence_length, train_section.rows_per_step, train_section.rows_per_micro_batch,
     )  # fmt: skip
-    file = Path(paths[0]) / "tokenizer.json"
-    tokenizer_json = file.read_bytes() if file.is_file() else None
     return Plan(
         recipe=recipe,
         family=model_family(recipe),
         config=config,
         device=device,
         memory=check_memory(config, recipe, device),
-        train_stores=train,
-        validation_stores=validation,
-        tokenizer=Tokenizer.load(file) if tokenizer_json is not None else None,
-        tokenizer_json=tokenizer_json,
-        inputs=[input_record(path) for path in paths],
+        train_stores=corpus.train,
+        validation_stores=corpus.validation,
+        tokenizer=corpus.tokenizer,
+        tokenizer_json=corpus.tokenizer_json,
+        inputs=corpus.inputs,
+        text=corpus.text,
     )
-
-
-def _one_vocabulary(recipe: Recipe, stores: Sequence[TokenStore], paths: Sequence[str]) -> int:
-    """The vocabulary that all stores share, or the recipe's when it is as large. Refuses ids without an embedding."""
-    marks = {str(store.facts.get("tokenizer", "")): path for store, path in zip(stores, paths)}
-    if len(marks) > 1:
-        where = ", ".join(marks.values())
-        raise Refused("token stores of different tokenizers", where=where, fix="tokenise all with one tokenizer")
-    given = recipe.model.overrides.get("vocab_size")
-    vocab_size = given or stores[0].facts.get("vocab_size")
-    if not vocab_size:
-        fix = "set model.overrides.vocab_size, and train with a tokenizer.json beside the store to evaluate text"
-        raise WrongUse("the size of the vocabulary is not known", where=paths[0], why="the store is foreign", fix=fix)
-    for store, path in zip(stores, paths):
-        largest = store.facts.get("largest_id", -1)
-        if largest >= vocab_size:
-            raise Refused(
-                "the tokens do not fit the model's vocabulary",
-                where=path,
-                why=f"largest id {largest}, vocab_size {vocab_size}",
-                fix=f"set model.overrides.vocab_size to at least {store.facts.get('vocab_size', largest + 1)}, or leave it out",
-            )
-    return int(vocab_size)
 
 
 def dataset_options(plan: Plan) -> DatasetOptions:
@@ -184,6 +156,8 @@ def dataset_options(plan: Plan) -> DatasetOptions:
 
 def training_rows(plan: Plan, cache: Path | None = None) -> Dataset:
     """The dataset that the run trains on."""
+    if plan.text:
+        return TextStream(plan.text, dataset_options(plan), cache)
     weights = [source.weight for source in plan.recipe.data.sources()]
     return open_dataset(plan.train_stores, dataset_options(plan), weights if len(weights) > 1 else None, cache)
 

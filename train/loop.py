@@ -26,6 +26,7 @@ from ..data.loader import Loader
 from ..data.samples import Dataset
 from .build import Plan, StepBatches, build_trainer, training_rows
 from .checkpoint import CheckpointWriter, find_resumable, restore
+from .corpus import check_inputs
 from .memory import out_of_memory
 from .metrics import Metrics, PhaseMemory, Record, peak_flops, read_metrics
 from .objective import TERMS
@@ -55,7 +56,7 @@ def train(
     layout of several processes each of them calls this; the first keeps the directory.
     """
     with Crew.start(plan.recipe.parallel.layout(), plan.device) as crew, crew.workspace(run_dir) as workspace:
-        checkpoint, done = crew.first_decides(lambda: _open(workspace, plan.recipe, resume))
+        checkpoint, done = crew.first_decides(lambda: _open(workspace, plan, resume))
         if done is not None:
             say(f"{workspace.path} is already trained to step {done['step']:,}")
             return done
@@ -66,14 +67,17 @@ def train(
         return Run(plan, workspace, trainer, evaluators, profile, crew).to_the_end()
 
 
-def _open(workspace: Workspace, recipe: Recipe, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
+def _open(workspace: Workspace, plan: Plan, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
     """Make the directory ready for steps: the checkpoint to go on from, and the summary when there is nothing left to do."""
+    recipe = plan.recipe
     claim(workspace, recipe, resume)
     checkpoint = find_resumable(workspace.path / "checkpoints")
     if checkpoint is not None and is_artifact(workspace.path):
         done = read_manifest(workspace.path, "run").facts
         if done["step"] >= recipe.train.steps:
             return checkpoint, done
+    if checkpoint is not None:
+        check_inputs(checkpoint, plan.inputs)
     (workspace.path / MANIFEST).unlink(missing_ok=True)
     write_atomic(workspace.path / "recipe.toml", dump_toml(recipe))
     return checkpoint, None

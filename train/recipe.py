@@ -99,7 +99,10 @@ def family_rule(recipe: Recipe) -> Iterable[Problem]:
 def data_rule(recipe: Recipe) -> Iterable[Problem]:
     """There is something to train on, and to validate on when evaluation is asked for."""
     if not recipe.data.sources() or not all(source.path for source in recipe.data.sources()):
-        yield Problem("data.train", "no token store", "--set data.train=DIRECTORY; make one with: throughline data tokenize")
+        fix = "--set data.train=DIRECTORY; make one with: throughline data tokenize; or name text, and set data.tokenizer"
+        yield Problem("data.train", "no token store", fix)
+    if recipe.data.tokenizer and any(source.weight != 1 for source in recipe.data.sources()):
+        yield Problem("data.train", "text is read in the order given, without weights", "leave them out, or make token stores")
     measured = recipe.data.validation or recipe.data.validation_fraction or recipe.evaluation.tasks
     if recipe.train.eval_every_steps and not measured:
         yield Problem("train.eval_every_steps", "there is no validation split", "set data.validation_fraction or data.validation")
@@ -222,12 +225,14 @@ def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
     """
 
     def absolute(path: str) -> str:
-        return str((Path(base) / path).resolve()) if path else ""
+        return str((Path(base) / path).resolve()) if path and not path.startswith("datasets:") else path
 
     sources = [source.model_copy(update={"path": absolute(source.path)}) for source in recipe.data.sources()]
     train = recipe.train
     update: dict[str, Any] = {
-        "data": recipe.data.model_copy(update={"train": sources, "validation": absolute(recipe.data.validation)}),
+        "data": recipe.data.model_copy(
+            update={"train": sources} | {key: absolute(getattr(recipe.data, key)) for key in ("validation", "tokenizer")}
+        ),
         "train": train.model_copy(
             update={
                 "batch_rows": train.rows_per_step,
@@ -236,12 +241,12 @@ def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
             }
         ),
     }
-    family = model_family(recipe)
-    update["model"] = recipe.model.model_copy(update={"family": family})
     tasks = [absolute(task) if task.endswith(".toml") else task for task in recipe.evaluation.tasks]
     update["evaluation"] = recipe.evaluation.model_copy(
         update={"tasks": tasks, "data_dir": absolute(recipe.evaluation.data_dir)}
     )
+    family = model_family(recipe)
+    update["model"] = recipe.model.model_copy(update={"family": family})
     if family == "bert" and recipe.objective is None:
         update["objective"] = ObjectiveSection()
     return recipe.model_copy(update=update)

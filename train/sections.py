@@ -18,7 +18,7 @@ class Source(Section):
     """One token store of a mixture."""
 
     path: str
-    """Directory of the token store."""
+    """Directory of the token store; with data.tokenizer, text."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the samples that come from it, relative to the other stores."""
 
@@ -27,11 +27,18 @@ class DataSection(Section):
     """What is read."""
 
     train: str | list[str | Source] = []
-    """Token store to train on, or a list of stores, or of { path, weight }."""
+    """Token store to train on, or a list of stores, or of { path, weight }; with `tokenizer`, text."""
+    tokenizer: str = ""
+    """Set to train without a token store: `train` and `validation` are then text (files, directories, globs), tokenised by
+    this artifact, model directory or tokenizer.json while it is read."""
+    documents: Literal["file", "line", "block"] = "block"
+    """Text: what a document of a .txt file is: the file, a line, or a block between blank lines."""
+    field: str = "text"
+    """Text: field of .jsonl, column of .parquet."""
     validation: str = ""
-    """Token store to validate on; "" holds out the end of the training store instead."""
+    """Token store to validate on, or text (its first 64 MiB); "" holds out the end of what is trained on instead."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the training store held out when `validation` is not given; 0 = no validation."""
+    """Share of the training data held out when `validation` is not given (of text at most 64 MiB); 0 = no validation."""
     packing: Literal["windows", "best_fit"] = "windows"
     """GPT rows: the stream cut every sequence_length tokens, or whole documents fitted together and kept apart."""
     separate_documents: bool = False

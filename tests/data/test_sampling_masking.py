@@ -69,14 +69,6 @@ def test_replacements_are_uniform_over_the_ordinary_vocabulary():
     assert ((counts - expected) ** 2 / expected).sum() < degrees + 4.5 * (2 * degrees) ** 0.5 + 20
 
 
-def test_at_most_so_many_predictions():
-    tokens, lengths = text(500, 512)
-    for extra in ({}, {"whole_word": True, "continuation_ids": tuple(range(500, 700))}):
-        _, targets = make(max_predictions=20, **extra)(tokens, lengths, key(5, 0, np.arange(500)))
-        counts = (targets != -100).reshape(500, 512).sum(1)
-        assert counts.max() == 20 and counts.mean() > 19
-
-
 def test_whole_words_are_chosen_whole():
     continues = tuple(range(400, 900))
     tokens, lengths = text(3000, 128)

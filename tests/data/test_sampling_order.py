@@ -1,5 +1,7 @@
 """The permutation behind sample order: a bijection for any size, without visible structure, the same for ever."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from throughline.data.order import below, bits, key, locate, permute, unit
@@ -22,6 +24,17 @@ def test_an_element_needs_no_other_element():
     together = permute(places, n, 1, 2)
     assert [int(permute(places[i : i + 1], n, 1, 2)[0]) for i in range(5)] == together.tolist()
     assert ((together >= 0) & (together < n)).all()
+
+
+def test_memory_does_not_grow_with_the_range():
+    """A hundred places of 10**17: a few kilobytes, not an entry per sample."""
+    places = np.arange(100) * 10**15
+    permute(places, 10**17, 0, 0)
+    tracemalloc.start()
+    permute(places, 10**17, 1, 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
 
 
 def test_every_order_of_four_is_equally_likely():

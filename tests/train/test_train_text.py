@@ -1,0 +1,187 @@
+"""Training straight from text: resumes to the last bit, says what it read, validates on the end, refuses what it cannot do."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from throughline.cli.main import main
+from throughline.core.artifact import read_manifest
+from throughline.core.errors import Refused
+from throughline.core.recipe import dump_toml
+from throughline.data import stream
+from throughline.data.train_tokenizer import train_tokenizer
+from throughline.train.build import Plan
+from throughline.train.checkpoint import load_model
+from throughline.train.evaluate import Validation
+from throughline.train.loop import train
+from throughline.train.metrics import read_metrics
+from throughline.train.recipe import Recipe
+
+WORDS = ["the cat", "a dog", "my horse", "an old king", "some bird", "her brother", "this child", "the moon"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two files of 300 documents of a few sentences, and tokenizers trained on them."""
+    folder = tmp_path_factory.mktemp("text")
+    documents = [" ".join(f"{WORDS[(n + i) % 8]} sees {WORDS[n * i % 8]}." for i in range(n % 7 + 3)) for n in range(600)]
+    documents = [". ".join(part.capitalize() for part in text.split(". ")) for text in documents]
+    (folder / "a.txt").write_text("\n\n".join(documents[:300]))
+    (folder / "b.txt").write_text("\n\n".join(documents[300:]))
+    train_tokenizer(documents, "bpe", 300).save(folder / "bpe")
+    train_tokenizer(documents, "wordpiece", 120).save(folder / "wp")
+    return folder
+
+
+@pytest.fixture
+def from_text(place: Path, make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
+    """`from_text("gpt", train={...})`: a plan that reads a.txt and b.txt in units of 4,000 bytes."""
+    monkeypatch.setattr(stream, "UNIT_BYTES", 4000)
+    monkeypatch.setattr(stream, "ROWS_IN_UNIT", 1)
+
+    def make(family: str = "gpt", data: dict[str, Any] | None = None, **sections: Any) -> Plan:
+        return make_plan(family, data=text_section(place, family) | (data or {}), **sections)
+
+    return make
+
+
+def text_section(place: Path, family: str) -> dict[str, Any]:
+    return {"train": [str(place / "a.txt"), str(place / "b.txt")], "tokenizer": str(place / ("bpe" if family == "gpt" else "wp"))}
+
+
+def trained(run: Path) -> tuple[list[tuple[int, float, float]], dict[str, torch.Tensor]]:
+    records = [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(run) if "loss" in r]
+    return records, dict(load_model(run)[0].state_dict())
+
+
+class Crash(Exception):
+    pass
+
+
+def crash(model: Any, step: int) -> dict[str, Any]:
+    if step == 3:
+        raise Crash
+    return {}
+
+
+CASES = {
+    "gpt": ("gpt", {"train": {"batch_rows": 60}}),  # several passes
+    "gpt best_fit": ("gpt", {"data": {"packing": "best_fit"}, "train": {"batch_rows": 40}}),
+    "bert": ("bert", {"train": {"batch_rows": 60}}),
+    "bert packed without pairs": ("bert", {"objective": {"sentences": "none", "packing": True}, "train": {"batch_rows": 60}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_crash_and_a_resume_change_no_bit(from_text: Callable[..., Plan], tmp_path: Path, case: str) -> None:
+    """Saved at step 2 of 6, crashed at 3; a new plan, as a new process would make, goes on from the position alone."""
+    family, sections = CASES[case]
+    sections = sections | {"train": {"steps": 6, "eval_every_steps": 1} | sections["train"], "checkpoint": {"save_every_steps": 2}}
+    train(from_text(family, **sections), tmp_path / "whole")
+    with pytest.raises(Crash):
+        train(from_text(family, **sections), tmp_path / "parts", evaluators=[crash])
+    for count in (tmp_path / "parts/cache").glob("text-*.txt"):
+        count.unlink()  # a restart finds its place without them too
+    train(from_text(family, **sections), tmp_path / "parts")
+    (whole, weights), (parts, others) = trained(tmp_path / "whole"), trained(tmp_path / "parts")
+    assert whole == parts and len({loss for _, loss, _ in whole}) == 6
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_the_manifest_names_the_text_and_other_text_does_not_continue(
+    from_text: Callable[..., Plan], place: Path, tmp_path: Path
+) -> None:
+    constant = {"kind": "constant"}
+    train(from_text("gpt", train={"steps": 2}, schedule=constant), tmp_path / "run")
+    inputs = read_manifest(tmp_path / "run", "run").inputs
+    assert [item.path for item in inputs] == [str(place / name) for name in ("bpe", "a.txt", "b.txt")]
+    before = (place / "b.txt").read_text()
+    (place / "b.txt").write_text(before.replace("moon", "Moon"))
+    try:
+        with pytest.raises(Refused, match=r"data have changed(.|\n)*b\.txt"):
+            train(from_text("gpt", train={"steps": 4}, schedule=constant), tmp_path / "run")
+    finally:
+        (place / "b.txt").write_text(before)
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_validation_is_that_of_a_store_of_the_same_text(
+    from_text: Callable[..., Plan], make_plan: Callable[..., Plan], place: Path, tmp_path: Path, family: str
+) -> None:
+    """`validation` names b.txt, or a store made of it: the same figures; without it the end of the text is held out."""
+    from throughline.data.tokenize import tokenize
+
+    tokenizer = place / ("bpe" if family == "gpt" else "wp")
+    tokenize([str(place / "b.txt")], tokenizer, tmp_path / "store", sentences=family == "bert")
+    plans = [from_text(family, data={"train": str(place / "a.txt"), "validation": str(path)})
+             for path in (place / "b.txt", tmp_path / "store")]  # fmt: skip
+    from throughline.train.build import build_trainer
+
+    model = build_trainer(plans[0]).model
+    first, second = (Validation(plan).measure(model) for plan in plans)
+    assert first == second and (first.get("tokens") or first["masked_tokens"]) > 500
+    held = from_text(family)
+    share = held.text.bytes / sum(source.bytes for source in held.text.plan.sources)
+    assert 0.89 < share < 0.91 and held.validation_stores[0].tokens > 500
+    assert Validation(held).measure(model).keys() == first.keys()
+
+
+def test_text_of_another_tokenizer_is_refused(from_text: Callable[..., Plan], gpt_store: Path) -> None:
+    with pytest.raises(Refused, match="different tokenizers"):
+        from_text("gpt", data={"validation": str(gpt_store)})
+
+
+@pytest.fixture
+def recipe(place: Path, make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "text.toml"
+    path.write_text(dump_toml(make_recipe("gpt", data=text_section(place, "gpt"), train={"precision": "fp64"})))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "words"),
+    [
+        (['data.train="nowhere.txt"'], 2, "nowhere.txt"),
+        (['data.train=["{place}/a.txt", "{place}/gone.txt"]'], 2, "gone.txt"),
+        (['data.tokenizer="gone"'], 2, "gone"),
+        (['data.tokenizer=""'], 2, "set data.tokenizer"),
+        (['data.train=[{path="{place}/a.txt", weight=2.0}, "{place}/b.txt"]'], 2, "without weights"),
+        (['data.train="datasets:wikitext"'], 2, "cannot be tokenised while training"),
+        (['data.documents="file"', 'data.train="{place}/a.txt"'], 2, "no part of the text can be held out"),
+        (["train.sequence_length=30000", "train.batch_rows=1", "train.micro_batch_rows=1", "data.validation_fraction=0.0"], 2,
+         "too little text"),
+        (['data.packing="best_fit"', "data.separate_documents=true", "model.overrides.vocab_size=100"], 3, "vocabulary"),
+    ],
+)  # fmt: skip
+def test_bad_text_is_one_clear_error(place: Path, recipe: Path, settings: list[str], code: int, words: str) -> None:
+    arguments = [part for text in settings for part in ("--set", text.replace("{place}", str(place)))]
+    done = CliRunner().invoke(main, ["train", str(recipe), *arguments])
+    assert done.exit_code == code and words in done.stderr and "fix:" in done.stderr, done.output
+    assert "Traceback" not in done.stderr
+
+
+def test_dry_run_and_layout_say_what_is_read(recipe: Path) -> None:
+    done = CliRunner().invoke(main, ["train", str(recipe), "--dry-run"])
+    assert done.exit_code == 0 and "of text, tokenised while it is read by" in done.output, done.output
+    done = CliRunner().invoke(main, ["train", str(recipe), "--show-layout"])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.slow
+def test_two_data_processes_read_the_same_rows_as_one(recipe: Path, tmp_path: Path) -> None:
+    def losses(run: str, *words: str) -> list[float]:
+        command = [sys.executable, "-m", "throughline.cli.main", *words, "train", str(recipe), "--run-dir", run]
+        command += ["--set", "train.micro_batch_rows=2"] + (["--set", "parallel.data=2"] if words else [])
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        return [record["loss"] for record in read_metrics(tmp_path / run) if "loss" in record]
+
+    one, two = losses("one"), losses("two", "launch", "--nproc", "2", "--")
+    assert len(one) == 6 and one == pytest.approx(two, rel=1e-12)

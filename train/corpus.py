@@ -1,0 +1,125 @@
+"""What a recipe's data section names, opened and checked: token stores, or text that is tokenised while it is read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..core.artifact import MANIFEST, Input, input_record, read_manifest
+from ..core.errors import Refused, WrongUse
+from ..data.readers import ReadOptions
+from ..data.store import TokenStore
+from ..data.stream import Text
+from ..data.tokenizer import Tokenizer
+from .parallel.mesh import running_processes
+from .recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run reads. With `text` there are no stores to train on, and what validates is a store in memory."""
+
+    train: Sequence[TokenStore]
+    validation: Sequence[TokenStore]
+    vocab_size: int
+    tokenizer: Tokenizer | None  # None for a foreign store, which has none
+    tokenizer_json: bytes | None
+    inputs: Sequence[Input]
+    text: Text | None = None
+
+
+def open_corpus(recipe: Recipe) -> Corpus:
+    """Raises WrongUse for what is missing or does not fit together, Refused for what is damaged."""
+    return _text(recipe) if recipe.data.tokenizer else _stores(recipe)
+
+
+def _stores(recipe: Recipe) -> Corpus:
+    data = recipe.data
+    paths = [source.path for source in data.sources()]
+    stores = [TokenStore.open(path) for path in paths]
+    train: Sequence[TokenStore] = stores
+    validation: Sequence[TokenStore] = []
+    if data.validation:
+        paths.append(data.validation)
+        validation = [TokenStore.open(data.validation)]
+    elif data.validation_fraction:
+        cut = 1 - data.validation_fraction
+        train, validation = [store.view(0.0, cut) for store in stores], [store.view(cut, 1.0) for store in stores]
+    every = [*stores, *(validation if data.validation else [])]
+    vocab_size = _one_vocabulary(recipe, [store.facts for store in every], paths)
+    file = Path(paths[0]) / "tokenizer.json"
+    content = file.read_bytes() if file.is_file() else None
+    tokenizer = None if content is None else Tokenizer.load(file)
+    return Corpus(train, validation, vocab_size, tokenizer, content, [input_record(path) for path in paths])
+
+
+def _text(recipe: Recipe) -> Corpus:
+    data, objective = recipe.data, recipe.objective
+    tokenizer = Tokenizer.load(data.tokenizer)
+    open_text = partial(
+        Text,
+        tokenizer=tokenizer,
+        options=ReadOptions(data.documents, data.field),
+        sequence_length=recipe.train.sequence_length,
+        sentences=objective is not None and objective.sentences != "none",
+    )
+    paths = [source.path for source in data.sources()]
+    text = open_text(paths, held_out=0.0 if data.validation else data.validation_fraction)
+    files = [source.path for source in text.plan.sources]
+    validation = []
+    if data.validation and _is_store(data.validation):
+        validation = [TokenStore.open(data.validation)]
+        files.append(data.validation)
+    elif data.validation:
+        other = open_text([data.validation])
+        validation = [other.beginning()]
+        files += [source.path for source in other.plan.sources]
+    elif data.validation_fraction:
+        validation = [text.held_out()]
+    given = [store.facts for store in validation if data.validation]
+    vocab_size = _one_vocabulary(recipe, [text.facts, *given], [data.tokenizer, data.validation])
+    inputs = []
+    if running_processes()[0] == 0:  # the one that writes them down: all the text is hashed, 1.5 GB/s
+        inputs = [input_record(path) for path in (data.tokenizer, *files)]
+    return Corpus([], validation, vocab_size, tokenizer, tokenizer.to_json().encode(), inputs, text)
+
+
+def _is_store(path: str) -> bool:
+    return Path(path).is_dir() and next(Path(path).glob("*.idx"), None) is not None
+
+
+def _one_vocabulary(recipe: Recipe, every: Sequence[dict[str, Any]], paths: Sequence[str]) -> int:
+    """The vocabulary that all stores share, or the recipe's when it is as large. Refuses ids without an embedding."""
+    marks = {str(facts.get("tokenizer", "")): path for facts, path in zip(every, paths)}
+    if len(marks) > 1:
+        where = ", ".join(marks.values())
+        raise Refused("token stores of different tokenizers", where=where, fix="tokenise all with one tokenizer")
+    given = recipe.model.overrides.get("vocab_size")
+    vocab_size = given or every[0].get("vocab_size")
+    if not vocab_size:
+        fix = "set model.overrides.vocab_size, and train with a tokenizer.json beside the store to evaluate text"
+        raise WrongUse("the size of the vocabulary is not known", where=paths[0], why="the store is foreign", fix=fix)
+    for facts, path in zip(every, paths):
+        largest = facts.get("largest_id", -1)
+        if largest >= vocab_size:
+            raise Refused(
+                "the tokens do not fit the model's vocabulary",
+                where=path,
+                why=f"largest id {largest}, vocab_size {vocab_size}",
+                fix=f"set model.overrides.vocab_size to at least {facts.get('vocab_size', largest + 1)}, or leave it out",
+            )
+    return int(vocab_size)
+
+
+def check_inputs(checkpoint: Path, inputs: Sequence[Input]) -> None:
+    """Refuse to go on with other data than the checkpoint was trained on: its position would mean other rows."""
+    before = read_manifest(checkpoint).inputs
+    changed = [item.path for item, old in zip(inputs, before) if item.hash != old.hash]
+    if changed or len(before) != len(inputs):
+        raise Refused(
+            "the data have changed since the run was saved",
+            where=", ".join(changed[:3]) or f"{len(inputs)} inputs instead of {len(before)}",
+            why=f"their hashes are not those in {checkpoint / MANIFEST}",
+            fix="put the data back, or train in another directory with --run-dir",
+        )
