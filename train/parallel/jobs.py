@@ -95,19 +95,23 @@ def slurm_script(job: Job) -> str:
 #SBATCH --nodes={job.machines}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={job.per_machine}
-#SBATCH --time=24:00:00
+#SBATCH --time=24:00:00 # what your partition allows; a longer run continues after each requeue
 # SIGTERM to the steps {GRACE_SECONDS} s before the time is over: the run saves, and the job goes back into the queue
 #SBATCH --signal=TERM@{GRACE_SECONDS}
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -uo pipefail
 {ENVIRONMENT}
+events={shlex.quote(job.run_dir + "/events.jsonl")}
+begun=$(date +%s)
 FIRST_MACHINE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export FIRST_MACHINE
 srun --kill-on-bad-exit=1 bash -c {shlex.quote("exec " + job.command('"$SLURM_NODEID"', '"$FIRST_MACHINE"'))}
 code=$?
-# stopped with everything saved: the same command continues
-if tail -n 1 {shlex.quote(job.run_dir + "/events.jsonl")} | grep -q '"event": "stopped"'; then scontrol requeue "$SLURM_JOB_ID"; fi
+# stopped by this job with everything saved: the same command continues
+if [ -e "$events" ] && [ "$(stat -c %Y "$events")" -ge "$begun" ] && tail -n 1 "$events" | grep -q '"event": "stopped"'; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$code"
 """
 
@@ -126,6 +130,7 @@ metadata:
   name: {job.name}
 spec:
   clusterIP: None
+  publishNotReadyAddresses: true # they meet before any of them is ready
   selector:
     job-name: {job.name}
 ---
@@ -137,7 +142,7 @@ spec:
   completionMode: Indexed
   completions: {job.machines}
   parallelism: {job.machines}
-  backoffLimit: 10
+  backoffLimit: 10 # pods that failed, over the whole job
   template:
     metadata:
       labels:
@@ -166,7 +171,7 @@ spec:
       volumes:
         - name: work
           persistentVolumeClaim:
-            claimName: {job.name}
+            claimName: {job.name} # a claim that exists, ReadWriteMany with several machines
         - name: shm
           emptyDir:
             medium: Memory
