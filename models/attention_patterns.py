@@ -7,11 +7,13 @@ relative bias come as the mask that the models make anyway, and only its needed 
 
 | kind | a token at i sees a token at j when (causal: and j <= i) |
 |---|---|
-| sliding | they are less than `window` apart, or either is in the first `global_blocks` blocks |
+| sliding | they are less than `window` apart, or either is in the first `global_blocks` blocks, or i's block drew j's |
 | fixed | both are in the same stretch of `window` tokens, or j is in the last `global_blocks` blocks of a stretch |
 
-Sources: sliding, Beltagy et al. 2020 (Longformer) and Zaheer et al. 2020 (BigBird) without its random blocks; fixed, Child et
-al. 2019 (Sparse Transformer, section 4.3).
+Sources: sliding, Beltagy et al. 2020 (Longformer) and, with `random_blocks`, Zaheer et al. 2020 (BigBird); fixed, Child et al.
+2019 (Sparse Transformer, section 4.3). Each block of queries draws its random blocks from those beyond window and global ones, one
+from each of as many equal stretches; other ones in every layer, as in BigBird, but the same for all heads, which one kernel
+serves. A decoder draws from the past alone, so its draws do not change as the text grows; an encoder's depend on the length.
 
 Cost: with B blocks of keys to a block of queries, time and the memory of gathered keys and values are B blocks a query block
 instead of S / block; a smaller block follows a window closer and gathers more copies, and 128 to 256 is a good compromise for
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from .gpt import GPT
 
 
-def block_table(pattern: AttentionPattern, length: int, causal: bool) -> Tensor:
+def block_table(pattern: AttentionPattern, length: int, causal: bool, layer: int = 0) -> Tensor:
     """(N, N) bool for a sequence of this length: which blocks of keys hold anything that a block of queries sees.
 
     The corners of a pair of blocks decide: all bounds but the window's are at block edges, and the tokens of two
@@ -46,7 +48,7 @@ def block_table(pattern: AttentionPattern, length: int, causal: bool) -> Tensor:
     """
     first = torch.arange(-(-length // pattern.block)) * pattern.block
     corners = torch.stack((first, first + pattern.block - 1))  # (2, N)
-    return pattern.sees(corners[:, None, :, None], corners[None, :, None, :], causal).any(0).any(0)
+    return pattern.sees(corners[:, None, :, None], corners[None, :, None, :], causal, length, layer).any(0).any(0)
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ class _Group:
     visible_RCK: Tensor  # (R, C, M C) bool
 
 
-def _rows_by_count(pattern: AttentionPattern, length: int, causal: bool) -> list[tuple[list[int], list[list[int]]]]:
+def _rows_by_count(pattern: AttentionPattern, length: int, causal: bool, layer: int) -> list[tuple[list[int], list[list[int]]]]:
     """Query blocks that see the same number of key blocks, and which: numbers only, which a compiler takes as constants."""
-    seen = [row.nonzero()[:, 0].tolist() for row in block_table(pattern, length, causal)]
+    seen = [row.nonzero()[:, 0].tolist() for row in block_table(pattern, length, causal, layer)]
     grouped: dict[int, tuple[list[int], list[list[int]]]] = {}
     for row, keys in enumerate(seen):
         rows, all_keys = grouped.setdefault(len(keys), ([], []))
@@ -73,30 +75,34 @@ def _rows_by_count(pattern: AttentionPattern, length: int, causal: bool) -> list
 _rows_by_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _make_groups(pattern: AttentionPattern, length: int, causal: bool, device: torch.device) -> tuple[list[_Group], Tensor]:
+def _make_groups(
+    pattern: AttentionPattern, length: int, causal: bool, layer: int, device: torch.device
+) -> tuple[list[_Group], Tensor]:
     """The groups of a sequence, and where each query block's result stands when the groups' results are put in a row."""
     inside = torch.arange(pattern.block, device=device)
     groups = []
-    for row_numbers, key_numbers in _rows_by_count(pattern, length, causal):
+    for row_numbers, key_numbers in _rows_by_count(pattern, length, causal, layer):
         rows, keys = torch.tensor(row_numbers, device=device), torch.tensor(key_numbers, device=device)
         query_positions = rows[:, None] * pattern.block + inside
         key_positions = (keys[:, :, None] * pattern.block + inside).flatten(1)
-        visible = pattern.sees(query_positions[:, :, None], key_positions[:, None, :], causal)
+        visible = pattern.sees(query_positions[:, :, None], key_positions[:, None, :], causal, length, layer)
         groups.append(_Group(rows, keys, visible & (key_positions < length)[:, None, :]))
     return groups, torch.cat([group.rows_R for group in groups]).argsort()
 
 
-_kept_groups = functools.lru_cache(maxsize=16)(_make_groups)
+_kept_groups = functools.lru_cache(maxsize=64)(_make_groups)
 
 
-def _groups(pattern: AttentionPattern, length: int, causal: bool, device: torch.device) -> tuple[list[_Group], Tensor]:
+def _groups(
+    pattern: AttentionPattern, length: int, causal: bool, layer: int, device: torch.device
+) -> tuple[list[_Group], Tensor]:
     """As `_make_groups`, kept from call to call; while compiling they are made, as constants of the graph."""
     make = _make_groups if torch.compiler.is_compiling() else _kept_groups
-    return make(pattern, length, causal, device)
+    return make(pattern, length, causal, layer if pattern.random_blocks else 0, device)
 
 
-def make_attend(pattern: AttentionPattern, causal: bool) -> Callable[..., Tensor]:
-    """What replaces `Attention.attend` in a causal or a bidirectional model."""
+def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Callable[..., Tensor]:
+    """What replaces `Attention.attend` in a layer of a causal or a bidirectional model."""
     assert not pattern.validate(), pattern.validate()
 
     def attend(
@@ -105,27 +111,27 @@ def make_attend(pattern: AttentionPattern, causal: bool) -> Callable[..., Tensor
         length = q_BASD.shape[2]
         if length != k_BGTD.shape[2]:
             assert causal and mask is not None, "only a decoder with a cache asks for other keys than queries"
-            return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=_cached_mask(pattern, mask), dropout=dropout)
+            return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=_cached_mask(pattern, mask, layer), dropout=dropout)
         if pattern.kind == "sliding" and length <= pattern.window:  # everything is near: the dense kernel
             return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, is_causal=is_causal, dropout=dropout)
-        return _attend_blocks(pattern, causal, (q_BASD, k_BGTD, v_BGTD), mask, dropout)
+        return _attend_blocks(pattern, causal, layer, (q_BASD, k_BGTD, v_BGTD), mask, dropout)
 
     return attend
 
 
-def _cached_mask(pattern: AttentionPattern, mask_B1ST: Tensor) -> Tensor:
+def _cached_mask(pattern: AttentionPattern, mask_B1ST: Tensor, layer: int) -> Tensor:
     """A cache's mask with the pattern added. The last place that a query sees is its own."""
     places = torch.arange(mask_B1ST.shape[-1], device=mask_B1ST.device)
     own = (mask_B1ST * places).amax(-1, keepdim=True)
-    return mask_B1ST & pattern.sees(own, places, causal=True)
+    return mask_B1ST & pattern.sees(own, places, True, mask_B1ST.shape[-1], layer)
 
 
 def _attend_blocks(
-    pattern: AttentionPattern, causal: bool, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, dropout: float
+    pattern: AttentionPattern, causal: bool, layer: int, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, dropout: float
 ) -> Tensor:
     """Attention group by group; (B, A, S, D)."""
     size, length = pattern.block, qkv[0].shape[2]
-    groups, places = _groups(pattern, length, causal, qkv[0].device)
+    groups, places = _groups(pattern, length, causal, layer, qkv[0].device)
     missing = -length % size
     q, k, v = (_blocks(x, size, missing) for x in qkv)  # each (B, N, C, heads, D)
     if mask is not None:
@@ -181,6 +187,5 @@ def _group_mask(group: _Group, mask: Tensor | None, batch: int) -> Tensor:
 
 def apply_pattern(model: "GPT | BERT", pattern: AttentionPattern) -> None:
     """Let every block of a GPT or a BERT attend by the pattern: its weights, names and inputs stay what they are."""
-    attend = make_attend(pattern, causal=isinstance(model.config, GPTConfig))
-    for block in model.blocks.values():
-        cast(Block, block).attention.attend = attend
+    for layer, block in model.blocks.items():
+        cast(Block, block).attention.attend = make_attend(pattern, isinstance(model.config, GPTConfig), int(layer))

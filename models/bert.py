@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from .attention_patterns import apply_pattern
 from .config import BERTConfig
 from .layers import Block, RelativeBias, activation_function, make_norm
+from .linear import Linear, linear
 
 
 class BERT(nn.Module):
@@ -34,11 +35,11 @@ class BERT(nn.Module):
         if config.attention_pattern is not None:
             apply_pattern(self, config.attention_pattern)
         self.norm = make_norm(config)  # after the embeddings (post-norm) or after the last block (norm_first)
-        self.mlm_transform = nn.Linear(width, width, bias=config.bias) if config.mlm_transform else None
+        self.mlm_transform = Linear(width, width, bias=config.bias) if config.mlm_transform else None
         self.mlm_norm = make_norm(config) if config.mlm_transform else None
         self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.bias else None
-        self.pooler = nn.Linear(width, width, bias=config.bias) if config.nsp else None
-        self.nsp = nn.Linear(width, 2, bias=config.bias) if config.nsp else None
+        self.pooler = Linear(width, width, bias=config.bias) if config.nsp else None
+        self.nsp = Linear(width, 2, bias=config.bias) if config.nsp else None
         self.activation = activation_function(config.activation)
 
     def forward(self, input_ids: Tensor, **inputs: Tensor | None) -> Tensor:
@@ -99,7 +100,7 @@ class BERT(nn.Module):
 
     def mlm_head(self, hidden_NW: Tensor) -> Tensor:
         """(..., W) -> logits (..., V) at those positions."""
-        return F.linear(self.mlm_features(hidden_NW), self.token_table.weight, self.mlm_bias)
+        return linear(self.mlm_features(hidden_NW), self.token_table.weight, self.mlm_bias)
 
     def mlm_features(self, hidden_NW: Tensor) -> Tensor:
         """The transform before the decoder: what a loss that computes the logits in pieces multiplies with the token table."""

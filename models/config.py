@@ -22,32 +22,58 @@ class AttentionPattern:
     window: int = 512  # tokens: reach of a sliding window (both ways when bidirectional), length of a fixed stretch
     block: int = 256  # tokens handled together
     global_blocks: int = 0  # blocks that every token sees
+    random_blocks: int = 0  # sliding: blocks beyond the window that each block of queries sees, others in each layer
 
     def validate(self) -> list[str]:
         """Everything that is wrong with it, one sentence each."""
         problems = []
         if self.kind not in ("sliding", "fixed"):
             problems.append(f"attention_kind is {self.kind!r}; it must be sliding or fixed")
-        if self.window < 1 or self.block < 1 or self.global_blocks < 0:
-            problems.append("attention_window and attention_block must be at least 1 and attention_global_blocks 0 or more")
+        if self.window < 1 or self.block < 1 or min(self.global_blocks, self.random_blocks) < 0:
+            problems.append("attention_window and attention_block must be at least 1 and the numbers of global and random blocks 0 or more")
+        elif self.kind == "fixed" and self.random_blocks:
+            problems.append("attention_random_blocks belong to a sliding window, not to a fixed one")
         elif self.kind == "fixed" and self.window % self.block:
             problems.append(f"a fixed window of {self.window} tokens is no whole number of blocks of {self.block}")
         elif self.kind == "fixed" and self.global_blocks * self.block > self.window:
             problems.append(f"{self.global_blocks} global blocks of {self.block} do not fit in a window of {self.window}")
         return problems
 
-    def sees(self, queries: Any, keys: Any, causal: bool) -> Any:
-        """Whether the token at each query position sees the one at each key position: int arrays or tensors, which broadcast."""
+    def sees(self, queries: Any, keys: Any, causal: bool, length: int = 0, layer: int = 0) -> Any:
+        """Whether the token at each query position sees the one at each key position: int arrays or tensors, which broadcast.
+
+        `length` of the sequence and `layer` matter to random blocks alone, the length only when bidirectional.
+        """
         wide = self.global_blocks * self.block
         if self.kind == "sliding":
             seen = (abs(queries - keys) < self.window) | (keys < wide) | (queries < wide)
+            for draw in range(self.random_blocks):
+                seen = seen | (keys // self.block == self._drawn(queries // self.block, draw, causal, length, layer))
         else:
             seen = (queries // self.window == keys // self.window) | (keys % self.window >= self.window - wide)
         return seen & (keys <= queries) if causal else seen
 
+    def _drawn(self, rows: Any, draw: int, causal: bool, length: int, layer: int) -> Any:
+        """The block that each block of queries draws, -1 where nothing is left to draw from.
+
+        What lies beyond the window and the global blocks is cut into as many stretches as there are draws, and each draw takes
+        one block of its stretch: none twice. A function of (layer, row, draw), the same for all heads.
+        """
+        reach = (self.window + self.block - 2) // self.block  # blocks of the window on each side
+        left = (rows - reach - self.global_blocks) * (rows > reach + self.global_blocks)
+        right = 0 * rows if causal else (-(-length // self.block) - 1 - rows - reach) * (rows + reach < -(-length // self.block))
+        first = (left + right) * draw // self.random_blocks
+        room = (left + right) * (draw + 1) // self.random_blocks - first
+        number = rows + 1
+        for salt in (draw + 1, layer + 1, 1, 1):  # Park and Miller's generator, with something new mixed in at every step
+            number = (number * 48271 + salt * 69621) % 2147483647
+        taken = first + number // 8 % (room + (room == 0))
+        block = self.global_blocks + taken + (taken >= left) * (rows + reach + 1 - left - self.global_blocks)
+        return block * (room > 0) - (room == 0) * 1
+
     def widest(self, length: int) -> int:
         """Columns of the band that the pattern leaves of a (length, length) square; global tokens count as one stripe."""
-        return min(length, 2 * self.window + self.global_blocks * self.block)
+        return min(length, 2 * self.window + (self.global_blocks + self.random_blocks) * self.block)
 
 
 @dataclass(frozen=True)
@@ -72,6 +98,7 @@ class TransformerConfig:
     attention_kind: Literal["sliding", "fixed"] = "sliding"
     attention_block: int = 256
     attention_global_blocks: int = 0
+    attention_random_blocks: int = 0
 
     @property
     def key_value_heads(self) -> int:
@@ -90,7 +117,8 @@ class TransformerConfig:
         """What of the sequence a token sees; None: all of it."""
         if not self.attention_window:
             return None
-        return AttentionPattern(self.attention_kind, self.attention_window, self.attention_block, self.attention_global_blocks)
+        kind, window, block = self.attention_kind, self.attention_window, self.attention_block
+        return AttentionPattern(kind, window, block, self.attention_global_blocks, self.attention_random_blocks)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain values for JSON or TOML."""

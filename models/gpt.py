@@ -14,6 +14,7 @@ from .attention_patterns import apply_pattern
 from .cache import KeyValueCache
 from .config import GPTConfig
 from .layers import Block, make_norm, rotary_table
+from .linear import Linear, linear
 
 
 class GPT(nn.Module):
@@ -34,7 +35,7 @@ class GPT(nn.Module):
         if config.attention_pattern is not None:
             apply_pattern(self, config.attention_pattern)
         self.norm = make_norm(config)
-        self.output = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.output = None if config.tied else Linear(config.width, config.vocab_size, bias=False)
 
     def forward(
         self,
@@ -98,7 +99,7 @@ class GPT(nn.Module):
 
     def head(self, hidden_BSW: Tensor) -> Tensor:
         """(..., W) -> logits (..., V)."""
-        return F.linear(hidden_BSW, self.output_weight())
+        return linear(hidden_BSW, self.output_weight())
 
     def output_weight(self) -> Tensor:
         """The matrix (V, W) of the head: for a loss that computes the logits in pieces."""

@@ -1,0 +1,96 @@
+"""The matrix product with a weight, on the kernel that is fastest for it here.
+
+torch sends fp32 products on a CPU to MKL, which on AMD processors with AVX-512 computes at half the rate of oneDNN, the library
+that torch uses for bf16 and for compiled inference. On two cores of an EPYC, 768 x 128 by 128 x 512: MKL 180 GFLOP/s, oneDNN 370;
+the gradients of the input and of the weight alike; at GPT-2's sizes 1.5 to 3 times from one row upwards. Everything else (GPUs,
+other processors and dtypes, autocast, sharded tensors, products too small to matter) goes to torch.
+"""
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+LEAST_PRODUCTS = 1 << 21  # rows x in x out below which the start of a oneDNN primitive (20 us) costs more than it saves
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` through `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """(..., I) -> (..., O), as torch's own, to rounding."""
+    if (
+        x.dtype == weight_OI.dtype == torch.float32
+        and type(x) is Tensor
+        and type(weight_OI) in (Tensor, nn.Parameter)
+        and x.device.type == "cpu"
+        and x.numel() * weight_OI.shape[0] >= LEAST_PRODUCTS
+        and not torch.is_autocast_enabled("cpu")
+        and onednn_is_faster()
+    ):
+        return _Linear.apply(x, weight_OI, bias_O)
+    return F.linear(x, weight_OI, bias_O)
+
+
+@functools.cache
+def onednn_is_faster() -> bool:
+    """Whether fp32 products are faster in oneDNN than in what torch uses: AMD with AVX-512, under a torch built with MKL."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    facts = Path("/proc/cpuinfo")
+    return facts.exists() and "AuthenticAMD" in facts.read_text()
+
+
+def _onednn(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias_O, "none", [], "")
+
+
+@torch.library.custom_op("throughline::product", mutates_args=())
+def _opaque(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """For a compiler, whose own lowering of this kernel wants a weight that never changes."""
+    return _onednn(x_NI, weight_OI, bias_O)
+
+
+@_opaque.register_fake
+def _(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return x_NI.new_empty(x_NI.shape[0], weight_OI.shape[0])
+
+
+if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # torch's counter of FLOPs knows neither
+
+    @register_flop_formula([torch.ops.mkldnn._linear_pointwise, torch.ops.throughline.product])
+    def _flops(x_shape: torch.Size, weight_shape: torch.Size, *rest: object, **named: object) -> int:
+        return 2 * x_shape.numel() * weight_shape[0]
+
+
+def _product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return (_opaque if torch.compiler.is_compiling() else _onednn)(x_NI, weight_OI, bias_O)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        ctx.biased = bias_O is not None
+        return _product(x.reshape(-1, x.shape[-1]), weight_OI, bias_O).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight_OI = ctx.saved_tensors
+        gradient_NO = gradient.reshape(-1, gradient.shape[-1])
+        x_NI = x.reshape(-1, x.shape[-1])
+        for_x = _product(gradient_NO, weight_OI.t(), None).view(x.shape) if ctx.needs_input_grad[0] else None
+        for_weight = _product(gradient_NO.t(), x_NI.t(), None) if ctx.needs_input_grad[1] else None
+        for_bias = gradient_NO.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None
+        return for_x, for_weight, for_bias
