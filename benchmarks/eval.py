@@ -1,7 +1,6 @@
 """Zero-shot evaluation against lm-evaluation-harness: requests per CPU second and peak memory, on the same model and records.
 
     python benchmarks/eval.py SHARED [--quick] [--records N] [--pairs N] [--only 7m]
-    python benchmarks/eval.py SHARED --all --out benchmarks/results/eval-parity.json
 
 Eleven fixed tasks (LAMBADA, HellaSwag, PIQA, WinoGrande, ARC-Easy, BoolQ, COPA, OpenBookQA, SST-2, one BLiMP paradigm,
 WikiText-2 by its first three articles), the first 200 records of each, in GPT-2's tokenizer on random weights: a GPT-2 of
@@ -9,8 +8,6 @@ WikiText-2 by its first three articles), the first 200 records of each, in GPT-2
 tokenising and scoring (imports and loading are not counted), its memory is the process's peak. lm_eval runs its own task
 files (through tests/eval/harness.py) with its `hf` model in float32 and the faster of batch sizes 1 and 8, found on the
 first pair. SHARED is the directory that holds data/, by default THROUGHLINE_SHARED.
-
-`--all` scores every record of every task once with both and writes accuracies and the largest difference of a log-likelihood.
 """
 
 import importlib.util
@@ -171,34 +168,6 @@ def _line(size: str, task: str, requests: int, batch: int, ours: list[Any], thei
     return line
 
 
-def all_records(shared: Path, out: Path) -> None:
-    """Every record of every task once on the 7M model: metrics of both, and the largest difference of a log-likelihood."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = folder / "model"
-        make_model(model, shared, MODELS["7m"])
-        rows = beside_tests("hub").records(shared, None)
-        found = {}
-        for task, asked in rows.items():
-            (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-            ours, theirs = (measure(side, task, model, folder, 8) for side in ("ours", "theirs"))
-            answers = zip(ours["answers"], theirs["answers"], strict=True)
-            both = [pair for one, two in answers for pair in _paired(task, one, two)]
-            mine, peer = ours["metrics"], theirs["metrics"]
-            common = {key: [mine[key], peer[key]] for key in mine if key in peer}
-            found[task] = {
-                "records": len(asked), "metrics_ours_theirs": common, "largest_difference_nats": max(abs(a - b) for a, b in both),
-                "largest_loglikelihood_nats": max(abs(b) for _, b in both), "cpu_s_ours_theirs": [ours["cpu_s"], theirs["cpu_s"]],
-                "accuracies_equal": all(a == b for key, (a, b) in common.items() if key.startswith("acc")),
-            }  # fmt: skip
-            print(f"{task}: {found[task]}", file=sys.stderr, flush=True)
-            out.write_text(json.dumps({"model": "GPT-2, 4 layers of 128, random weights", "tasks": found}, indent=1) + "\n")
-
-
-def _paired(task: str, ours: list[float], theirs: list[float]) -> list[tuple[float, float]]:
-    return [(sum(ours), theirs[0])] if task == "wikitext_2" else list(zip(ours, theirs, strict=True))
-
-
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument(
@@ -208,8 +177,6 @@ def main() -> None:
     options.add_argument("--records", type=int, default=200, help="records a task")
     options.add_argument("--pairs", type=int, default=3, help="paired measurements")
     options.add_argument("--only", choices=list(MODELS), help="one model only")
-    options.add_argument("--all", action="store_true", help="parity on every record instead of speed")
-    options.add_argument("--out", type=Path, help="--all: the JSON file to write")
     for name in ("--side", "--task", "--model", "--records-dir"):
         options.add_argument(name, help="internal: the measured process")
     options.add_argument("--batch", type=int, default=8, help="internal: the harness's batch size")
@@ -219,9 +186,6 @@ def main() -> None:
         return
     if given.shared is None:
         options.error("give the directory that holds data/")
-    if given.all:
-        all_records(given.shared, given.out or Path("eval-parity.json"))
-        return
     records, pairs = (24, 1) if given.quick else (given.records, given.pairs)
     claims, lines = [], []
     for size in [given.only] if given.only else MODELS:

@@ -45,12 +45,10 @@ class Tokenizer:
         self._library.no_padding()
         self._library.no_truncation()
         self._library.encode_special_tokens = True  # literal special text stays text
-        self.config: dict[str, Any] = json.loads(text)
-        self.vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(self.vocab.values()) + 1
-        self.special = (
-            _roles(self.vocab) if special is None else {role: special[role] for role in ROLES if role in special}
-        )
+        self._text = text
+        vocab = self.vocab
+        self.vocab_size = max(vocab.values()) + 1
+        self.special = _roles(vocab) if special is None else {role: special[role] for role in ROLES if role in special}
         if outside := {role: i for role, i in self.special.items() if not 0 <= i < self.vocab_size}:
             why = f"{outside} outside the vocabulary of {self.vocab_size:,}"
             raise Refused("a special token is no entry of the vocabulary", where=where, why=why)
@@ -68,11 +66,28 @@ class Tokenizer:
             raise WrongUse("no tokenizer here", where=path, why=f"{file} does not exist", fix=fix)
         return cls(file.read_text(encoding="utf-8"), _stated_roles(file), str(file))
 
+    # Whoever needs these two parses anew: kept, the words and merges of GPT-2 would take 50 MB as Python objects.
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of the tokenizer.json."""
+        return json.loads(self._text)
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Every token's id, added tokens included."""
+        return self._library.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def _steps(self) -> dict[str, Any]:
+        """What the file says besides the vocabulary."""
+        config = self.config
+        return config | {"model": {"type": config["model"].get("type")}}
+
     @cached_property
     def type(self) -> str:
         """ "bpe", "wordpiece" or "char"; for other foreign models their name in lower case."""
-        model = str(self.config["model"].get("type", "")).lower()
-        splits = self.config.get("pre_tokenizer") or {}
+        model = str(self._steps["model"]["type"] or "").lower()
+        splits = self._steps.get("pre_tokenizer") or {}
         return "char" if model == "wordlevel" and splits.get("type") == "Split" else model
 
     @property
@@ -106,19 +121,19 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Every id that stands for no text: roles and the file's special added tokens."""
-        added = self.config.get("added_tokens") or []
+        added = self._steps.get("added_tokens") or []
         return frozenset({token["id"] for token in added if token.get("special")} | set(self.special.values()))
 
     @cached_property
     def splits_at_space(self) -> bool:
         """Whether text may be cut before white space without changing its tokens (true of all that are made here)."""
-        steps = _flatten(self.config.get("pre_tokenizer"), "pretokenizers")
+        steps = _flatten(self._steps.get("pre_tokenizer"), "pretokenizers")
         normal = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "StripAccents"}
-        if any(step["type"] not in normal for step in _flatten(self.config.get("normalizer"), "normalizers")):
+        if any(step["type"] not in normal for step in _flatten(self._steps.get("normalizer"), "normalizers")):
             return False
         if any(step["type"] == "ByteLevel" and step.get("add_prefix_space", True) for step in steps):
             return False
-        if any(" " in token["content"] or "\n" in token["content"] for token in self.config.get("added_tokens") or []):
+        if any(" " in token["content"] or "\n" in token["content"] for token in self._steps.get("added_tokens") or []):
             return False
         return self.type == "char" or any(
             step["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")

@@ -19,10 +19,10 @@ from ..core.errors import Failed, WrongUse
 from ..core.files import sha256_json
 from ..core.scorer import Ids, Question, Score, Scored, check_question
 from ..models.gpt import GPT
-from .logits import token_logprobs, whole_blocks
+from .logits import one_kernel, token_logprobs, whole_blocks
 from .tree import Tree, TreeAttention, attending, plant
 
-BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
+BATCH_TOKENS = {"cpu": 512, "cuda": 16384}  # a CPU is as fast as at 1024, and needs up to 100 MB less at 124M parameters
 
 
 class CausalText:
@@ -132,6 +132,7 @@ class CausalScorer(CausalText):
         yield from greedy_texts(TorchCausal(self.model), self, contexts, until, max_tokens)
 
     @torch.inference_mode()
+    @one_kernel()
     def _answer(self, trees: list[Tree]) -> list[tuple[Score, ...]]:
         hidden_SW = self._hidden(trees)
         starts = np.concatenate([[0], np.cumsum([tree.tokens for tree in trees])])

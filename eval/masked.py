@@ -20,7 +20,7 @@ from ..core.files import sha256_json
 from ..core.scorer import Ids, Question, Score, Scored, check_question
 from ..models.bert import BERT
 from .causal import BATCH_TOKENS, batches, halving
-from .logits import token_logprobs, whole_blocks
+from .logits import one_kernel, token_logprobs, whole_blocks
 
 MASK = "[MASK]"
 
@@ -126,6 +126,7 @@ class MaskedScorer:
         return made
 
     @torch.inference_mode()
+    @one_kernel()
     def _answer(self, questions: list[list["_Row"]]) -> list[tuple[Score, ...]]:
         flat = [row for rows in questions for row in rows]
         found: list[Score | None] = [None] * len(flat)

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from throughline.eval.opening import open_scorer
 from throughline.eval.runner import Settings, evaluate
 from throughline.eval.sources import Record
 from throughline.eval.task import BoundTask, find_tasks
-from torch.nn import functional as F
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")
 RECORDS = int(os.environ.get("THROUGHLINE_PARITY_RECORDS", "200"))
@@ -28,34 +26,7 @@ def _beside(name: str) -> Any:
     return module
 
 
-harness, hub = _beside("harness"), _beside("hub")
-
-
-def small_model(folder: Path, text: str, *, steps: int) -> Path:
-    """A GPT-2 with a vocabulary of 2,000 on `text`, trained for a few steps or not at all, as a Hugging Face directory."""
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator([text], vocab_size=2000, special_tokens=["<|endoftext|>"], show_progress=False)
-    torch.manual_seed(0)
-    shape = {"vocab_size": 2000, "n_layer": 2, "n_head": 2, "n_embd": 48, "n_positions": 512}
-    model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
-    ids = torch.tensor(tokenizer.encode(text).ids)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(steps):
-        rows = ids[torch.randint(len(ids) - 65, (16, 1)) + torch.arange(65)]
-        logits = model(rows[:, :-1]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert step < 50 or loss < 7.0, "the model did not learn"  # ln 2000 = 7.6
-    model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(tokenizer._tokenizer.to_str())
-    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
-    return folder
+harness, hub, small_model = _beside("harness"), _beside("hub"), _beside("small").small_model
 
 
 class Held(BoundTask):

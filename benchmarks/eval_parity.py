@@ -1,0 +1,110 @@
+"""Every record of every task once, scored by us and by lm-evaluation-harness: accuracies and log-likelihoods side by side.
+
+    python benchmarks/eval_parity.py SHARED [--minutes 10] [--only TASK] [--out benchmarks/results/eval-parity.json]
+
+Two GPT-2s (4 layers of 128, a vocabulary of 4,096 and 512 positions): one with random weights, one trained on novels for 600
+steps. The harness runs its own task files (through tests/eval/harness.py) with its `hf` model in float32. All tasks whose data
+lie below SHARED: 27 with the paradigms of BLiMP. A task that stands in the JSON file is not scored again, so that the hour this
+takes may be spent in pieces: after `--minutes` no further task is begun. WikiText is compared per document.
+
+The exit code is 1 when a task is missing or differs: an accuracy at all, a log-likelihood by more than 1e-3 nats (a document's
+sum of thousands of tokens, which the harness adds in float32, by more than 1e-6 of itself).
+"""
+
+import argparse
+import bz2
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import existing, machine_facts, versions
+
+from eval import beside_tests, measure
+
+HERE = Path(__file__).parent
+SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 4096, "n_positions": 512}
+STEPS = {"random": 0, "trained": 600}
+NOVELS, CHARACTERS = 12, 400_000  # text of the tokenizer and of the training: the first of so many novels
+BOUND_NATS, BOUND_RELATIVE = 1e-3, 1e-6
+BATCH = 16  # of the harness
+
+
+def make_model(folder: Path, shared: Path, weights: str) -> Path:
+    """The model of this name, made anew in each run of this script: the same bits each time with one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    novels = sorted((shared / "data" / "novels").glob("*.bz2"))[:NOVELS]
+    texts = [bz2.decompress(novel.read_bytes()).decode()[:CHARACTERS] for novel in novels]
+    return beside_tests("small").small_model(folder, "".join(texts), steps=STEPS[weights], **SHAPE)
+
+
+def compared(task: str, rows: list[Any], model: Path, folder: Path) -> dict[str, Any]:
+    """One task by both, each in a process of its own."""
+    (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ours, theirs = (measure(side, task, model, folder, BATCH) for side in ("ours", "theirs"))
+    if task == "wikitext_2":  # a document's windows against its sum
+        ours["answers"] = [[sum(windows)] for windows in ours["answers"]]
+    both = [
+        pair for mine, peer in zip(ours["answers"], theirs["answers"], strict=True) for pair in zip(mine, peer, strict=True)
+    ]
+    metrics = {name: [value, theirs["metrics"][name]] for name, value in ours["metrics"].items() if name in theirs["metrics"]}
+    worst = max(abs(a - b) for a, b in both)
+    largest = max(abs(b) for _, b in both)
+    near = BOUND_RELATIVE * largest if task == "wikitext_2" else BOUND_NATS
+    equal = all(a == b for name, (a, b) in metrics.items() if name.startswith("acc"))
+    return {
+        "records": len(rows), "loglikelihoods": len(both), "metrics_ours_theirs": metrics, "accuracies_equal": equal,
+        "largest_difference_nats": worst, "largest_loglikelihood_nats": largest, "equal": equal and worst <= near,
+        "cpu_s_ours_theirs": [round(ours["cpu_s"], 2), round(theirs["cpu_s"], 2)],
+    }  # fmt: skip
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("shared", type=existing, nargs="?", default=os.environ.get("THROUGHLINE_SHARED"))
+    options.add_argument("--out", type=Path, default=HERE / "results" / "eval-parity.json")
+    options.add_argument("--minutes", type=float, default=float("inf"), help="begin no task after so many minutes")
+    options.add_argument("--only", help="one task")
+    given = options.parse_args()
+    if given.shared is None:
+        options.error("give the directory that holds data/")
+    shared = Path(given.shared)
+    end = time.monotonic() + 60 * given.minutes
+    rows = beside_tests("hub").records(shared, None)
+    line: dict[str, Any] = {"proof": "eval_parity", "claims": [], "shape": SHAPE, "steps": STEPS, "sha256": {}, "models": {}}
+    if given.out.exists():
+        line = json.loads(given.out.read_text())["eval_parity"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for weights in STEPS:
+            done = line["models"].setdefault(weights, {})
+            missing = [task for task in rows if task not in done and given.only in (None, task)]
+            if not missing or time.monotonic() > end:
+                continue
+            model = make_model(folder / weights, shared, weights)
+            mark = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+            if line["sha256"].setdefault(weights, mark) != mark:
+                raise SystemExit(f"the {weights} weights are not those that {given.out} was begun with: remove it to begin again")
+            for task in missing:
+                if time.monotonic() > end:
+                    break
+                done[task] = compared(task, rows[task], model, folder)
+                print(f"{weights} {task}: {done[task]}", file=sys.stderr, flush=True)
+                line |= {"machine": machine_facts(), "versions": versions(("lm_eval", "transformers", "tokenizers"))}
+                line |= {"date": time.strftime("%Y-%m-%d")}
+                given.out.write_text(json.dumps({"eval_parity": line}, indent=1, sort_keys=True) + "\n")
+    left = [f"{weights} {task}" for weights in STEPS for task in rows if task not in line["models"].get(weights, {})]
+    models = line["models"].items()
+    differ = [f"{weights} {task}" for weights, tasks in models for task, found in tasks.items() if not found["equal"]]
+    print(f"left: {', '.join(left) or 'nothing'}; different: {', '.join(differ) or 'nothing'}")
+    return 1 if left or differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Small GPT-2s as Hugging Face directories, with random or briefly trained weights, that both evaluators open."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+SHAPE = {"vocab_size": 2000, "n_layer": 2, "n_head": 2, "n_embd": 48, "n_positions": 512}
+BATCH = (16, 65)  # rows, tokens
+LEARNED = (50, 0.92)  # from this step on the loss is below this share of the uniform guess's
+
+
+def small_model(folder: Path, text: str, *, steps: int, **shape: int) -> Path:
+    """A GPT-2 with a vocabulary of its own on `text`, trained on it for a few steps or not at all."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = SHAPE | shape
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        text.splitlines(keepends=True), vocab_size=shape["vocab_size"], special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
+    ids = torch.tensor(tokenizer.encode(text).ids)
+    train(model, ids, steps)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(tokenizer._tokenizer.to_str())
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+    return folder
+
+
+def train(model: Any, ids: torch.Tensor, steps: int) -> None:
+    """Some steps of AdamW on random rows."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    uniform = torch.tensor(float(model.config.vocab_size)).log()
+    for step in range(steps):
+        rows = ids[torch.randint(len(ids) - BATCH[1], (BATCH[0], 1)) + torch.arange(BATCH[1])]
+        logits = model(rows[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert step < LEARNED[0] or loss < LEARNED[1] * uniform, "the model did not learn"
