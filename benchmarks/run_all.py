@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "checkpoints": [],
     "prove_compression": [],
 }
+PARTED = ("train_gpt", "tokenize")  # those with --parts
 
 
 def machine_name() -> str:
@@ -52,7 +53,7 @@ def main() -> int:
     options.add_argument("--only", action="append", choices=sorted(BENCHMARKS), help="run this one; repeatable")
     options.add_argument("--nanogpt", default=os.environ.get("NANOGPT", ""), help="path of a nanoGPT checkout")
     options.add_argument("--shared", default=os.environ.get("THROUGHLINE_SHARED", ""), help="directory with data/novels and so on")
-    options.add_argument("--parts", help="of train_gpt: measure these claims and keep the others of an earlier run")
+    options.add_argument("--parts", help="of train_gpt and tokenize: measure these claims and keep the others of an earlier run")
     options.add_argument("--results", type=Path, default=HERE / "results" / f"{machine_name()}.json")
     chosen = options.parse_args()
     results = json.loads(chosen.results.read_text()) if chosen.results.exists() else {}
@@ -66,7 +67,7 @@ def main() -> int:
             print(f"{name}: left out, it needs --{missing[0]} PATH", file=sys.stderr)
             continue
         command = [sys.executable, str(HERE / f"{name}.py"), *(word.format(**paths) for word in needs)]
-        command += ["--parts", chosen.parts] * (name == "train_gpt" and chosen.parts is not None)
+        command += ["--parts", chosen.parts] * (name in PARTED and chosen.parts is not None)
         done = subprocess.run(command + ["--quick"] * chosen.quick, stdout=subprocess.PIPE, text=True)
         print(done.stdout)
         if done.returncode:

@@ -1,11 +1,12 @@
 """Text to tokens on disk: MB of text per core-second, against tokenizers, datasets.map, tiktoken and tokie.
 
-    python benchmarks/tokenize.py --text corpus/*.txt [--multilingual DIR] [--quick]
+    python benchmarks/tokenize.py --text corpus/*.txt [--multilingual DIR] [--parts bpe,wordpiece,multilingual] [--quick]
 
-Every measurement is a fresh process (cold caches) that ends when tokens and their sha256 are on disk. The text is one plain
-.txt file, a document of about 3,000 characters per line, the same for all. Time is CPU time of the process and its
-children, so cores and waiting do not matter. What does not grow with the text - imports, loading and checking the tokenizer -
-is measured for each on 20 lines of it, taken off, and reported as `startup_s`.
+Every measurement is a fresh process with fresh tokenizers (cold caches), from text on disk to tokens and their sha256 on
+disk. The text is one plain .txt file, a document of about 3,000 characters per line, the same for all. Time is CPU time of the
+process and its children, so cores and waiting do not matter. What does not grow with the text - imports, loading and checking
+the tokenizer - is taken off and reported: a process tokenises the first 20 lines (`startup_s` in all), then those again, then
+the whole text; the rate is of the last less the second. `with_startup_mb_per_core_s` has everything in it.
 Each peer writes a flat uint16 file with an end-of-text token per document, at its best settings here: tokenizers
 `encode_batch_fast` 1,000 texts at a time, datasets.map batched over 2 processes with the same, tiktoken `encode_to_numpy`,
 tokie `encode_batch_flat`; all single-threaded in a process. Ours is `throughline data tokenize` with one worker.
@@ -18,6 +19,7 @@ import importlib.util
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,7 @@ SAMPLES = HERE.parent / "recipes" / "samples"
 DOCUMENT = 3000  # characters
 BATCH = 1000
 SHORT_LINES = 20
+PARTS = ["bpe", "wordpiece", "multilingual"]
 
 
 def documents_of(paths: list[Path]) -> Iterator[str]:
@@ -164,14 +167,17 @@ def with_tokie(tokenizer: str, text: str, out: str) -> int:
     return flat.close()
 
 
-def measure(who: str, tokenizer: str, text: str) -> None:
+def measure(who: str, tokenizer: str, text: str, short: str) -> None:
     """One measurement in this process: prints CPU seconds and tokens as JSON."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     peers = {"tokenizers-peer": with_tokenizers, "datasets": with_datasets, "tiktoken": with_tiktoken, "tokie": with_tokie}
+    done = []
     with tempfile.TemporaryDirectory() as folder:
-        out = str(Path(folder) / "out")
-        tokens = peers[who](tokenizer, text, out) if who in peers else throughline_with(who, tokenizer, text, out)
-        print(json.dumps({"cpu_s": spent(), "tokens": tokens}))
+        for turn, path in enumerate([short, short, text]):
+            out = str(Path(folder) / str(turn))
+            tokens = peers[who](tokenizer, path, out) if who in peers else throughline_with(who, tokenizer, path, out)
+            done.append(spent())
+    print(json.dumps({"startup_s": done[0], "text_s": done[2] - 2 * done[1] + done[0], "tokens": tokens}))
 
 
 def spent() -> float:
@@ -188,26 +194,27 @@ class Bench:
         self.bytes = text.stat().st_size
         self._environment = {**os.environ, "BENCH_GPT2": str(gpt2), "RAYON_NUM_THREADS": "1"}
         self.tokens: dict[str, int] = {}
-        self.startup: dict[str, float] = {}
+        self._found: dict[str, list[tuple[float, float]]] = {}  # seconds of the start and of the text
         self._short = text.with_name("short.txt")
         with open(text, "rb") as file:
             self._short.write_bytes(b"".join(file.readline() for _ in range(SHORT_LINES)))
 
     def rate(self, who: str, tokenizer: Path) -> float:
         """MB of text per core-second of one fresh process."""
-        key = f"{who} {tokenizer.name}"
-        if key not in self.startup:
-            self.startup[key] = min(self._run(who, tokenizer, self._short)["cpu_s"] for _ in range(3))
-        found = self._run(who, tokenizer, self.text)
-        self.tokens[who] = found["tokens"]
-        return (self.bytes - self._short.stat().st_size) / 1e6 / (found["cpu_s"] - self.startup[key])
-
-    def _run(self, who: str, tokenizer: Path, text: Path) -> dict:
-        command = [sys.executable, str(HERE / "tokenize.py"), "--measure", who, str(tokenizer), str(text)]
-        done = subprocess.run(command, env=self._environment, capture_output=True, text=True)
+        command = [sys.executable, str(HERE / "tokenize.py"), "--measure", who, tokenizer, self.text, self._short]
+        done = subprocess.run(list(map(str, command)), env=self._environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{who} failed:\n{done.stderr[-2000:]}")
-        return json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(done.stdout.splitlines()[-1])
+        self.tokens[who] = found["tokens"]
+        self._found.setdefault(who, []).append((found["startup_s"], found["text_s"]))
+        return (self.bytes - self._short.stat().st_size) / 1e6 / found["text_s"]
+
+    def facts(self) -> dict:
+        median = {who: tuple(map(statistics.median, zip(*found))) for who, found in self._found.items()}
+        whole = {who: round(self.bytes / 1e6 / (start + text), 2) for who, (start, text) in median.items()}
+        startup = {who: round(start, 3) for who, (start, _) in median.items()}
+        return {"bytes": self.bytes, "startup_s": startup, "with_startup_mb_per_core_s": whole}
 
     def claim(self, name: str, ours: str, peer: str, tokenizer: Path, goal: float, pairs: int | None = None) -> Claim:
         a, b = paired(lambda: self.rate(ours, tokenizer), lambda: self.rate(peer, tokenizer), pairs or self.pairs)
@@ -224,8 +231,8 @@ def installed(module: str) -> bool:
     return here
 
 
-def english(bench: Bench, gpt2: Path, bert: Path) -> list[Claim]:
-    """The claims on the English text."""
+def bpe(bench: Bench, gpt2: Path) -> list[Claim]:
+    """The claims with GPT-2's tokenizer on the English text."""
     claims = []
     fast = installed("gigatoken")
     if fast and installed("datasets"):
@@ -235,17 +242,16 @@ def english(bench: Bench, gpt2: Path, bert: Path) -> list[Claim]:
         claims.append(claim("bpe-fast-rate", rates, [100.0] * len(rates), peer="100 MB/core-s", **unit))
     if fast and installed("tiktoken"):
         claims.append(bench.claim("bpe-fast-vs-tiktoken", "gigatoken", "tiktoken", gpt2, 8))
-    plain = "bpe-numpy" if installed("throughline.data.engines_bpe") else "tokenizers"
-    claims.append(bench.claim("bpe-plain-vs-tokenizers", plain, "tokenizers-peer", gpt2, 1))
-    rates = [bench.rate(plain, gpt2) for _ in range(bench.pairs)]
+    claims.append(bench.claim("bpe-plain-vs-tokenizers", "bpe-numpy", "tokenizers-peer", gpt2, 1))
+    rates = [bench.rate("bpe-numpy", gpt2) for _ in range(bench.pairs)]
     unit = {"unit": "MB/core-s", "better": "higher", "goal": 1.0}
     claims.append(claim("bpe-plain-rate", rates, [40.0] * len(rates), peer="40 MB/core-s", **unit))
-    return claims + wordpiece(bench, bert, "")
+    return claims
 
 
 def wordpiece(bench: Bench, bert: Path, suffix: str) -> list[Claim]:
     """The WordPiece claims, on any text."""
-    name = "wordpiece-numpy" if installed("throughline.data.engines_wordpiece") else "tokenizers"
+    name = "wordpiece-numpy"
     claims = [bench.claim(f"wordpiece-vs-tokenizers{suffix}", name, "tokenizers-peer", bert, 8)]
     if installed("tokie"):
         claims.append(bench.claim(f"wordpiece-vs-tokie{suffix}", name, "tokie", bert, 1))
@@ -254,14 +260,17 @@ def wordpiece(bench: Bench, bert: Path, suffix: str) -> list[Claim]:
 
 def main() -> None:
     if sys.argv[1:2] == ["--measure"]:
-        measure(*sys.argv[2:5])
+        measure(*sys.argv[2:6])
         return
     options = parser(__doc__ or "")
     options.add_argument("--text", type=existing, nargs="+", default=[SAMPLES / "novels", SAMPLES / "tinyshakespeare"],
                          help="English text files (.txt, also .bz2 or .gz) or directories of them")  # fmt: skip
     options.add_argument("--multilingual", type=existing, nargs="+", default=[],
                          help="text in other languages, or SQuAD-style JSON, for the claims named …-multilingual")  # fmt: skip
+    options.add_argument("--parts", type=lambda text: text.split(","), default=PARTS, help="measure only these, joined by commas")
     chosen = options.parse_args()
+    if unknown := set(chosen.parts) - set(PARTS):
+        options.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     from throughline.data.train_tokenizer import import_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -269,16 +278,18 @@ def main() -> None:
         import_tokenizer(SAMPLES / "gpt2-bpe")[0].save(gpt2)
         import_tokenizer(SAMPLES / "bert-base-uncased")[0].save(bert)
         claims: list[Claim] = []
-        facts = {}
-        for kind, paths in (("english", chosen.text), ("multilingual", chosen.multilingual)):
+        details = {}
+        for part in chosen.parts:
+            paths = chosen.multilingual if part == "multilingual" else chosen.text
             if not paths:
-                print(f"no --{kind} text: its claims are left out", file=sys.stderr)
+                print(f"no --{part} text: its claims are left out", file=sys.stderr)
                 continue
-            text = Path(folder) / f"{kind}.txt"
+            text = Path(folder) / f"{part}.txt"
             text.write_text("\n".join(documents_of(files_in(paths))) + "\n", encoding="utf-8")
-            bench = Bench(text, 3 if chosen.quick else 5, SAMPLES / "gpt2-bpe")
-            claims += english(bench, gpt2, bert) if kind == "english" else wordpiece(bench, bert, "-multilingual")
-            facts[kind] = {"bytes": bench.bytes, "startup_s": bench.startup}
+            pairs = 11 if part == "multilingual" else 5  # a small text: its time is of the size of the noise in the start-up's
+            bench = Bench(text, 3 if chosen.quick else pairs, SAMPLES / "gpt2-bpe")
+            suffix = "-multilingual" if part == "multilingual" else ""
+            claims += bpe(bench, gpt2) if part == "bpe" else wordpiece(bench, bert, suffix)
+            details[part] = bench.facts()
         packages = ("gigatoken", "tokenizers", "tiktoken", "datasets", "tokie", "pyarrow")
-        finish("tokenize", claims, packages=packages, texts=facts)
-
+        finish("tokenize", claims, packages=packages, details=details)

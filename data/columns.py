@@ -20,22 +20,11 @@ def parquet_rows(
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             names = file.schema_arrow.names
             if column not in names:
-                raise WrongUse(
-                    f"no column {column!r}", where=path, why=f"columns: {', '.join(names)}", fix="name one with --field"
-                )
+                raise _no_column(path, column, names)
             kind = file.schema_arrow.field(column).type
-            if not (
-                pa.types.is_string(kind)
-                or pa.types.is_large_string(kind)
-                or pa.types.is_binary(kind)
-                or pa.types.is_large_binary(kind)
-            ):
-                raise WrongUse(
-                    f"column {column!r} holds no text",
-                    where=path,
-                    why=f"its type is {kind}",
-                    fix="name another with --field",
-                )
+            if kind not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+                what, why = f"column {column!r} holds no text", f"its type is {kind}"
+                raise WrongUse(what, where=path, why=why, fix="name another with --field")
             for group in range(file.num_row_groups):
                 facts = file.metadata.row_group(group)
                 if _offset(facts) >= start and (stop is None or _offset(facts) < stop):
@@ -45,15 +34,18 @@ def parquet_rows(
                         yield batch.column(0).cast(pa.large_binary()).to_pylist()  # bytes: arrow does not check UTF-8
                     on_bytes(facts.total_byte_size)
     except (pa.ArrowInvalid, OSError) as error:
-        raise Failed(
-            "a parquet file is damaged", where=path, why=str(error), fix="copy or download the file again"
-        ) from error
+        fix = "copy or download the file again"
+        raise Failed("a parquet file is damaged", where=path, why=str(error), fix=fix) from error
+
+
+def _no_column(where: str, column: str, names: list[str]) -> WrongUse:
+    why = f"columns: {', '.join(names)}"
+    return WrongUse(f"no column {column!r}", where=where, why=why, fix="name one with --field")
 
 
 def _column(row_group: Any, name: str) -> Any:
-    return next(
-        c for c in map(row_group.column, range(row_group.num_columns)) if c.path_in_schema.split(".")[0] == name
-    )
+    columns = map(row_group.column, range(row_group.num_columns))
+    return next(column for column in columns if column.path_in_schema.split(".")[0] == name)
 
 
 def _offset(row_group: Any) -> int:
@@ -76,20 +68,15 @@ def dataset_rows(name: str, split: str, column: str, on_bytes: Callable[[int], N
             rows = datasets.load_from_disk(name)
             if isinstance(rows, datasets.DatasetDict):
                 if split not in rows:
-                    raise WrongUse(
-                        f"no split {split!r}", where=name, why=f"splits: {', '.join(rows)}", fix="name one with --split"
-                    )
+                    why = f"splits: {', '.join(rows)}"
+                    raise WrongUse(f"no split {split!r}", where=name, why=why, fix="name one with --split")
                 rows = rows[split]
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise Failed(
-            "cannot open a dataset", where=name, why=str(error).splitlines()[0], fix="check its name and the network"
-        ) from error
-    names = rows.column_names
-    if names is not None and column not in names:
-        raise WrongUse(
-            f"no column {column!r}", where=name, why=f"columns: {', '.join(names)}", fix="name one with --field"
-        )
-    if names is not None:
+        why, fix = str(error).splitlines()[0], "check its name and the network"
+        raise Failed("cannot open a dataset", where=name, why=why, fix=fix) from error
+    if (names := rows.column_names) is not None:
+        if column not in names:
+            raise _no_column(name, column, names)
         rows = rows.select_columns([column])
     for batch in rows.iter(batch_size=64):
         values = batch[column]

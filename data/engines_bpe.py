@@ -6,8 +6,7 @@ The pattern of GPT-2 (Radford et al. 2019, encoder.py),
 
 looks at most two characters ahead and one back once runs of a class are known, so where words begin is boolean algebra over
 the classes of a chunk's characters (letter, number, space, other blank, symbol, end of a text). The class of a character is what
-the library's own pattern makes of it, asked once and kept. Words go through data/wordtable.py; new ones
-through data/merges.py.
+the library's own pattern makes of it, asked once and kept. Words go through data/wordtable.py, new ones through `Merger`.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from .chunks import ChunkedEngine, laid_out
-from .merges import WIDEST, Merger
-from .wordtable import PADDING, WordTable
+from .chunks import ChunkedEngine, distinct, laid_out
+from .wordtable import PADDING, Table, WordTable, counting
 
 LETTER, NUMBER, SYMBOL, SPACE, BLANK, END, UNSEEN = range(7)  # a space joins what follows it, other blanks do not
 SEPARATOR = "\n"
+NEVER = np.int64(2**31 - 1)  # the rank of a pair that was not learned
+WIDEST = 512  # bytes of a word: the rounds are as many as the longest word has merges
 
 
 class BPEEngine(ChunkedEngine):
     """Made from the text of a tokenizer.json. Raises ValueError when that does not split as GPT-2 does."""
 
     name = "bpe-numpy"
-    chunk = 1 << 20
     safe_cut = re.compile(r"(?<=\w) ")  # a word surely begins at such a space
 
     def __init__(self, config: str):
@@ -59,7 +58,7 @@ class BPEEngine(ChunkedEngine):
             codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
             classes = self._classes[codes]
             if classes.max() == UNSEEN:
-                self._meet(np.unique(codes[classes == UNSEEN]))
+                self._meet(distinct(codes[classes == UNSEEN]))
                 classes = self._classes[codes]
         classes[ends] = END
         begins = _begins(classes)
@@ -164,3 +163,65 @@ def _split_contractions(codes: np.ndarray, begins: np.ndarray) -> None:
     begins[marks[short | long] + 1] = False
     begins[marks[short] + 2] = True
     begins[marks[long] + 3] = True
+
+
+class Merger:
+    """Byte-pair merging of many words at once: in every round each word makes its earliest learned merge, leftmost first.
+
+    `vocab`: token to id, in the printable alphabet of byte-level BPE; `merges`: pairs of tokens, first learned first.
+    """
+
+    def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], alphabet: list[str]):
+        self._bytes = np.array([vocab[character] for character in alphabet], np.int32)  # by byte value
+        count = len(merges)
+        left = np.fromiter((vocab[first] for first, _ in merges), np.int64, count)
+        right = np.fromiter((vocab[second] for _, second in merges), np.int64, count)
+        self._made = np.fromiter((vocab[first + second] for first, second in merges), np.int32, count)
+        self._ranks = Table(1, 18)  # sparse: a search that finds nothing ends sooner
+        self._ranks.put([self._key(left, right)], np.arange(1, count + 1))
+        self._of_bytes = self._rank(np.repeat(self._bytes, 256), np.tile(self._bytes, 256))  # by two byte values
+
+    def __call__(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(ids laid end to end int32, ids per word int64). Words (starts, lengths in bytes of `data`) have 1 to WIDEST bytes."""
+        first = np.cumsum(lengths) - lengths
+        text = data.take(np.repeat(starts - first, lengths) + counting(int(lengths.sum())))
+        tokens = self._bytes.take(text)
+        ranks = np.full(len(text), NEVER)  # of the pair that each token makes with the next one of its word
+        ranks[:-1] = self._of_bytes.take(text[:-1].astype(np.int64) << 8 | text[1:])
+        ranks[first[1:] - 1] = NEVER
+        words, sizes = np.arange(len(starts)), lengths.copy()
+        done, counts = [], np.empty(len(starts), np.int64)
+        while len(words):
+            least = np.minimum.reduceat(ranks << 32 | counting(len(ranks)), first)
+            rank, place = least >> 32, least & 0xFFFFFFFF
+            going = rank < NEVER
+            kept = np.repeat(going, sizes)
+            done.append((words[~going], tokens[~kept]))
+            counts[words[~going]] = sizes[~going]
+            place, new = place[going], self._made.take(rank[going])
+            tokens[place] = new
+            kept[place + 1] = False
+            place = np.cumsum(kept).take(place) - 1
+            tokens, ranks = tokens[kept], ranks[kept]
+            words, sizes = words[going], sizes[going] - 1
+            first = np.cumsum(sizes) - sizes
+            left = np.flatnonzero(place > first)
+            right = np.flatnonzero(place + 1 < first + sizes)
+            fresh = self._rank(
+                np.concatenate([tokens.take(place[left] - 1), new.take(right)]),
+                np.concatenate([new.take(left), tokens.take(place[right] + 1)]),
+            )
+            ranks[place] = NEVER
+            ranks[place[left] - 1], ranks[place[right]] = fresh[: len(left)], fresh[len(left) :]
+        out = np.empty(int(counts.sum()), np.int32)
+        for some, ids in done:
+            out[laid_out(counts, some)] = ids
+        return out, counts
+
+    @staticmethod
+    def _key(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        return (left.astype(np.uint64) << np.uint64(32)) + right.astype(np.uint64) + np.uint64(1)
+
+    def _rank(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        found = self._ranks.find([self._key(left, right)])
+        return np.where(found > 0, found - 1, NEVER)

@@ -17,12 +17,16 @@ from functools import cached_property
 
 import numpy as np
 
-from .chunks import ChunkedEngine
-from .greedy import GreedyMatcher
-from .wordtable import PADDING, WordTable, counting
+from .chunks import ChunkedEngine, distinct, laid_out
+from .wordtable import PADDING, Table, WordTable, counting
 
 PUNCTUATION = b"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 SEPARATOR = "\n"
+DELETED, LONGER, UNSEEN = 0, 0x110000, 0xFFFFFFFF  # images of characters that are no character
+WHOLE, INSIDE = 0, 1  # the two roots: pieces that begin a word, and pieces that continue one ("##…")
+NONE = np.int64(-1)
+FEW = 8  # words left, the long ones: from here on a walk in step costs more than one word after the other
+CODE_BITS = np.int64(21)  # of a character
 FRAMED = re.compile("0([^01]*)1")
 
 
@@ -30,7 +34,6 @@ class WordPieceEngine(ChunkedEngine):
     """Made from the text of a tokenizer.json. Raises ValueError when that is no BERT tokenizer."""
 
     name = "wordpiece-numpy"
-    chunk = 1 << 19
     safe_cut = re.compile(" ")
 
     def __init__(self, config: str):
@@ -42,16 +45,16 @@ class WordPieceEngine(ChunkedEngine):
         bare = parsed | {"model": parsed["model"] | {"vocab": {}}, "added_tokens": [], "post_processor": None}
         splitter = tokenizers.Tokenizer.from_str(json.dumps(bare))  # loading a vocabulary is slow
         self._normalizer, self._splitter = splitter.normalizer, splitter.pre_tokenizer
-        self._table = WordTable(self._solve)
+        self._table = WordTable(self._match)
         plain = "".join(map(chr, range(128))).replace("0", "").replace("1", "")
         images = {"0": "0", "1": "1"} | dict(zip(plain, self._image(plain)))
         drawn = [images[chr(code)] for code in range(128)]
         self._ascii = bytes(ord(image.strip() or " ") if image else 0 for image in drawn) + bytes(128)  # 0: deleted
-        self._kinds = bytes(2 if code in PUNCTUATION else code == 32 for code in range(256))
-        self._images = np.full(0x110000, -1, np.int32)  # where a character's image is in the blob << 4 | its bytes
-        self._blob = np.frombuffer(self._ascii, np.uint8)
-        self._images[:128] = np.arange(128) << 4 | [image != "" for image in drawn]
-        self._reordered: set[str] = set()
+        self._kinds = bytes(2 if code in PUNCTUATION else code in b" \n" for code in range(256))
+        self._images = np.full(0x110000, UNSEEN, np.uint32)
+        self._images[:128] = np.frombuffer(self._ascii[:128], np.uint8)
+        self._longer: list[str] = []  # image LONGER + i is the i-th of these
+        self._reordered = ""
 
     def _check(self, config: dict) -> None:
         model = config["model"]
@@ -63,23 +66,19 @@ class WordPieceEngine(ChunkedEngine):
         prefix = model["continuing_subword_prefix"]
         vocab: dict[str, int] = model["vocab"]
         self._match = GreedyMatcher(
-            {token.encode(): i for token, i in vocab.items()},
-            {token[len(prefix) :].encode(): i for token, i in vocab.items() if token.startswith(prefix)},
+            vocab,
+            {token[len(prefix) :]: i for token, i in vocab.items() if token.startswith(prefix)},
             vocab[model["unk_token"]],
+            model["max_input_chars_per_word"],
         )
-        self._most_characters = model["max_input_chars_per_word"]
 
     def _encode(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
         text = SEPARATOR.join(pieces) + SEPARATOR
-        if text.isascii():
-            raw = text.encode().translate(self._ascii)
-            ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) + 1)
-            if 0 in raw:
-                raw, ends = self._normalise(text, ends)
-        else:
-            ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) + 1)
+        ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) + 1)
+        raw = text.encode().translate(self._ascii) if text.isascii() else b"\0"
+        if 0 in raw:
             raw, ends = self._normalise(text, ends)
-            if self._reordered and not self._reordered.isdisjoint(text):
+            if any(character in text for character in self._reordered):
                 return self._by_library(pieces)
         data = np.frombuffer(raw + bytes(PADDING), np.uint8)
         kinds = np.frombuffer(raw.translate(self._kinds), np.uint8)
@@ -97,16 +96,23 @@ class WordPieceEngine(ChunkedEngine):
     def _normalise(self, text: str, ends: np.ndarray) -> tuple[bytes, np.ndarray]:
         """The bytes of the normalised text, and where each piece (ending at character `ends`) ends in them."""
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        images = self._images[codes]
-        if images.min() < 0:
-            self._meet(np.unique(codes[images < 0]))
-            images = self._images[codes]
-        sizes = images & 15
-        stops = np.cumsum(sizes, dtype=np.int32)
-        images >>= 4
-        images -= stops - sizes
-        out = self._blob[np.repeat(images, sizes) + counting(int(stops[-1]))]
-        return out.tobytes(), stops[ends - 1].astype(np.int64)
+        images = self._images.take(codes)
+        if images.max() == UNSEEN:
+            self._meet(distinct(codes[images == UNSEEN]))
+            images = self._images.take(codes)
+        images[ends - 1] = ord(SEPARATOR)  # which nothing else becomes
+        images = images[images != DELETED]
+        long = np.flatnonzero(images >= LONGER)
+        if len(long):
+            which = images[long].astype(np.int64) - LONGER
+            widths = np.fromiter(map(len, self._longer), np.int64, len(self._longer))
+            sizes = np.ones(len(images), np.int64)
+            sizes[long] = widths[which]
+            images = np.repeat(images, sizes)
+            blob = np.frombuffer("".join(self._longer).encode("utf-32-le"), np.uint32)
+            images[laid_out(sizes, long)] = blob[laid_out(widths, which)]
+        raw = images.tobytes().decode("utf-32-le").encode()
+        return raw, np.flatnonzero(np.frombuffer(raw, np.uint8) == ord(SEPARATOR)) + 1
 
     def _image(self, characters: str) -> list[str]:
         """What the library makes of each character, with a space wherever it splits: asked with digits around it.
@@ -121,17 +127,15 @@ class WordPieceEngine(ChunkedEngine):
 
     def _meet(self, codes: np.ndarray) -> None:
         """Learn characters not seen before."""
-        blob, used = [self._blob], len(self._blob)
-        characters = [chr(code) for code in codes.tolist()]
-        for code, character, image in zip(codes.tolist(), characters, self._image("".join(characters))):
+        characters = "".join(map(chr, codes.tolist()))
+        for code, character, image in zip(codes.tolist(), characters, self._image(characters)):
             if image and unicodedata.combining(image[-1]):
-                self._reordered.add(character)
-            raw = image.encode()
-            assert len(raw) < 16 and used < 1 << 27
-            self._images[code] = used << 4 | len(raw)
-            blob.append(np.frombuffer(raw, np.uint8))
-            used += len(raw)
-        self._blob = np.concatenate(blob)
+                self._reordered += character
+            if len(image) > 1:
+                self._images[code] = LONGER + len(self._longer)
+                self._longer.append(image)
+            else:
+                self._images[code] = ord(image) if image else DELETED
 
     @cached_property
     def _library(self):
@@ -148,14 +152,121 @@ class WordPieceEngine(ChunkedEngine):
         counts = np.fromiter(map(len, found), np.int64, len(found))
         return np.array([i for ids in found for i in ids], np.int32), counts
 
-    def _solve(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        ids, counts = self._match(data, starts, lengths)
-        owners = np.repeat(np.arange(len(starts)), counts)
-        for place in np.flatnonzero(lengths > self._most_characters).tolist():
-            word = data[starts[place] : starts[place] + lengths[place]].tobytes()
-            if len(word.decode()) > self._most_characters:
-                first = np.searchsorted(owners, place)
-                ids[first] = self._match.unknown
-                owners[first + 1 : first + counts[place]] = -1
-                counts[place] = 1
-        return ids[owners >= 0], counts
+
+class GreedyMatcher:
+    """WordPiece's greedy longest match of many words at once: all walk the same trie in step.
+
+    `begins` and `continues` map pieces to ids; a word of more than `most` characters is `unknown`.
+    """
+
+    def __init__(self, begins: dict[str, int], continues: dict[str, int], unknown: int, most: int):
+        self._unknown, self._most = unknown, most
+        self._pieces, self._longest = (begins, continues), max(map(len, begins))
+        pieces = [*begins, *continues]
+        ids = np.array([*begins.values(), *continues.values()], np.int64)
+        node = np.repeat(np.array([WHOLE, INSIDE]), [len(begins), len(continues)])
+        text = np.frombuffer("".join(pieces).encode("utf-32-le"), np.uint32)
+        sizes = np.fromiter(map(len, pieces), np.int64, len(pieces))
+        first = np.cumsum(sizes) - sizes
+        accepted = [np.full(2, NONE)]  # per node: the id of the piece that ends there
+        nodes, depth = 2, 0
+        alive = np.flatnonzero(sizes > 0)
+        self._edges = Table(1, 18)  # sparse: a search that finds nothing ends sooner
+        while len(alive):
+            edges, child = np.unique(node[alive] << CODE_BITS | text[first[alive] + depth], return_inverse=True)
+            self._edges.put([edges.view(np.uint64)], nodes + np.arange(len(edges)))
+            node[alive] = nodes + child
+            depth += 1
+            level = np.full(len(edges), NONE)
+            ending = sizes[alive] == depth
+            level[child[ending]] = ids[alive[ending]]
+            accepted.append(level)
+            nodes += len(edges)
+            alive = alive[~ending]
+        self._accepted = np.concatenate(accepted)
+        self._inside = np.zeros(0x110000, np.int64)  # where a character leads from the root of continuing pieces, 0: nowhere
+        codes = np.array([*map(ord, {piece[0] for piece in continues if piece})], np.int64)
+        self._inside[codes] = self._edges.find([(INSIDE << CODE_BITS | codes).view(np.uint64)])
+
+    def __call__(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(ids laid end to end, ids per word), int64: a word with a part that no piece matches is the unknown id.
+
+        data: uint8, UTF-8; starts, lengths: int64 (words,), in bytes, lengths above 0.
+        """
+        text = _lines(data, starts, lengths)
+        ends = np.flatnonzero(text == ord(SEPARATOR))
+        nobody = len(starts)
+        firsts = np.concatenate([[0], ends[:-1] + 1])
+        failed = np.zeros(nobody + 1, bool)
+        failed[:nobody] = ends - firsts > self._most
+        word = np.flatnonzero(~failed[:nobody])
+        place, end = firsts.take(word), ends.take(word)
+        node = np.full(len(word), WHOLE)
+        best, best_end = np.full(len(word), NONE), place.copy()  # the longest piece seen on this walk, and where it stops
+        found_words, found_ids = [], []
+        over = 0
+        while len(word) - over > FEW:
+            node = self._edges.find([(node << CODE_BITS | text.take(place)).view(np.uint64)])  # 0 where no piece goes on
+            accepted = self._accepted.take(node)
+            place += node > 0
+            some = np.flatnonzero(accepted >= 0)
+            best[some], best_end[some] = accepted.take(some), place.take(some)
+            stuck = np.flatnonzero(node == 0)
+            if not len(stuck):
+                continue
+            ids, stops, owners = best.take(stuck), best_end.take(stuck), word.take(stuck)
+            matched = ids >= 0
+            found_words.append(owners[matched])
+            found_ids.append(ids[matched])
+            going_on = self._inside.take(text.take(stops))
+            going_on[~matched] = 0
+            ended = going_on == 0
+            finish = end.take(stuck)
+            failed[owners[ended & (stops < finish)]] = True
+            owners[ended] = nobody  # stands at its end, where it is stuck for good
+            ids = self._accepted.take(going_on)
+            word[stuck], node[stuck], best[stuck] = owners, going_on, ids
+            place[stuck] = np.where(ended, finish, stops + 1)
+            best_end[stuck] = stops + (ids >= 0)
+            over = int(np.count_nonzero(word == nobody))
+            if 4 * over > len(word):
+                going = np.flatnonzero(word < nobody)
+                word, place, end, node = word.take(going), place.take(going), end.take(going), node.take(going)
+                best, best_end, over = best.take(going), best_end.take(going), 0
+        lost = np.flatnonzero(failed[:nobody])
+        left = word[word < nobody]
+        failed[left] = True  # what was found of them is found again
+        last = [self._one(data[starts[i] : starts[i] + lengths[i]].tobytes().decode()) for i in left.tolist()]
+        owners, ids = np.concatenate([*found_words, lost]), np.concatenate([*found_ids, np.full(len(lost), self._unknown)])
+        kept = ~failed[owners]
+        kept[len(kept) - len(lost) :] = True
+        owners = np.concatenate([owners[kept], np.repeat(left, [len(part) for part in last])])
+        ids = np.concatenate([ids[kept], *(np.array(part, np.int64) for part in last)])
+        return ids[np.argsort(owners, kind="stable")], np.bincount(owners, minlength=len(starts))
+
+    def _one(self, word: str) -> list[int]:
+        """The same for a single word, over the dictionaries."""
+        ids: list[int] = []
+        start = 0
+        while start < len(word):
+            pieces = self._pieces[start > 0]
+            for stop in range(min(len(word), start + self._longest), start, -1):
+                if (found := pieces.get(word[start:stop])) is not None:
+                    ids.append(found)
+                    start = stop
+                    break
+            else:
+                return [self._unknown]
+        return ids
+
+
+def _lines(data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The characters of the words, each followed by SEPARATOR, which no piece holds: uint8 when all are ASCII, else uint32."""
+    sizes = lengths + 1
+    ends = np.cumsum(sizes)
+    places = np.repeat(starts - ends + sizes, sizes)
+    places += counting(int(ends[-1]))
+    out = data.take(places)
+    out[ends - 1] = ord(SEPARATOR)
+    text = out.tobytes().decode()
+    return out if text.isascii() else np.frombuffer(text.encode("utf-32-le"), np.uint32)

@@ -231,9 +231,8 @@ def _fields(text: str, where: str, number: int, field: str) -> list[str | None]:
             if value is not None and not isinstance(value, str):
                 raise TypeError
         except ValueError as error:
-            raise Failed(
-                "a line is not JSON", where=where % number, why=str(error), fix="repair or remove that line"
-            ) from error
+            fix = "repair or remove that line"
+            raise Failed("a line is not JSON", where=where % number, why=str(error), fix=fix) from error
         except (KeyError, TypeError, IndexError) as error:
             raise _bad_field(line, where % number, field) from error
         values.append(value)
@@ -243,22 +242,13 @@ def _fields(text: str, where: str, number: int, field: str) -> list[str | None]:
 def _bad_field(line: str, where: str, field: str) -> Failed:
     record = json.loads(line)
     if not isinstance(record, dict):
-        return Failed(
-            "a line is not a JSON object",
-            where=where,
-            why=f"it is {type(record).__name__}",
-            fix="write one object a line",
-        )
+        why, fix = f"it is {type(record).__name__}", "write one object a line"
+        return Failed("a line is not a JSON object", where=where, why=why, fix=fix)
     if field in record:
         why = f"{field!r} is {type(record[field]).__name__}, not a string"
         return Failed("a field holds no text", where=where, why=why, fix="name another with --field")
-    texts = [key for key, value in record.items() if isinstance(value, str)]
-    return Failed(
-        f"no field {field!r}",
-        where=where,
-        why=f"fields with text: {', '.join(texts) or 'none'}",
-        fix="name one with --field",
-    )
+    texts = ", ".join(key for key, value in record.items() if isinstance(value, str)) or "none"
+    return Failed(f"no field {field!r}", where=where, why=f"fields with text: {texts}", fix="name one with --field")
 
 
 def _values(rows: Iterable[list[Any]], options: ReadOptions, counts: Counter[str]) -> Iterator[Batch]:

@@ -17,7 +17,6 @@ More than `MAX_REPLACED` replaced characters, a file that is not text, and a cor
 import codecs
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 from ..core.errors import Failed
 
@@ -123,18 +122,3 @@ def cut_place(window: bytes) -> tuple[int, bool]:
     if window[place - 1] >= 0xC0 or window[place - 1 : place] == b"\r":  # nor between CR and LF
         place -= 1
     return place, True
-
-
-def pieces(document: bytes, counts: Counter[str], piece_bytes: int | None) -> Iterator[bytes]:
-    """A document in pieces of at most `piece_bytes`; whole when it fits or `piece_bytes` is None."""
-    if piece_bytes is None or len(document) <= piece_bytes:
-        yield document
-        return
-    counts["long"] += 1
-    start = 0
-    while len(document) - start > piece_bytes:
-        place, forced = cut_place(document[start : start + piece_bytes])
-        counts["forced_cuts"] += forced
-        yield document[start : start + place]
-        start += place
-    yield document[start:]

@@ -16,7 +16,9 @@ PADDING = 32  # bytes that must follow the last word of a chunk, so that whole k
 WIDTHS = ((1, 8), (2, 16), (4, 32))  # uint64s in a key, bytes
 COUNT_BITS = np.int64(31)  # a word's value is (where its ids begin in the pool) << 31 | (how many)
 MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
-BLANK = np.array([(1 << 64) - (1 << 8 * n) if n < 8 else 0 for n in range(9)], np.uint64)  # ones after n bytes
+# ones after the bytes that a word of n bytes has in column c of its key
+BLANKS = np.array([[2**64 - 256 ** min(max(n - 8 * c, 0), 8) & 2**64 - 1 for n in range(33)] for c in range(4)], np.uint64)
+
 
 
 _counted = np.arange(1 << 20)
@@ -33,9 +35,9 @@ def counting(count: int) -> np.ndarray:
 class Table:
     """Keys of `width` uint64s to values; 0 is no value."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, bits: int = 17):
         self.width = width
-        self._make(15)
+        self._make(bits)  # 2 ** bits slots to begin with
 
     def _make(self, bits: int) -> None:
         self.size = 0
@@ -50,24 +52,27 @@ class Table:
         return mixed
 
     def _same(self, slots: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
-        same = self._keys[0][slots] == keys[0]
+        same = self._keys[0].take(slots) == keys[0]  # `take`: half as long as an index in brackets
         for mine, key in zip(self._keys[1:], keys[1:]):
-            same &= mine[slots] == key
+            same &= mine.take(slots) == key
         return same
 
-    def _probe(self, keys: list[np.ndarray]) -> np.ndarray:
-        """The slot that holds each key, or the free one where the search for it ends."""
+    def _probe(self, keys: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """(the slot that holds each key, or the free one where the search for it ends; the value there)."""
         slots = (self._mixed(keys) >> self._shift).view(np.int64)
-        wrong = np.flatnonzero(~self._same(slots, keys) & (self.values[slots] != 0))
+        values = self.values.take(slots)
+        wrong = np.flatnonzero(~self._same(slots, keys))
+        wrong = wrong[values.take(wrong) != 0]
         while len(wrong):
-            slots[wrong] = (slots[wrong] + 1) & self._mask
-            here = slots[wrong]
-            wrong = wrong[~self._same(here, [key[wrong] for key in keys]) & (self.values[here] != 0)]
-        return slots
+            here = (slots.take(wrong) + 1) & self._mask
+            slots[wrong] = here
+            values[wrong] = found = self.values.take(here)
+            wrong = wrong[~self._same(here, [key.take(wrong) for key in keys]) & (found != 0)]
+        return slots, values
 
     def find(self, keys: list[np.ndarray]) -> np.ndarray:
         """The value of each key, 0 where it is unknown: int64."""
-        return self.values[self._probe(keys)]
+        return self._probe(keys)[1]
 
     def claim(self, keys: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """(slot of each key, places of keys that are all different and every new one among them), int64.
@@ -85,23 +90,23 @@ class Table:
                 continue
             self._insert([key[first : first + room] for key in keys])
             first += room
-        slots = self._probe(keys)
+        slots, _ = self._probe(keys)
         marks = -1 - counting(count)
         self.values[slots] = marks
-        return slots, np.flatnonzero(self.values[slots] == marks)
+        return slots, np.flatnonzero(self.values.take(slots) == marks)
 
     def _insert(self, keys: list[np.ndarray]) -> None:
         slots, left = (self._mixed(keys) >> self._shift).view(np.int64), counting(len(keys[0]))
         while len(left):
-            here = slots[left]
-            free = self.values[here] == 0
+            here = slots.take(left)
+            free = self.values.take(here) == 0
             taking, taken = left[free], here[free]
             self.values[taken] = -1 - taking  # of several that want one slot the last one gets it
-            self.size += int(np.count_nonzero(self.values[taken] == -1 - taking))
+            self.size += int(np.count_nonzero(self.values.take(taken) == -1 - taking))
             for column, key in zip(self._keys, keys):
-                column[taken] = key[taking]
-            left = left[~self._same(here, [key[left] for key in keys])]
-            slots[left] = (slots[left] + 1) & self._mask
+                column[taken] = key.take(taking)
+            left = left[~self._same(here, [key.take(left) for key in keys])]
+            slots[left] = (slots.take(left) + 1) & self._mask
 
     def put(self, keys: list[np.ndarray], values: np.ndarray) -> None:
         """Set the values of keys that differ from each other; no value is 0."""
@@ -138,10 +143,11 @@ class WordTable:
         values >>= COUNT_BITS
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
-        if total == len(counts):
-            return self._pool[values], counts
-        values -= ends - counts
-        return self._pool[np.repeat(values, counts) + counting(total)], counts
+        if total > len(counts):
+            values -= ends - counts
+            values = np.repeat(values, counts)
+            values += counting(total)
+        return self._pool.take(values), counts
 
     def _values(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         words = np.ndarray((len(data) - 7,), "<u8", data, strides=(1,))  # the 8 bytes from every byte on
@@ -151,14 +157,14 @@ class WordTable:
         for table, (width, most) in zip(self._tables, WIDTHS):
             inside = lengths <= most if least == 0 else (lengths > least) & (lengths <= most)
             chosen = np.flatnonzero(inside)
-            begin, size = (starts, lengths) if len(chosen) == len(starts) else (starts[chosen], lengths[chosen])
-            keys = [words[begin + 8 * column] for column in range(width)]
+            begin, size = (starts, lengths) if len(chosen) == len(starts) else (starts.take(chosen), lengths.take(chosen))
+            keys = [words[begin + 8 * column if column else begin] for column in range(width)]
             for column in range(width // 2, width):  # earlier ones are full: the word is longer than `least`
-                keys[column] |= BLANK[np.clip(size - 8 * column, 0, 8)]
+                keys[column] |= BLANKS[column].take(size)
             values[chosen] = found = table.find(keys)
             missing = np.flatnonzero(found == 0)
             if len(missing):
-                slots, first = table.claim([key[missing] for key in keys])
+                slots, first = table.claim([key.take(missing) for key in keys])
                 unknown.append((table, chosen[missing], slots, first))
             least = most
         if unknown:

@@ -152,6 +152,20 @@ def test_a_backend_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch, caps
         open_backend(made, "char-numpy")
 
 
+def test_gigatoken_one_by_one_and_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its two calls, and a fresh instance after every call, give the reference's ids."""
+    pytest.importorskip("gigatoken", reason="gigatoken is not installed (extra fast)")
+    made = train_tokenizer(TEXTS, "bpe", 300)
+    texts = [*NASTY, *TEXTS[:2]]
+    expected = [array.tolist() for array in made.encode_batch(texts)]
+    for few in (len(texts), 0):
+        monkeypatch.setattr(backends, "FEW_TEXTS", few)
+        monkeypatch.setattr(backends, "CACHE_BYTES", few)
+        backend = backends.Gigatoken(made)
+        assert [array.tolist() for array in backend.encode_batch(texts)] == expected
+        assert [array.tolist() for array in backend.encode_batch(texts)] == expected
+
+
 def test_a_sample_text_decides_too() -> None:
     made = train_tokenizer(TEXTS, "bpe", 300)
     assert difference(Wrong(made), made).count("Ǆ") and "ŉ" not in "".join(NASTY)
