@@ -1,16 +1,22 @@
-"""`throughline doctor`: what this machine is and what is installed."""
+"""`throughline doctor`: what this machine is, what is installed, and how fast its processes are."""
 
 import importlib.util
+import os
 import platform
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import click
 
 from ..core import console, hardware
 from ..core.version import version
 from .common import throughline_command
+
+if TYPE_CHECKING:
+    from ..train.parallel.rates import Rates
 
 REQUIRED = (
     "torch",
@@ -31,11 +37,16 @@ OPTIONAL = {"gigatoken": "fast", "ray": "ray", "lm_eval": "eval", "transformers"
 @click.command()
 @throughline_command
 def command() -> None:
-    """Print versions, hardware, free disk and which optional packages are installed.
+    """Print versions, hardware, free disk, which optional packages are installed, and measured rates.
 
     \b
     Example:  throughline doctor
+              throughline launch --nproc 8 -- doctor
+    Under launch every process multiplies, copies and adds up with the others, and the slowest is named.
     """
+    rates, slow = _rates()
+    if int(os.environ.get("RANK", 0)) > 0:
+        return  # the first process says it
     machine = hardware.machine()
     packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     compiler = shutil.which("g++") or shutil.which("clang++")
@@ -56,9 +67,36 @@ def command() -> None:
         lines.append(f"  {name:<14}{packages[name] or 'MISSING: pip install throughline'}")
     for name, extra in OPTIONAL.items():
         lines.append(f"  {name:<14}{packages[name] or f'not installed (optional: pip install throughline[{extra}])'}")
-    console.result(
-        {"version": version(), "machine": asdict(machine), "packages": packages, "compiler": compiler}, lines
-    )
+    if rates:
+        lines += ["", *_rate_lines(rates), *([slow] if slow else [])]
+    facts = {"version": version(), "machine": asdict(machine), "packages": packages, "compiler": compiler}
+    console.result(facts | {"rates": [asdict(each) for each in rates], "slowest": slow}, lines)
+
+
+def _rates() -> "tuple[list[Rates], str]":
+    """The rates of every process, and the slowest in words; none without torch."""
+    if importlib.util.find_spec("torch") is None:
+        return [], ""
+    import torch
+
+    from ..train.parallel.crew import Crew
+    from ..train.parallel.layout import Layout
+    from ..train.parallel.mesh import own_device, running_processes
+    from ..train.parallel.rates import measure, slowest
+
+    device = own_device(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    with Crew.start(Layout(data=running_processes()[1]), device) as crew:
+        rates = measure(device, crew.mesh.world)
+    return rates, slowest(rates)
+
+
+def _rate_lines(rates: "Sequence[Rates]") -> list[str]:
+    """A row for each process: products, copies, and what it sends in a sum over all of them."""
+    rows = [
+        (each.rank, each.product / 1e9, each.copy / 1e9, None if each.all_reduce is None else each.all_reduce / 1e9)
+        for each in rates
+    ]
+    return console.table(("process", "product GFLOP/s", "copy GB/s", "all-reduce GB/s"), rows)
 
 
 def _version(name: str) -> str | None:

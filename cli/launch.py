@@ -19,7 +19,7 @@ from .common import throughline_command
 def command(
     nproc: int | None, emit: str | None, per_machine: int, image: str, restarts: int, arguments: tuple[str, ...]
 ) -> None:
-    """Run COMMAND (train, with its options) on several processes of this machine, or print the job file that does.
+    """Run COMMAND (train, or doctor) on several processes of this machine, or print the job file that does.
 
     \b
     Example:  throughline launch --nproc 2 -- train gpt-shakespeare --set parallel.data=2
@@ -32,8 +32,14 @@ def command(
     from ..train.recipe import RULES, Recipe
     from .train import command as train
 
+    if arguments[0] == "doctor" and emit is None:
+        from ..core.hardware import machine
+        from ..train.parallel.launch import run_processes
+
+        sys.exit(run_processes(nproc or max(len(machine().gpus), 2), arguments, 0))
     if arguments[0] != "train":
-        raise WrongUse(f"{arguments[0]} runs in one process", fix="launch takes: train RECIPE")
+        fix = "launch takes: train RECIPE, or doctor (on this machine)"
+        raise WrongUse(f"{arguments[0]} runs in one process", fix=fix)
     given = train.make_context("train", list(arguments[1:])).params
     layout = load_recipe(given["recipe"], Recipe, given["overrides"], RULES).parallel.layout()
     processes = nproc or layout.world

@@ -20,7 +20,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +31,11 @@ from torch import nn
 
 from ..core.artifact import MANIFEST, Draft, Input, create_artifact, is_artifact, read_manifest, verify_artifact
 from ..core.console import warn
-from ..core.errors import Failed, Refused, ThroughlineError, WrongUse
+from ..core.errors import Refused, ThroughlineError, WrongUse
 from ..core.files import full_disk, read_json, write_atomic
 from ..models.config import FAMILIES, ModelConfig
 from ..models.init import empty_model
+from .parallel.crew import Lost
 from .parallel.offload import HostOffload
 from .parallel.plan import parameter_shapes
 from .snapshot import (
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 
 LATEST, PART = "latest", "part.json"
 LEAST_PRIORITY = 19  # nice(2)
-PART_TIMEOUT_S = 600.0  # as long as a collective may take
 
 
 @dataclass
@@ -70,6 +70,8 @@ class CheckpointWriter:
     process: int = 0
     processes: int = 1  # each writes its part; the first puts them together
     token: str = ""  # of this start of the run: the parts of an earlier one are never taken
+    may_write: Callable[[], None] = lambda: None  # raises when the run's directory is no longer ours
+    patience_s: float = 600.0  # for the parts of the other processes: as long as a collective may take
     prepared: bool = False
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint", _give_way))
     _buffers: Buffers = field(default_factory=Buffers)
@@ -103,8 +105,12 @@ class CheckpointWriter:
         return pending.result() if pending else None
 
     def abandon(self) -> None:
-        """Wait no longer for the other processes: the run has failed, and an unfinished checkpoint never appears."""
+        """The run has failed: wait no longer for the other processes, whose parts may never come, and end the thread.
+
+        An unfinished checkpoint never appears, and is no news beside the failure.
+        """
         self._abandoned.set()
+        self._thread.shutdown(wait=True)
 
     def close(self) -> None:
         """Wait for the last checkpoint and end the thread."""
@@ -131,7 +137,9 @@ class CheckpointWriter:
             draft.facts |= {"family": snapshot.model["family"]}
             draft.facts |= {"parameters": sum(math.prod(entry["shape"]) for entry in parameters)}
             draft.facts |= facts
+            self.may_write()
         verify_artifact(path)
+        self.may_write()
         write_atomic(self.directory / LATEST, path.name + "\n")
         self._retire()
         return path
@@ -150,13 +158,13 @@ class CheckpointWriter:
 
     def _take_parts(self, step: int, draft: Draft) -> list[Table]:
         """Wait for the parts of the other processes and move their files into the checkpoint. No process waits for the first."""
-        tables, end = [], time.monotonic() + PART_TIMEOUT_S
+        tables, end = [], time.monotonic() + self.patience_s
         for process in range(1, self.processes):
             path = self._part(step, process)
             while not (path / PART).exists():
                 if time.monotonic() > end or self._abandoned.is_set():
                     why = f"process {process} of {self.processes} did not write its part"
-                    raise Failed("a checkpoint could not be completed", where=path, why=why)
+                    raise Lost("a checkpoint could not be completed", where=path, why=why)
                 time.sleep(0.02)
             part = read_json(path / PART)
             for name in part["hashes"]:

@@ -30,12 +30,13 @@ from .corpus import check_inputs
 from .memory import out_of_memory
 from .metrics import Metrics, PhaseMemory, Record, peak_flops, read_metrics
 from .objective import TERMS
-from .parallel.crew import Crew
+from .parallel.crew import Crew, RunWorkspace
+from .parallel.pulse import Pulse
 from .profile import Profile
 from .recipe import Recipe
 from .schedule import learning_rate_factor
 from .signals import Signals, StopNow
-from .step import StepResult, Trainer, no_mark, train_step
+from .step import StepResult, Trainer, train_step
 
 Evaluator = Callable[[Any, int], dict[str, Any]]  # the model, or its engine, and the step
 MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains the same model
@@ -55,7 +56,11 @@ def train(
     SIGTERM and KeyboardInterrupt after Ctrl-C, both saved; Failed when too many steps in a row were not finite. With a
     layout of several processes each of them calls this; the first keeps the directory.
     """
-    with Crew.start(plan.recipe.parallel.layout(), plan.device) as crew, crew.workspace(run_dir) as workspace:
+    parallel = plan.recipe.parallel
+    with (
+        Crew.start(parallel.layout(), plan.device, parallel.timeout_seconds) as crew,
+        crew.workspace(run_dir) as workspace,
+    ):
         checkpoint, done = crew.first_decides(lambda: _open(workspace, plan, resume))
         if done is not None:
             say(f"{workspace.path} is already trained to step {done['step']:,}")
@@ -118,7 +123,7 @@ class Run:
     def __init__(
         self,
         plan: Plan,
-        workspace: Workspace,
+        workspace: RunWorkspace,
         trainer: Trainer,
         evaluators: Sequence[Evaluator],
         profile: bool,
@@ -130,7 +135,9 @@ class Run:
         self.writer = CheckpointWriter(
             workspace.path / "checkpoints", recipe.checkpoint.keep, plan.tokenizer_json, plan.inputs, recipe_hash(recipe),
             process=crew.mesh.rank, processes=crew.mesh.world.size, token=crew.token,
+            may_write=workspace.check_owner, patience_s=crew.timeout_seconds,
         )  # fmt: skip
+        self.pulse = Pulse(None)
         self.memory, self.memory_read = PhaseMemory(plan.device), float("-inf")
         self.profile = Profile(workspace.path / "profile", plan.device) if profile and crew.leads else None
         self.signals = Signals()
@@ -156,7 +163,12 @@ class Run:
         own = recipe.train.rows_per_step // data.size
         loader = Loader(cast(Dataset, rows), own, position=trainer.samples, rank=data.rank, world=data.size, ahead=2)
         try:
-            with self.signals, loader as batches, self._progress() as bar:
+            with (
+                self.crew.watch(self.workspace.path / ".pulse") as self.pulse,
+                self.signals,
+                loader as batches,
+                self._progress() as bar,
+            ):
                 while trainer.step < recipe.train.steps and not self._agree_to_stop():
                     self._step(batches, bar)
                     self._between_steps()
@@ -164,15 +176,15 @@ class Run:
                     self._evaluate()
                 if self._agree_to_stop():
                     self._stop()
-            self._save()
-            self.writer.wait()
-            self.crew.wait()
+                self._save()
+                self.writer.wait()
+                self.crew.wait()
         except BaseException:
             self.writer.abandon()
-            raise
-        finally:
             self.metrics.flush()
-            self.writer.close()
+            raise
+        self.metrics.flush()
+        self.writer.close()
         return self._finish(time.monotonic() - start)
 
     def _agree_to_stop(self) -> bool:
@@ -197,8 +209,15 @@ class Run:
             self.memory.start()
             self.memory_read = start
         batch = next(batches)
+        self.pulse.mark("its batch", trainer.step)
+
+        def mark(phase: str) -> None:
+            self.pulse.mark(phase)
+            if watch:
+                self.memory.mark(phase)
+
         try:
-            result = train_step(trainer, batch, factor, self.memory.mark if watch else no_mark)
+            result = train_step(trainer, batch, factor, mark)
         except torch.OutOfMemoryError as error:
             phase = NEXT_PHASE[self.memory.phase] if watch else "a step"
             raise out_of_memory(self.plan.config, recipe, self.plan.device, phase) from error
@@ -273,6 +292,7 @@ class Run:
                     figures |= evaluator(self.trainer.model, self.trainer.step)
         except StopNow:
             return
+        self.pulse.mark("an evaluation")
         if figures:
             self.validation = figures
             self.metrics.add({"step": self.trainer.step, "validation": figures, "eval_s": round(time.perf_counter() - start, 3)})
@@ -281,9 +301,10 @@ class Run:
         if self.trainer.step == self.saved_step and self.trainer.step:
             return
         facts = {"validation": self.validation} if self.validation else {}
+        self.metrics.flush()  # before the checkpoint can appear: a resume repeats no earlier step
         pause = self.writer.save(self.trainer, facts)
         self.saved_step = self.trainer.step
-        self.metrics.flush()
+        self.pulse.mark("the copy for a checkpoint")
         self.memory.mark("save")
         self._event("checkpoint", pause_s=round(pause, 4), memory=self.memory.record())
 

@@ -159,13 +159,6 @@ class ObjectiveSection(Section):
     """Share of documents whose pairs aim at a shorter length."""
 
 
-class CheckpointSection(Section):
-    """When the run is saved."""
-
-    save_every_steps: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0 = only at the end and when stopped."""
-    keep: int = Field(default=2, ge=0)
-    """Checkpoints kept, the newest; 0 = all."""
 class EvaluationSection(Section):
     """Benchmark tasks scored inside the run, as `throughline eval` scores its checkpoints."""
 
@@ -179,6 +172,13 @@ class EvaluationSection(Section):
     """Records a task."""
 
 
+class CheckpointSection(Section):
+    """When the run is saved."""
+
+    save_every_steps: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 = only at the end and when stopped."""
+    keep: int = Field(default=2, ge=0)
+    """Checkpoints kept, the newest; 0 = all."""
 
 
 class ParallelSection(Section):
@@ -202,10 +202,13 @@ class ParallelSection(Section):
     """Pipeline stages on each process: 2 or more for interleaved schedules, 2 for zero-bubble-v."""
     layers_per_stage: list[int] = []
     """Layers of each stage; by default as even as possible."""
+    timeout_seconds: int = Field(default=600, ge=10)
+    """Wait of a process for the others, in any collective, before the run counts as stalled and starts again."""
 
     def layout(self) -> Layout:
         """The layout that these fields describe."""
-        return Layout(**self.model_dump() | {"layers_per_stage": tuple(self.layers_per_stage)})
+        fields = self.model_dump(exclude={"timeout_seconds"})
+        return Layout(**fields | {"layers_per_stage": tuple(self.layers_per_stage)})
 
 
 class CompressionSection(Section):

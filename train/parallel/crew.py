@@ -6,6 +6,7 @@ joins no group.
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,27 +16,88 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ...core.artifact import Manifest
 from ...core.console import configure
-from ...core.errors import Failed, ThroughlineError
+from ...core.errors import Failed, Refused, ThroughlineError, WrongUse
+from ...core.files import write_atomic
 from ...core.workspace import Workspace
 from .launch import end_with_parent
 from .layout import Layout
-from .mesh import Mesh, make_mesh, start_group
+from .mesh import TIMEOUT_SECONDS, Mesh, make_mesh, start_group
+from .pulse import Pulse
 
 Decision = TypeVar("Decision")
 # what gloo and NCCL say when a peer is gone or stalled
 LOST = re.compile("Connection closed|Connection reset|Broken pipe|[Tt]imed out|NCCL|remote process exited")
 
 
+STALLED = re.compile("[Tt]imed out|[Tt]imeout")
+HANDOVER_SECONDS = 2.0  # in which the processes of a launcher that was just killed have ended
+OWNER = ".owner"  # the token of the start that writes the run's directory
+
+
 class Lost(Failed):
     """Another process of the run is gone or stalled; the run can start again (exit 1)."""
 
 
-class SilentWorkspace(Workspace):
+def _is_loss(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
+
+
+class RunWorkspace(Workspace):
+    """The run's directory as its owner sees it: whoever starts the run later becomes the owner, and this one writes no more.
+
+    The lock keeps two starts on one machine apart. Where it does not reach (another machine, a file system without locks) a start
+    that was taken for dead can wake up beside its successor; the token it left in the directory is then another's.
+    """
+
+    def __init__(self, path: Path | str, token: str) -> None:
+        super().__init__(path)
+        self.token = token
+
+    def __enter__(self) -> "RunWorkspace":
+        end = time.monotonic() + HANDOVER_SECONDS
+        while True:
+            try:
+                super().__enter__()
+                break
+            except WrongUse:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
+        write_atomic(self.path / OWNER, self.token)
+        return self
+
+    def check_owner(self) -> None:
+        """Raises Refused when the run was started again elsewhere since."""
+        file = self.path / OWNER
+        found = file.read_text() if file.exists() else "nobody"
+        if found != self.token:
+            raise Refused(
+                "another start of this run has taken over its directory",
+                where=self.path,
+                why=f"this one is {self.token}, the directory belongs to {found}",
+                fix="let the other one train; what it writes is whole, and nothing was written here",
+            )
+
+    def append(self, name: str, *records: dict[str, Any], sync: bool = False) -> None:
+        self.check_owner()
+        super().append(name, *records, sync=sync)
+
+    def finish(self, *arguments: Any, **options: Any) -> Manifest:
+        self.check_owner()
+        (self.path / OWNER).unlink()
+        return super().finish(*arguments, **options)
+
+
+class SilentWorkspace(RunWorkspace):
     """The run's directory as the other processes see it: read, never written, and without the lock."""
 
     def __enter__(self) -> "SilentWorkspace":
         return self
+
+    def check_owner(self) -> None:
+        """What these write is taken by the first process or not at all."""
 
     def append(self, name: str, *records: dict[str, Any], sync: bool = False) -> None:
         """Only the first process keeps records."""
@@ -47,17 +109,21 @@ class SilentWorkspace(Workspace):
 class Crew:
     """This process among those of a run."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        self.mesh, self.timeout_seconds = mesh, timeout_seconds
         self.token = self.share(os.urandom(4).hex())  # of this start: tells what it writes from remains of another
+        self.behind: list[str] = []  # who the others waited for when a collective failed
 
     @classmethod
-    def start(cls, layout: Layout, device: torch.device) -> "Crew":
-        """Join the processes that the launcher started and make the mesh of the layout. Collective."""
+    def start(cls, layout: Layout, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> "Crew":
+        """Join the processes that the launcher started and make the mesh of the layout, every group with the time limit.
+
+        Collective.
+        """
         if layout.world > 1:
             end_with_parent()
-            start_group(device)
-        return cls(make_mesh(layout, device))
+            start_group(device, timeout_seconds)
+        return cls(make_mesh(layout, device, timeout_seconds), timeout_seconds)
 
     def __enter__(self) -> "Crew":
         if not self.leads:
@@ -69,11 +135,11 @@ class Crew:
             return
         if error is None:
             dist.destroy_process_group()
-        elif isinstance(error, RuntimeError) and LOST.search(str(error)):
+        elif _is_loss(error):
             raise Lost(
                 "the processes of the run no longer work together",
                 where=f"process {self.mesh.rank} of {self.mesh.world.size}",
-                why=str(error).splitlines()[0],
+                why="\n".join([str(error).splitlines()[0], *self.behind]),
                 fix="the first process that failed says why; the same command continues from the last checkpoint",
             ) from error
 
@@ -104,9 +170,29 @@ class Crew:
     def alone(self) -> bool:
         return self.mesh.world.group is None
 
-    def workspace(self, path: Path | str) -> Workspace:
-        """The run's directory: locked by the first process, read by the others."""
-        return Workspace(path) if self.leads else SilentWorkspace(path)
+    def workspace(self, path: Path | str) -> RunWorkspace:
+        """The run's directory: owned by the first process, read by the others."""
+        return (RunWorkspace if self.leads else SilentWorkspace)(path, self.token)
+
+    @contextmanager
+    def watch(self, directory: Path) -> Iterator[Pulse]:
+        """Tell the others, by records in `directory`, how far this process is; when a collective fails, find who was behind."""
+        pulse = Pulse(
+            None if self.alone else directory, self.mesh.rank, self.mesh.world.size, self.timeout_seconds, self.mesh.groups()
+        )
+        try:
+            yield pulse
+        except BaseException as error:
+            if _is_loss(error) and STALLED.search(str(error)):
+                self.behind = list(pulse.behind().values())
+            pulse.close()
+            if self.leads and not _is_loss(error):  # else the others still read them
+                pulse.remove()
+            raise
+        pulse.close()
+        self.wait()  # until nobody writes one
+        if self.leads:
+            pulse.remove()
 
     def share(self, value: Any) -> Any:
         """The first process's value, on every process. Collective."""

@@ -36,7 +36,7 @@ def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> in
     left = restarts
     while True:
         begun = time.monotonic()
-        code, stopped = _run_once(processes, arguments)
+        code, stopped, lost = _run_once(processes, arguments)
         if code is not None:
             return code
         if stopped:
@@ -44,13 +44,14 @@ def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> in
             return EXIT_FAILED
         left = restarts if time.monotonic() - begun > STEADY_SECONDS else left
         if left == 0:
+            warn(f"{lost}, {restarts} times in a row" if restarts else lost)
             return EXIT_FAILED
         left -= 1
-        say(f"a process was lost: all {processes} start again")
+        say(f"{lost}: all {processes} start again")
 
 
-def _run_once(processes: int, arguments: Sequence[str]) -> tuple[int | None, bool]:
-    """One start: the exit code of the first process, None when one was lost; and whether a signal asked to stop."""
+def _run_once(processes: int, arguments: Sequence[str]) -> tuple[int | None, bool, str]:
+    """One start: the exit code of the first process, None when one was lost; whether a signal asked to stop; which was lost."""
     with tempfile.TemporaryDirectory(prefix="throughline-") as directory:
         file, port = Path(directory) / "exit", free_port()
         command = [sys.executable, "-m", "throughline.cli.main", *arguments]
@@ -69,32 +70,34 @@ def _run_once(processes: int, arguments: Sequence[str]) -> tuple[int | None, boo
 
         old = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            codes = _watch(running)
+            codes, first = _watch(running)
         finally:
             _signal(running, signal.SIGKILL)
             for number, handler in old.items():
                 signal.signal(number, handler)
         text = file.read_text().split() if file.exists() else []
         if text and text[1] != "Lost" and codes[0] == int(text[0]):
-            return int(text[0]), stopped
-        return None, stopped
+            return int(text[0]), stopped, ""
+        ended = signal.Signals(-codes[first]).name if codes[first] < 0 else f"exit code {codes[first]}"
+        return None, stopped, f"process {first} was lost ({ended})"
 
 
-def _watch(running: Sequence[subprocess.Popen]) -> list[int]:
-    """Wait for all; once one has ended the others get a grace, then SIGTERM, then SIGKILL. Their exit codes."""
-    first_end: float | None = None
-    told = False
+def _watch(running: Sequence[subprocess.Popen]) -> tuple[list[int], int]:
+    """Wait for all; once one has ended the others get a grace, then SIGKILL: exit codes, and which ended first.
+
+    Those that are left have nothing to save without the others, and a stopped one would not hear SIGTERM.
+    """
+    first_end, first = 0.0, -1
     while any(worker.poll() is None for worker in running):
-        if first_end is None and any(worker.poll() is not None for worker in running):
+        ended = [rank for rank, worker in enumerate(running) if worker.returncode is not None]
+        if first < 0 and ended:
+            first = min(ended, key=lambda rank: running[rank].returncode)  # of several at once the one that was killed
             first_end = time.monotonic()
-        late = 0.0 if first_end is None else time.monotonic() - first_end
-        if late > GRACE_SECONDS and not told:
-            _signal(running, signal.SIGTERM)
-            told = True
-        if late > 2 * GRACE_SECONDS:
+        if first >= 0 and time.monotonic() - first_end > GRACE_SECONDS:
             _signal(running, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
-    return [worker.returncode for worker in running]
+    codes = [worker.returncode for worker in running]
+    return codes, first if first >= 0 else codes.index(min(codes))
 
 
 def _signal(running: Sequence[subprocess.Popen], number: int) -> None:

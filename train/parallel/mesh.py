@@ -6,7 +6,7 @@ limit of the run, so a stalled process would hold the others that long.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 
 import numpy as np
@@ -18,6 +18,7 @@ from ...core.errors import WrongUse
 from .layout import Layout
 
 TIMEOUT_SECONDS = 600
+START_SECONDS = 600  # until every process has been started and has imported torch; longer than a collective may need
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Mesh:
     shard: Axis = ALONE  # of those, holders of the other shards of one copy
     ends: Axis = ALONE  # first and last pipeline stage of one place, which both hold a tied embedding
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that this process is in, each once."""
+        axes = [getattr(self, field.name) for field in fields(self) if isinstance(getattr(self, field.name), Axis)]
+        return list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
+
     def sharding_mesh(self) -> DeviceMesh | None:
         """The mesh for `fully_shard`: one dim, or (replica, shard) for hybrid sharding; None when nothing is sharded."""
         if self.shard.group is None:
@@ -74,8 +80,12 @@ def start_group(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) 
     if not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
+        store.set(f"started/{rank}", "")
+        store.wait([f"started/{other}" for other in range(world)], timedelta(seconds=START_SECONDS))
+        limit = timedelta(seconds=timeout_seconds)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
 
 
 def running_processes() -> tuple[int, int]:

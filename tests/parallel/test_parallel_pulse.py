@@ -1,0 +1,125 @@
+"""A stalled collective names the processes that are behind, and every group has the run's time limit."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
+from throughline.models.config import GPTConfig  # noqa: E402
+from throughline.train.parallel import pulse as module  # noqa: E402
+from throughline.train.parallel.crew import Crew, Lost  # noqa: E402
+from throughline.train.parallel.engine import Engine  # noqa: E402
+from throughline.train.parallel.layout import Layout  # noqa: E402
+from throughline.train.parallel.pulse import Place, Pulse, name_behind, read_place  # noqa: E402
+
+LIMIT_S = 5
+NOW = 1000.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm()
+
+
+def place(time: float = NOW, marks: int = 9, **collectives: int) -> Place:
+    return Place(time, 7, "backward", marks, "train/step.py:80 _update", collectives)
+
+
+def test_the_first_sign_that_tells_processes_apart_decides() -> None:
+    assert name_behind({0: place(), 1: place()}, NOW, 3) == {}
+    silent = name_behind({0: place(), 1: place(NOW - 40, marks=2), 2: None}, NOW, 3)
+    assert silent == {
+        1: "process 1 has not answered for 40 s: step 7 after backward, in train/step.py:80 _update",
+        2: "process 2 never answered",
+    }
+    assert list(name_behind({0: place(marks=8), 1: place(), 2: place()}, NOW, 3)) == [0]
+    counted = {0: place(a=5, b=2), 1: place(a=4), 2: place(b=2), 3: place(a=5)}
+    assert list(name_behind(counted, NOW, 3)) == [1]
+
+
+def late_rank(directory: Path, collectives_only: bool) -> tuple[str, list[str]]:
+    """Three processes take three steps; then the last does not come to a collective."""
+    crew = Crew.start(Layout(data=3), torch.device("cpu"), LIMIT_S)
+    warned: list[str] = []
+    module.warn = warned.append
+    seen = directory / f"seen-{crew.mesh.rank}"
+    try:
+        with crew, crew.watch(directory / "pulse") as pulse:
+            for step in range(3):
+                pulse.mark("its batch", step)
+                crew.wait()
+            if crew.mesh.rank == 2:
+                while not all((directory / f"seen-{rank}").exists() for rank in (0, 1)):
+                    time.sleep(0.05)
+                return "", []
+            if not collectives_only:
+                pulse.mark("backward")
+            try:
+                crew.wait()
+            finally:
+                time.sleep(0.5)  # so that both have seen the records of three live processes
+    except Lost as lost:
+        return lost.why, warned
+    finally:
+        seen.touch()
+    raise AssertionError("the collective went through")
+
+
+@pytest.mark.parametrize("collectives_only", [False, True])
+def test_a_stalled_collective_names_who_is_behind(tmp_path: Path, collectives_only: bool) -> None:
+    """By the phases that have ended, or when those are equal by the collectives that were started. One of those who wait warns."""
+    answers = run_ranks(3, lambda: late_rank(tmp_path, collectives_only))
+    for why, _ in answers[:2]:
+        first, *others = why.splitlines()
+        assert "imed out" in first
+        assert len(others) == 1
+        assert others[0].startswith("process 2 is behind: step 2 after its batch, in "), others
+    assert [len(warned) for _, warned in answers] == [1, 0, 0]
+    assert "process 2 is behind" in answers[0][1][0]
+
+
+def test_a_stopped_process_writes_no_more(tmp_path: Path) -> None:
+    """SIGSTOP stops the thread too: its record grows old, and that names it."""
+    child = os.fork()
+    if child == 0:
+        Pulse(tmp_path, 1, 2, 6.0)
+        time.sleep(600)
+        os._exit(0)
+    try:
+        own = Pulse(tmp_path, 0, 2, 6.0)
+        end = time.monotonic() + 60
+        while read_place(tmp_path / "1") is None or own.behind():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        os.kill(child, signal.SIGSTOP)
+        while not own.behind():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert list(own.behind()) == [1]
+        assert "process 1 has not answered for" in own.behind()[1]
+        own.close()
+        own.remove()
+        assert not tmp_path.exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def limits() -> list[float]:
+    crew = Crew.start(Layout(pipeline=2, data=2, tensor=2, sharding="full"), torch.device("cpu"), 77)
+    Engine(GPTConfig(layers=2, width=32, heads=4, vocab_size=64, sequence_length=32), crew.mesh, "fp32")
+    groups = dist.distributed_c10d._world.pg_map
+    assert len(groups) >= 4
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_group_of_a_layout_has_the_time_limit() -> None:
+    """Groups that torch makes by itself would wait for its 30 minutes."""
+    for found in run_ranks(8, limits):
+        assert set(found) == {77}

@@ -1,0 +1,90 @@
+"""The number of processes may change between starts: the same rows, the same losses, the same batch. They stop together."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from throughline.benchmarks.forked import run_ranks, warm
+from throughline.core.artifact import verify_artifact
+from throughline.core.errors import Stopped
+from throughline.train import loop
+from throughline.train.build import plan_run
+from throughline.train.metrics import read_metrics
+from throughline.train.recipe import Recipe
+
+ROWS = 8
+BOUND = 1e-12  # float64 rounding is 1e-15; one row read twice or left out shows at 1e-3
+
+
+class Recording:
+    """A dataset that remembers which row was read at which position."""
+
+    def __init__(self, dataset: Any, seen: dict[int, bytes]) -> None:
+        self.dataset, self.seen, self.rows = dataset, seen, dataset.rows
+
+    def batch(self, position: int, count: int) -> dict[str, np.ndarray]:
+        rows = self.dataset.batch(position, count)
+        for index in range(count):
+            assert position + index not in self.seen, "read twice"
+            self.seen[position + index] = b"".join(rows[name][index].tobytes() for name in sorted(rows))
+        return rows
+
+
+def start(recipe: Recipe, run: Path) -> dict[int, bytes]:
+    """One process of a start: what it read, by position."""
+    seen: dict[int, bytes] = {}
+    original = loop.training_rows
+    loop.training_rows = lambda *arguments: Recording(original(*arguments), seen)
+    loop.train(plan_run(recipe), run)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_two_processes_then_one_then_two(make_recipe: Callable[..., Recipe], tmp_path: Path, family: str) -> None:
+    warm()
+
+    def recipe(steps: int, processes: int) -> Recipe:
+        train = {"steps": steps, "batch_rows": ROWS, "precision": "fp64"}
+        return make_recipe(family, train=train, schedule={"kind": "constant"}, parallel={"data": processes})
+
+    whole = run_ranks(1, lambda: start(recipe(9, 1), tmp_path / "whole"))[0]
+    first = 0
+    for steps, processes in ((3, 2), (6, 1), (9, 2)):
+        parts = run_ranks(processes, lambda n=steps, p=processes: start(recipe(n, p), tmp_path / "run"))
+        wanted = range(first * ROWS, steps * ROWS)
+        read = [{position: row for position, row in seen.items() if position in wanted} for seen in parts]  # not those read ahead
+        assert sorted(position for seen in read for position in seen) == list(wanted), "each row once, by one process"
+        assert all(row == whole[position] for seen in read for position, row in seen.items())
+        first = steps
+    one, other = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "run")
+    assert [record["step"] for record in one] == [record["step"] for record in other] == list(range(1, 10))
+    for record, again in zip(one, other, strict=True):
+        assert record["loss"] == pytest.approx(again["loss"], rel=BOUND)
+        assert record["grad_norm"] == pytest.approx(again["grad_norm"], rel=1e-11)  # as the proof of the layouts
+
+
+def test_a_signal_to_one_process_stops_all_at_one_step(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    """SIGTERM reaches the second process only: all save the same step and say so (exit 75), and `latest` names it."""
+    warm()
+
+    def stop(model: Any, step: int) -> dict[str, Any]:
+        if step == 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    def rank() -> tuple[str, int]:
+        recipe = make_recipe("gpt", train={"steps": 50, "eval_every_steps": 1}, parallel={"data": 2})
+        try:
+            loop.train(plan_run(recipe), tmp_path / "run", evaluators=[stop])
+        except Stopped as stopped:
+            return stopped.what, stopped.exit_code
+        raise AssertionError("the run went to its end")
+
+    assert run_ranks(2, rank) == [("stopped by SIGTERM at step 4, saved and verified", 75)] * 2
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step-00000004\n"
+    verify_artifact(tmp_path / "run/checkpoints/step-00000004")
+    assert not (tmp_path / "run/.pulse").exists()

@@ -1,0 +1,58 @@
+"""Only the latest start of a run writes its directory."""
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from throughline.core.errors import Refused, WrongUse
+from throughline.core.workspace import read_records
+from throughline.train.build import Plan
+from throughline.train.checkpoint import find_resumable
+from throughline.train.loop import train
+from throughline.train.parallel.crew import HANDOVER_SECONDS, OWNER, RunWorkspace
+
+
+def test_a_start_whose_token_was_replaced_saves_and_records_nothing_more(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+    """As when it was taken for dead on another machine, where the lock does not reach, and wakes up."""
+
+    def take_over(model: torch.nn.Module, step: int) -> dict[str, Any]:
+        if step == 3:
+            while not (tmp_path / "run/checkpoints/latest").exists():  # the save of step 2 was in time
+                time.sleep(0.01)
+            (tmp_path / "run" / OWNER).write_text("another")
+        return {}
+
+    plan = make_plan("gpt", train={"steps": 8, "eval_every_steps": 1}, checkpoint={"save_every_steps": 2, "keep": 0})
+    with pytest.raises(Refused, match="another start of this run has taken over") as caught:
+        train(plan, tmp_path / "run", evaluators=[take_over])
+    assert "belongs to another" in caught.value.why
+    found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert found == ["latest", "step-00000002"]
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-00000002\n"
+    assert max(record["step"] for record in read_records(tmp_path / "run" / "events.jsonl")) == 2
+    assert train(plan, tmp_path / "run")["step"] == 8
+    assert find_resumable(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "step-00000008"
+    assert not (tmp_path / "run" / OWNER).exists()
+
+
+def test_a_directory_in_use_is_refused_and_one_just_left_is_taken(tmp_path: Path) -> None:
+    """A start waits a moment for the processes of a launcher that was just killed, which still hold the lock."""
+    with RunWorkspace(tmp_path, "first"), pytest.raises(WrongUse, match="another process is working in this directory"):
+        RunWorkspace(tmp_path, "second").__enter__()
+    assert (tmp_path / OWNER).read_text() == "first"
+    handle = os.open(tmp_path / ".lock", os.O_RDWR)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    released = threading.Timer(HANDOVER_SECONDS / 4, lambda: os.close(handle))
+    released.start()
+    begun = time.monotonic()
+    with RunWorkspace(tmp_path, "third") as workspace:
+        workspace.append("events.jsonl", {"step": 1})
+    released.join()
+    assert time.monotonic() - begun >= HANDOVER_SECONDS / 8
+    assert (tmp_path / OWNER).read_text() == "third"

@@ -1,0 +1,145 @@
+"""Who is behind when the processes of a run wait for one another: each writes now and then how far it is.
+
+The records are files in the run's directory, which all processes share: unlike keys of a store they can be read when the process
+that would serve them is the one that stands still. A process that stands still for most of the groups' time limit reads them and
+says who is behind, before NCCL's watchdog would end it without a word.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ...core.console import duration, warn
+
+RECORDS_PER_LIMIT = 60  # one is written 60 times in a time limit, and once in 10 s at least
+SPEAK_AT = 0.8  # of the time limit
+PACKAGE = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process was at `time` (seconds since 1970)."""
+
+    time: float
+    step: int
+    after: str  # the phase that ended last
+    marks: int  # phases that have ended: the same number on all processes at the same point of a run
+    inside: str  # file, line and function of ours where the main thread is
+    collectives: dict[str, int]  # by group, started so far
+
+    def __str__(self) -> str:
+        return f"step {self.step:,} after {self.after}, in {self.inside}"
+
+
+class Pulse:
+    """This process's records and a look at the others'. Without a directory (a run of one process) it does nothing."""
+
+    def __init__(
+        self,
+        directory: Path | None,
+        rank: int = 0,
+        world: int = 1,
+        limit_seconds: float = 600.0,
+        groups: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        self.directory, self.rank, self.world, self.limit, self._groups = directory, rank, world, limit_seconds, groups
+        self._step, self._after, self._marks, self._since = 0, "the start", 0, time.monotonic()
+        self._warned = -1  # the mark at which others were named
+        self._end = threading.Event()
+        self._interval = min(limit_seconds / RECORDS_PER_LIMIT, 10.0)
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._main = threading.get_ident()
+            self._write()
+            self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+            self._thread.start()
+
+    def mark(self, phase: str, step: int | None = None) -> None:
+        """A phase of the run ended on this process."""
+        self._after, self._since = phase, time.monotonic()
+        self._step = self._step if step is None else step
+        self._marks += 1
+
+    def behind(self) -> dict[int, str]:
+        """The processes that the others wait for, and where they are; empty when nobody stands out."""
+        assert self.directory is not None
+        places = {rank: read_place(self.directory / str(rank)) for rank in range(self.world)}
+        return name_behind(places, time.time(), 3 * self._interval + 1.0)
+
+    def close(self) -> None:
+        """Write no more."""
+        if self.directory is not None:
+            self._end.set()
+            self._thread.join()
+
+    def remove(self) -> None:
+        """Take the records of all processes away."""
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _beat(self) -> None:
+        while not self._end.wait(self._interval):
+            self._write()
+            stands = time.monotonic() - self._since
+            if stands < SPEAK_AT * self.limit or self._warned == self._marks:
+                continue
+            found, self._warned = self.behind(), self._marks
+            if found and self.rank == min(set(range(self.world)) - set(found), default=-1):  # one of those who wait speaks
+                warn("\n".join([f"the processes have waited for {duration(stands)}:", *found.values()]))
+
+    def _write(self) -> None:
+        assert self.directory is not None
+        counts = {group.group_name: group._get_sequence_number_for_group() for group in self._groups}
+        place = Place(time.time(), self._step, self._after, self._marks, _inside(self._main), counts)
+        aside = self.directory / f"{self.rank}.tmp"
+        with contextlib.suppress(OSError):  # a full disk, or the run has ended and the directory is gone
+            aside.write_text(json.dumps(asdict(place)))
+            os.replace(aside, self.directory / str(self.rank))
+
+
+def read_place(file: Path) -> Place | None:
+    """The record of a process; None when there is none."""
+    try:
+        return Place(**json.loads(file.read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def name_behind(places: Mapping[int, Place | None], now: float, patience_s: float) -> dict[int, str]:
+    """A line for each process that the others wait for, found by the first sign that tells any apart.
+
+    A process that writes no more is stopped, or its machine is gone; else the one that has ended fewer phases than others; else
+    the one that has started fewer collectives of a group.
+    """
+    silent = {rank: place for rank, place in places.items() if place is None or now - place.time > patience_s}
+    if silent:
+        words = {r: f"has not answered for {duration(now - p.time)}: {p}" if p else "never answered" for r, p in silent.items()}
+        return {rank: f"process {rank} {text}" for rank, text in words.items()}
+    known = {rank: place for rank, place in places.items() if place is not None}
+    most = max(place.marks for place in known.values())
+    late = [rank for rank, place in known.items() if place.marks < most]
+    if not late:
+        names = {name for place in known.values() for name in place.collectives}
+        started = {name: max(place.collectives.get(name, 0) for place in known.values()) for name in names}
+        late = [r for r, place in known.items() if any(count < started[name] for name, count in place.collectives.items())]
+    return {rank: f"process {rank} is behind: {known[rank]}" for rank in late}
+
+
+def _inside(thread: int) -> str:
+    """The innermost function of this package that a thread is in: the others' loops say nothing."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(PACKAGE):
+            return f"{file.relative_to(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "the interpreter"
