@@ -1,11 +1,14 @@
 """`throughline launch -- COMMAND`: the command on several processes."""
 
 import sys
+from pathlib import Path
 
 import click
 
 from ..core import console
 from .common import throughline_command
+
+ARRAY_MACHINES = 8  # of 8 processes: the 64 shards of a corpus up to 16 GiB
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -19,26 +22,30 @@ from .common import throughline_command
 def command(
     nproc: int | None, emit: str | None, per_machine: int, image: str, restarts: int, arguments: tuple[str, ...]
 ) -> None:
-    """Run COMMAND (train, or doctor) on several processes of this machine, or print the job file that does.
+    """Run COMMAND (train, data tokenize, or doctor) on several processes of this machine, or print the job file that does.
 
     \b
     Example:  throughline launch --nproc 2 -- train gpt-shakespeare --set parallel.data=2
               throughline launch --emit slurm -- train big.toml > big.sbatch
+              throughline launch --nproc 64 --emit slurm -- data tokenize corpus/ --tokenizer tok --out tokens > tokens.sbatch
     A process that dies takes the others along; all start again from the last checkpoint. The exit code is the command's:
-    75 when SIGTERM stopped it with everything saved.
+    75 when SIGTERM stopped it with everything saved. `data tokenize` becomes a job array, each machine an element of it.
     """
     from ..core.errors import WrongUse
     from ..core.recipe import find_recipe, load_recipe
     from ..train.recipe import RULES, Recipe
     from .train import command as train
 
+    if arguments[:2] == ("data", "tokenize"):
+        _tokenize_array(nproc or ARRAY_MACHINES * per_machine, emit, per_machine, arguments)
+        return
     if arguments[0] == "doctor" and emit is None:
         from ..core.hardware import machine
         from ..train.parallel.launch import run_processes
 
         sys.exit(run_processes(nproc or max(len(machine().gpus), 2), arguments, 0))
     if arguments[0] != "train":
-        fix = "launch takes: train RECIPE, or doctor (on this machine)"
+        fix = "launch takes: train RECIPE, data tokenize INPUTS..., or doctor (on this machine)"
         raise WrongUse(f"{arguments[0]} runs in one process", fix=fix)
     given = train.make_context("train", list(arguments[1:])).params
     layout = load_recipe(given["recipe"], Recipe, given["overrides"], RULES).parallel.layout()
@@ -53,3 +60,25 @@ def command(
     job = make_job(arguments, processes, per_machine, name, given["run_dir"] or f"runs/{name}", layout.describe())
     text = job_file(emit, job, image)
     console.result({"kind": emit, "machines": job.machines, "processes": processes, "text": text}, text.splitlines())
+
+
+def _tokenize_array(processes: int, emit: str | None, per_machine: int, arguments: tuple[str, ...]) -> None:
+    """Print the job array that tokenises."""
+    from ..core.errors import WrongUse
+    from ..data.executors import slurm_array
+    from .data import tokenize
+
+    given = tokenize.make_context("tokenize", list(arguments[2:])).params
+    if emit != "slurm":
+        fix = "--emit slurm for several machines; on this one: throughline data tokenize ... --workers N"
+        raise WrongUse(f"data tokenize has no {emit or 'launcher'}: it starts its processes itself", fix=fix)
+    if given["task_index"] is not None or given["workers"] is not None or given["executor"] != "local":
+        fix = "leave out --task-index, --task-count, --workers and --executor; --nproc and --per-machine decide"
+        raise WrongUse("the job array divides the work itself", where="data tokenize", fix=fix)
+    if given["overwrite"]:
+        fix = "remove the old store, or choose another --out"
+        raise WrongUse("no element of a job array knows whether another has begun anew", where="--overwrite", fix=fix)
+    elements, cores = -(-processes // per_machine), min(per_machine, processes)
+    name = f"tokenize-{Path(given['out']).name}"
+    text = slurm_array(arguments, elements, cores, name)
+    console.result({"kind": emit, "machines": elements, "processes": elements * cores, "text": text}, text.splitlines())

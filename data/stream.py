@@ -137,7 +137,7 @@ class TextStream:
 
     def __init__(self, text: Text, options: DatasetOptions, cache: Path | None = None):
         self._text, self._options = text, options.validate()
-        identity = [text.plan.hash, [asdict(task) for task in text.tasks[-1:]], asdict(options)]
+        identity = [text.plan.hash, text.bytes, asdict(options)]
         self._file = None if cache is None else cache / f"text-{sha256_json(identity)[:24]}.txt"
         self._ends = self._known_ends()  # rows in all units up to and with each one, as far as known
         self._held: OrderedDict[int, Dataset | None] = OrderedDict()

@@ -67,10 +67,9 @@ def tokenize(
     tokenizer = Tokenizer.load(tokenizer_path)
     plan = make_plan(list(inputs), tokenizer, options, append_eos, sentences, shard_bytes)
     folder = out.with_name(f"{out.name}.partial")
-    if _complete(out, plan) and not overwrite:
+    if not overwrite and (complete := _completed(out, plan, folder)):
         say(f"{out} is complete already: same inputs, tokenizer and settings")
-        shutil.rmtree(folder, ignore_errors=True)
-        return read_manifest(out, "tokens")
+        return complete
     check_free(out, overwrite)
     if overwrite and work.share is None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -83,14 +82,16 @@ def tokenize(
             _run(folder, plan, tasks, tokenizer, work)
             done = sum(read_record(folder, task.index) is not None for task in tasks)
             if done < len(tasks):
+                if complete := _completed(out, plan, folder):  # and the records went with its directory
+                    return complete
                 say(f"{done} of {len(tasks)} shards committed; whoever commits the last completes {out}")
                 return None
             with alone(folder):
                 if (folder / STORE).is_dir():  # or another process has completed it while this one waited
                     finalize(folder, out, plan, tasks, tokenizer, tokenizer_path, max_replaced)
     except BaseException as error:
-        if isinstance(error, FileNotFoundError) and _complete(out, plan):
-            return read_manifest(out, "tokens")  # another process completed the same plan meanwhile
+        if isinstance(error, (FileNotFoundError, WrongUse)) and (complete := _completed(out, plan, folder)):
+            return complete
         _clear_up(folder, plan, error)
         raise
     return read_manifest(out, "tokens")
@@ -153,8 +154,13 @@ def _checked_backend(plan: Plan, task: Task, tokenizer: Tokenizer, name: str) ->
     return open_backend(tokenizer, name, texts)
 
 
-def _complete(out: Path, plan: Plan) -> bool:
-    return is_artifact(out) and read_manifest(out).facts.get("plan") == plan.hash
+def _completed(out: Path, plan: Plan, folder: Path) -> Manifest | None:
+    """The manifest of `out` when it is the store of this plan, as by another process meanwhile; what is left of work goes."""
+    manifest = read_manifest(out) if is_artifact(out) else None
+    if manifest is None or manifest.facts.get("plan") != plan.hash:
+        return None
+    shutil.rmtree(folder, ignore_errors=True)
+    return manifest
 
 
 def _clear_up(folder: Path, plan: Plan, error: BaseException) -> None:

@@ -152,6 +152,7 @@ def recipe(place: Path, make_recipe: Callable[..., Recipe], tmp_path: Path, monk
         (['data.train=["{place}/a.txt", "{place}/gone.txt"]'], 2, "gone.txt"),
         (['data.tokenizer="gone"'], 2, "gone"),
         (['data.tokenizer=""'], 2, "set data.tokenizer"),
+        (['data.tokenizer=""', 'data.documents="line"'], 2, "are of text"),
         (['data.train=[{path="{place}/a.txt", weight=2.0}, "{place}/b.txt"]'], 2, "without weights"),
         (['data.train="datasets:wikitext"'], 2, "cannot be tokenised while training"),
         (['data.documents="file"', 'data.train="{place}/a.txt"'], 2, "no part of the text can be held out"),
