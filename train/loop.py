@@ -99,7 +99,7 @@ def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
         return
     if resume == "never":
         raise WrongUse("a run is already there", where=workspace.path, fix="--resume auto continues it; --run-dir starts elsewhere")
-    before, now = (_leaves(tree.model_dump(mode="json")) for tree in (load_recipe(file, Recipe), recipe))
+    before, now = (_leaves(_placeless(tree)) for tree in (load_recipe(file, Recipe), recipe))
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE)]
     if changed:
         raise WrongUse(
@@ -108,6 +108,13 @@ def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
             why="\n".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed),
             fix="train in another directory with --run-dir, or take the change back",
         )
+
+
+def _placeless(recipe: Recipe) -> dict[str, Any]:
+    """The fields without the places of the data, which may move: their content is checked by its hashes (check_inputs)."""
+    tree = recipe.model_dump(mode="json")
+    tree["data"]["train"] = [source["weight"] for source in tree["data"]["train"]]
+    return tree | {"data": tree["data"] | {key: bool(tree["data"][key]) for key in ("validation", "tokenizer")}}
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

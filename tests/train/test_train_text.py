@@ -1,6 +1,7 @@
 """Training straight from text: resumes to the last bit, says what it read, validates on the end, refuses what it cannot do."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -108,6 +109,19 @@ def test_the_manifest_names_the_text_and_other_text_does_not_continue(
             train(from_text("gpt", train={"steps": 4}, schedule=constant), tmp_path / "run")
     finally:
         (place / "b.txt").write_text(before)
+
+
+def test_data_that_moved_continue(from_text: Callable[..., Plan], place: Path, tmp_path: Path) -> None:
+    """A run knows its text, its tokenizer and its stores by their content."""
+    constant = {"kind": "constant"}
+    train(from_text("gpt", train={"steps": 6}, schedule=constant), tmp_path / "whole")
+    train(from_text("gpt", train={"steps": 3}, schedule=constant), tmp_path / "parts")
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text((place / name).read_text())
+    shutil.copytree(place / "bpe", tmp_path / "tok")
+    moved = {"train": [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], "tokenizer": str(tmp_path / "tok")}
+    train(from_text("gpt", data=moved, train={"steps": 6}, schedule=constant), tmp_path / "parts")
+    assert trained(tmp_path / "whole")[0] == trained(tmp_path / "parts")[0]
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
