@@ -73,7 +73,12 @@ def tokenize(
     check_free(out, overwrite)
     if overwrite and work.share is None:
         shutil.rmtree(folder, ignore_errors=True)
-    write_plan(folder, plan)  # refuses a directory in which another plan is being worked on
+    try:
+        write_plan(folder, plan)  # refuses a directory in which another plan is being worked on
+    except (FileNotFoundError, WrongUse):
+        if complete := _completed(out, plan, folder):  # the directory went while this process looked into it
+            return complete
+        raise
     try:
         with full_disk(folder), _stoppable():
             (folder / STORE).mkdir(exist_ok=True)

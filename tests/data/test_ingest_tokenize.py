@@ -224,6 +224,21 @@ def test_two_builders_at_once(place: Path, plain: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["out"]
 
 
+def test_another_builder_completes_before_the_first_look(
+    place: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real = tmp_path / "out", tokenize_module.write_plan
+
+    def late(folder, plan) -> None:
+        monkeypatch.setattr(tokenize_module, "write_plan", real)
+        run(place, out, shard_bytes=20_000)
+        raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(tokenize_module, "write_plan", late)
+    assert tokenize([str(place / "corpus")], place / "bpe", out, shard_bytes=20_000) is not None
+    assert files_hash(out) == files_hash(plain) and os.listdir(tmp_path) == ["out"]
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_another_builder_completes_first(
     place: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: bool
