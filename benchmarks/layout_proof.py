@@ -119,6 +119,8 @@ def make_rows(case: Case, step: int) -> dict[str, np.ndarray]:
             "nsp_targets": generator.integers(0, 2, ROWS),
         }
         rows["nsp_targets"][::5] = -100
+        if not config.to_dict()["nsp"]:
+            del rows["nsp_targets"]
         if not case.documents:
             real = generator.integers(LENGTH // 2, LENGTH + 1, (ROWS, 1))
             rows["attention_mask"] = np.arange(LENGTH) < real

@@ -30,7 +30,7 @@ class AttentionPattern:
         if self.kind not in ("sliding", "fixed"):
             problems.append(f"attention_kind is {self.kind!r}; it must be sliding or fixed")
         if self.window < 1 or self.block < 1 or min(self.global_blocks, self.random_blocks) < 0:
-            problems.append("attention_window and attention_block must be at least 1 and the numbers of global and random blocks 0 or more")
+            problems.append("attention_window and attention_block must be at least 1, global and random blocks at least 0")
         elif self.kind == "fixed" and self.random_blocks:
             problems.append("attention_random_blocks belong to a sliding window, not to a fixed one")
         elif self.kind == "fixed" and self.window % self.block:

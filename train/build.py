@@ -35,6 +35,7 @@ from .step import Trainer
 
 if TYPE_CHECKING:
     from .parallel.engine import Engine
+    from .parallel.host_parts import HostParts
 
 
 @dataclass(frozen=True)
@@ -248,28 +249,34 @@ def _build_offloaded(plan: Plan, fill: bool) -> Trainer:
 
 def _build_part(plan: Plan, mesh: Mesh, fill: bool) -> Trainer:
     from .parallel.engine import Engine
+    from .parallel.host_parts import HostParts
 
     train = plan.recipe.train
-    engine = Engine(plan.config, mesh, train.precision, train.seed, train.recompute)
+    dtype = AUTOCAST.get(train.precision) if train.offload else None
+    engine = Engine(plan.config, mesh, train.precision, train.seed, train.recompute, dtype=dtype)
+    offload = HostParts(engine) if train.offload else None
     if fill:
-        engine.fill()
+        engine.fill(into=(offload or engine).leaves)
+        if offload is not None:
+            offload.publish()
     return Trainer(
         model=engine,
-        optimizer=_compressing_optimizer(plan.recipe, engine),
+        optimizer=_compressing_optimizer(plan.recipe, engine, offload),
         loss=LOSSES[plan.family],  # the engine has its own, over the cut vocabulary
         scaler=LossScaler.of(train.precision),
         precision=train.precision,
         device=plan.device,
         clip_norm=train.clip_norm,
+        offload=offload,
     )
 
 
-def _compressing_optimizer(recipe: Recipe, engine: "Engine") -> torch.optim.Optimizer:
+def _compressing_optimizer(recipe: Recipe, engine: "Engine", offload: "HostParts | None") -> torch.optim.Optimizer:
     """The optimizer of an engine, whose gradients are summed by the recipe's scheme from here on."""
-    from .parallel.compression import Bf16Sum, PowerSum, Wire
+    from .parallel.compression import Bf16Sum, PowerSum
     from .parallel.onebit import OneBitAdam
 
-    section, wire = recipe.compression, Wire(engine.mesh.gradient)
+    section, wire = recipe.compression, engine.wire
     warmup_steps = section.warmup(recipe.train.steps)
     if section.scheme == "one-bit-adam":
         optimizer = build_optimizer(engine, recipe, partial(OneBitAdam, wire=wire, warmup_steps=warmup_steps))
@@ -280,4 +287,4 @@ def _compressing_optimizer(recipe: Recipe, engine: "Engine") -> torch.optim.Opti
         engine.exchange = Bf16Sum(wire)
     elif section.scheme == "powersgd":
         engine.exchange = PowerSum(wire, section.rank, warmup_steps)
-    return build_optimizer(engine, recipe)
+    return build_optimizer(offload or engine, recipe)

@@ -275,6 +275,8 @@ class Run:
             record["scale"] = self.trainer.scaler.scale
         if result.skipped:
             record["skipped"] = True
+        if result.gradient_bytes:
+            record["gradient_bytes"] = result.gradient_bytes
         if watch:
             record["memory"] = self.memory.record()
         self.metrics.add(record)

@@ -69,6 +69,10 @@ def _offloaded(config: ModelConfig, recipe: Recipe, device: str) -> dict[str, in
     """The terms that differ when the update is on the host; on a CPU both sides are in the same memory."""
     train, parameters = recipe.train, config.parameter_count()
     dtype = AUTOCAST.get(train.precision, weight_dtype(train.precision))
+    if recipe.parallel.layout().world > 1:
+        device_terms = {"weights": dtype.itemsize * parameters, "gradients": dtype.itemsize * parameters}
+        master = 4 * parameters if dtype.itemsize < 4 else dtype.itemsize * parameters
+        return device_terms | ({"optimizer": 0} if device == "cuda" else {"master weights": master, "host gradients": master})
     unit = max(config.block_parameters(), parameters - config.layers * config.block_parameters())
     micro_batches = train.rows_per_step // train.rows_per_micro_batch
     moved = memory_terms(parameters, unit, dtype, micro_batches)

@@ -1,8 +1,9 @@
 """What a run writes down: `metrics.jsonl` is the truth, the terminal and the dashboards show the same records.
 
-One record per logged step: step, loss and its terms, lr, grad_norm, step_s, tokens_per_s, mfu, and every now and then
-memory by phase. One record per evaluation: step and `validation`. The file is only ever appended to; after a resume a
-step can stand in it twice, and the later one counts (`read_metrics`).
+One record per logged step: step, loss and its terms, lr, grad_norm, step_s, tokens_per_s, mfu, the bytes that the first process
+sent to sum the gradients of copies of the model, and every now and then memory by phase. One record per evaluation: step and
+`validation`. The file is only ever appended to; after a resume a step can stand in it twice, and the later one counts
+(`read_metrics`).
 """
 
 import math

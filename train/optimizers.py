@@ -14,6 +14,7 @@ from .recipe import Recipe
 
 if TYPE_CHECKING:
     from .parallel.engine import Engine
+    from .parallel.host_parts import HostParts
     from .parallel.offload import HostOffload
 
 ITERATIONS = 5
@@ -22,7 +23,9 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def build_optimizer(
-    model: "nn.Module | Engine | HostOffload", recipe: Recipe, adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    model: "nn.Module | Engine | HostOffload | HostParts",
+    recipe: Recipe,
+    adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer over the model's parameters, in groups by weight decay and kind. `adam` stands in for AdamW."""
     section = recipe.optimizer

@@ -146,9 +146,12 @@ def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
         yield Problem(key, found.text, found.fix)
     if layout.world > 1 and recipe.train.compile == "on":
         yield Problem("train.compile", "layouts of several processes run without it", 'leave it at "auto"')
-    if recipe.train.offload and layout.world > 1:
-        text = f"works in one process, and the layout has {layout.world}"
-        yield Problem("train.offload", text, 'parallel.sharding = "full" shares the states out instead')
+    if recipe.train.offload and layout.pipeline > 1:
+        text = "the gradients of a pipeline's micro-batches would be added in 16 bits"
+        yield Problem("train.offload", text, 'parallel.pipeline = 1: with sharding = "full" data processes share a model as well')
+    elif recipe.train.offload and layout.world > 1 and micro * layout.data != rows and recipe.train.precision in ("bf16", "fp16"):
+        text = f"gradients of {rows // (micro * layout.data)} micro-batches would be added in 16 bits"
+        yield Problem("train.offload", text, f"train.micro_batch_rows = {rows // layout.data}; train.recompute makes room for it")
     if recipe.train.offload and recipe.train.compile == "on":
         yield Problem("train.compile", "the weights of an offloaded model arrive while it runs", 'leave it at "auto"')
     if recipe.optimizer.name == "muon" and (layout.tensor > 1 or layout.shards > 1):
@@ -167,6 +170,8 @@ def compression_rule(recipe: Recipe) -> Iterable[Problem]:
     if scheme == "one-bit-adam":
         if recipe.optimizer.name != "adamw":
             yield Problem("compression.scheme", f"{scheme} is AdamW, not {recipe.optimizer.name}", 'optimizer.name = "adamw"')
+        if recipe.train.offload:
+            yield Problem("compression.scheme", f"{scheme} updates where its sums are", '"bf16" and "powersgd" work with offload')
         if parallel.tensor * parallel.pipeline * parallel.context > 1:
             text = f"{scheme} works with data processes alone"
             yield Problem("compression.scheme", text, '"bf16" and "powersgd" work in any layout')

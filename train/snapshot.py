@@ -23,6 +23,7 @@ from .tensor_file import write_tensor_file
 
 if TYPE_CHECKING:
     from .parallel.engine import Engine
+    from .parallel.host_parts import HostParts
     from .step import Trainer
 
 TENSORS = "tensors.json"
@@ -42,7 +43,7 @@ class Held:
     saved: bool = True
 
 
-def held(model: "nn.Module | Engine | HostOffload") -> list[Held]:
+def held(model: "nn.Module | Engine | HostOffload | HostParts") -> list[Held]:
     """Every parameter, or every part of one, that this process trains."""
     if isinstance(model, (nn.Module, HostOffload)):
         named = model.named_parameters()

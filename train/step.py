@@ -16,6 +16,7 @@ from .precision import LossScaler, autocast
 
 if TYPE_CHECKING:
     from .parallel.engine import Engine
+    from .parallel.host_parts import HostParts
     from .parallel.offload import HostOffload
 
 
@@ -34,10 +35,10 @@ class Trainer:
     samples: int = 0  # rows consumed, those of skipped steps included: the data position
     skipped: int = 0  # steps skipped so far because the loss or a gradient was not finite
     skipped_in_row: int = 0
-    offload: "HostOffload | None" = None  # holds what the optimizer moves, where that is not the model's own parameters
+    offload: "HostOffload | HostParts | None" = None  # holds what the optimizer moves, where that is not the model's own parameters
 
     @property
-    def holder(self) -> "nn.Module | Engine | HostOffload":
+    def holder(self) -> "nn.Module | Engine | HostOffload | HostParts":
         """What has the weights that the optimizer moves and a checkpoint saves."""
         return self.offload or self.model
 
@@ -50,6 +51,7 @@ class StepResult:
     terms: tuple[float, ...]
     grad_norm: float
     skipped: bool
+    gradient_bytes: int = 0  # that this process sent to sum the gradients of copies of the model
 
 
 def no_mark(phase: str) -> None:
@@ -62,6 +64,8 @@ def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, mark: Calla
     `lr_factor` multiplies each group's `base_lr`; `mark` is told the end of each phase.
     """
     scale = trainer.scaler.scale
+    wire = None if isinstance(trainer.model, nn.Module) else trainer.model.wire
+    before = wire.bytes_sent if wire else 0
     if isinstance(trainer.model, nn.Module):
         means = _accumulate(trainer, batch, mark) * batch.inverse_counts
         mark("backward")
@@ -85,7 +89,8 @@ def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, mark: Calla
     trainer.skipped += not finite
     trainer.skipped_in_row = 0 if finite else trainer.skipped_in_row + 1
     mark("optimizer")
-    return StepResult(sum(terms), tuple(terms), norm, not finite)
+    sent = round(wire.bytes_sent - before) if wire else 0
+    return StepResult(sum(terms), tuple(terms), norm, not finite, sent)
 
 
 def _accumulate(trainer: Trainer, batch: StepBatch, mark: Callable[[str], None]) -> Tensor:

@@ -65,27 +65,43 @@ def run(store: Path) -> Callable[..., list[float]]:
 
 
 @pytest.fixture(scope="module")
-def uncompressed(run: Callable[..., list[float]], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return run(tmp_path_factory.mktemp("plain") / "run", "none")
+def plain(run: Callable[..., list[float]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("plain") / "run"
+    run(directory, "none")
+    return directory
+
+
+def sent_bytes(directory: Path) -> list[int]:
+    """What the first process sent for gradients in each step, as the metrics say."""
+    return [record["gradient_bytes"] for record in read_metrics(directory)]
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "powersgd", "one-bit-adam"])
 def test_trains_and_continues_to_the_bit(
-    scheme: str, run: Callable[..., list[float]], uncompressed: list[float], tmp_path: Path
+    scheme: str, run: Callable[..., list[float]], plain: Path, tmp_path: Path
 ) -> None:
-    """Steps 6 to 8 after a stop are those of an uninterrupted run: what the processes owe each other is in the checkpoint."""
+    """Steps 6 to 8 after a stop are those of an uninterrupted run: what the processes owe each other is in the checkpoint.
+
+    The metrics say what it saves: fp32 gradients over two processes are sent once, 2 (n-1)/n times their bytes.
+    """
+    uncompressed = [record["loss"] for record in read_metrics(plain)]
     whole = run(tmp_path / "whole", scheme)
     run(tmp_path / "parts", scheme, steps=5)
     assert run(tmp_path / "parts", scheme) == whole
     first, second = (load_model(tmp_path / name)[0].state_dict() for name in ("whole", "parts"))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert whole[-1] < whole[0] - 0.1
+    dense, sent = 4 * sum(value.numel() for value in first.values()), sent_bytes(tmp_path / "whole")
+    assert sent_bytes(plain) == [dense] * 8
     if scheme == "bf16":
         assert whole == pytest.approx(uncompressed, abs=5e-3)
+        assert all(dense / 2 <= size < dense / 2 + 64 for size in sent)
     else:  # the warm-up is whole gradients; only then do they differ
         assert whole[:4] == pytest.approx(uncompressed[:4], abs=1e-5)
         assert whole[4:] != uncompressed[4:]
         assert whole == pytest.approx(uncompressed, abs=0.2)
+        assert sent[:3] == [dense] * 3
+        assert all(size < dense / (4 if scheme == "powersgd" else 15) for size in sent[3:])
 
 
 @pytest.mark.parametrize(

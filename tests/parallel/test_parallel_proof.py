@@ -6,6 +6,7 @@ bugs planted one at a time, each of which must be caught.
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,16 @@ def test_table_covers_what_is_promised(table: dict[str, Case]) -> None:
     for schedule in ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble-v", "interleaved-zero-bubble"):
         assert sum(layout.schedule == schedule and layout.pipeline > 1 for layout in layouts) >= 3, schedule
     axes = ("pipeline", "data", "context", "tensor")
-    for first in axes:
-        for second in axes:
-            assert any(getattr(layout, first) > 1 and getattr(layout, second) > 1 for layout in layouts), (first, second)
-    assert any(layout.world == 32 and layout.pipeline == 4 and layout.tensor == 4 for layout in layouts)
+    used = {tuple(axis for axis in axes if getattr(layout, axis) > 1) for layout in layouts}
+    for count in (1, 2, 3, 4):
+        assert set(combinations(axes, count)) <= used
+    for sharding in ("zero1", "zero2", "full"):
+        assert any(layout.sharding == sharding for layout in layouts)
+    assert any(layout.replicas > 1 for layout in layouts)
+    large = [case for case in table.values() if case.layout.world == 32 and case.layout.pipeline == case.layout.tensor == 4]
+    assert {(case.family, case.precision) for case in large} == {("gpt", "fp64"), ("bert", "fp64"), ("gpt", "fp32")}
+    single = [case for case in table.values() if case.precision == "fp32"]
+    assert {(axis,) for axis in axes} <= {tuple(axis for axis in axes if getattr(case.layout, axis) > 1) for case in single}
     assert {case.precision for case in table.values()} == {"fp32", "fp64", "bf16"}
 
 
@@ -106,13 +113,13 @@ def norm_of_one_stage(engine: Engine) -> None:
 
 
 def scaled_by_data_ranks(engine: Engine) -> None:
-    finish = engine._finish_gradients
+    finish = engine.finish_gradients
 
     def scaled() -> None:
         finish()
         torch._foreach_mul_(engine.gradients(), float(engine.mesh.data.size))
 
-    engine._finish_gradients = scaled
+    engine.finish_gradients = scaled
 
 
 def stale_shard(engine: Engine) -> None:

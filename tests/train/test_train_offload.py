@@ -68,4 +68,6 @@ def test_what_it_cannot_do_is_told(make_recipe: Callable[..., Recipe]) -> None:
     with pytest.raises(WrongUse, match=r"train\.compile"):
         make_recipe(train={"offload": True, "compile": "on"})
     with pytest.raises(WrongUse, match=r"train\.offload"):
-        make_recipe(train={"offload": True, "batch_rows": 4}, parallel={"data": 2})
+        make_recipe(train={"offload": True, "batch_rows": 4}, parallel={"pipeline": 2})
+    with pytest.raises(WrongUse, match=r"added in 16 bits"):
+        make_recipe(train={"offload": True, "batch_rows": 8, "micro_batch_rows": 2, "precision": "bf16"}, parallel={"data": 2})

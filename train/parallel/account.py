@@ -14,10 +14,11 @@ from typing import Any
 from ...core.console import amount, table
 from ...models.config import BERTConfig, ModelConfig, family_of
 from ..recipe import Recipe
+from .actions import pipeline_actions
 from .layout import Layout
 from .plan import Place, bucket_slices, is_tied, parameter_shapes, pieces, stage_holds, tensor_placement
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of a weight, a gradient and an activation between layers
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of a weight, a gradient and an activation between layers, without offload
 COMPUTED = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of what enters and leaves a matrix product
 OPTIMIZER_SLOTS = 2
 
@@ -31,6 +32,13 @@ class Batch:
     length: int  # of a row, whole
     predicted: int  # positions with masked-token logits in a micro-batch, as prepared
     precision: str
+    recompute: str = "none"
+    halves: bool = False  # weights, gradients and what passes between layers in 16 bits, as with offload
+
+    @property
+    def kept(self) -> int:
+        """Bytes of a weight, a gradient and an activation between layers."""
+        return COMPUTED[self.precision] if self.halves else BYTES[self.precision]
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,8 @@ def places(layout: Layout) -> Iterator[Place]:
 def traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> list[Traffic]:
     """The collectives of one step (forward, backward, gradients) on the processes of a pipeline rank.
 
-    Left out are the few numbers of losses, counts and the norm, recomputation, and that a zero-bubble schedule gathers the
-    gradients of row-cut matrices again for each backward that it splits.
+    Left out are the few numbers of losses, counts and the norm, and that a zero-bubble schedule gathers the gradients of
+    row-cut matrices again for each backward that it splits.
     """
     found = [
         *_tensor_traffic(config, layout, batch, pipeline_rank),
@@ -76,7 +84,7 @@ def _tensor_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_
     if layout.tensor == 1:
         return
     whole = batch.rows * batch.length // layout.context * config.width
-    computed, kept = whole * COMPUTED[batch.precision], whole * BYTES[batch.precision]
+    computed, kept = whole * COMPUTED[batch.precision], whole * batch.kept
     columns = (1 if config.key_value_heads == config.heads else 2) + (2 if config.gated else 1)
     gathers: Counter[int] = Counter()  # bytes of one call -> calls in a step
     scatters: Counter[int] = Counter()
@@ -84,26 +92,27 @@ def _tensor_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_
     n = batch.micro_batches
     for stage in layout.stages_of(pipeline_rank):
         layers = len(layout.layers_of(stage, config.layers))
-        gathers[computed] += n * layers * (2 * columns + 2)
-        scatters[computed] += n * layers * (columns + 2)
+        again = batch.recompute == "full"
+        gathers[computed] += n * layers * ((3 if again else 2) * columns + 2)
+        scatters[computed] += n * layers * (columns + (4 if again else 2))
         if stage == 0:  # the token table: partial sums out, gradients in
             scatters[kept] += n
             gathers[kept] += n
         if stage == layout.stages - 1:
             targets = batch.predicted if isinstance(config, BERTConfig) else whole // config.width
-            number = max(BYTES[batch.precision], 4)
+            number = max(batch.kept, 4)
             sums[targets * number] += n  # the largest logit
             sums[2 * targets * number] += n  # the normalisation and the logit of the target
             if isinstance(config, BERTConfig):
                 gathers[kept] += n
-                sums[batch.predicted * config.width * BYTES[batch.precision]] += n
+                sums[batch.predicted * config.width * batch.kept] += n
             else:
                 gathers[computed] += 2 * n
                 scatters[computed] += n
     for kind, counted in (("all-gather", gathers), ("reduce-scatter", scatters), ("all-reduce", sums)):
         yield Traffic("tensor", kind, sum(counted.values()), sum(size * calls for size, calls in counted.items()), "rows and loss")
     partial = [
-        piece.box.numel * BYTES[batch.precision]
+        piece.box.numel * batch.kept
         for piece in pieces(config, layout, Place(pipeline_rank))
         if piece.placement == "partial"
     ]
@@ -114,26 +123,27 @@ def _context_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline
     if layout.context == 1:
         return
     layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
-    keys = batch.rows * batch.length * config.key_value_heads // layout.tensor * config.head_size
+    keys = batch.rows * batch.length * max(config.key_value_heads // layout.tensor, 1) * config.head_size
     size, calls = 2 * keys * COMPUTED[batch.precision], batch.micro_batches * layers
-    yield Traffic("context", "all-gather", calls, calls * size, "keys and values")
+    again = 1 if batch.recompute == "none" else 2
+    yield Traffic("context", "all-gather", again * calls, again * calls * size, "keys and values")
     yield Traffic("context", "reduce-scatter", calls, calls * size, "their gradients")
 
 
 def _pipeline_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> Iterator[Traffic]:
     here = layout.stages_of(pipeline_rank)
-    size = batch.rows * batch.length // (layout.context * layout.tensor) * config.width * BYTES[batch.precision]
+    size = batch.rows * batch.length // (layout.context * layout.tensor) * config.width * batch.kept
     for step, what in ((1, "activations"), (-1, "their gradients")):
         peers = [stage + step for stage in here if 0 <= stage + step < layout.stages and stage + step not in here]
         calls = batch.micro_batches * len(peers)
         yield Traffic("pipeline", "send", calls, calls * size, what)
     if layout.pipeline > 1 and is_tied(config) and ({0, layout.stages - 1} & set(here)) and not {0, layout.stages - 1} <= set(here):
         piece = next(p for p in pieces(config, layout, Place(pipeline_rank)) if p.name == "token_table.weight")
-        yield Traffic("pipeline", "all-reduce", 1, piece.box.numel * BYTES[batch.precision], "gradient of the tied table")
+        yield Traffic("pipeline", "all-reduce", 1, piece.box.numel * batch.kept, "gradient of the tied table")
 
 
 def _data_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> Iterator[Traffic]:
-    number, n = BYTES[batch.precision], batch.micro_batches
+    number, n = batch.kept, batch.micro_batches
     parts = list(pieces(config, dataclasses.replace(layout, sharding="replicated"), Place(pipeline_rank)))
     if layout.shards == 1:
         if layout.data * layout.context > 1:
@@ -165,32 +175,40 @@ def batch_of(recipe: Recipe) -> Batch:
     micro = train.rows_per_micro_batch
     fraction = recipe.objective.mask_fraction if recipe.objective else 0.0
     predicted = micro * math.ceil(train.sequence_length // recipe.parallel.context * fraction)
-    return Batch(train.rows_per_step // (recipe.parallel.data * micro), micro, train.sequence_length, predicted, train.precision)
+    return Batch(
+        train.rows_per_step // (recipe.parallel.data * micro), micro, train.sequence_length, predicted, train.precision,
+        train.recompute, halves=train.offload,
+    )  # fmt: skip
 
 
 def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     """The layout of a resolved recipe for a script and for a person: what each process holds and sends."""
     layout, batch = recipe.parallel.layout(), batch_of(recipe)
     number = BYTES[recipe.train.precision]
+    held_names = ("weights", "gradients", "host" if batch.halves else "optimizer")
     processes = []
     for place in places(layout):
         count = held(config, layout, place)
         whole = held(config, dataclasses.replace(layout, sharding="replicated"), place)
         gradients = whole if layout.sharding in ("replicated", "zero1") or layout.pipeline > 1 else count
         weights = count if layout.sharding == "full" and layout.pipeline == 1 else whole
-        sizes = {"weights": weights, "gradients": gradients, "optimizer": count * OPTIMIZER_SLOTS}
-        row = dataclasses.asdict(place) | {"parameters": count}
-        processes.append(row | {name: size * number for name, size in sizes.items()})
+        sizes = {"weights": weights * batch.kept, "gradients": gradients * batch.kept}
+        # with offload: master and gradient beside the optimizer's numbers, on the host
+        sizes[held_names[-1]] = count * number * (OPTIMIZER_SLOTS + 2 * batch.halves)
+        processes.append(dataclasses.asdict(place) | {"parameters": count} | sizes)
     sent = {rank: traffic(config, layout, batch, rank) for rank in range(layout.pipeline)}
     facts = {
         "layout": layout.facts(), "family": family_of(config), "parameters": config.parameter_count(), "processes": processes,
         "placements": dict(placements(config, layout)),
         "traffic": [{"pipeline": rank} | dataclasses.asdict(entry) for rank, entries in sent.items() for entry in entries],
     }  # fmt: skip
+    if layout.pipeline > 1:
+        order = pipeline_actions(layout, batch.micro_batches)
+        facts["actions"] = [[str(action) for action in rank] for rank in order]
     lines = [f"{layout.product()}: {layout.describe()}", f"{config.parameter_count():,} parameters", ""]
     lines += table(("parameter", "shape", "over tensor", "stage"), _placement_rows(config, layout))
     lines += ["", "held in a step by one process of each place; its copies hold the same"]
-    header = ("pipeline", "tensor", "shard", "parameters", "weights", "gradients", "optimizer")
+    header = ("pipeline", "tensor", "shard", "parameters", *held_names)
     lines += table(header, [[row[name] if name in header[:4] else amount(row[name], "B") for name in header] for row in processes])
     lines += ["", "sent by one process in a step"]
     rows = [
@@ -199,19 +217,27 @@ def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], 
         for entry in entries
     ]
     lines += table(("pipeline", "axis", "collective", "of", "calls", "bytes"), rows) if rows else ["nothing"]
+    if layout.pipeline > 1:
+        lines += ["", "order of work: stage, forward or backward (I of inputs, W of weights), micro-batch"]
+        lines += [f"{rank}: {shortened(actions)}" for rank, actions in enumerate(facts["actions"])]
     return facts, lines
+
+
+def shortened(words: list[str], most: int = 24) -> str:
+    """The first and last of a long list."""
+    return " ".join(words if len(words) <= most else [*words[: most // 2], "...", *words[-most // 2 :]])
 
 
 def placements(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, str]]:
     """Parameter -> how it lies over the tensor axis."""
     for name in parameter_shapes(config):
-        yield name, _over_tensor(name, layout)
+        yield name, _over_tensor(name, config, layout)
 
 
-def _over_tensor(name: str, layout: Layout) -> str:
+def _over_tensor(name: str, config: ModelConfig, layout: Layout) -> str:
     if layout.tensor == 1:
         return "whole"
-    placement = tensor_placement(name)
+    placement = tensor_placement(name, config)
     return f"cut on dim {placement}" if isinstance(placement, int) else f"whole, gradient {placement}"
 
 
@@ -226,7 +252,7 @@ def _placement_rows(config: ModelConfig, layout: Layout) -> list[tuple[str, str,
         else:
             stages = [stage for stage in range(layout.stages) if stage_holds(name, stage, config, layout)]
             shown, where = name, ", ".join(map(str, stages))
-        rows.append((shown, " x ".join(map(str, shape)), _over_tensor(name, layout), where))
+        rows.append((shown, " x ".join(map(str, shape)), _over_tensor(name, config, layout), where))
     return rows
 
 
@@ -255,8 +281,7 @@ def per_process(terms: dict[str, int], config: ModelConfig, recipe: Recipe) -> d
     shares = {
         "weights": weights / whole,
         "gradients": (gathered if summed else kept + min(largest, gathered)) / whole,
-        "optimizer": kept / whole,
-        "checkpoint copy": kept / whole,
+        **dict.fromkeys(("optimizer", "master weights", "host gradients", "checkpoint copy"), kept / whole),
         "cast weights": gathered / whole,
         "owed gradients": gathered / whole * (1 + 1 / layout.data),
         "activations": layers * (flying if layout.pipeline > 1 else 1) / config.layers / spread,

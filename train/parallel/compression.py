@@ -37,8 +37,12 @@ class Wire:
         """Sum in place."""
         if self.axis.group is not None:
             dist.all_reduce(x, group=self.axis.group)
-            self.bytes_sent += 2 * x.nbytes * (self.axis.size - 1) / self.axis.size
+            self.count_all_reduce(x.nbytes)
         return x
+
+    def count_all_reduce(self, nbytes: int) -> None:
+        """Count a sum of so many bytes over the axis, done here or elsewhere."""
+        self.bytes_sent += 2 * nbytes * (self.axis.size - 1) / self.axis.size
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """Row r goes to process r; row r of the result comes from it."""

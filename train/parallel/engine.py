@@ -5,8 +5,10 @@ all processes gives the gradient norm. The optimizer, clipping and checkpoints s
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from ...models.init import initial_values
 from ..objective import IGNORED, StepBatch, prepare
 from ..precision import weight_dtype
 from ..recompute import recompute
-from .compression import Exchange
+from .compression import Exchange, Wire
 from .context import cut_rows
 from .heads import bert_figures, gpt_figures
 from .mesh import Mesh
@@ -44,14 +46,26 @@ class Leaf:
 
 
 class Engine:
-    """The stages of this process in their layout."""
+    """The stages of this process in their layout.
+
+    `dtype` of the weights, by default that of the precision. `memory` is entered where they get theirs: a simulation gives none.
+    """
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh, precision: str, seed: int = 0, recomputing: str = "none"
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        precision: str,
+        seed: int = 0,
+        recomputing: str = "none",
+        *,
+        dtype: torch.dtype | None = None,
+        memory: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.config, self.mesh, self.layout, self.seed = config, mesh, mesh.layout, seed
-        self.dtype = weight_dtype(precision)
+        self.dtype = dtype or weight_dtype(precision)
         self.exchange: Exchange | None = None  # a compressed sum over the copies
+        self.wire = Wire(mesh.gradient)  # counts what copies send for gradients; `fully_shard` sends by itself, uncounted
         self.stages: list[Stage] = []
         self.leaves: list[Leaf] = []
         self._pipelines: dict[tuple[int, int, int], Pipeline] = {}
@@ -61,23 +75,27 @@ class Engine:
             stage = make_stage(config, index, mesh, precision, self.dtype)
             recompute(stage.model, config, recomputing)
             shard_stage(stage, mesh)
-            stage.to_empty(device=mesh.device)
+            with memory or nullcontext():
+                stage.to_empty(device=mesh.device)
             self.stages.append(stage.train())
             self.leaves += self._leaves(stage, place, shapes)
 
     def _leaves(self, stage: Stage, place: Place, shapes: dict[str, tuple[int, ...]]) -> list[Leaf]:
         leaves = []
         for name, parameter in stage.model.named_parameters():
-            piece = make_piece(name, shapes[name], stage.index, self.layout, place)
+            piece = make_piece(name, shapes[name], self.config, stage.index, self.layout, place)
             value = nn.Parameter(local_part(parameter.detach())) if isinstance(parameter, DTensor) else parameter
             assert tuple(value.shape) == piece.box.size, (name, tuple(value.shape), piece.box)
             leaves.append(Leaf(piece, parameter, value))
         return leaves
 
     @torch.no_grad()
-    def fill(self, values: Values | None = None) -> None:
-        """Give every leaf its values: by default the initial ones of the seed, as every layout has them."""
-        for leaf in self.leaves:
+    def fill(self, values: Values | None = None, into: Sequence[Leaf] | None = None) -> None:
+        """Give every leaf its values, by default the initial ones of the seed, as every layout has them.
+
+        `into`: copies of the leaves that get them instead.
+        """
+        for leaf in self.leaves if into is None else into:
             piece = leaf.piece
             if values is None:
                 whole = initial_values(piece.name, torch.Size(piece.shape), self.config, self.seed)
@@ -99,7 +117,7 @@ class Engine:
             self._pipeline(batch).run()
         else:
             self._accumulate_alone(len(batch.micro_batches))
-        self._finish_gradients()
+        self.finish_gradients()
         return self._totals(inverse_counts)
 
     def cut(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -135,7 +153,7 @@ class Engine:
         """1 / target count (terms,) over the rows of all processes; 0 for a term without targets."""
         counts = torch.tensor(batch.counts, dtype=torch.float64, device=self.mesh.device)
         counts = self.mesh.gradient.all_reduce(counts)
-        return torch.where(counts > 0, 1 / counts, 0).to(self.dtype)
+        return torch.where(counts > 0, 1 / counts, 0).to(torch.promote_types(self.dtype, torch.float32))
 
     def _accumulate_alone(self, micro_batches: int) -> None:
         (stage,) = self.stages
@@ -151,7 +169,7 @@ class Engine:
             self._pipelines[shape] = Pipeline(self.stages, self.layout, *shape, self.dtype)
         return self._pipelines[shape]
 
-    def _finish_gradients(self) -> None:
+    def finish_gradients(self) -> None:
         """Hand the gradients to the leaves and sum what was computed in parts."""
         for leaf in self.leaves:
             if leaf.value is not leaf.parameter and leaf.parameter.grad is not None:
@@ -160,6 +178,7 @@ class Engine:
             self.exchange.sum_gradients(self.gradients())
         elif self.mesh.shard.group is None:
             sum_gradients(self.gradients(), self.mesh.gradient)
+            self.wire.count_all_reduce(sum(gradient.nbytes for gradient in self.gradients()))
         partial = [leaf.value.grad for leaf in self.leaves if leaf.piece.placement == "partial" and leaf.value.grad is not None]
         sum_gradients(partial, self.mesh.tensor)
         self._sum_tied()
@@ -196,7 +215,8 @@ class Engine:
         if squares is not None:  # the same on every process: each adds its share
             totals[0] = squares / self.mesh.world.size
         elif counted:
-            totals[0] = torch.stack(torch._foreach_norm(counted)).double().square().sum()
+            norms = torch._foreach_norm(counted, dtype=torch.promote_types(self.dtype, torch.float32))
+            totals[0] = torch.stack(norms).double().square().sum()
         if self.mesh.tensor.rank == 0:
             for stage in self.stages:
                 for sums in stage.sums:

@@ -130,7 +130,7 @@ def _tensor_problems(layout: Layout, config: ModelConfig, sequence_length: int) 
         return
     for name, size in (
         ("heads", config.heads),
-        ("kv_heads", config.key_value_heads),
+        ("kv_heads", config.key_value_heads if config.key_value_heads > 1 else tensor),  # a single one is held by all
         ("mlp_width", config.feed_forward_size),
     ):
         if size % tensor:

@@ -16,7 +16,7 @@ from .layout import Layout
 BUCKET_BYTES = 25 * 2**20  # of gradients summed at once: large enough for bandwidth, small enough to be packed meanwhile
 
 # How a parameter lies over the tensor axis: cut on a dim; or whole on every process, with a gradient that is partial (each
-# process saw its part of the sequence) or complete (each computed the same).
+# process saw its part of the sequence, or used it for its own heads) or complete (each computed the same).
 Placement = Literal[0, 1, "partial", "same"]
 
 TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
@@ -39,8 +39,10 @@ TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
 )
 
 
-def tensor_placement(name: str) -> Placement:
-    """How the parameter of this name lies over the tensor axis."""
+def tensor_placement(name: str, config: ModelConfig) -> Placement:
+    """How the parameter of this name lies over the tensor axis. The one key head of multi-query attention serves all processes."""
+    if config.key_value_heads == 1 and ".attention.kv." in name:
+        return "partial"
     return next(placement for pattern, placement in TENSOR_TABLE if fnmatchcase(name, pattern))
 
 
@@ -87,9 +89,9 @@ def sharded_part(length: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(size, length - start)
 
 
-def tensor_box(name: str, shape: tuple[int, ...], parts: int, index: int) -> Box:
+def tensor_box(name: str, shape: tuple[int, ...], config: ModelConfig, parts: int, index: int) -> Box:
     """The part of a parameter that tensor rank `index` holds."""
-    box, placement = Box.whole(shape), tensor_placement(name)
+    box, placement = Box.whole(shape), tensor_placement(name, config)
     if parts == 1 or isinstance(placement, str):
         return box
     return box.cut(placement, *even_part(shape[placement], parts, index))
@@ -147,13 +149,13 @@ def pieces(config: ModelConfig, layout: Layout, place: Place) -> Iterator[Piece]
     for stage in layout.stages_of(place.pipeline):
         for name, shape in shapes.items():
             if stage_holds(name, stage, config, layout):
-                yield make_piece(name, shape, stage, layout, place)
+                yield make_piece(name, shape, config, stage, layout, place)
 
 
-def make_piece(name: str, shape: tuple[int, ...], stage: int, layout: Layout, place: Place) -> Piece:
+def make_piece(name: str, shape: tuple[int, ...], config: ModelConfig, stage: int, layout: Layout, place: Place) -> Piece:
     """The part of one parameter that a process holds on one of its stages."""
-    placement = tensor_placement(name)
-    box = tensor_box(name, shape, layout.tensor, place.tensor)
+    placement = tensor_placement(name, config)
+    box = tensor_box(name, shape, config, layout.tensor, place.tensor)
     if layout.shards > 1:
         box = box.cut(0, *sharded_part(box.size[0], layout.shards, place.shard))
     primary = place.replica == 0 and (placement in (0, 1) or place.tensor == 0)

@@ -133,7 +133,10 @@ def sum_gradient(x: Tensor, axis: Axis) -> Tensor:
 
 
 class ColumnLinear(nn.Module):
-    """A linear layer cut by outputs; its input is a part of the row, its output the whole row."""
+    """A linear layer cut by outputs; its input is a part of the row, its output the whole row.
+
+    One that is not cut (the key head that all query heads share) has partial gradients: each process uses its output for its heads.
+    """
 
     def __init__(self, linear: nn.Linear, axis: Axis) -> None:
         super().__init__()
@@ -191,14 +194,14 @@ def apply_tensor_parallel(model: Any, axis: Axis) -> None:
         return
     rows = model.config.vocab_size
     for name, parameter in list(model.named_parameters()):
-        box = tensor_box(name, tuple(parameter.shape), axis.size, axis.rank)
+        box = tensor_box(name, tuple(parameter.shape), model.config, axis.size, axis.rank)
         owner, attribute = _owner(model, name)
         setattr(owner, attribute, nn.Parameter(parameter.new_empty(box.size)))
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             owner, attribute = _owner(model, name)
-            placement = tensor_placement(f"{name}.weight")
-            if placement == 0 and name != "output":  # the head is computed with the loss, see loss.py
+            placement = tensor_placement(f"{name}.weight", model.config)
+            if (placement == 0 and name != "output") or name.endswith(".attention.kv"):  # the head is computed with the loss
                 setattr(owner, attribute, ColumnLinear(module, axis))
             elif placement == 1:
                 setattr(owner, attribute, RowLinear(module, axis))

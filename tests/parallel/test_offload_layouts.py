@@ -1,0 +1,110 @@
+"""Offload in layouts of several processes: the numbers are those without it, masters keep what 16 bits lose, bytes add up."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
+from throughline.core.recipe import build_recipe  # noqa: E402
+from throughline.data.store import write_index  # noqa: E402
+from throughline.train.build import plan_run  # noqa: E402
+from throughline.train.checkpoint import load_model  # noqa: E402
+from throughline.train.loop import train  # noqa: E402
+from throughline.train.memory import estimate  # noqa: E402
+from throughline.train.metrics import read_metrics  # noqa: E402
+from throughline.train.parallel.account import layout_report  # noqa: E402
+from throughline.train.recipe import RULES, Recipe, model_config, resolve  # noqa: E402
+
+LAYOUTS = {
+    "replicated": {"data": 2},
+    "zero1": {"data": 2, "sharding": "zero1"},
+    "full": {"data": 2, "sharding": "full"},
+    "tensor": {"tensor": 2},
+}
+Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("store")
+    tokens = (np.arange(20_000) * 7 % 31 + np.arange(20_000) // 50 % 3).astype(np.uint16)
+    tokens.tofile(directory / "00000.bin")
+    write_index(directory / "00000.idx", np.array([len(tokens)]), np.array([0, 1]), np.uint16)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def make(store: Path) -> Callable[..., Recipe]:
+    def recipe(layout: str, offload: bool, **section: Any) -> Recipe:
+        tree = {
+            "data": {"train": str(store)},
+            "model": {"overrides": {"layers": 2, "width": 32, "heads": 2, "vocab_size": 40}},
+            "train": {"steps": 4, "sequence_length": 32, "batch_rows": 4, "compile": "off", "device": "cpu"} | section,
+            "schedule": {"kind": "constant"},
+            "parallel": LAYOUTS[layout],
+        }
+        tree["train"]["offload"] = offload
+        return resolve(build_recipe(tree, Recipe, RULES))
+
+    warm()
+    return recipe
+
+
+def run(recipe: Recipe, directory: Path) -> Outcome:
+    """Losses and norms of every step, and the saved weights."""
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        train(plan_run(recipe), directory)
+
+    run_ranks(recipe.parallel.layout().world, work)
+    records = [(record["loss"], record["grad_norm"]) for record in read_metrics(directory)]
+    return records, dict(load_model(directory)[0].state_dict())
+
+
+def assert_same(one: Outcome, other: Outcome) -> None:
+    assert one[0] == other[0]
+    assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_the_layout_without_it(layout: str, make: Callable[..., Recipe], tmp_path: Path) -> None:
+    """fp32 with two micro-batches: every loss, norm and weight to the bit."""
+    section = {"micro_batch_rows": 1}
+    assert_same(run(make(layout, False, **section), tmp_path / "plain"), run(make(layout, True, **section), tmp_path / "moved"))
+
+
+@pytest.mark.parametrize("layout", ["full", "tensor"])
+def test_bf16_continues_to_the_bit(layout: str, make: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Two steps and two more are four: masters hold what the device's 16 bits do not; losses are near those of fp32 weights."""
+    whole = run(make(layout, True, precision="bf16"), tmp_path / "whole")
+    run(make(layout, True, precision="bf16", steps=2), tmp_path / "parts")
+    assert_same(run(make(layout, True, precision="bf16"), tmp_path / "parts"), whole)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in whole[1].values())
+    plain, _ = run(make(layout, False, precision="bf16"), tmp_path / "plain")
+    for (loss, norm), (other_loss, other_norm) in zip(whole[0], plain, strict=True):
+        assert loss == pytest.approx(other_loss, abs=0.02)
+        assert norm == pytest.approx(other_norm, rel=0.05)
+
+
+def test_bytes_are_accounted(make: Callable[..., Recipe]) -> None:
+    """2 + 2 bytes a parameter on the device where the layout keeps them whole; 16 of this process's shard on the host."""
+    recipe = make("zero1", True, precision="bf16")
+    config = model_config(recipe)
+    facts, lines = layout_report(recipe, config)
+    count = config.parameter_count()
+    for process in facts["processes"]:
+        assert process["weights"] == process["gradients"] == 2 * count
+        assert process["host"] == 16 * process["parameters"]
+    assert sum(process["parameters"] for process in facts["processes"]) == count
+    assert any("host" in line for line in lines)
+    terms = estimate(config, recipe, "cuda")
+    assert terms["optimizer"] == 0 and terms["gradients"] == 2 * count
+    on_cpu = estimate(config, recipe)
+    host = sum(on_cpu[name] for name in ("master weights", "host gradients", "optimizer"))
+    assert host == pytest.approx(16 * max(process["parameters"] for process in facts["processes"]), rel=0.01)
