@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "eval": ["{shared}"],
     "long_attention": [],
     "checkpoints": [],
+    "faults": [],
     "prove_compression": [],
 }
 PARTED = ("train_gpt", "tokenize")  # those with --parts
