@@ -24,6 +24,7 @@ from ..core.version import version
 from ..core.workspace import Workspace
 from ..data.loader import Loader
 from ..data.samples import Dataset
+from .allocator import keep_freed_memory
 from .build import Plan, StepBatches, build_trainer, training_rows
 from .checkpoint import CheckpointWriter, find_resumable, restore
 from .corpus import check_inputs
@@ -65,6 +66,8 @@ def train(
         if done is not None:
             say(f"{workspace.path} is already trained to step {done['step']:,}")
             return done
+        if plan.device.type == "cpu":
+            keep_freed_memory()
         trainer = build_trainer(plan, crew.mesh, fill=checkpoint is None)
         if checkpoint is not None:
             restore(checkpoint, trainer)
