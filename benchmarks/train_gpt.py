@@ -36,7 +36,7 @@ NANOGPT = [  # the command of its README for a CPU
     "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0",
 ]  # fmt: skip
 LIKE_NANOGPT = {
-    "train.precision": "fp32", "train.batch_rows": "12", "train.compile": "on", "optimizer.name": "adamw",
+    "train.precision": "fp32", "train.batch_rows": "12", "train.compile": "off", "optimizer.name": "adamw",
     "optimizer.learning_rate": "1e-3", "optimizer.beta2": "0.99", "log.every_steps": "1",
 }  # fmt: skip
 

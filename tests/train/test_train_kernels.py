@@ -197,10 +197,17 @@ def test_muon_state_is_saved_and_loaded():
 
 def test_auto_compiles_long_runs_only():
     small, large = preset("gpt-shakespeare"), preset("gpt2-124m")
-    assert not pays(recipe(steps=240, batch_rows=32, sequence_length=64), small, CPU)
-    assert pays(recipe(steps=10_000, batch_rows=8, sequence_length=1024), large, CPU)
+    assert not pays(recipe(steps=240, batch_rows=32, sequence_length=64, precision="bf16"), small, CPU)
+    assert pays(recipe(steps=10_000, batch_rows=8, sequence_length=1024, precision="bf16"), large, CPU)
     assert maybe_compile(gpt_loss, recipe(), small, CPU) is gpt_loss
     assert maybe_compile(gpt_loss, recipe(compile="off"), small, CPU) is gpt_loss
+
+
+def test_auto_does_not_compile_what_onednn_already_makes_faster(monkeypatch):
+    long = recipe(steps=10_000, batch_rows=8, sequence_length=1024, precision="fp32")
+    for faster in (True, False):
+        monkeypatch.setattr(compilation, "onednn_is_faster", lambda faster=faster: faster)
+        assert pays(long, preset("gpt2-124m"), CPU) is not faster
 
 
 def test_without_a_compiler_it_says_so_and_trains(monkeypatch, capsys):
