@@ -22,7 +22,7 @@ from ...core.errors import EXIT_FAILED
 
 EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # the first process writes there what became of it (see cli.common)
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 5.0  # that the others get to end by themselves after one has ended
+GRACE_SECONDS = 3.0  # that the others get to say why and end, after one has ended
 STEADY_SECONDS = 60.0  # a start that lived this long was a good one: the count of failures begins again
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -44,7 +44,7 @@ def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> in
             return EXIT_FAILED
         left = restarts if time.monotonic() - begun > STEADY_SECONDS else left
         if left == 0:
-            warn(f"{lost}, {restarts} times in a row" if restarts else lost)
+            warn(f"{lost}, and {restarts} restarts in a row did not help" if restarts else lost)
             return EXIT_FAILED
         left -= 1
         say(f"{lost}: all {processes} start again")
@@ -78,8 +78,8 @@ def _run_once(processes: int, arguments: Sequence[str]) -> tuple[int | None, boo
         text = file.read_text().split() if file.exists() else []
         if text and text[1] != "Lost" and codes[0] == int(text[0]):
             return int(text[0]), stopped, ""
-        ended = signal.Signals(-codes[first]).name if codes[first] < 0 else f"exit code {codes[first]}"
-        return None, stopped, f"process {first} was lost ({ended})"
+        ended = f"was lost ({signal.Signals(-codes[first]).name})" if codes[first] < 0 else f"ended with exit code {codes[first]}"
+        return None, stopped, f"process {first} {ended}"
 
 
 def _watch(running: Sequence[subprocess.Popen]) -> tuple[list[int], int]:
