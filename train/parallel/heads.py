@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
+from ...models.linear import linear
 from ..loss import cross_entropy_sum
 from ..objective import IGNORED, Batch
 from .mesh import Axis
@@ -70,7 +70,7 @@ def mlm_logits(model: Model, hidden_NW: Tensor, axis: Axis) -> Tensor:
     """Logits (N, V) of the predicted positions, this process's columns."""
     if axis.group is None:
         return model.mlm_head(hidden_NW)
-    return F.linear(sum_gradient(model.mlm_features(hidden_NW), axis), model.token_table.weight, model.mlm_bias)
+    return linear(sum_gradient(model.mlm_features(hidden_NW), axis), model.token_table.weight, model.mlm_bias)
 
 
 def loss_sum(model: Model, logits_NV: Tensor, targets_N: Tensor, axis: Axis) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...models.linear import linear
 from .collectives import Gathering, Scattering
 from .mesh import Axis
 from .plan import even_part, tensor_box, tensor_placement
@@ -45,17 +46,17 @@ class _Column(torch.autograd.Function):
         x_BPW, weight = x_BPW.to(dtype), weight.to(dtype)
         ctx.axis, ctx.biased = axis, bias is not None
         ctx.save_for_backward(x_BPW, weight)
-        return F.linear(Gathering(x_BPW, 1, axis).wait(), weight, None if bias is None else bias.to(dtype))
+        return linear(Gathering(x_BPW, 1, axis).wait(), weight, None if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, grad_BSV: Tensor) -> tuple[Tensor | None, ...]:
         x_BPW, weight = ctx.saved_tensors
         for_input, for_weight = _wanted(ctx, 0), _wanted(ctx, 1)
         gathering = Gathering(x_BPW, 1, ctx.axis) if for_weight else None  # hidden behind the product below
-        scattering = Scattering(grad_BSV @ weight, 1, ctx.axis) if for_input else None
+        scattering = Scattering(linear(grad_BSV, weight.t()), 1, ctx.axis) if for_input else None
         grad_weight = None
         if gathering is not None:
-            grad_weight = grad_BSV.flatten(0, 1).t() @ gathering.wait().flatten(0, 1)
+            grad_weight = linear(grad_BSV.flatten(0, 1).t(), gathering.wait().flatten(0, 1).t())
         grad_bias = grad_BSV.sum((0, 1)) if ctx.biased and _wanted(ctx, 2) else None
         return None if scattering is None else scattering.wait(), grad_weight, grad_bias, None
 
@@ -67,14 +68,14 @@ class _Row(torch.autograd.Function):
         x_BSV, weight = x_BSV.to(dtype), weight.to(dtype)
         ctx.axis = axis
         ctx.save_for_backward(x_BSV, weight)
-        return Scattering(F.linear(x_BSV, weight), 1, axis).wait()
+        return Scattering(linear(x_BSV, weight), 1, axis).wait()
 
     @staticmethod
     def backward(ctx: Any, grad_BPW: Tensor) -> tuple[Tensor | None, ...]:
         x_BSV, weight = ctx.saved_tensors
         grad_BSW = Gathering(grad_BPW, 1, ctx.axis).wait()
-        grad_input = grad_BSW @ weight if _wanted(ctx, 0) else None
-        grad_weight = grad_BSW.flatten(0, 1).t() @ x_BSV.flatten(0, 1) if _wanted(ctx, 1) else None
+        grad_input = linear(grad_BSW, weight.t()) if _wanted(ctx, 0) else None
+        grad_weight = linear(grad_BSW.flatten(0, 1).t(), x_BSV.flatten(0, 1).t()) if _wanted(ctx, 1) else None
         return grad_input, grad_weight, None
 
 
