@@ -19,10 +19,12 @@ BENCHMARKS: dict[str, list[str]] = {
     "data_order": [],
     "train_gpt": ["--nanogpt", "{nanogpt}"],
     "eval": ["{shared}"],
+    "layouts": [],
     "long_attention": [],
     "checkpoints": [],
     "faults": [],
     "prove_compression": [],
+    "prove_scale": [],
 }
 PARTED = ("train_gpt", "tokenize")  # those with --parts
 
