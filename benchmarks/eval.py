@@ -1,20 +1,22 @@
 """Zero-shot evaluation against lm-evaluation-harness: requests per CPU second and peak memory, on the same model and records.
 
-    python benchmarks/eval.py SHARED [--quick] [--records N] [--pairs N] [--only 7m]
+    python benchmarks/eval.py SHARED [--quick] [--records N] [--pairs N] [--only 7m] [--keep FILE --minutes N]
 
 Eleven fixed tasks (LAMBADA, HellaSwag, PIQA, WinoGrande, ARC-Easy, BoolQ, COPA, OpenBookQA, SST-2, one BLiMP paradigm,
 WikiText-2 by its first three articles), the first 200 records of each, in GPT-2's tokenizer on random weights: a GPT-2 of
 124M and one of 7M (4 layers of 128). Every measurement is a fresh process with one thread; its CPU seconds are those of
 tokenising and scoring (imports and loading are not counted), its memory is the process's peak. lm_eval runs its own task
-files (through tests/eval/harness.py) with its `hf` model in float32 and the faster of batch sizes 1 and 8, found on the
-first pair. SHARED is the directory that holds data/, by default THROUGHLINE_SHARED.
+files (through tests/eval/harness.py) with its `hf` model in float32 and, task by task, the batch size out of 1 and 8 that
+was faster on the first 24 records. SHARED is the directory that holds data/, by default THROUGHLINE_SHARED.
+
+An hour on two cores. `--keep` appends every measurement to a file and takes those that are there, so that the same command
+with `--minutes` does it in pieces.
 """
 
 import importlib.util
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -36,7 +38,8 @@ MODELS = {
     "124m": {"n_layer": 12, "n_head": 12, "n_embd": 768},
 }
 GOALS = {"eval-124m": 1.8, "eval-7m": 3.0, "eval-memory-124m": 1.7, "eval-memory-7m": 4.0}
-BATCHES = (1, 8)
+BATCHES = (1, 8)  # of the harness
+TUNED_ON = 24  # records
 
 
 def beside_tests(name: str) -> Any:
@@ -118,37 +121,63 @@ def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[
         answers = [[one[0][0] if isinstance(one[0], list | tuple) else one[0] for one in sample["resps"]] for sample in samples]
         metrics = {key.removesuffix(",none"): value for key, value in out["results"][names[name]].items() if key.endswith(",none")}
     spent = time.process_time() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"cpu_s": spent, "peak_bytes": peak, "metrics": metrics, "answers": answers}
+    return {"cpu_s": spent, "peak_bytes": peak_memory(), "metrics": metrics, "answers": answers}
+
+
+def peak_memory() -> int:
+    """Bytes; from the process's own table, since getrusage's figure begins with what the process that started it had."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
 
 def geometric(values: list[float]) -> float:
     return math.exp(statistics.fmean(math.log(value) for value in values))
 
 
-def compare_model(size: str, shared: Path, records: int, pairs: int) -> tuple[list[Any], list[dict[str, Any]]]:
+class Measured:
+    """Measurements by (model, task, side, pair), in a file when one is given. Begins none after `minutes`."""
+
+    def __init__(self, file: Path | None, minutes: float, records: int) -> None:
+        self.file, self.end, self.records = file, time.monotonic() + 60 * minutes, records
+        lines = file.read_text().splitlines() if file is not None and file.exists() else []
+        self.known = {tuple(key): found for key, found in map(json.loads, lines)}
+
+    def get(self, key: tuple[str | int, ...], model: Path, folder: Path, batch: int) -> dict[str, float]:
+        """The measurement of a key that begins (size, task, side)."""
+        key = (self.records, *key)
+        if key not in self.known:
+            if time.monotonic() > self.end:
+                raise SystemExit("to be continued: the same command goes on")
+            _, _, task, side, *_ = key
+            found = measure(str(side), str(task), model, folder, batch)
+            self.known[key] = {"cpu_s": found["cpu_s"], "peak_bytes": found["peak_bytes"]}
+            if self.file is not None:
+                with self.file.open("a") as file:
+                    file.write(json.dumps([key, self.known[key]]) + "\n")
+            print(f"{key}: {found['cpu_s']:.2f} s, {found['peak_bytes'] / 2**20:.0f} MiB", file=sys.stderr, flush=True)
+        return self.known[key]
+
+
+def compare_model(size: str, shared: Path, pairs: int, measured: Measured) -> tuple[list[Any], list[dict[str, Any]]]:
     """Both claims of one model, and a line per task."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, few = Path(name), Path(name) / "few"
+        few.mkdir()
         model = folder / "model"
         make_model(model, shared, MODELS[size])
-        asked = write_records(folder, shared, records)
+        asked = write_records(folder, shared, measured.records)
+        write_records(few, shared, TUNED_ON)
+        batch = {}
+        for task in TASKS:
+            tried = {b: measured.get((size, task, "theirs", "tuned", b), model, few, b)["cpu_s"] for b in BATCHES}
+            batch[task] = min(tried, key=lambda b: tried[b])
         ours: list[dict[str, dict[str, float]]] = []
         theirs: list[dict[str, dict[str, float]]] = []
-        batch: dict[str, int] = {}
         for pair in range(pairs):
             ours.append({}), theirs.append({})
             for task in TASKS:
-                ours[-1][task] = measure("ours", task, model, folder, 0)
-                tried = {b: measure("theirs", task, model, folder, b) for b in ([batch[task]] if pair else BATCHES)}
-                batch[task] = min(tried, key=lambda b: tried[b]["cpu_s"])
-                theirs[-1][task] = tried[batch[task]]
-                mine, peer = ours[-1][task], theirs[-1][task]
-                print(
-                    f"{size} {task}: {asked[task] / mine['cpu_s']:.1f} against {asked[task] / peer['cpu_s']:.1f} requests/CPU s "
-                    f"(batch {batch[task]}), {mine['peak_bytes'] / 2**30:.2f} against {peer['peak_bytes'] / 2**30:.2f} GiB",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                ours[-1][task] = measured.get((size, task, "ours", pair), model, folder, 0)
+                theirs[-1][task] = measured.get((size, task, "theirs", pair, batch[task]), model, folder, batch[task])
     rate = [[geometric([asked[task] / run[task]["cpu_s"] for task in TASKS]) for run in side] for side in (ours, theirs)]
     memory = [[geometric([run[task]["peak_bytes"] for task in TASKS]) / 2**20 for run in side] for side in (ours, theirs)]
     names = (f"eval-{size}", f"eval-memory-{size}")
@@ -176,6 +205,8 @@ def main() -> None:
     )  # fmt: skip
     options.add_argument("--records", type=int, default=200, help="records a task")
     options.add_argument("--pairs", type=int, default=3, help="paired measurements")
+    options.add_argument("--keep", type=Path, help="file of measurements: those in it are not made again")
+    options.add_argument("--minutes", type=float, default=math.inf, help="begin no measurement after so many minutes")
     options.add_argument("--only", choices=list(MODELS), help="one model only")
     for name in ("--side", "--task", "--model", "--records-dir"):
         options.add_argument(name, help="internal: the measured process")
@@ -186,12 +217,13 @@ def main() -> None:
         return
     if given.shared is None:
         options.error("give the directory that holds data/")
-    records, pairs = (24, 1) if given.quick else (given.records, given.pairs)
+    records, pairs = (TUNED_ON, 1) if given.quick else (given.records, given.pairs)
+    measured = Measured(given.keep, given.minutes, records)
     claims, lines = [], []
     for size in [given.only] if given.only else MODELS:
-        more, rows = compare_model(size, given.shared, records, pairs)
+        more, rows = compare_model(size, given.shared, pairs, measured)
         claims, lines = claims + more, lines + rows
-    finish("eval", claims, packages=("lm_eval", "transformers", "tokenizers"), tasks=lines, records=records)
+    finish("eval", claims, packages=("lm_eval", "transformers", "tokenizers"), tasks=lines, records=records, pairs=pairs)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ from .common import throughline_command
     "--pll", type=click.Choice(["within_word_l2r", "original"]), default="within_word_l2r", show_default=True,
     help="BERT: which tokens of a word are masked while one of them is scored.",
 )  # fmt: skip
+@click.option(
+    "--overlong", type=click.Choice(["truncate", "error", "skip"]), default="truncate", show_default=True,
+    help="A record whose context does not fit: cut on its left and counted, refused, or left out and counted.",
+)  # fmt: skip
 @click.option("--all-checkpoints", is_flag=True, help="Evaluate every checkpoint of a run and plot scores against steps.")
 @click.option("--against", type=click.Path(), help="Score another form of the model too; refuse when token probabilities differ.")
 @click.option("--bound", type=float, default=1e-3, show_default=True, help="--against: largest difference in nats per token.")

@@ -39,17 +39,21 @@ class Score:
 Scored = list[tuple[int, tuple[Score, ...]]]
 
 
-def check_question(question: Question, window: int, where: str = "") -> None:
-    """Raise Failed when a continuation has no tokens or does not fit the window; contexts are cut, continuations never."""
-    for _, continuation in question.pairs:
+def check_question(question: Question, window: int, where: str = "", fields: Sequence[str] = ()) -> None:
+    """Raise Failed when a continuation has no tokens or does not fit the window; contexts are cut, continuations never.
+
+    `fields` are the names of the continuations in the task, for the message.
+    """
+    for number, (_, continuation) in enumerate(question.pairs):
+        name = fields[number] if fields else "a continuation"
         if not continuation:
             why = "the tokenizer makes no token of it, or merges it into the context"
-            raise Failed("nothing to score: a continuation has no tokens", where=where, why=why, fix="mend the record")
+            raise Failed(f"nothing to score: {name} has no tokens", where=where, why=why, fix="mend the record")
         if len(continuation) > window:
             raise Failed(
-                "a continuation is longer than the model's window", where=where,
+                f"{name} is longer than the model's window", where=where,
                 why=f"{len(continuation):,} tokens, the window has {window:,}",
-                fix="shorten or remove the record, or evaluate a model with a longer window",
+                fix="shorten or remove the record, leave it out with --overlong skip, or evaluate a model with a longer window",
             )  # fmt: skip
 
 
@@ -74,6 +78,10 @@ class Scorer(Protocol):
 
     def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
         """Tokenises questions given as (context, continuation) texts."""
+        ...
+
+    def lost(self, question: Question) -> int:
+        """Context tokens that its pairs lose on their left to the window."""
         ...
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:

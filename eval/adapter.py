@@ -1,6 +1,8 @@
-"""Throughline models inside lm-evaluation-harness: `lm_eval --model throughline --model_args path=runs/gpt` after importing this.
+"""Throughline models inside lm-evaluation-harness: all of its tasks run on our artifacts, with our scoring.
 
-All of its tasks then run on our artifacts, with our scoring. Needs the extra `eval`.
+    python -m throughline.eval.adapter run --model throughline --model_args path=runs/gpt --tasks mmlu
+
+is its own command with this model known; in a program, importing this module is enough. Needs the extra `eval`.
 """
 
 from typing import Any
@@ -56,3 +58,9 @@ class ThroughlineLM(LM):
 def _stops(request: Any) -> list[str]:
     until = request.args[1].get("until") or []
     return [until] if isinstance(until, str) else list(until)
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

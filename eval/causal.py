@@ -28,8 +28,8 @@ BATCH_TOKENS = {"cpu": 512, "cuda": 16384}  # a CPU is as fast as at 1024, and n
 class CausalText:
     """Tokenisation by the harness's rules, shared by everything that scores continuations."""
 
-    def __init__(self, tokenizer: Any, *, bos: bool) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, *, bos: bool, window: int) -> None:
+        self.tokenizer, self.window = tokenizer, window
         self.bos: Ids = ()
         if bos:
             if tokenizer.bos_id is None:
@@ -67,6 +67,10 @@ class CausalText:
             for pairs in moved
         ]
 
+    def lost(self, question: Question) -> int:
+        """See `core.scorer.Scorer.lost`: the last token of an input is predicted, not read."""
+        return sum(max(0, len(context) + len(answer) - self.window - 1) for context, answer in question.pairs)
+
     def _pair(self, context: Ids, whole: Ids) -> tuple[Ids, Ids]:
         if context:
             return self.bos + context, whole[len(context) :]
@@ -99,7 +103,8 @@ class CausalScorer(CausalText):
         batch_questions: int | None = None,
         keep_tokens: bool = False,
     ) -> None:
-        super().__init__(tokenizer, bos=bos)
+        longest = model.config.sequence_length
+        super().__init__(tokenizer, bos=bos, window=min(window or longest, longest))
         if tokenizer.vocab_size > model.config.vocab_size:
             raise WrongUse(
                 "the tokenizer does not belong to the model",
@@ -109,7 +114,6 @@ class CausalScorer(CausalText):
         self.model = model.eval()
         weight = model.output_weight()
         self.device, self.dtype = weight.device, weight.dtype
-        self.window = min(window or model.config.sequence_length, model.config.sequence_length)
         self.batch_tokens = batch_tokens or BATCH_TOKENS.get(self.device.type, BATCH_TOKENS["cpu"])
         self.batch_questions = batch_questions
         self.keep_tokens = keep_tokens

@@ -36,6 +36,9 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
             if tasks[name][key] != others[name][key]:
                 why = f"{key} is {tasks[name][key]} and {others[name][key]}"
                 raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix="evaluate both alike")
+        if len({tuple(sample["record"] for sample in part[name]) for part in samples}) > 1:
+            why, fix = "each left out other records that were too long", "evaluate both with the same --window or --limit"
+            raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix=fix)
         for metric in tasks[name]["metrics"]:
             pairs = [[sample["metrics"][metric] for sample in part[name]] for part in samples]
             rows.append({"task": name, "metric": metric, **paired_test(metric, *pairs)})

@@ -76,8 +76,9 @@ def contaminated(
     texts, owners = [], []
     for number, score in enumerate(scores):
         task = bound[score.summary["task"]]
-        for item in task.items(task.records(settings.data_dir, settings.limit)):
-            texts.append(np.asarray(tokenizer.encode(_text(item))))
+        items = task.items(task.records(settings.data_dir, settings.limit))
+        for sample in score.samples:
+            texts.append(np.asarray(tokenizer.encode(_text(items[sample["record"]]))))
             owners.append(number)
     hits = shared_runs(texts, store)
     report: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""Causal scoring on any backend (ONNX Runtime, later engines) through `core.backend.CausalBackend`.
+"""Scoring on any backend (ONNX Runtime, later engines) through the protocols of `core.backend`, GPT or BERT.
 
-A question is laid out as in tree.py: its prefix is read once into a cache row, copied to one row per branch, and the branches
-are read on top of it.
+A causal question is laid out as in tree.py: its prefix is read once into a cache row, copied to one row per branch, and the
+branches are read on top of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ..core.backend import CausalBackend
+from ..core.backend import CausalBackend, EncoderBackend
 from ..core.errors import WrongUse
 from ..core.files import sha256_json
 from ..core.scorer import Question, Score, Scored, check_question
 from .causal import CausalText, batches
+from .masked import MaskedText, Row
 from .tree import Tree, plant
 from .written import greedy_texts
 
@@ -34,12 +35,11 @@ class ExportedScorer(CausalText):
         window: int | None = None,
         keep_tokens: bool = False,
     ) -> None:
-        super().__init__(tokenizer, bos=bos)
+        super().__init__(tokenizer, bos=bos, window=min(window or backend.context, backend.context))
         if tokenizer.vocab_size > backend.vocab_size:
             why = f"it has {tokenizer.vocab_size:,} tokens, the model predicts {backend.vocab_size:,}"
             raise WrongUse("the tokenizer does not belong to the model", why=why, fix="export the model again with its tokenizer")
         self.backend = backend
-        self.window = min(window or backend.context, backend.context)
         self.keep_tokens = keep_tokens
         self.recipe = {"scorer": f"causal ({backend.name})", "window": self.window, "bos": bos, "dtype": "as exported"}
         self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe])
@@ -114,13 +114,56 @@ class ExportedScorer(CausalText):
         answers = []
         for lines, targets, truncated in zip(tree.lines, tree.targets, tree.truncated):
             rows_TV = np.stack([logits[line] for line in lines.tolist()])
-            greedy = bool((rows_TV.argmax(axis=1) == targets).all())
-            highest = rows_TV.max(axis=1, keepdims=True)
-            norm = highest[:, 0] + np.log(np.exp(rows_TV - highest).sum(axis=1, dtype=np.float32))
-            tokens = rows_TV[np.arange(len(targets)), targets] - norm
+            tokens, greedy = _predicted(rows_TV, targets)
             kept = tuple(tokens.tolist()) if self.keep_tokens else ()
-            answers.append(Score(float(tokens.sum(dtype=np.float64)), greedy, len(targets), truncated, token_logprobs=kept))
+            total = float(tokens.sum(dtype=np.float64))
+            answers.append(Score(total, bool(greedy.all()), len(targets), truncated, token_logprobs=kept))
         return tuple(answers)
+
+
+class ExportedMaskedScorer(MaskedText):
+    """Scores with an encoder backend; implements `core.scorer.Scorer` by the same rules as `MaskedScorer`."""
+
+    def __init__(
+        self,
+        backend: EncoderBackend,
+        tokenizer: Any,
+        *,
+        identity: str = "",
+        pll: str = "within_word_l2r",
+        window: int | None = None,
+        keep_tokens: bool = False,
+    ) -> None:
+        self.backend = backend
+        longest = min(window or backend.context, backend.context)
+        super().__init__(tokenizer, backend.vocab_size, longest, pll=pll, batch_tokens=BATCH_TOKENS, keep_tokens=keep_tokens)
+        self.recipe = {"scorer": f"masked, {pll} ({backend.name})", "window": longest, "dtype": "as exported"}
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe])
+
+    def predict(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `MaskedText.predict`; the last bits may depend on what shares a batch."""
+        lines = np.concatenate([self.masked(row) for row in rows])
+        places = np.concatenate([row.asked for row in rows])
+        targets = np.concatenate([row.targets for row in rows])
+        found = []
+        at_once = max(1, min(self.batch_tokens // lines.shape[1], LOGITS // self.backend.vocab_size))
+        for first in range(0, len(lines), at_once):
+            part = slice(first, first + at_once)
+            ids = lines[part]
+            out = self.backend.forward(ids, np.zeros_like(ids), np.ones(ids.shape, bool), places[part, None])
+            logits_TV = out["mlm_logits"][:, 0]
+            chosen = logits_TV[np.arange(len(ids)), targets[part]]
+            above = (logits_TV > chosen[:, None]).sum(axis=1) if self.cloze(rows) else np.zeros(len(ids), np.int64)
+            found.append((*_predicted(logits_TV, targets[part]), above))
+        logprobs, greedy, ranks = zip(*found)
+        return np.concatenate(logprobs), np.concatenate(greedy), np.concatenate(ranks)
+
+
+def _predicted(logits_TV: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each target (T,): log-probability, and whether it is the arg-max."""
+    highest = logits_TV.max(axis=1, keepdims=True)
+    norm = highest[:, 0] + np.log(np.exp(logits_TV - highest).sum(axis=1, dtype=np.float32))
+    return logits_TV[np.arange(len(targets)), targets] - norm, logits_TV.argmax(axis=1) == targets
 
 
 def _lines_between(tree: Tree, start: int, stop: int) -> list[int]:

@@ -25,37 +25,33 @@ from .logits import one_kernel, token_logprobs, whole_blocks
 MASK = "[MASK]"
 
 
-class MaskedScorer:
-    """Scores with a torch BERT; implements `core.scorer.Scorer`. `window` counts the [CLS] and the [SEP]."""
+class MaskedText:
+    """Rows of masked tokens and their scores, shared by whatever predicts them; `window` counts the [CLS] and the [SEP]."""
 
     def __init__(
-        self,
-        model: BERT,
-        tokenizer: Any,
-        *,
-        identity: str = "",
-        pll: str = "within_word_l2r",
-        window: int | None = None,
-        batch_tokens: int | None = None,
-        keep_tokens: bool = False,
+        self, tokenizer: Any, vocab_size: int, window: int, *, pll: str, batch_tokens: int, keep_tokens: bool
     ) -> None:
         missing = [role for role in ("cls", "sep", "mask") if getattr(tokenizer, f"{role}_id") is None]
-        if missing or tokenizer.vocab_size > model.config.vocab_size:
-            sizes = f"it has {tokenizer.vocab_size:,} tokens, the model {model.config.vocab_size:,}"
+        if missing or tokenizer.vocab_size > vocab_size:
+            sizes = f"it has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}"
             why = f"it lacks {', '.join(missing)}" if missing else sizes
             fix = "give the tokenizer that the model was trained with"
             raise WrongUse("the tokenizer does not belong to a BERT", why=why, fix=fix)
         assert pll in ("original", "within_word_l2r"), pll
-        self.model, self.tokenizer = model.eval(), tokenizer
-        self.device, self.dtype = model.token_table.weight.device, model.token_table.weight.dtype
+        self.tokenizer, self.pll = tokenizer, pll
         self.whole_words = pll == "within_word_l2r"
-        self.window = min(window or model.config.sequence_length, model.config.sequence_length) - 2
-        self.batch_tokens = batch_tokens or 4 * BATCH_TOKENS.get(self.device.type, BATCH_TOKENS["cpu"])
-        self.keep_tokens = keep_tokens
-        self.inner = np.zeros(model.config.vocab_size, bool)  # pieces that continue a word
+        self.window = window - 2
+        self.batch_tokens, self.keep_tokens = batch_tokens, keep_tokens
+        self.inner = np.zeros(vocab_size, bool)  # pieces that continue a word
         self.inner[[number for word, number in tokenizer.vocab.items() if word.startswith("##")]] = True
-        self.recipe = {"scorer": f"masked, {pll}", "window": self.window + 2, "dtype": str(self.dtype).removeprefix("torch.")}
-        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe])
+
+    def cloze(self, rows: list["Row"]) -> bool:
+        """Whether any row is a cloze question, whose answer's rank counts."""
+        return any(row.ids[row.asked[0]] == self.tokenizer.mask_id for row in rows)
+
+    def predict(self, rows: list["Row"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows of one length: log-probability, arg-max flag and rank of every asked token, row after row."""
+        raise NotImplementedError
 
     @property
     def prefix(self) -> int:
@@ -92,20 +88,27 @@ class MaskedScorer:
         for batch in batches(sizes, self.batch_tokens):
             yield from halving(batch, lambda part: self._answer([rows[index] for index in part]))
 
+    def lost(self, question: Question) -> int:
+        """See `core.scorer.Scorer.lost`."""
+        return sum(max(0, len(context) + len(answer) - self.window) for context, answer in question.pairs)
+
     def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[list[tuple[int, str]]]:
         """A BERT writes nothing."""
         why, fix = "the task asks for generated text", "leave the task out, or evaluate a GPT"
         raise WrongUse("a BERT cannot write answers", why=why, fix=fix)
 
-    def _row(self, context: Ids, continuation: Ids) -> "_Row":
+    def _row(self, context: Ids, continuation: Ids) -> "Row":
         tokenizer = self.tokenizer
         if tokenizer.mask_id in context:
             if len(continuation) != 1 or context.count(tokenizer.mask_id) != 1:
                 why = f"{context.count(tokenizer.mask_id)} masks, an answer of {len(continuation)} tokens"
                 raise Failed("not a cloze question", why=why, fix="give contexts with one [MASK] and answers of one token")
+            if len(context) > self.window:
+                why, fix = f"{len(context):,} tokens, the window has {self.window:,}", "shorten or remove the record"
+                raise Failed("a cloze question is longer than the model's window", why=why, fix=fix)
             ids = np.array([tokenizer.cls_id, *context, tokenizer.sep_id], np.int64)
             asked = np.flatnonzero(ids == tokenizer.mask_id)
-            return _Row(ids, asked, np.array(continuation, np.int64), 0)
+            return Row(ids, asked, np.array(continuation, np.int64), 0)
         if context[:1] == (tokenizer.cls_id,):  # a document's windows bring their prefix
             context = context[1:]
         room = self.window - len(continuation)
@@ -113,9 +116,9 @@ class MaskedScorer:
         ids = np.array([tokenizer.cls_id, *kept, *continuation, tokenizer.sep_id], np.int64)
         first = 1 + len(kept)
         asked = np.arange(first, first + len(continuation))
-        return _Row(ids, asked, ids[asked].copy(), len(context) - len(kept))
+        return Row(ids, asked, ids[asked].copy(), len(context) - len(kept))
 
-    def _masked(self, row: "_Row") -> np.ndarray:
+    def masked(self, row: "Row") -> np.ndarray:
         """(asked, S): the row once for each asked token, with that token (and later pieces of its word) masked."""
         made = np.tile(row.ids, (len(row.asked), 1))
         for line, place in enumerate(row.asked):
@@ -125,14 +128,12 @@ class MaskedScorer:
             made[line, place:stop] = self.tokenizer.mask_id
         return made
 
-    @torch.inference_mode()
-    @one_kernel()
-    def _answer(self, questions: list[list["_Row"]]) -> list[tuple[Score, ...]]:
+    def _answer(self, questions: list[list["Row"]]) -> list[tuple[Score, ...]]:
         flat = [row for rows in questions for row in rows]
         found: list[Score | None] = [None] * len(flat)
         for length in sorted({len(row.ids) for row in flat}):
             group = [number for number, row in enumerate(flat) if len(row.ids) == length]
-            logprobs, greedy, above = self._predict([flat[number] for number in group])
+            logprobs, greedy, above = self.predict([flat[number] for number in group])
             done = 0
             for number in group:
                 part = slice(done, done + len(flat[number].asked))
@@ -141,9 +142,41 @@ class MaskedScorer:
         scores = iter(found)
         return [tuple(next(scores) for _ in rows) for rows in questions]  # type: ignore[misc]
 
-    def _predict(self, rows: list["_Row"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows of one length: log-probability, arg-max flag and rank of every asked token, row after row."""
-        lines = np.concatenate([self._masked(row) for row in rows])
+    def _score(self, row: "Row", logprobs: np.ndarray, greedy: np.ndarray, above: np.ndarray) -> Score:
+        kept = tuple(logprobs.tolist()) if self.keep_tokens else ()
+        total = float(logprobs.sum(dtype=np.float64))
+        return Score(total, bool(greedy.all()), len(row.asked), row.truncated, int(above.max()), kept)
+
+
+class MaskedScorer(MaskedText):
+    """Scores with a torch BERT; implements `core.scorer.Scorer`."""
+
+    def __init__(
+        self,
+        model: BERT,
+        tokenizer: Any,
+        *,
+        identity: str = "",
+        pll: str = "within_word_l2r",
+        window: int | None = None,
+        batch_tokens: int | None = None,
+        keep_tokens: bool = False,
+    ) -> None:
+        self.model, table = model.eval(), model.token_table.weight
+        self.device = table.device
+        longest = min(window or model.config.sequence_length, model.config.sequence_length)
+        batch = batch_tokens or 8 * BATCH_TOKENS.get(self.device.type, BATCH_TOKENS["cpu"])
+        super().__init__(
+            tokenizer, model.config.vocab_size, longest, pll=pll, batch_tokens=batch, keep_tokens=keep_tokens
+        )
+        self.recipe = {"scorer": f"masked, {pll}", "window": longest, "dtype": str(table.dtype).removeprefix("torch.")}
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe])
+
+    @torch.inference_mode()
+    @one_kernel()
+    def predict(self, rows: list["Row"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `MaskedText.predict`."""
+        lines = np.concatenate([self.masked(row) for row in rows])
         places = np.concatenate([row.asked for row in rows])
         targets = np.concatenate([row.targets for row in rows])
         features = []
@@ -160,16 +193,10 @@ class MaskedScorer:
         filled = torch.from_numpy(np.resize(np.arange(len(lines)), whole_blocks(len(lines)))).to(self.device)
         hidden_NW = self.model.mlm_features(hidden_NW[filled])
         table, bias = self.model.token_table.weight, self.model.mlm_bias
-        cloze = any(row.ids[row.asked[0]] == self.tokenizer.mask_id for row in rows)
-        return token_logprobs(table, bias, hidden_NW, np.arange(len(lines)), targets, ranks=cloze)
-
-    def _score(self, row: "_Row", logprobs: np.ndarray, greedy: np.ndarray, above: np.ndarray) -> Score:
-        kept = tuple(logprobs.tolist()) if self.keep_tokens else ()
-        total = float(logprobs.sum(dtype=np.float64))
-        return Score(total, bool(greedy.all()), len(row.asked), row.truncated, int(above.max()), kept)
+        return token_logprobs(table, bias, hidden_NW, np.arange(len(lines)), targets, ranks=self.cloze(rows))
 
 
-class _Row:
+class Row:
     """[CLS] context continuation [SEP], the places asked for and what stands there."""
 
     def __init__(self, ids: np.ndarray, asked: np.ndarray, targets: np.ndarray, truncated: int) -> None:

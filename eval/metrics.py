@@ -15,7 +15,7 @@ from .task import Item
 from .textops import plain_answer
 
 RESAMPLES = 1000
-_RESAMPLE_CELLS = 1 << 22  # drawn indices held at a time: 32 MiB
+_RESAMPLE_CELLS = 1 << 17  # drawn indices held at a time: 1 MiB
 
 Rows = np.ndarray  # (n, k): one line per record, k numbers each
 

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..core.artifact import Input, is_artifact, read_manifest
+from ..core.console import warn
 from ..core.errors import WrongUse
 from ..core.files import read_json
 from ..core.scorer import Scorer
+
+LEAST_SHARE = 0.9  # of a vocabulary: models are padded by some per cent at most
 
 if TYPE_CHECKING:
     from ..models.bert import BERT
@@ -56,6 +59,7 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
     file = _tokenizer_of(opened.tokenizer, path)
     tokenizer = Tokenizer.load(file)
     family = family_of(opened.model.config)
+    _check_tokenizer(tokenizer, opened.model.config.vocab_size, file)
     scorer: Scorer
     if family == "bert":
         from .masked import MaskedScorer
@@ -76,6 +80,16 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
     return Opened(scorer, family, opened.input, _step(opened.input.path), opened.model, tokenizer)
 
 
+def _check_tokenizer(tokenizer: Any, vocab_size: int, file: Path) -> None:
+    """Raises WrongUse when the model cannot predict all tokens; a much smaller vocabulary may be another model's and is said."""
+    sizes = f"{tokenizer.vocab_size:,} tokens, and the model predicts {vocab_size:,}"
+    if tokenizer.vocab_size > vocab_size:
+        fix = "put the tokenizer.json that the model was trained with in its place"
+        raise WrongUse("the tokenizer does not belong to the model", where=file, why=f"it has {sizes}", fix=fix)
+    if tokenizer.vocab_size < LEAST_SHARE * vocab_size:
+        warn(f"{file} has {sizes}: if it is not the model's own, the scores mean nothing")
+
+
 def _give_memory_back() -> None:
     """What reading weights and a tokenizer left free in glibc's heap, 25 MB for GPT-2's: scoring would come on top of it."""
     with suppress(OSError, AttributeError):  # another C library
@@ -85,19 +99,18 @@ def _give_memory_back() -> None:
 def _open_exported(path: Path, options: ScorerOptions) -> Opened:
     from ..data.tokenizer import Tokenizer
     from ..inference.backends import open_backend
+    from .exported import ExportedMaskedScorer, ExportedScorer
 
     loaded = open_backend(path, device=options.device)
-    if loaded.causal is None:
-        fix = "evaluate the checkpoint that it was exported from (`throughline show` names it)"
-        raise WrongUse("exported BERTs are not scored", where=path, fix=fix)
-    from .exported import ExportedScorer
-
     file = _tokenizer_of(loaded.tokenizer, path)
     tokenizer = Tokenizer.load(file)
-    scorer = ExportedScorer(
-        loaded.causal, tokenizer, identity=loaded.input.hash, bos=_wants_bos(options, file, tokenizer), window=options.window,
-        keep_tokens=options.keep_tokens,
-    )  # fmt: skip
+    asked = {"identity": loaded.input.hash, "window": options.window, "keep_tokens": options.keep_tokens}
+    scorer: Scorer
+    if loaded.causal is not None:
+        scorer = ExportedScorer(loaded.causal, tokenizer, bos=_wants_bos(options, file, tokenizer), **asked)
+    else:
+        assert loaded.encoder is not None
+        scorer = ExportedMaskedScorer(loaded.encoder, tokenizer, pll=options.pll, **asked)
     return Opened(scorer, loaded.family, loaded.input, None, None, tokenizer)
 
 

@@ -10,14 +10,17 @@ from ..core.artifact import Input, create_artifact, read_manifest
 from ..core.console import table
 from .runner import TaskScores
 
-HEADER = ("task", "metric", "value", "stderr", "random", "n", "shots", "cut", "prompt")
+HEADER = ("task", "metric", "value", "stderr", "random", "n", "shots", "cut", "skipped", "prompt")
 FILE = "results.json"
 
 
 def rows_of(results: dict[str, Any]) -> list[tuple[Any, ...]]:
     """One line per metric of every task and group, in HEADER's columns."""
     return [
-        (s["task"], name, m["value"], m["stderr"], m["random"], s["n"], s["shots"], s["truncated_records"], s["prompt_hash"])
+        (
+            s["task"], name, m["value"], m["stderr"], m["random"], s["n"], s["shots"], s["truncated_records"],
+            s["skipped_records"], s["prompt_hash"],
+        )
         for s in (*results["tasks"], *results["groups"])
         for name, m in s["metrics"].items()
     ]
@@ -57,7 +60,8 @@ def markdown(results: dict[str, Any]) -> str:
     if rows := rows_of(results):
         text += ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
         text += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
-        text += ["", "stderr: closed form for means, bootstrap over records otherwise. cut: records whose context lost tokens.", ""]
+        text += ["", "stderr: closed form for means, bootstrap over records otherwise."]
+        text += ["cut: records whose context lost tokens to the window; skipped: those left out for it.", ""]
         text += [f"- **{task['task']}**: {task['about']}" for task in results["tasks"]]
     return "\n".join(text) + "\n"
 

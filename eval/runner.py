@@ -10,10 +10,10 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..core.console import progress, say
-from ..core.errors import WrongUse
+from ..core.errors import Failed, WrongUse
 from ..core.scorer import Question, Score, Scorer, check_question
 from ..core.workspace import Workspace, read_records
 from .fewshot import with_examples
@@ -32,6 +32,7 @@ class Settings:
     limit: int | None = None
     shots: int = 0
     seed: int = 0
+    overlong: Literal["truncate", "error", "skip"] = "truncate"  # a record that loses tokens to the window
 
 
 @dataclass(frozen=True)
@@ -143,19 +144,19 @@ class _Asked:
 
     def __init__(self, scorer: Scorer, bound: BoundTask, settings: Settings) -> None:
         self.scorer, self.bound, self.settings = scorer, bound, settings
-        self.items = self._items()
         self.written = bound.task.kind == "generate_until"
+        self.skipped = 0
+        per_item = self._fitting(self._items())
+        self.items = [item for _, item, _, _ in per_item]
+        self.records = [number for number, _, _, _ in per_item]
+        self.lost = [lost for _, _, _, lost in per_item]
+        self.questions = [question for _, _, questions, _ in per_item for question in questions]
+        self.owners = [place for place, (_, _, questions, _) in enumerate(per_item) for _ in questions]
         if self.written:
             task = bound.task
-            self.questions: list[Question] = []
             self.owners = list(range(len(self.items)))
             asked = [f"{item.context}\0{task.until}\0{task.max_tokens}" for item in self.items]
         else:
-            per_item = list(self._questions())
-            self.questions = [question for questions in per_item for question in questions]
-            self.owners = [number for number, questions in enumerate(per_item) for _ in questions]
-            for question, owner in zip(self.questions, self.owners):
-                check_question(question, scorer.window, f"{self.items[owner].where} (task {bound.name})")
             asked = [repr(question.pairs) for question in self.questions]
         self.keys = [hashlib.sha256(f"{scorer.identity}\0{text}".encode()).hexdigest()[:24] for text in asked]
 
@@ -173,10 +174,43 @@ class _Asked:
             return with_examples(bound.name, pool_items, None, settings.shots, settings.seed)[: settings.limit]
         return with_examples(bound.name, items, pool, settings.shots, settings.seed)
 
-    def _questions(self) -> Iterator[list[Question]]:
+    def _fitting(self, items: list[Item]) -> list[tuple[int, Item, list[Question], int]]:
+        """(number, item, its questions, context tokens they lose); what is too long is treated as the settings say."""
+        kept = []
+        for number, (item, questions, lost) in enumerate(zip(items, *self._asked(items))):
+            where, fields = f"{item.where} (task {self.bound.name})", answer_fields(self.bound.task.kind, item)
+            answer = max((len(answer) for question in questions for _, answer in question.pairs), default=0)
+            if self.settings.overlong == "skip" and (lost or answer > self.scorer.window):
+                self.skipped += 1
+                continue
+            if self.settings.overlong == "error" and lost:
+                why = f"{lost:,} tokens of the context would be lost to the window of {self.scorer.window:,}"
+                fix = "--overlong truncate cuts contexts on their left, --overlong skip leaves such records out"
+                raise Failed("the record's context is too long for the model", where=where, why=why, fix=fix)
+            for question in questions:
+                check_question(question, self.scorer.window, where, fields)
+            kept.append((number, item, questions, lost))
+        if not kept:
+            fix = "evaluate a model with a longer window, or cut contexts with --overlong truncate"
+            raise Failed(f"no record of task {self.bound.name} fits the model", where=items[0].where, fix=fix)
+        return kept
+
+    def _asked(self, items: list[Item]) -> tuple[list[list[Question]], list[int]]:
+        """For each item its questions (none where the model writes) and the context tokens that the window takes."""
+        scorer, task = self.scorer, self.bound.task
+        if self.written:
+            room = scorer.window - task.max_tokens
+            contexts = scorer.tokenize([item.context for item in items])
+            return [[] for _ in items], [max(0, len(ids) - room) for ids in contexts]
+        questions = list(self._questions(items))
+        if task.kind in ("rolling", "stream"):  # windows of one text lose nothing
+            return questions, [0] * len(items)
+        return questions, [sum(map(scorer.lost, mine)) for mine in questions]
+
+    def _questions(self, items: list[Item]) -> Iterator[list[Question]]:
         kind, scorer = self.bound.task.kind, self.scorer
         if kind in ("last_token", "rolling", "stream"):
-            for ids in scorer.tokenize([item.text for item in self.items]):
+            for ids in scorer.tokenize([item.text for item in items]):
                 if kind == "last_token":
                     yield [Question(((ids[:-1] or (scorer.prefix,), ids[-1:]),))]
                 elif kind == "rolling":
@@ -184,7 +218,7 @@ class _Asked:
                 else:
                     yield stream(ids, scorer.window, self.bound.task.stride)
         else:
-            for question in scorer.encode([item.pairs for item in self.items]):
+            for question in scorer.encode([item.pairs for item in items]):
                 yield [question]
 
     def answer(self, answers: Answers, mine: Callable[[str], bool]) -> None:
@@ -214,14 +248,11 @@ class _Asked:
         for key, owner in zip(self.keys, self.owners):
             given[owner].append(answers[key])
         samples, outcomes = [], []
-        cut_records = cut_tokens = 0
         for number, (item, found) in enumerate(zip(self.items, given)):
             scores = [] if self.written else [_unpacked(packed) for answer in found for packed in answer]
             outcome = self._outcome(item, scores, found)
-            lost = sum(score.truncated for score in scores) if task.kind not in ("rolling", "stream") else 0
-            cut_records, cut_tokens = cut_records + bool(lost), cut_tokens + lost
             outcomes.append(outcome)
-            sample = {"task": bound.name, "record": number, "where": item.where, "answers": found}
+            sample = {"task": bound.name, "record": self.records[number], "where": item.where, "answers": found}
             samples.append(sample | {"metrics": {name: outcome[name] for name in task.metrics}})
         metrics = {}
         for name in task.metrics:
@@ -232,7 +263,8 @@ class _Asked:
             "task": bound.name, "group": bound.group, "about": task.about, "kind": task.kind, "n": len(self.items),
             "metrics": metrics, "shots": self.settings.shots, "seed": self.settings.seed if self.settings.shots else None,
             "prompt_hash": bound.prompt_hash, "stride": task.stride or None, "checked": task.checked,
-            "truncated_records": cut_records, "truncated_tokens": cut_tokens, "scorer": self.scorer.recipe,
+            "truncated_records": sum(map(bool, self.lost)), "truncated_tokens": sum(self.lost), "skipped_records": self.skipped,
+            "scorer": self.scorer.recipe,
         }  # fmt: skip
         return TaskScores(summary, samples)
 
@@ -249,6 +281,13 @@ class _Asked:
         if kind == "cloze":
             return {"p_at_1": [float(scores[0].rank < 1)], "p_at_10": [float(scores[0].rank < 10)]}
         return loglikelihood_outcome(scores)
+
+
+def answer_fields(kind: str, item: Item) -> list[str]:
+    """What a task file calls the continuation of each pair."""
+    if kind in ("multiple_choice", "cloze", "generate_until"):
+        return [f"{'choices' if kind == 'multiple_choice' else 'answers'}[{number}]" for number in range(len(item.pairs))]
+    return ["target"] * len(item.pairs) if item.pairs else ["text"]
 
 
 def _packed(score: Score) -> list[Any]:
@@ -270,6 +309,7 @@ def group_means(scores: Sequence[TaskScores], groups: dict[str, bool]) -> list[d
         if not wanted or len(members) < 2:
             continue
         metrics = {}
+        counts = ("n", "truncated_records", "truncated_tokens", "skipped_records")
         for name, first in members[0]["metrics"].items():
             each = [member["metrics"][name] for member in members]
             errors = [value["stderr"] for value in each]
@@ -277,6 +317,6 @@ def group_means(scores: Sequence[TaskScores], groups: dict[str, bool]) -> list[d
             metrics[name] = first | {"value": sum(value["value"] for value in each) / len(each), "stderr": error}
         made.append({
             **members[0], "task": group, "group": "", "members": len(members), "metrics": metrics,
-            **{key: sum(member[key] for member in members) for key in ("n", "truncated_records", "truncated_tokens")},
+            **{key: sum(member[key] for member in members) for key in counts},
         })  # fmt: skip
     return made

@@ -4,7 +4,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..core.console import table, warn
 from ..core.errors import Refused, WrongUse
@@ -33,6 +33,7 @@ class Request:
     against: str | None = None
     bound: float = 1e-3
     contamination: str | None = None
+    overlong: Literal["truncate", "error", "skip"] = "truncate"
     out: Path | None = None
 
     @property
@@ -40,7 +41,7 @@ class Request:
         if self.data_dir is not None and not self.data_dir.is_dir():
             fix = "--data-dir names the directory that holds the tasks' files"
             raise WrongUse("no such directory", where=self.data_dir, fix=fix)
-        return Settings(self.data_dir, self.limit, self.shots, self.seed)
+        return Settings(self.data_dir, self.limit, self.shots, self.seed, self.overlong)
 
     @property
     def options(self) -> ScorerOptions:

@@ -83,14 +83,25 @@ class TreeAttention:
     """Attention of a packed batch: has the signature of `Attention.attend` and takes its place for one forward."""
 
     def __init__(
-        self, trees: Sequence[Tree], device: torch.device, dtype: torch.dtype, pattern: AttentionPattern | None = None
+        self,
+        trees: Sequence[Tree],
+        device: torch.device,
+        dtype: torch.dtype,
+        pattern: AttentionPattern | None = None,
+        layer: int = 0,
     ) -> None:
         self.rows: list[tuple[int, int, Tensor | None]] = []
         start = 0
         for tree in trees:
-            self.rows.append((start, tree.tokens, _mask(tree, device, dtype, pattern)))
+            self.rows.append((start, tree.tokens, _mask(tree, device, dtype, pattern, layer)))
             start += tree.tokens
         self.tokens = start
+        self._made_of = trees, device, dtype, pattern
+
+    def of_layer(self, layer: int) -> "TreeAttention":
+        """That of a layer: the same for all, unless their pattern draws random blocks."""
+        pattern = self._made_of[3]
+        return self if pattern is None or not pattern.random_blocks else TreeAttention(*self._made_of, layer)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         """q (1, A, S, D), k and v (1, G, S, D) -> (1, A, S, D); lines behind the last row are zero."""
@@ -112,7 +123,7 @@ class TreeAttention:
         return out
 
 
-def _mask(tree: Tree, device: torch.device, dtype: torch.dtype, pattern: AttentionPattern | None) -> Tensor | None:
+def _mask(tree: Tree, device: torch.device, dtype: torch.dtype, pattern: AttentionPattern | None, layer: int) -> Tensor | None:
     """What the last rows of a tree may see, (rows, S), 0 or -inf; None when the whole tree is one causal sequence.
 
     With a `pattern` all rows need a mask: who sees whom goes by the positions of the sequence that a branch stands for.
@@ -125,7 +136,7 @@ def _mask(tree: Tree, device: torch.device, dtype: torch.dtype, pattern: Attenti
     mine = branch[first:, None]
     seen = ((branch == 0) | (branch == mine)) & (order <= order[first:, None])
     if pattern is not None:
-        seen &= pattern.sees(tree.positions[first:, None], tree.positions, causal=True)
+        seen &= pattern.sees(tree.positions[first:, None], tree.positions, causal=True, layer=layer)
     mask = torch.zeros(seen.shape, dtype=dtype, device=device)
     return mask.masked_fill_(torch.from_numpy(~seen).to(device), float("-inf"))
 
@@ -135,8 +146,8 @@ def attending(model: torch.nn.Module, attend: TreeAttention) -> Iterator[None]:
     """Give every attention module of `model` another `attend` for the length of the block."""
     modules = [module for module in model.modules() if isinstance(module, Attention)]
     before = [module.attend for module in modules]
-    for module in modules:
-        module.attend = attend
+    for layer, module in enumerate(modules):
+        module.attend = attend.of_layer(layer)
     try:
         yield
     finally:

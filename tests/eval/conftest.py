@@ -48,9 +48,13 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
     return spread(GPT(GPTConfig(layers=2, width=64, heads=4, sequence_length=64, **shape)), 0)
 
 
-@pytest.fixture(scope="session", params=["sliding", "fixed"])
+@pytest.fixture(scope="session", params=["sliding", "fixed", "random"])
 def windowed_gpt(request: pytest.FixtureRequest) -> GPT:
-    pattern = {"attention_kind": request.param, "attention_window": 8, "attention_block": 4, "attention_global_blocks": 1}
+    pattern = {"attention_window": 8, "attention_block": 4, "attention_global_blocks": 1}
+    if request.param == "random":
+        pattern |= {"attention_random_blocks": 1}
+    else:
+        pattern |= {"attention_kind": request.param}
     return spread(GPT(GPTConfig(layers=2, width=64, heads=4, sequence_length=64, **pattern)), 5)
 
 

@@ -1,8 +1,11 @@
 """Masked scores equal a plain loop that masks one token at a time."""
 
+import json
+
 import pytest
 import torch
 from throughline.core.errors import Failed, WrongUse
+from throughline.eval.exported import ExportedMaskedScorer
 from throughline.eval.masked import MaskedScorer
 
 QUESTIONS = [
@@ -62,6 +65,47 @@ def test_answers_are_the_same_bits_in_any_batch(bert, bert_tokenizer) -> None:
         scorer = MaskedScorer(bert, bert_tokenizer, batch_tokens=budget, keep_tokens=True)
         found.append(answers(scorer, scorer.encode(QUESTIONS * 5)))
     assert all(one == found[0] for one in found[1:])
+
+
+def test_an_exported_bert_scores_like_the_module(bert, bert_tokenizer, tmp_path) -> None:
+    """The graph that `export` writes, through ONNX Runtime: 1e-4 nats a token, as between two float32 programs."""
+    from throughline.inference.export import write_graph
+    from throughline.inference.onnx_backend import OnnxEncoder
+
+    write_graph(bert, tmp_path / "model.onnx", {})
+    backend = OnnxEncoder(tmp_path / "model.onnx", bert.config, 1)
+    for pll in ("original", "within_word_l2r"):
+        native = MaskedScorer(bert, bert_tokenizer, pll=pll, keep_tokens=True)
+        exported = ExportedMaskedScorer(backend, bert_tokenizer, pll=pll, keep_tokens=True)
+        questions = native.encode([*QUESTIONS, [("The capital of France is [MASK] .", "paris")]])
+        ours, theirs = answers(native, questions), answers(exported, questions)
+        for index, scores in ours.items():
+            for a, b in zip(scores, theirs[index], strict=True):
+                assert a.token_logprobs == pytest.approx(b.token_logprobs, abs=1e-4)
+                assert (a.greedy, a.tokens, a.truncated, a.rank) == (b.greedy, b.tokens, b.truncated, b.rank)
+
+
+def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, tmp_path) -> None:
+    """From a Hugging Face directory to an ONNX artifact, both scored in one command: tokens agree, BLiMP's score too."""
+    from safetensors.torch import save_file
+    from throughline.eval.session import Request, evaluate_one
+    from throughline.inference.export import export_onnx
+    from throughline.models.huggingface import to_huggingface
+
+    config, state = to_huggingface(bert)
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "bert" / "tokenizer.json").write_text(bert_tokenizer.to_json())
+    save_file({name: value.contiguous() for name, value in state.items()}, tmp_path / "bert" / "model.safetensors")
+    export_onnx(tmp_path / "bert", tmp_path / "onnx")
+    (tmp_path / "data" / "copa").mkdir(parents=True)
+    record = {"query": "The cat sat because", "choices": ["it was tired", "it ran away"], "gold": 0}
+    (tmp_path / "data" / "copa" / "copa.jsonl").write_text(json.dumps(record) + "\n")
+    asked = {"tasks": "blimp_wh_island,copa", "limit": 6, "data_dir": tmp_path / "data"}
+    payload, _ = evaluate_one(Request(tmp_path / "bert", **asked, against=str(tmp_path / "onnx"), bound=1e-4))
+    assert set(payload["against"]["largest_difference"]) == {"blimp_wh_island", "copa"}
+    alone, _ = evaluate_one(Request(tmp_path / "onnx", **asked))
+    assert [task["metrics"] for task in alone["tasks"]] == [task["metrics"] for task in payload["against"]["scores"]]
 
 
 def test_cloze_ranks_the_answer_at_the_mask(bert, bert_tokenizer) -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,23 @@ def test_the_adapter_gives_the_harness_our_scores(samples: Path, tmp_path: Path)
     assert document < -1000
     written = model.generate_until([Instance("generate_until", {}, ("The king", {"until": ["\n"], "max_gen_toks": 4}), 0)])
     assert len(written) == 1 and "\n" not in written[0]
+
+
+@pytest.mark.slow
+def test_the_harness_command_knows_our_models(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own command line with our model class gives the score of `throughline eval`."""
+    text = (samples / "tinyshakespeare" / "input.txt").read_text()[:100_000]
+    model = small_model(tmp_path / "model", text, steps=0)
+    verbs = ("loves", "hates", "sees", "is")
+    rows = [{"sentence_good": f"The king {verb} me.", "sentence_bad": f"The kings {verb} me."} for verb in verbs]
+    harness.load(tmp_path / "tasks", {"blimp_wh_island": rows})
+    command = [sys.executable, "-m", "throughline.eval.adapter", "run", "--model", "throughline", "--model_args", f"path={model}"]
+    command += ["--tasks", "local_blimp_wh_island", "--include_path", str(tmp_path / "tasks")]
+    command += ["--output_path", str(tmp_path / "out")]
+    subprocess.run(command, check=True, env=os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}, capture_output=True)
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    theirs = json.loads(file.read_text())["results"]["local_blimp_wh_island"]["acc,none"]
+    (task,) = find_tasks(["blimp_wh_island"])
+    monkeypatch.setattr(Held, "rows", {"blimp_wh_island": rows})
+    (ours,) = evaluate(open_scorer(model).scorer, [Held(task.name, task.group, task.task, task.source)], Settings())
+    assert ours.summary["metrics"]["acc"]["value"] == theirs

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -59,15 +60,18 @@ def test_a_killed_evaluation_goes_on_where_it_was(scorer, wanted, tmp_path: Path
     assert evaluate(scorer, find_tasks(TASKS), Settings(limit=LIMIT), tmp_path) == wanted
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_any_number_of_ranks_gives_the_same_scores(scorer, wanted, tmp_path: Path, world: int) -> None:
-    """Ranks in turn, the first one last; one rank dies without having answered anything."""
+@pytest.mark.parametrize(("world", "batch"), [(1, 1), (1, 7), (1, 64), (2, 64), (3, 1)])
+def test_any_number_of_ranks_and_any_batch_give_the_same_scores(
+    small_gpt, gpt2_tokenizer, wanted, tmp_path: Path, world: int, batch: int
+) -> None:
+    """Ranks in turn, the first one last; of three one dies without having answered anything. Equal to the last bit."""
+    scorer = CausalScorer(small_gpt, gpt2_tokenizer, identity="weights", batch_questions=batch)
     for rank in reversed(range(world)):
         if rank == world - 1 and world == 3:
             continue
         found = evaluate(scorer, find_tasks(TASKS), Settings(limit=LIMIT), tmp_path, Ranks(rank, world))
         assert found == (wanted if rank == 0 else [])
-    assert len(list(tmp_path.glob("answers-*.jsonl"))) >= 2
+    assert len(list(tmp_path.glob("answers-*.jsonl"))) >= min(world, 2)
 
 
 def test_other_weights_share_no_answers(scorer, small_gpt, gpt2_tokenizer, tmp_path: Path) -> None:
@@ -103,6 +107,23 @@ def test_truncation_is_counted(small_gpt, gpt2_tokenizer) -> None:
     assert summary["scorer"]["window"] == 32
 
 
+def test_records_that_are_too_long_are_cut_refused_or_left_out(small_gpt, gpt2_tokenizer, wanted) -> None:
+    """Left out: the others keep their number and their answer; refused: by name of file and line."""
+    tasks = find_tasks(TASKS[:1])
+    narrow = CausalScorer(small_gpt, gpt2_tokenizer, window=80)
+    cut = evaluate(narrow, tasks, Settings(limit=LIMIT))[0]
+    left = evaluate(narrow, tasks, Settings(limit=LIMIT, overlong="skip"))[0]
+    long = {place for place, sample in enumerate(cut.samples) if sample["answers"][0][0][3]}
+    assert 0 < len(long) == cut.summary["truncated_records"] == left.summary["skipped_records"] < LIMIT
+    assert left.samples == [sample for sample in cut.samples if sample["record"] not in long]
+    assert (left.summary["truncated_records"], left.summary["n"]) == (0, LIMIT - len(long))
+    with pytest.raises(Failed, match="too long for the model") as caught:
+        evaluate(narrow, tasks, Settings(limit=LIMIT, overlong="error"))
+    assert caught.value.where.startswith(cut.samples[min(long)]["where"])
+    with pytest.raises(Failed, match="no record of task"):
+        evaluate(CausalScorer(small_gpt, gpt2_tokenizer, window=4), tasks, Settings(limit=LIMIT, overlong="skip"))
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -111,7 +132,7 @@ def test_truncation_is_counted(small_gpt, gpt2_tokenizer) -> None:
         ('{"query": "Q", "choices": ["a", " "], "gold": 0}', r"choices\[1\]"),
         ('{"query": "Q", "choices": [], "gold": 0}', "choices"),
         ('{"query": "Q", "gold": 0}', "lacks the field"),
-        ('{"query": "Q", "choices": ["a", "' + "word " * 300 + '"], "gold": 0}', "longer than the model's window"),
+        ('{"query": "Q", "choices": ["a", "' + "word " * 300 + '"], "gold": 0}', r"choices\[1\] is longer than the model's window"),
         ("{broken", "not a JSON record"),
     ],
 )
@@ -204,6 +225,10 @@ def test_the_command_lists_tasks_and_refuses_clearly(gpt_directory: Path, tmp_pa
     ):
         done = CliRunner().invoke(command, [*arguments, "--out", str(tmp_path / "out")])
         assert done.exit_code == 2 and complaint in done.stderr
+    (tmp_path / "data" / "piqa").mkdir(parents=True)
+    (tmp_path / "data" / "piqa" / "piqa.jsonl").write_text('{"query": "Q", "choices": ["a", "b"], "gold": 2}\n')
+    done = CliRunner().invoke(command, [str(gpt_directory), "--tasks", "piqa", "--data-dir", str(tmp_path / "data"), "--json"])
+    assert done.exit_code == 1 and json.loads(done.stderr.splitlines()[-1])["where"].endswith("piqa.jsonl:1")
 
 
 def test_paired_tests() -> None:
@@ -250,6 +275,27 @@ def test_curves_follow_the_steps() -> None:
     plots = {plot["name"]: plot["points"] for plot in curves(history)}
     assert plots["t acc"] == [(0.0, 160.0), (210.0, 80.0), (420.0, 0.0)]
     assert plots["validation loss"] == [(0.0, 0.0), (210.0, 80.0), (420.0, 160.0)]
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_the_command_goes_on_to_the_same_report(gpt_directory: Path, tmp_path: Path) -> None:
+    """SIGKILL once so and so many answers are on disk, several times over; then the results of an undisturbed run."""
+    tasks = ["--tasks", "lambada_openai,blimp_wh_island", "--limit", "60", "--batch-tokens", "1"]
+    command = [sys.executable, "-m", "throughline.cli.main", "eval", str(gpt_directory), *tasks]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, env=environment)
+    file = tmp_path / "killed" / "answers" / "answers-0.jsonl"
+    killed = 0
+    for answers in (1, 17, 64, 101):
+        process = subprocess.Popen([*command, "--out", str(tmp_path / "killed")], env=environment)
+        while process.poll() is None and (not file.exists() or file.read_bytes().count(b"\n") < answers):
+            time.sleep(0.002)
+        process.kill()
+        killed += process.wait() != 0
+    assert killed
+    subprocess.run([*command, "--out", str(tmp_path / "killed")], check=True, env=environment)
+    for name in ("results.json", "samples.jsonl", "report.md", "report.html"):
+        assert (tmp_path / "killed" / "scores" / name).read_text() == (tmp_path / "whole" / "scores" / name).read_text()
 
 
 @pytest.mark.slow
