@@ -164,7 +164,7 @@ def tokens_claims(place: Path, pairs: int, steps: int) -> list[Claim]:
 
     def ours() -> float:
         name = f"tokens-{next(count)}"
-        train_ours(place, name, LIKE_NANOGPT | {"train.steps": steps})
+        train_ours(place, name, LIKE_NANOGPT | {"train.steps": steps, "schedule.decay_steps": min(steps, 120)})
         return tokens / step_seconds_ours(place / name, skip)
 
     def nanogpt() -> float:
