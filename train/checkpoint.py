@@ -53,6 +53,7 @@ from .step import Trainer
 
 if TYPE_CHECKING:
     from .parallel.engine import Engine
+    from .parallel.host_parts import HostParts
 
 LATEST, PART = "latest", "part.json"
 LEAST_PRIORITY = 19  # nice(2)
@@ -188,7 +189,7 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
-def load_weights(directory: Path, model: "nn.Module | Engine | HostOffload") -> None:
+def load_weights(directory: Path, model: "nn.Module | Engine | HostOffload | HostParts") -> None:
     """Fill a model, or this process's part of one, with a checkpoint's weights. Raises Refused when names or shapes differ."""
     read = TensorReader(directory, "weights")
     parts = held(model)

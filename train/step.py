@@ -6,7 +6,7 @@ The device is waited for once a step, when losses and gradient norm are read tog
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,8 @@ def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, mark: Calla
         means = _accumulate(trainer, batch, mark) * batch.inverse_counts
         mark("backward")
         gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(gradients) if trainer.offload is None else trainer.offload.gradient_norm()
+        offload = cast("HostOffload | None", trainer.offload)
+        total_norm = torch.nn.utils.get_total_norm(gradients) if offload is None else offload.gradient_norm()
     else:
         means, total_norm = trainer.model.accumulate(batch, trainer.step, scale)
         mark("backward")

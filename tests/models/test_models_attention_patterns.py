@@ -1,5 +1,8 @@
 """Patterned attention equals dense attention under the pattern's mask, in float64 with gradients, and computes no other block."""
 
+import dataclasses
+import functools
+
 import pytest
 import torch
 from throughline.core.errors import Refused, WrongUse
@@ -28,7 +31,19 @@ PATTERNS = {
     "fixed": AttentionPattern("fixed", window=16, block=4, global_blocks=1),
     "fixed without summary": AttentionPattern("fixed", window=8, block=8),
     "wider than the sequence": AttentionPattern(window=64, block=16),
+    "random": AttentionPattern(window=1, block=4, random_blocks=2),
+    "window, global and random": AttentionPattern(window=6, block=4, global_blocks=1, random_blocks=3),
 }
+LAYER = 1  # whose draws the tests of one attention use
+
+
+@functools.cache
+def drawn_blocks(pattern: AttentionPattern, row: int, causal: bool, length: int = LENGTH, layer: int = LAYER) -> set[int]:
+    """The blocks that a block of queries draws in a layer, read off one token of each block."""
+    without = dataclasses.replace(pattern, random_blocks=0)
+    at = row * pattern.block
+    starts = range(0, length, pattern.block)
+    return {j // pattern.block for j in starts if pattern.sees(at, j, causal, length, layer) and not without.sees(at, j, causal)}
 
 
 def reference_rule(pattern: AttentionPattern, i: int, j: int, causal: bool) -> bool:
@@ -37,7 +52,8 @@ def reference_rule(pattern: AttentionPattern, i: int, j: int, causal: bool) -> b
     if causal and j > i:
         return False
     if pattern.kind == "sliding":
-        return abs(i - j) < pattern.window or i < wide or j < wide
+        drawn = drawn_blocks(pattern, i // pattern.block, causal) if pattern.random_blocks else ()
+        return abs(i - j) < pattern.window or i < wide or j < wide or j // pattern.block in drawn
     return i // pattern.window == j // pattern.window or j % pattern.window >= pattern.window - wide
 
 
@@ -92,7 +108,7 @@ def test_equals_dense_masked_attention(name: str, causal: bool, mask_kind: str) 
     inputs = [torch.randn(2, n, LENGTH, 8, generator=generator, dtype=torch.float64, requires_grad=True) for n in heads]
     weight = torch.randn(2, 4, LENGTH, 8, generator=generator, dtype=torch.float64)
     expected = dense(*inputs, pattern, causal, mask)
-    found = make_attend(pattern, causal)(*inputs, mask=mask, is_causal=causal and mask is None)
+    found = make_attend(pattern, causal, LAYER)(*inputs, mask=mask, is_causal=causal and mask is None)
     assert (found - expected).abs().max() < EXACT
     gradients = (torch.autograd.grad((out * weight).sum(), inputs) for out in (found, expected))
     assert all((ours - theirs).abs().max() < EXACT for ours, theirs in zip(*gradients))
@@ -148,7 +164,7 @@ def test_padded_places_stay_finite_and_unseen() -> None:
     assert torch.equal(hidden[:, :20], other[:, :20])
 
 
-@pytest.mark.parametrize("name", ["window across blocks", "window and global", "fixed"])
+@pytest.mark.parametrize("name", ["window across blocks", "window and global", "fixed", "window, global and random"])
 def test_generation_with_a_cache_sees_the_same(name: str) -> None:
     """Token by token through the key-value cache after a prompt: the hidden states of the whole row at once."""
     model = small_model("gpt")
@@ -177,12 +193,12 @@ def test_only_needed_blocks_are_computed(name: str, causal: bool, monkeypatch: p
 
     monkeypatch.setattr(attention_patterns, "scaled_dot_product", counting)
     x = torch.zeros(1, 1, LENGTH, 4)
-    make_attend(pattern, causal)(x, x, x)
+    make_attend(pattern, causal, LAYER)(x, x, x)
     pad, cut = -LENGTH % pattern.block, (-1, pattern.block)
     blocks = F.pad(dense_mask(pattern, causal).int(), (0, pad, 0, pad)).unflatten(1, cut).unflatten(0, cut)
     needed = int((blocks.amax((1, 3)) > 0).sum())
     assert computed == needed
-    assert computed == block_table(pattern, LENGTH, causal).sum()
+    assert computed == block_table(pattern, LENGTH, causal, LAYER).sum()
 
 
 def test_wrong_patterns_are_told() -> None:
@@ -194,8 +210,27 @@ def test_wrong_patterns_are_told() -> None:
         AttentionPattern("fixed", window=100, block=16),
         AttentionPattern("fixed", window=32, block=16, global_blocks=3),
         AttentionPattern("strided"),  # type: ignore[arg-type]
+        AttentionPattern(random_blocks=-1),
+        AttentionPattern("fixed", window=32, block=16, random_blocks=1),
     ):
         assert len(wrong.validate()) == 1
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_random_blocks_are_drawn_beyond_window_and_global_ones(causal: bool) -> None:
+    """Exactly `random_blocks` where there are as many, none twice, others in every layer, all parts of the text reached."""
+    pattern, length, block = AttentionPattern(window=64, block=16, global_blocks=2, random_blocks=3), 1600, 16
+    reach, blocks = 4, 100
+    drawn = {(layer, row): drawn_blocks(pattern, row, causal, length, layer) for layer in range(4) for row in range(2, blocks)}
+    reached: set[int] = set()
+    for (_, row), found in drawn.items():
+        free = {j for j in range(2, blocks) if abs(row - j) > reach and (j < row or not causal)}
+        assert found <= free and len(found) == min(3, len(free))
+        reached |= found
+    assert sum(drawn[0, row] == drawn[1, row] for row in range(20, blocks)) < 5
+    assert len(reached) > 0.9 * (blocks - 2 - (reach if causal else 0))
+    if causal:  # a growing text keeps its draws
+        assert all(drawn_blocks(pattern, row, True, block * (row + 1), 2) == drawn[2, row] for row in range(2, blocks))
 
 
 def test_compiles_without_a_break() -> None:

@@ -1,14 +1,18 @@
-"""What a block keeps for backward under tensor parallelism: its share of everything, the gathered rows not at all."""
+"""What tensor parallelism keeps and makes: each process its share of a block's activations and of the vocabulary."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
+from throughline.benchmarks.layout_proof import LENGTH as ROW_LENGTH  # noqa: E402
+from throughline.benchmarks.layout_proof import Case, own_rows  # noqa: E402
 from throughline.models.config import GPTConfig  # noqa: E402
 from throughline.train.parallel.engine import Engine  # noqa: E402
 from throughline.train.parallel.layout import Layout  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 ROWS, LENGTH, WIDTH = 2, 64, 128
 CONFIG = GPTConfig(vocab_size=64, sequence_length=LENGTH, layers=1, width=WIDTH, heads=8)
@@ -46,3 +50,41 @@ def test_a_block_keeps_sixteen_widths_over_the_axis(tensor: int) -> None:
     share = ROWS * LENGTH * WIDTH / tensor
     for kept in run_ranks(tensor, lambda: kept_numbers(Layout(tensor=tensor))):
         assert 15.9 * share < kept < 16.5 * share, kept / share
+
+
+class Shapes(TorchDispatchMode):
+    """The largest dim of every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
+                self.largest = max(self.largest, *tensor.shape)
+        return result
+
+
+def largest_dim(case: Case) -> int:
+    """In a whole step of this rank: forward, backward, gradients summed."""
+    device = torch.device("cpu")
+    start_group(device, 60)
+    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision)
+    engine.fill()
+    batch = own_rows(case, engine, 0)
+    with Shapes() as seen:
+        engine.accumulate(batch, 0)
+    assert engine.leaves[0].value.grad.shape[0] == case.config.vocab_size // case.layout.tensor
+    return seen.largest
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_no_process_makes_anything_of_the_whole_vocabulary(family: str) -> None:
+    """Neither logits nor a gradient of the token table: the largest dim of a matrix is half of the vocabulary."""
+    warm()
+    vocabulary = 2048
+    assert vocabulary // 2 > 16 * ROW_LENGTH  # of which a tensor's other dims are at most
+    case = Case("vocabulary", Layout(tensor=2), family=family, model={"vocab_size": vocabulary, "layers": 1})
+    assert run_ranks(2, lambda: largest_dim(case)) == [vocabulary // 2] * 2

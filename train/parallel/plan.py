@@ -5,6 +5,7 @@ the pipeline decides by layer. So every process holds a box of each of its param
 initial values, checkpoints and `--show-layout` read the same boxes.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -119,8 +120,9 @@ class Place:
     shard: int = 0
 
 
+@functools.lru_cache(maxsize=8)
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter, from the module itself built without memory."""
+    """Name -> shape of every parameter, from the module itself built without memory. Not to be changed."""
     from ...models.init import empty_model
 
     return {name: tuple(parameter.shape) for name, parameter in empty_model(config).named_parameters()}
