@@ -17,7 +17,8 @@ Batch = dict[str, np.ndarray]  # docs/architecture.md lists the keys
 class Dataset(Protocol):
     """What training reads: `rows` in one epoch, and any rows by position."""
 
-    rows: int
+    @property
+    def rows(self) -> int: ...
 
     def batch(self, position: int, count: int) -> Batch: ...
 
