@@ -29,6 +29,7 @@ def command(
 
     \b
     Example:  throughline train gpt-shakespeare --set data.train=tokens/shakespeare
+              throughline train gpt-shakespeare --set data.train=my.txt --set data.tokenizer=tok
     A stopped or killed run goes on with the same command.
     """
     from ..core.recipe import find_recipe, load_recipe
