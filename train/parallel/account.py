@@ -197,7 +197,7 @@ def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], 
         sizes[held_names[-1]] = count * number * (OPTIMIZER_SLOTS + 2 * batch.halves)
         processes.append(dataclasses.asdict(place) | {"parameters": count} | sizes)
     sent = {rank: traffic(config, layout, batch, rank) for rank in range(layout.pipeline)}
-    facts = {
+    facts: dict[str, Any] = {
         "layout": layout.facts(), "family": family_of(config), "parameters": config.parameter_count(), "processes": processes,
         "placements": dict(placements(config, layout)),
         "traffic": [{"pipeline": rank} | dataclasses.asdict(entry) for rank, entries in sent.items() for entry in entries],

@@ -250,7 +250,7 @@ def _mark_blocks(stage: Stage, watch: Watch) -> list[tuple[int, int]]:
 
 def _traffic(mesh: Mesh, watch: Watch) -> Iterator[Traffic]:
     axes = {"tensor": mesh.tensor, "pipeline": mesh.ends, "data": mesh.gradient, "replica": mesh.replica, "shard": mesh.shard}
-    names = {axis.group.group_name: name for name, axis in reversed(axes.items()) if axis.group is not None}
+    names: dict[str, str] = {axis.group.group_name: name for name, axis in reversed(axes.items()) if axis.group is not None}
     for (group, kind), calls in watch.calls.items():
         axis = names.get(group, group)
         yield Traffic("data" if axis in ("replica", "shard") else axis, kind, calls, watch.bytes[group, kind], "")
