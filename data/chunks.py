@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .wordtable import counting
+from .wordtable import PADDING, WordTable, counting
 
 
 def cut(texts: list[str], size: int, breaks: re.Pattern[str]) -> Iterator[tuple[list[str], list[int]]]:
@@ -57,32 +57,19 @@ def distinct(codes: np.ndarray) -> np.ndarray:
 class ChunkedEngine:
     """`encode_batch` in chunks of about `chunk` characters, longer texts cut where `safe_cut` matches.
 
-    ASCII texts go apart from the others, which cost more. Half and twice the chunk take 10 to 40 % longer.
+    ASCII texts are split into words apart from the others, which cost more. Half and twice the chunk take 10 to 40 % longer.
     """
 
     chunk = 1 << 19
     safe_cut: re.Pattern[str]
+    _table: WordTable
 
-    def _encode(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids laid end to end, ids per piece) of one chunk."""
+    def _words(self, pieces: list[str]) -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray]:
+        """(bytes, where in them words start, the words' sizes, where each piece ends), int64, of pieces all ASCII or none."""
         raise NotImplementedError
 
     def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32 laid end to end, lengths int64 (texts,)); no special tokens are added or made out of text."""
-        plain = np.fromiter(map(str.isascii, texts), bool, len(texts))
-        if plain.all() or not plain.any():
-            return self._encode_alike(texts)
-        lengths = np.zeros(len(texts), np.int64)
-        parts = []
-        for chosen in (np.flatnonzero(plain), np.flatnonzero(~plain)):
-            ids, lengths[chosen] = self._encode_alike([texts[i] for i in chosen])
-            parts.append((chosen, ids))
-        out = np.empty(int(lengths.sum()), np.int32)
-        for chosen, ids in parts:
-            out[laid_out(lengths, chosen)] = ids
-        return out, lengths
-
-    def _encode_alike(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         lengths = np.zeros(len(texts), np.int64)
         parts = [np.empty(0, np.int32)]
         for pieces, owners in cut(texts, self.chunk, self.safe_cut):
@@ -90,3 +77,23 @@ class ChunkedEngine:
             parts.append(ids)
             lengths[owners] += counts  # the pieces of one run belong to different texts
         return np.concatenate(parts), lengths
+
+    def _encode(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids laid end to end, ids per piece) of one chunk."""
+        plain = np.fromiter(map(str.isascii, pieces), bool, len(pieces))
+        groups = [group for group in (np.flatnonzero(plain), np.flatnonzero(~plain)) if len(group)]
+        raw, found = b"", []
+        for group in groups:
+            part, *places = self._words([pieces[i] for i in group.tolist()] if len(groups) > 1 else pieces)
+            places[0] += len(raw)
+            places[2] += len(raw)
+            found.append(places)
+            raw += part
+        starts, sizes, ends = map(np.concatenate, zip(*found))
+        ids, counts = self._table.encode(np.frombuffer(raw + bytes(PADDING), np.uint8), starts, sizes)
+        before = np.concatenate([[0], np.cumsum(counts)])[np.searchsorted(starts, ends)]
+        lengths = np.diff(before, prepend=0)
+        if len(groups) == 1:
+            return ids, lengths
+        order = np.argsort(np.concatenate(groups))
+        return ids[laid_out(lengths, order)], lengths[order]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .chunks import ChunkedEngine, distinct, laid_out
-from .wordtable import PADDING, Table, WordTable, counting
+from .wordtable import Table, WordTable, counting
 
 LETTER, NUMBER, SYMBOL, SPACE, BLANK, END, UNSEEN = range(7)  # a space joins what follows it, other blanks do not
 SEPARATOR = "\n"
@@ -47,7 +47,7 @@ class BPEEngine(ChunkedEngine):
         self._meet(np.arange(128))
         self._ascii = self._classes[:128].tobytes() + bytes(128)
 
-    def _encode(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _words(self, pieces: list[str]) -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray]:
         text = SEPARATOR.join(pieces) + SEPARATOR
         raw = text.encode()
         ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) + 1) - 1  # each piece's separator
@@ -72,9 +72,7 @@ class BPEEngine(ChunkedEngine):
             offsets = np.cumsum(sizes, dtype=np.int64)
             starts, stops = offsets[starts] - sizes[starts], offsets[stops - 1]
             ends = offsets[ends]
-        ids, counts = self._table.encode(np.frombuffer(raw + bytes(PADDING), np.uint8), starts, stops - starts)
-        before = np.concatenate([[0], np.cumsum(counts)])[np.searchsorted(starts, ends)]
-        return ids, np.diff(before, prepend=0)
+        return raw, starts, stops - starts, ends
 
     def _meet(self, codes: np.ndarray) -> None:
         """Learn the classes of characters: which of a letter, a number and a symbol the library joins each to."""

@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from .chunks import ChunkedEngine, distinct, laid_out
-from .wordtable import PADDING, Table, WordTable, counting
+from .wordtable import Table, WordTable, counting
 
 PUNCTUATION = b"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 SEPARATOR = "\n"
@@ -73,14 +73,17 @@ class WordPieceEngine(ChunkedEngine):
         )
 
     def _encode(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        found = super()._encode(pieces)
+        if any(character in piece for character in self._reordered for piece in pieces):
+            return self._by_library(pieces)
+        return found
+
+    def _words(self, pieces: list[str]) -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray]:
         text = SEPARATOR.join(pieces) + SEPARATOR
         ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) + 1)
         raw = text.encode().translate(self._ascii) if text.isascii() else b"\0"
         if 0 in raw:
             raw, ends = self._normalise(text, ends)
-            if any(character in text for character in self._reordered):
-                return self._by_library(pieces)
-        data = np.frombuffer(raw + bytes(PADDING), np.uint8)
         kinds = np.frombuffer(raw.translate(self._kinds), np.uint8)
         word = kinds == 0
         mark = kinds == 2
@@ -88,10 +91,10 @@ class WordPieceEngine(ChunkedEngine):
         first[1:] &= ~word[:-1]
         last[:-1] &= ~word[1:]
         starts = np.flatnonzero(first | mark)
-        lengths = np.flatnonzero(last | mark) + 1 - starts
-        ids, counts = self._table.encode(data, starts, lengths)
-        before = np.concatenate([[0], np.cumsum(counts)])[np.searchsorted(starts, ends)]
-        return ids, np.diff(before, prepend=0)
+        sizes = np.flatnonzero(last | mark)
+        sizes -= starts
+        sizes += 1
+        return raw, starts, sizes, ends
 
     def _normalise(self, text: str, ends: np.ndarray) -> tuple[bytes, np.ndarray]:
         """The bytes of the normalised text, and where each piece (ending at character `ends`) ends in them."""

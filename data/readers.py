@@ -265,11 +265,6 @@ def _values(rows: Iterable[list[Any]], options: ReadOptions, counts: Counter[str
                 texts.append(text)
                 continue
             yield from _kept(texts, counts)
-            raw, going, texts = text.encode(), False, []
-            plain = ReadOptions(piece_bytes=limit)
-            while len(raw) > limit:
-                raw, piece = _cut(raw, plain, counts, going)
-                going = True
-                yield Batch([piece], continues=True)
-            yield Batch([clean(raw, counts)])
+            yield from _whole([text.encode()], ReadOptions(piece_bytes=limit), counts)
+            texts = []
         yield from _kept(texts, counts)

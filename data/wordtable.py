@@ -155,9 +155,8 @@ class WordTable:
         unknown = []  # per table: places of the words it does not know, their slots, one place of each of them
         least = 0
         for table, (width, most) in zip(self._tables, WIDTHS):
-            inside = lengths <= most if least == 0 else (lengths > least) & (lengths <= most)
-            chosen = np.flatnonzero(inside)
-            begin, size = (starts, lengths) if len(chosen) == len(starts) else (starts.take(chosen), lengths.take(chosen))
+            chosen = np.flatnonzero((lengths > least) & (lengths <= most))
+            begin, size = starts.take(chosen), lengths.take(chosen)
             keys = [words[begin + 8 * column if column else begin] for column in range(width)]
             for column in range(width // 2, width):  # earlier ones are full: the word is longer than `least`
                 keys[column] |= BLANKS[column].take(size)
@@ -167,25 +166,19 @@ class WordTable:
                 slots, first = table.claim([key.take(missing) for key in keys])
                 unknown.append((table, chosen[missing], slots, first))
             least = most
-        if unknown:
-            places = np.concatenate([where[first] for _, where, _, first in unknown])
+        longer = np.flatnonzero(lengths > least)
+        texts = [data[start : start + size].tobytes() for start, size in zip(starts[longer].tolist(), lengths[longer].tolist())]
+        new_texts = {text: place for place, text in zip(longer.tolist(), texts) if text not in self._long}
+        if unknown or new_texts:
+            rest = np.fromiter(new_texts.values(), np.int64, len(new_texts))
+            places = np.concatenate([*(where[first] for _, where, _, first in unknown), rest])
             new = self._store(*self._solve(data, starts[places], lengths[places]))
             for table, where, slots, first in unknown:
                 table.values[slots[first]], new = new[: len(first)], new[len(first) :]
                 values[where] = table.values[slots]
-        long = np.flatnonzero(lengths > least)
-        if len(long):
-            values[long] = self._look_up(data, starts[long], lengths[long])
+            self._long.update(zip(new_texts, new.tolist()))
+        values[longer] = np.fromiter(map(self._long.__getitem__, texts), np.int64, len(texts))
         return values
-
-    def _look_up(self, data, starts, lengths) -> np.ndarray:
-        """The values of words longer than any key."""
-        words = [data[start : start + length].tobytes() for start, length in zip(starts.tolist(), lengths.tolist())]
-        new = {word: place for place, word in enumerate(words) if word not in self._long}
-        if new:
-            places = np.fromiter(new.values(), np.int64, len(new))
-            self._long.update(zip(new, self._store(*self._solve(data, starts[places], lengths[places])).tolist()))
-        return np.fromiter(map(self._long.__getitem__, words), np.int64, len(words))
 
     def _store(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Put ids into the pool: the value of each word."""
