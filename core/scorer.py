@@ -81,7 +81,7 @@ class Scorer(Protocol):
         ...
 
     def lost(self, question: Question) -> int:
-        """Context tokens that its pairs lose on their left to the window."""
+        """Context tokens that a pair of it loses on its left to the window, at most."""
         ...
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:

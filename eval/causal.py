@@ -69,7 +69,7 @@ class CausalText:
 
     def lost(self, question: Question) -> int:
         """See `core.scorer.Scorer.lost`: the last token of an input is predicted, not read."""
-        return sum(max(0, len(context) + len(answer) - self.window - 1) for context, answer in question.pairs)
+        return max(max(0, len(context) + len(answer) - self.window - 1) for context, answer in question.pairs)
 
     def _pair(self, context: Ids, whole: Ids) -> tuple[Ids, Ids]:
         if context:

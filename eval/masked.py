@@ -90,7 +90,7 @@ class MaskedText:
 
     def lost(self, question: Question) -> int:
         """See `core.scorer.Scorer.lost`."""
-        return sum(max(0, len(context) + len(answer) - self.window) for context, answer in question.pairs)
+        return max(max(0, len(context) + len(answer) - self.window) for context, answer in question.pairs)
 
     def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[list[tuple[int, str]]]:
         """A BERT writes nothing."""

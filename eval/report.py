@@ -38,7 +38,7 @@ def lines_of(results: dict[str, Any]) -> list[str]:
     cut = sum(task["truncated_tokens"] for task in results["tasks"])
     if cut:
         records = sum(task["truncated_records"] for task in results["tasks"])
-        lines.append(f"{records:,} records lost {cut:,} context tokens on their left to the window")
+        lines.append(f"{cut:,} context tokens of {records:,} record{'s' * (records != 1)} were cut on the left to fit the window")
     for name, found in results.get("contamination", {}).items():
         clean = ", ".join(f"{metric} {value:.4g}" for metric, value in found["clean"].items())
         hits = f"{found['hits']:,} of {found['checked']:,} records share {found['n']} tokens with the store"

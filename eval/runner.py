@@ -118,20 +118,16 @@ def prepare(scorer: Scorer, tasks: Sequence[BoundTask], settings: Settings) -> l
 
 
 def present(tasks: Sequence[BoundTask], settings: Settings) -> list[BoundTask]:
-    """The tasks whose data are there. Members of a group may be missing (said once); a task asked for by name may not."""
-    found, missing, why = [], [], None
-    for task in tasks:
-        try:
-            task.records(settings.data_dir, 1)
-            found.append(task)
-        except WrongUse as error:
-            if not task.group or len([t for t in tasks if t.group == task.group]) == 1:
-                raise
-            missing.append(task)
-            why = why or error
-    lost = {task.group for task in missing} - {task.group for task in found}
-    if why is not None and lost:
-        raise why
+    """The tasks whose data are there. Raises WrongUse for one whose data are not.
+
+    Where files of some members of a group are at hand, the others are left out (said once) and nothing is fetched for them.
+    """
+    at_hand = {task.name for task in tasks if task.files(settings.data_dir)}
+    partly = {task.group for task in tasks if task.group and task.name in at_hand}
+    missing = [task for task in tasks if task.group in partly and task.name not in at_hand]
+    found = [task for task in tasks if task not in missing]
+    for task in found:
+        task.records(settings.data_dir, 1)
     for group in sorted({task.group for task in missing}):
         names = [task.name.removeprefix(f"{group}_") for task in missing if task.group == group]
         some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

@@ -144,12 +144,14 @@ class BoundTask:
         asked = self.task.model_dump(mode="json", include={"kind", "prompt", "delimiter", "until", "max_tokens", "stride"})
         return sha256_json(asked)[:12]
 
+    def files(self, data_dir: Path | None, *, fewshot: bool = False) -> list[Path]:
+        """Its files that are at hand."""
+        return find_files(self.source.fewshot_files if fewshot else self.source.files, _roots(data_dir))
+
     def records(self, data_dir: Path | None, limit: int | None, *, fewshot: bool = False) -> list[Record]:
         """The records of the task (or those few-shot examples come from). Raises WrongUse when there are none."""
         source = self.source
-        patterns = source.fewshot_files if fewshot else source.files
-        roots = [root for root in (data_dir, samples_dir()) if root is not None]
-        if paths := find_files(patterns, roots):
+        if paths := self.files(data_dir, fewshot=fewshot):
             records = read_records(paths, TextLayout(source.lines, source.pages), limit)
             if not records:
                 raise WrongUse(f"no records for task {self.name}", where=paths[0], why="the file is empty")
@@ -157,9 +159,10 @@ class BoundTask:
         split = source.fewshot_split if fewshot else source.split
         if data_dir is None and source.dataset and split:
             return hub_records(source.dataset, source.config, split, limit)
+        patterns = source.fewshot_files if fewshot else source.files
         raise WrongUse(
             f"no data for task {self.name}",
-            where=" or ".join(str(root) for root in roots),
+            where=" or ".join(str(root) for root in _roots(data_dir)),
             why="none of these is there: " + ", ".join(patterns or ["(the task names no local files)"]),
             fix="put the file there, or choose another --data-dir",
         )
@@ -167,6 +170,10 @@ class BoundTask:
     def items(self, records: Sequence[Record]) -> list[Item]:
         """Questions of the records. Raises Failed naming file, line and field of the first bad one."""
         return [_item(self, record) for record in records]
+
+
+def _roots(data_dir: Path | None) -> list[Path]:
+    return [root for root in (data_dir, samples_dir()) if root is not None]
 
 
 def samples_dir() -> Path:

@@ -15,7 +15,7 @@ from throughline.eval.causal import CausalScorer
 from throughline.eval.compare import compare_scores, mcnemar, paired_test
 from throughline.eval.contamination import shared_runs
 from throughline.eval.report import curves
-from throughline.eval.runner import Ranks, Settings, evaluate, group_means
+from throughline.eval.runner import Ranks, Settings, evaluate, group_means, present
 from throughline.eval.session import Request, evaluate_checkpoints, evaluate_one
 from throughline.eval.task import find_tasks
 
@@ -154,6 +154,20 @@ def test_missing_data_and_wrong_names_are_named(scorer, tmp_path: Path) -> None:
     assert "hellaswag" in unknown.value.fix
 
 
+def test_nothing_is_fetched_for_a_group_that_is_partly_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped paradigms of BLiMP are scored without a network; the other members are left out, not waited for."""
+    monkeypatch.setattr("throughline.eval.task.hub_records", lambda *_: pytest.fail("asked the network"))
+    found = present(find_tasks(["blimp"]), Settings(limit=1))
+    assert len(found) == 16
+    monkeypatch.setattr("throughline.eval.task.hub_records", lambda *_: _no_network())
+    with pytest.raises(WrongUse, match="no network"):
+        present(find_tasks(["anli"]), Settings(limit=1))
+
+
+def _no_network() -> None:
+    raise WrongUse("no network")
+
+
 def test_scores_artifact_reports_and_comparison(gpt_directory: Path, tmp_path: Path) -> None:
     """One path from a model directory to a verified artifact; comparing it with itself finds nothing."""
     request = Request(gpt_directory, "lambada_openai,blimp_wh_island", limit=8, out=tmp_path / "one")
@@ -228,7 +242,7 @@ def test_the_command_lists_tasks_and_refuses_clearly(gpt_directory: Path, tmp_pa
     (tmp_path / "data" / "piqa").mkdir(parents=True)
     (tmp_path / "data" / "piqa" / "piqa.jsonl").write_text('{"query": "Q", "choices": ["a", "b"], "gold": 2}\n')
     done = CliRunner().invoke(command, [str(gpt_directory), "--tasks", "piqa", "--data-dir", str(tmp_path / "data"), "--json"])
-    assert done.exit_code == 1 and json.loads(done.stderr.splitlines()[-1])["where"].endswith("piqa.jsonl:1")
+    assert done.exit_code == 1 and "piqa.jsonl:1" in json.loads(done.stdout)["where"]
 
 
 def test_paired_tests() -> None:
