@@ -104,13 +104,13 @@ def _open_exported(path: Path, options: ScorerOptions) -> Opened:
     loaded = open_backend(path, device=options.device)
     file = _tokenizer_of(loaded.tokenizer, path)
     tokenizer = Tokenizer.load(file)
-    asked = {"identity": loaded.input.hash, "window": options.window, "keep_tokens": options.keep_tokens}
+    common: dict[str, Any] = {"identity": loaded.input.hash, "window": options.window, "keep_tokens": options.keep_tokens}
     scorer: Scorer
     if loaded.causal is not None:
-        scorer = ExportedScorer(loaded.causal, tokenizer, bos=_wants_bos(options, file, tokenizer), **asked)
+        scorer = ExportedScorer(loaded.causal, tokenizer, bos=_wants_bos(options, file, tokenizer), **common)
     else:
         assert loaded.encoder is not None
-        scorer = ExportedMaskedScorer(loaded.encoder, tokenizer, pll=options.pll, **asked)
+        scorer = ExportedMaskedScorer(loaded.encoder, tokenizer, pll=options.pll, **common)
     return Opened(scorer, loaded.family, loaded.input, None, None, tokenizer)
 
 
