@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest
 RUN := runs/demo
 
-.PHONY: demo test slow lint reference gpu-check bench prove-layouts clean help
+.PHONY: demo test slow lint reference gpu-check bench prove-layouts prove-scale prove-compression clean help
 
 help:
 	@echo "make demo           install, then text to served GPT and BERT in minutes on a laptop CPU"
@@ -16,6 +16,8 @@ help:
 	@echo "make gpu-check      tests and benchmarks that need a CUDA device; installs nothing"
 	@echo "make bench          every benchmark against its peers (NANOGPT=a nanoGPT checkout, SHARED=shared data)"
 	@echo "make prove-layouts  every parallel layout against the single process"
+	@echo "make prove-scale    layouts of thousands of processes, simulated, against the published formulas"
+	@echo "make prove-compression  gradients in a fifth of the bytes against whole ones"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +48,12 @@ bench: $(VENV)/.installed-test
 
 prove-layouts: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/prove_layouts.py $(PROVEFLAGS)
+
+prove-scale: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/prove_scale.py $(PROVEFLAGS)
+
+prove-compression: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/prove_compression.py $(PROVEFLAGS)
 
 reference: $(VENV)/.installed
 	$(BIN)/python docs/make_reference.py
