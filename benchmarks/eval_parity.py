@@ -1,11 +1,12 @@
 """Every record of every task once, scored by us and by lm-evaluation-harness: accuracies and log-likelihoods side by side.
 
-    python benchmarks/eval_parity.py SHARED [--minutes 10] [--only TASK] [--out benchmarks/results/eval-parity.json]
+    python benchmarks/eval_parity.py SHARED [--minutes 10 --models DIR] [--only TASK] [--out benchmarks/results/eval-parity.json]
 
 Two GPT-2s (4 layers of 128, a vocabulary of 4,096 and 512 positions): one with random weights, one trained on novels for 600
 steps. The harness runs its own task files (through tests/eval/harness.py) with its `hf` model in float32. All tasks whose data
 lie below SHARED: 27 with the paradigms of BLiMP. A task that stands in the JSON file is not scored again, so that the hour this
-takes may be spent in pieces: after `--minutes` no further task is begun. WikiText is compared per document.
+takes may be spent in pieces: after `--minutes` no further task is begun, and `--models` keeps the models for the next piece.
+WikiText is compared per document.
 
 The exit code is 1 when a task is missing or differs: an accuracy at all, a log-likelihood by more than 1e-3 nats (a document's
 sum of thousands of tokens, which the harness adds in float32, by more than 1e-6 of itself).
@@ -35,7 +36,9 @@ BATCH = 16  # of the harness
 
 
 def make_model(folder: Path, shared: Path, weights: str) -> Path:
-    """The model of this name, made anew in each run of this script: the same bits each time with one thread."""
+    """The model of this name, unless it is there: the same bits each time with one thread."""
+    if (folder / "tokenizer_config.json").exists():
+        return folder
     import torch
 
     torch.set_num_threads(1)
@@ -70,6 +73,7 @@ def main() -> int:
     options.add_argument("shared", type=existing, nargs="?", default=os.environ.get("THROUGHLINE_SHARED"))
     options.add_argument("--out", type=Path, default=HERE / "results" / "eval-parity.json")
     options.add_argument("--minutes", type=float, default=float("inf"), help="begin no task after so many minutes")
+    options.add_argument("--models", type=Path, help="directory that keeps the models")
     options.add_argument("--only", help="one task")
     given = options.parse_args()
     if given.shared is None:
@@ -87,7 +91,7 @@ def main() -> int:
             missing = [task for task in rows if task not in done and given.only in (None, task)]
             if not missing or time.monotonic() > end:
                 continue
-            model = make_model(folder / weights, shared, weights)
+            model = make_model((given.models or folder) / weights, shared, weights)
             mark = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
             if line["sha256"].setdefault(weights, mark) != mark:
                 raise SystemExit(f"the {weights} weights are not those that {given.out} was begun with: remove it to begin again")

@@ -7,6 +7,7 @@ is its own command with this model known; in a program, importing this module is
 
 from typing import Any
 
+import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
@@ -21,6 +22,8 @@ class ThroughlineLM(LM):
 
     def __init__(self, path: str = "", device: str = "cpu", batch_size: Any = None, scorer: Scorer | None = None, **_: Any) -> None:
         super().__init__()
+        if not torch.cuda.is_available():  # the harness asks for cuda unless told otherwise
+            device = "cpu"
         self.scorer = scorer or open_scorer(path, ScorerOptions(device=device or "cpu")).scorer
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
