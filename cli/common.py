@@ -88,6 +88,8 @@ def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
     click.echo(f"error: {error}", err=True)
     if json_output:
         click.echo(json.dumps(error.as_dict()))
+    if getattr(error, "at_once", False):  # a run whose other processes stand still: an orderly end would wait for them
+        os._exit(error.exit_code)
     sys.exit(error.exit_code)
 
 

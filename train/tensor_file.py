@@ -32,8 +32,8 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     with open(path, "xb") as file:
-        for data in (len(text).to_bytes(8, "little"), text, *(_bytes(tensor) for _, tensor in ordered)):
-            view = memoryview(data)
+        begin = memoryview(len(text).to_bytes(8, "little") + text)
+        for view in (begin, *(_bytes(tensor) for _, tensor in ordered)):
             for start in range(0, len(view), PIECE_BYTES):
                 piece = view[start : start + PIECE_BYTES]
                 file.write(piece)
@@ -45,4 +45,4 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 def _bytes(tensor: Tensor) -> memoryview:
     assert tensor.is_contiguous()
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

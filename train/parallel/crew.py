@@ -37,7 +37,12 @@ OWNER = ".owner"  # the token of the start that writes the run's directory
 
 
 class Lost(Failed):
-    """Another process of the run is gone or stalled; the run can start again (exit 1)."""
+    """Another process of the run is gone or stalled; the run can start again (exit 1).
+
+    The command line then ends the process at once: destructors of process groups wait for those that stand still.
+    """
+
+    at_once = True
 
 
 def _is_loss(error: BaseException) -> bool:

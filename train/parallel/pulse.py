@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -51,7 +52,8 @@ class Pulse:
         limit_seconds: float = 600.0,
         groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        self.directory, self.rank, self.world, self.limit, self._groups = directory, rank, world, limit_seconds, groups
+        self.directory, self.rank, self.world, self.limit = directory, rank, world, limit_seconds
+        self._groups: Sequence[Any] = groups  # torch's types lack the method that counts
         self._step, self._after, self._marks, self._since = 0, "the start", 0, time.monotonic()
         self._warned = -1  # the mark at which others were named
         self._end = threading.Event()
@@ -98,7 +100,7 @@ class Pulse:
 
     def _write(self) -> None:
         assert self.directory is not None
-        counts = {group.group_name: group._get_sequence_number_for_group() for group in self._groups}
+        counts = {str(group.group_name): group._get_sequence_number_for_group() for group in self._groups}
         place = Place(time.time(), self._step, self._after, self._marks, _inside(self._main), counts)
         aside = self.directory / f"{self.rank}.tmp"
         with contextlib.suppress(OSError):  # a full disk, or the run has ended and the directory is gone
@@ -139,7 +141,7 @@ def _inside(thread: int) -> str:
     frame = sys._current_frames().get(thread)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(PACKAGE):
+        if file.is_relative_to(PACKAGE) and "site-packages" not in file.relative_to(PACKAGE).parts:
             return f"{file.relative_to(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "the interpreter"
