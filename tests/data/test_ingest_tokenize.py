@@ -7,23 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
-from throughline.data import executors
 from throughline.data import tasks as tasks_module
 from throughline.data import tokenize as tokenize_module
 from throughline.data.backends import Reference
-from throughline.data.inputs import Source
-from throughline.data.plan import PLAN, Plan, Task, default_shard_bytes, read_plan, write_plan
 from throughline.data.readers import Batch, ReadOptions
 from throughline.data.sentences import split_sentences
 from throughline.data.store import TokenStore
-from throughline.data.tasks import Encoder, read_record
+from throughline.data.tasks import Encoder
 from throughline.data.tokenize import Work, tokenize
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
@@ -385,24 +381,6 @@ def test_vocabulary_decides_the_dtype(place: Path, tmp_path: Path) -> None:
         assert TokenStore.open(tmp_path / str(size)).dtype == dtype
 
 
-def test_a_plan_of_10_tb_takes_seconds(tmp_path: Path) -> None:
-    """40 files of 250 GB: 40,000 shards, every byte in one of them, planned in well under 10 s; a work directory of kilobytes."""
-    start = time.process_time()
-    sources = tuple(Source(f"/data/{i:03d}.jsonl", 250 * 10**9 + i, 1, "jsonl") for i in range(40))
-    total = sum(source.bytes for source in sources)
-    plan = Plan(sources, ReadOptions(), "f", True, False, default_shard_bytes(total))
-    found = plan.tasks()
-    write_plan(tmp_path / "work", plan)
-    assert not any(read_record(tmp_path / "work", task.index) for task in found) and read_plan(tmp_path / "work") == plan
-    assert time.process_time() - start < 10
-    assert [file.name for file in (tmp_path / "work").iterdir()] == [PLAN] and (tmp_path / "work" / PLAN).stat().st_size < 10_000
-    assert sum(task.bytes for task in found) == total and 35_000 < len(found) < 50_000
-    expected = [(number, 0) for number in range(len(sources))]
-    assert [(span.source, span.start) for task in found for span in task.spans if span.start == 0] == expected
-    spans = [span for task in found for span in task.spans]
-    assert all(b.start == a.stop for a, b in pairwise(spans) if b.source == a.source)
-
-
 def test_empty_documents_and_open_documents(place: Path) -> None:
     """Documents without tokens get no EOS; a document that goes on over batches is one document."""
     tokenizer = Tokenizer.load(place / "wp")
@@ -420,10 +398,3 @@ def test_errors_of_workers_reach_the_caller(place: Path, tmp_path: Path) -> None
         (tmp_path / "in" / f"{name}.jsonl").write_text('{"text": "fine"}\n' * 999 + ('{"tex\n' if name == "c" else ""))
     with pytest.raises(Failed, match=r"c\.jsonl, line 350 after byte"):
         tokenize([str(tmp_path / "in")], place / "bpe", tmp_path / "out", shard_bytes=9000, work=Work(workers=2))
-
-
-def test_a_task_that_always_kills_its_worker_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice and no more: the message names the task and says that finished work is kept."""
-    monkeypatch.setattr(executors, "_worker", os._exit)  # called with wrong arguments: the process ends at once
-    with pytest.raises(Failed, match=r"worker of task 7 died(.|\n)*2 times(.|\n)*are kept"):
-        executors.run_processes(tmp_path, [Task(7, (), 0)], 1, "tokenizers", lambda _: None)

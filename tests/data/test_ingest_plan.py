@@ -1,0 +1,39 @@
+"""Plans of any size are made in seconds from file sizes, and a task that cannot be done ends the work with one error."""
+
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from throughline.core.errors import Failed
+from throughline.data import executors
+from throughline.data.inputs import Source
+from throughline.data.plan import PLAN, Plan, Task, default_shard_bytes, read_plan, write_plan
+from throughline.data.readers import ReadOptions
+from throughline.data.tasks import read_record
+
+
+def test_a_plan_of_10_tb_takes_seconds(tmp_path: Path) -> None:
+    """40 files of 250 GB: 40,000 shards, every byte in one of them, planned in well under 10 s; a work directory of kilobytes."""
+    start = time.process_time()
+    sources = tuple(Source(f"/data/{i:03d}.jsonl", 250 * 10**9 + i, 1, "jsonl") for i in range(40))
+    total = sum(source.bytes for source in sources)
+    plan = Plan(sources, ReadOptions(), "f", True, False, default_shard_bytes(total))
+    found = plan.tasks()
+    write_plan(tmp_path / "work", plan)
+    assert not any(read_record(tmp_path / "work", task.index) for task in found) and read_plan(tmp_path / "work") == plan
+    assert time.process_time() - start < 10
+    assert [file.name for file in (tmp_path / "work").iterdir()] == [PLAN] and (tmp_path / "work" / PLAN).stat().st_size < 10_000
+    assert sum(task.bytes for task in found) == total and 35_000 < len(found) < 50_000
+    expected = [(number, 0) for number in range(len(sources))]
+    assert [(span.source, span.start) for task in found for span in task.spans if span.start == 0] == expected
+    spans = [span for task in found for span in task.spans]
+    assert all(b.start == a.stop for a, b in pairwise(spans) if b.source == a.source)
+
+
+def test_a_task_that_always_kills_its_worker_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice and no more: the message names the task and says that finished work is kept."""
+    monkeypatch.setattr(executors, "_worker", os._exit)  # called with wrong arguments: the process ends at once
+    with pytest.raises(Failed, match=r"worker of task 7 died(.|\n)*2 times(.|\n)*are kept"):
+        executors.run_processes(tmp_path, [Task(7, (), 0)], 1, "tokenizers", lambda _: None)
