@@ -88,7 +88,7 @@ def _watch(running: Sequence[subprocess.Popen]) -> tuple[list[int], int]:
     Those that are left have nothing to save without the others, and a stopped one would not hear SIGTERM.
     """
     first_end, first = 0.0, -1
-    while any(worker.poll() is None for worker in running):
+    while None in [worker.poll() for worker in running]:  # each is asked: the first may be the one that stands still
         ended = [rank for rank, worker in enumerate(running) if worker.returncode is not None]
         if first < 0 and ended:
             first = min(ended, key=lambda rank: running[rank].returncode)  # of several at once the one that was killed
