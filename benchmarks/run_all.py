@@ -59,7 +59,6 @@ def main() -> int:
     options.add_argument("--parts", help="of train_gpt and tokenize: measure these claims and keep the others of an earlier run")
     options.add_argument("--results", type=Path, default=HERE / "results" / f"{machine_name()}.json")
     chosen = options.parse_args()
-    results = json.loads(chosen.results.read_text()) if chosen.results.exists() else {}
     failed = []
     for name, needs in BENCHMARKS.items():
         if chosen.only and name not in chosen.only:
@@ -76,6 +75,7 @@ def main() -> int:
         if done.returncode:
             failed.append(name)
             continue
+        results = json.loads(chosen.results.read_text()) if chosen.results.exists() else {}  # as it is now: others may have written
         line = last_json_line(done.stdout) | {"quick": chosen.quick}
         results[name] = merged(results[name], line) if chosen.parts and name in results else line
         chosen.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
