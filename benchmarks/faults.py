@@ -193,7 +193,7 @@ class Launched:
 
 def stall(run: Launched, rank: int) -> float:
     """Stop a process; seconds until the run has gone on."""
-    run.wait_for_progress(0)
+    run.wait_for_progress(run.latest())  # of this start
     os.kill(run.workers()[rank], signal.SIGSTOP)
     begun = time.monotonic()
     count = len(run.events("resumed"))
@@ -204,7 +204,7 @@ def stall(run: Launched, rank: int) -> float:
 
 def orphans(run: Launched) -> float:
     """Kill the launcher; seconds until none of its processes is left."""
-    run.wait_for_progress(0)
+    run.wait_for_progress(run.latest())  # of this start
     left = run.workers()
     run.kill()
     begun = time.monotonic()
