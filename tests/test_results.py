@@ -18,3 +18,22 @@ def test_results_are_whole(root: Path) -> None:
 
 def test_readme_table_is_made_from_them(root: Path) -> None:
     assert subprocess.run([sys.executable, root / "docs" / "make_results.py", "--check"]).returncode == 0, "run: make reference"
+
+
+TASKS = {
+    "lambada_openai", "hellaswag", "piqa", "winogrande", "arc_easy", "arc_challenge", "boolq", "copa", "openbookqa", "sst2",
+    "wikitext_2",
+}  # fmt: skip
+
+
+def test_parity_covers_the_tasks_and_holds(root: Path) -> None:
+    """All records of each task by both: accuracies equal, log-likelihoods within 1e-3 nats (a document's within 1e-6 of itself)."""
+    line = json.loads((root / "benchmarks" / "results" / "eval-parity.json").read_text())["eval_parity"]
+    assert set(line["models"]["random"]) >= TASKS and set(line["models"]) == {"random", "trained"}
+    assert sum(name.startswith("blimp_") for name in line["models"]["random"]) == 16
+    assert set(line["models"]["trained"]) <= set(line["models"]["random"])
+    for tasks in line["models"].values():
+        for name, found in tasks.items():
+            assert found["equal"] and found["accuracies_equal"] and found["records"] > 0, name
+            bound = 1e-6 * found["largest_loglikelihood_nats"] if name == "wikitext_2" else 1e-3
+            assert found["largest_difference_nats"] <= bound, name
