@@ -243,7 +243,7 @@ def main() -> None:
         novel = bz2.decompress(chosen.novel.read_bytes()).decode("utf-8").replace("\r\n", "\n")
         place = prepare(shakespeare, Path(scratch) / "shakespeare", chosen.nanogpt)
         if "tokens" in parts:
-            claims += tokens_claims(place, 1 if quick else 3, 60 if quick else 200)
+            claims += tokens_claims(place, 1 if quick else 5, 60 if quick else 200)
         seeds = 1 if quick else 3
         if "loss" in parts:
             made, details["loss"] = loss_claim("gpt-time-to-loss", place, shakespeare, seeds, 2000, 3.0)
