@@ -1,11 +1,15 @@
 """The estimate before anything is allocated, and recomputation."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from throughline.core.errors import Failed, Refused
+from throughline.core.recipe import dump_toml
 from throughline.models.presets import preset
 from throughline.train import memory, objective
 from throughline.train.build import Plan, StepBatches, build_trainer, training_rows
@@ -103,9 +107,12 @@ def test_running_out_of_memory_names_the_phase_and_the_way_out(
     assert "train.micro_batch_rows = 1" in caught.value.fix
 
 
-def test_the_run_says_predicted_and_measured(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
-    """A small run is nearly all program: its resident memory is within a factor of three of the prediction."""
-    memory = train(make_plan("gpt"), tmp_path / "run")["memory_bytes"]
+def test_the_run_says_predicted_and_measured(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    """A small run is nearly all program: the resident memory of its process is within a factor of three of the prediction."""
+    (tmp_path / "recipe.toml").write_text(dump_toml(make_recipe("gpt")))
+    words = ["train", str(tmp_path / "recipe.toml"), "--run-dir", str(tmp_path / "run")]
+    subprocess.run([sys.executable, "-m", "throughline.cli.main", *words], check=True, capture_output=True)
+    memory = json.loads((tmp_path / "run/manifest.json").read_text())["facts"]["memory_bytes"]
     assert 1 / 3 < memory["measured"] / memory["predicted"] < 3
     assert "predicted" in (tmp_path / "run/report.html").read_text()
 
