@@ -8,10 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import numpy as np  # noqa: E402
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
-from throughline.data.store import write_index  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.checkpoint import load_model  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
@@ -27,15 +25,6 @@ LAYOUTS = {
     "tensor": {"tensor": 2},
 }
 Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("store")
-    tokens = (np.arange(20_000) * 7 % 31 + np.arange(20_000) // 50 % 3).astype(np.uint16)
-    tokens.tofile(directory / "00000.bin")
-    write_index(directory / "00000.idx", np.array([len(tokens)]), np.array([0, 1]), np.uint16)
-    return directory
 
 
 @pytest.fixture(scope="module")
