@@ -19,7 +19,8 @@ from ..core.errors import Failed, WrongUse
 from ..core.files import sha256_json
 from ..core.scorer import Ids, Question, Score, Scored, check_question
 from ..models.gpt import GPT
-from .logits import one_kernel, token_logprobs, whole_blocks
+from ..models.linear import one_kernel
+from .logits import token_logprobs, whole_blocks
 from .tree import Tree, TreeAttention, attending, plant
 
 BATCH_TOKENS = {"cpu": 512, "cuda": 16384}  # a CPU is as fast as at 1024, and needs up to 100 MB less at 124M parameters

@@ -5,15 +5,13 @@ piece stay in the cache: for 50,257 tokens half the time of a full log-softmax o
 Sums and the softmax are float32 whatever the model's dtype.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..models import linear as products
+from ..models.linear import linear
 
 LINES = 512  # positions at a time
 PIECE = {"cpu": 1024, "cuda": 16384}  # tokens of the vocabulary at a time
@@ -24,16 +22,6 @@ def whole_blocks(lines: int) -> int:
     """`lines` rounded up so that every thread gets whole blocks."""
     block = LINES_PER_THREAD * torch.get_num_threads()
     return -(-lines // block) * block
-
-
-@contextmanager
-def one_kernel() -> Iterator[None]:
-    """Every matrix product on the same kernel, whatever its size: which is fastest depends on what shares the batch."""
-    before, products.LEAST_PRODUCTS = products.LEAST_PRODUCTS, 0
-    try:
-        yield
-    finally:
-        products.LEAST_PRODUCTS = before
 
 
 def token_logprobs(
@@ -73,7 +61,7 @@ class _Chunk:
     def logits(self, start: int) -> Tensor:
         """(N, PIECE) float32: logits of the tokens from `start` on."""
         stop = start + self.size
-        return products.linear(self.hidden, self.weight[start:stop], None if self.bias is None else self.bias[start:stop]).float()
+        return linear(self.hidden, self.weight[start:stop], None if self.bias is None else self.bias[start:stop]).float()
 
     def scores(self) -> tuple[np.ndarray, np.ndarray]:
         device = self.hidden.device

@@ -19,8 +19,9 @@ from ..core.errors import Failed, WrongUse
 from ..core.files import sha256_json
 from ..core.scorer import Ids, Question, Score, Scored, check_question
 from ..models.bert import BERT
+from ..models.linear import one_kernel
 from .causal import BATCH_TOKENS, batches, halving
-from .logits import one_kernel, token_logprobs, whole_blocks
+from .logits import token_logprobs, whole_blocks
 
 MASK = "[MASK]"
 

@@ -7,6 +7,8 @@ other processors and dtypes, autocast, sharded tensors, products too small to ma
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -38,6 +40,17 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     ):
         return _Linear.apply(x, weight_OI, bias_O)
     return F.linear(x, weight_OI, bias_O)
+
+
+@contextmanager
+def one_kernel() -> Iterator[None]:
+    """Every matrix product on the same kernel, whatever its size: which is fastest depends on what shares the batch."""
+    global LEAST_PRODUCTS
+    before, LEAST_PRODUCTS = LEAST_PRODUCTS, 0
+    try:
+        yield
+    finally:
+        LEAST_PRODUCTS = before
 
 
 @functools.cache
