@@ -165,9 +165,10 @@ def main() -> int:
         claims += compare(f"{name}-fp16", ours, fp16, "fp16 ring all-reduce (half of fp32)", {"bytes": None})
         if world == 2:
             claims += compare("bf16", runs("bf16", 2), base, "fp32 ring all-reduce", {"bytes": 2.0, "loss": WITHIN})
-            power, without = runs("PowerSGD", 2), runs("PowerSGD without feedback", 2)
-            claims += compare("powersgd-feedback", power, without, "PowerSGD without error feedback", {"loss": 1.0})
-            claims += compare("powersgd", power, base, "fp32 ring all-reduce", {"bytes": None, "loss": None})
+        power, without = runs("PowerSGD", world), runs("PowerSGD without feedback", world)
+        name = f"powersgd-{world}-ranks"
+        claims += compare(f"{name}-feedback", power, without, "PowerSGD without error feedback", {"loss": 1.0})
+        claims += compare(name, power, base, "fp32 ring all-reduce", {"bytes": None, "loss": None})
     settings = {"steps": chosen.steps, "warmup_fraction": WARMUP_FRACTION, "seeds": len(seeds), "power_rank": POWER_RANK} | ADAM
     finish("prove_compression", claims, kind="proof", settings=settings)
     return 0 if all(c.met is not False for c in claims) else 1

@@ -10,14 +10,16 @@ table 2; for the encoder the same sums over its own shape. Collectives: what `tr
 the stages in the middle.
 """
 
-import gc
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from throughline.benchmarks.common import claim, finish, parser
+from throughline.benchmarks.forked import run_ranks, warm
 from throughline.core.console import table
 from throughline.models.config import BERTConfig, ModelConfig
 from throughline.models.presets import preset
@@ -26,6 +28,7 @@ from throughline.train.parallel.layout import Layout
 from throughline.train.parallel.simulate import Simulated, simulate
 
 FLOPS_PERCENT, KEPT_PERCENT, SECONDS = 0.1, 1.0, 60.0
+CORES = 2  # processes that share the cases
 
 
 @dataclass(frozen=True)
@@ -174,11 +177,16 @@ def lines(rows: list[Row]) -> list[str]:
 
 def main() -> int:
     given = parser(__doc__.splitlines()[0]).parse_args()
-    gc.freeze()  # every simulation collects garbage, and need not walk the modules again
-    start, rows = time.monotonic(), []
-    for scale in SCALES:
-        ranks = [r for r in scale.pipeline_ranks() if not given.quick or r in (0, scale.layout.pipeline - 1)]
-        rows += [measure(scale, rank, recompute) for rank in ranks for recompute in ("none", "selective", "full")]
+    start = time.monotonic()
+    warm()
+    cases = [
+        (scale, rank, recompute)
+        for scale in SCALES
+        for rank in scale.pipeline_ranks() if not given.quick or rank in (0, scale.layout.pipeline - 1)
+        for recompute in ("none", "selective", "full")
+    ]  # fmt: skip
+    parts = run_ranks(CORES, lambda: [measure(*case) for case in cases[int(os.environ["RANK"]) :: CORES]])
+    rows = [row for turn in zip_longest(*parts) for row in turn if row is not None]
     seconds = time.monotonic() - start
     print("\n".join(lines(rows)))
     exact = sum(row.found.parameters == row.parameters for row in rows)
