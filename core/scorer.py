@@ -29,11 +29,16 @@ class Score:
     """The answer to one pair."""
 
     logprob: float  # nats, summed over the continuation's tokens
-    greedy: bool  # every token of the continuation is the arg-max (the first one, on a tie)
+    right: int  # tokens of the continuation that are the arg-max (the first one, on a tie)
     tokens: int  # scored tokens
     truncated: int = 0  # context tokens dropped from the left to fit the window
-    rank: int = 0  # one-token answers of a masked model: how many tokens are more probable
+    rank: int = 0  # answers at a [MASK]: how many tokens are more probable, of the worst of them
     token_logprobs: tuple[float, ...] = ()  # filled when the scorer was asked to keep them
+
+    @property
+    def greedy(self) -> bool:
+        """Every token of the continuation is the arg-max."""
+        return self.right == self.tokens
 
 
 Scored = list[tuple[int, tuple[Score, ...]]]
@@ -62,7 +67,8 @@ class Scorer(Protocol):
 
     `recipe` holds the facts that are printed beside every score (scorer, window, bos, dtype, ...); equal recipes on equal
     weights give equal scores. `identity` is a hash of weights, tokenizer and recipe: the key of stored answers.
-    `window` is the longest input in tokens, `prefix` the token that stands for an empty context.
+    `window` is the longest input in tokens, `prefix` the token that stands for an empty context, `mask` the one that hides another
+    (None where a model reads from left to right): a context with masks in it asks what stands there, one answer token a mask.
     """
 
     recipe: dict[str, Any]
@@ -71,6 +77,9 @@ class Scorer(Protocol):
 
     @property
     def prefix(self) -> int: ...
+
+    @property
+    def mask(self) -> int | None: ...
 
     def tokenize(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, nothing added."""

@@ -49,6 +49,10 @@ class CausalText:
             fix="choose tasks with a context, or a tokenizer with an end-of-text token",
         )
 
+    @property
+    def mask(self) -> None:
+        """No token hides another."""
+
     def tokenize(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, without BOS."""
         if not texts:
@@ -152,7 +156,7 @@ class CausalScorer(CausalText):
                 done = part.stop
                 kept = tuple(logprobs[part].tolist()) if self.keep_tokens else ()
                 total = float(logprobs[part].sum(dtype=np.float64))
-                scores.append(Score(total, bool(greedy[part].all()), len(target), truncated, token_logprobs=kept))
+                scores.append(Score(total, int(greedy[part].sum()), len(target), truncated, token_logprobs=kept))
             answers.append(tuple(scores))
         return answers
 

@@ -117,7 +117,7 @@ class ExportedScorer(CausalText):
             tokens, greedy = _predicted(rows_TV, targets)
             kept = tuple(tokens.tolist()) if self.keep_tokens else ()
             total = float(tokens.sum(dtype=np.float64))
-            answers.append(Score(total, bool(greedy.all()), len(targets), truncated, token_logprobs=kept))
+            answers.append(Score(total, int(greedy.sum()), len(targets), truncated, token_logprobs=kept))
         return tuple(answers)
 
 
@@ -142,18 +142,22 @@ class ExportedMaskedScorer(MaskedText):
 
     def predict(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `MaskedText.predict`; the last bits may depend on what shares a batch."""
-        lines = np.concatenate([self.masked(row) for row in rows])
-        places = np.concatenate([row.asked for row in rows])
-        targets = np.concatenate([row.targets for row in rows])
+        lines, owner, places, targets = self.masked(rows)
+        begins = np.searchsorted(owner, np.arange(len(lines) + 1))
+        most = int(np.diff(begins).max())  # asked of one line
         found = []
-        at_once = max(1, min(self.batch_tokens // lines.shape[1], LOGITS // self.backend.vocab_size))
+        at_once = max(1, min(self.batch_tokens // lines.shape[1], LOGITS // self.backend.vocab_size // most))
         for first in range(0, len(lines), at_once):
-            part = slice(first, first + at_once)
-            ids = lines[part]
-            out = self.backend.forward(ids, np.zeros_like(ids), np.ones(ids.shape, bool), places[part, None])
-            logits_TV = out["mlm_logits"][:, 0]
-            chosen = logits_TV[np.arange(len(ids)), targets[part]]
-            above = (logits_TV > chosen[:, None]).sum(axis=1) if self.cloze(rows) else np.zeros(len(ids), np.int64)
+            ids = lines[first : first + at_once]
+            part = slice(begins[first], begins[first + len(ids)])
+            line = owner[part] - first
+            nth = np.arange(part.start, part.stop) - begins[owner[part]]
+            asked = np.zeros((len(ids), most), np.int64)
+            asked[line, nth] = places[part]
+            out = self.backend.forward(ids, np.zeros_like(ids), np.ones(ids.shape, bool), asked)
+            logits_TV = out["mlm_logits"][line, nth]
+            chosen = logits_TV[np.arange(len(line)), targets[part]]
+            above = (logits_TV > chosen[:, None]).sum(axis=1) if self.cloze(rows) else np.zeros(len(line), np.int64)
             found.append((*_predicted(logits_TV, targets[part]), above))
         logprobs, greedy, ranks = zip(*found)
         return np.concatenate(logprobs), np.concatenate(greedy), np.concatenate(ranks)

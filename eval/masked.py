@@ -2,11 +2,11 @@
 
 A pair is [CLS] context continuation [SEP]; the score is the sum over the continuation's tokens of the log-probability of each
 one while it is masked. `original` masks that token alone; `within_word_l2r` (Kauf and Ivanova 2023) also masks the later
-pieces of the same word, so that a rare word's pieces do not give each other away. A context with a [MASK] in it is a
-cloze question: the one-token continuation is predicted in its place.
+pieces of the same word, so that a rare word's pieces do not give each other away. A context with [MASK]s in it is a
+cloze question: the tokens of the continuation are predicted in their places, all at once.
 
-Only continuation tokens are masked, one row each; rows of one length are batched without padding and the head sees one
-position a row, so a score does not depend on what shares its batch.
+Otherwise only continuation tokens are masked, one row each. Rows of one length are batched without padding and the head sees
+the masked positions alone, so a score does not depend on what shares its batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ class MaskedText:
 
     def cloze(self, rows: list["Row"]) -> bool:
         """Whether any row is a cloze question, whose answer's rank counts."""
-        return any(row.ids[row.asked[0]] == self.tokenizer.mask_id for row in rows)
+        return any(row.given for row in rows)
 
     def predict(self, rows: list["Row"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows of one length: log-probability, arg-max flag and rank of every asked token, row after row."""
@@ -58,6 +58,11 @@ class MaskedText:
     def prefix(self) -> int:
         """[CLS]: what a document begins with."""
         return self.tokenizer.cls_id
+
+    @property
+    def mask(self) -> int:
+        """[MASK]."""
+        return self.tokenizer.mask_id
 
     def tokenize(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, without [CLS] and [SEP]."""
@@ -85,7 +90,7 @@ class MaskedText:
         for index, question in enumerate(questions):
             check_question(question, self.window)
             rows[index] = [self._row(context, continuation) for context, continuation in question.pairs]
-        sizes = {index: sum(len(row.ids) * len(row.asked) for row in row_list) for index, row_list in rows.items()}
+        sizes = {index: sum(len(row.ids) * row.lines for row in row_list) for index, row_list in rows.items()}
         for batch in batches(sizes, self.batch_tokens):
             yield from halving(batch, lambda part: self._answer([rows[index] for index in part]))
 
@@ -101,15 +106,15 @@ class MaskedText:
     def _row(self, context: Ids, continuation: Ids) -> "Row":
         tokenizer = self.tokenizer
         if tokenizer.mask_id in context:
-            if len(continuation) != 1 or context.count(tokenizer.mask_id) != 1:
+            if context.count(tokenizer.mask_id) != len(continuation):
                 why = f"{context.count(tokenizer.mask_id)} masks, an answer of {len(continuation)} tokens"
-                raise Failed("not a cloze question", why=why, fix="give contexts with one [MASK] and answers of one token")
+                raise Failed("not a cloze question", why=why, fix="give contexts with one [MASK] for each token of the answer")
             if len(context) > self.window:
                 why, fix = f"{len(context):,} tokens, the window has {self.window:,}", "shorten or remove the record"
                 raise Failed("a cloze question is longer than the model's window", why=why, fix=fix)
             ids = np.array([tokenizer.cls_id, *context, tokenizer.sep_id], np.int64)
             asked = np.flatnonzero(ids == tokenizer.mask_id)
-            return Row(ids, asked, np.array(continuation, np.int64), 0)
+            return Row(ids, asked, np.array(continuation, np.int64), 0, given=True)
         if context[:1] == (tokenizer.cls_id,):  # a document's windows bring their prefix
             context = context[1:]
         room = self.window - len(continuation)
@@ -119,8 +124,17 @@ class MaskedText:
         asked = np.arange(first, first + len(continuation))
         return Row(ids, asked, ids[asked].copy(), len(context) - len(kept))
 
-    def masked(self, row: "Row") -> np.ndarray:
-        """(asked, S): the row once for each asked token, with that token (and later pieces of its word) masked."""
+    def masked(self, rows: list["Row"]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Rows of one length as lines (L, S) to predict, and for each asked token (T,): its line, its place there, its id."""
+        lines = np.concatenate([self._masked(row) for row in rows])
+        per_line = [len(row.asked) // row.lines for row in rows for _ in range(row.lines)]
+        places, targets = (np.concatenate(parts) for parts in zip(*((row.asked, row.targets) for row in rows)))
+        return lines, np.repeat(np.arange(len(lines)), per_line), places, targets
+
+    def _masked(self, row: "Row") -> np.ndarray:
+        """The row once for each asked token, with that token (and later pieces of its word) masked; masked already, once."""
+        if row.given:
+            return row.ids[None]
         made = np.tile(row.ids, (len(row.asked), 1))
         for line, place in enumerate(row.asked):
             stop = place + 1
@@ -146,7 +160,7 @@ class MaskedText:
     def _score(self, row: "Row", logprobs: np.ndarray, greedy: np.ndarray, above: np.ndarray) -> Score:
         kept = tuple(logprobs.tolist()) if self.keep_tokens else ()
         total = float(logprobs.sum(dtype=np.float64))
-        return Score(total, bool(greedy.all()), len(row.asked), row.truncated, int(above.max()), kept)
+        return Score(total, int(greedy.sum()), len(row.asked), row.truncated, int(above.max()), kept)
 
 
 class MaskedScorer(MaskedText):
@@ -177,9 +191,8 @@ class MaskedScorer(MaskedText):
     @one_kernel()
     def predict(self, rows: list["Row"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `MaskedText.predict`."""
-        lines = np.concatenate([self.masked(row) for row in rows])
-        places = np.concatenate([row.asked for row in rows])
-        targets = np.concatenate([row.targets for row in rows])
+        lines, owner, places, targets = self.masked(rows)
+        begins = np.searchsorted(owner, np.arange(len(lines) + 1))
         features = []
         at_once = max(1, self.batch_tokens // lines.shape[1])
         for first in range(0, len(lines), at_once):
@@ -187,18 +200,21 @@ class MaskedScorer(MaskedText):
             # whole blocks of lines for the matrix products, as in logits.py: a small batch repeats its rows
             least = -(-whole_blocks(1) // lines.shape[1])
             ids = torch.from_numpy(np.resize(part, (max(len(part), least), lines.shape[1]))).to(self.device)
-            place = torch.from_numpy(places[first : first + at_once]).to(self.device)
-            hidden_BSW = self.model.hidden(ids)
-            features.append(hidden_BSW[torch.arange(len(part), device=self.device), place])
+            asked = slice(begins[first], begins[first + len(part)])
+            line, place = (torch.from_numpy(array[asked]).to(self.device) for array in (owner - first, places))
+            features.append(self.model.hidden(ids)[line, place])
         hidden_NW = torch.cat(features)
-        filled = torch.from_numpy(np.resize(np.arange(len(lines)), whole_blocks(len(lines)))).to(self.device)
+        filled = torch.from_numpy(np.resize(np.arange(len(places)), whole_blocks(len(places)))).to(self.device)
         hidden_NW = self.model.mlm_features(hidden_NW[filled])
         table, bias = self.model.token_table.weight, self.model.mlm_bias
-        return token_logprobs(table, bias, hidden_NW, np.arange(len(lines)), targets, ranks=self.cloze(rows))
+        return token_logprobs(table, bias, hidden_NW, np.arange(len(places)), targets, ranks=self.cloze(rows))
 
 
 class Row:
-    """[CLS] context continuation [SEP], the places asked for and what stands there."""
+    """[CLS] context continuation [SEP], the places asked for and what stands there; `given` when they are masked already."""
 
-    def __init__(self, ids: np.ndarray, asked: np.ndarray, targets: np.ndarray, truncated: int) -> None:
-        self.ids, self.asked, self.targets, self.truncated = ids, asked, targets, truncated
+    def __init__(
+        self, ids: np.ndarray, asked: np.ndarray, targets: np.ndarray, truncated: int, *, given: bool = False
+    ) -> None:
+        self.ids, self.asked, self.targets, self.truncated, self.given = ids, asked, targets, truncated, given
+        self.lines = 1 if given else len(asked)

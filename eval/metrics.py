@@ -46,6 +46,11 @@ def _weighted_perplexity(rows: Rows) -> np.ndarray:
     return np.exp(-rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1))
 
 
+def _share(rows: Rows) -> np.ndarray:
+    """Right answers over all; lines are (right, asked)."""
+    return rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1)
+
+
 def _bits(rows: Rows) -> np.ndarray:
     return -rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1) / math.log(2)
 
@@ -72,6 +77,8 @@ METRICS: dict[str, Metric] = {
     "p_at_10": Metric(_mean, mean=True),
     "f1": Metric(lambda rows: _f1_of(rows, 1)),
     "f1_macro": Metric(_f1_macro),
+    "mlm_accuracy": Metric(_share),
+    "mlm_perplexity": Metric(_weighted_perplexity, higher=False),
     "perplexity": Metric(_perplexity, higher=False),
     "word_perplexity": Metric(_weighted_perplexity, higher=False),
     "byte_perplexity": Metric(_weighted_perplexity, higher=False),

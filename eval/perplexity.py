@@ -2,12 +2,16 @@
 
 Every token of a text is predicted exactly once. `rolling` is lm-evaluation-harness's protocol (documents apart, disjoint
 windows, the first token predicted from the prefix token); `stream` is Megatron-LM's (one stream, no prefix, overlapping
-windows of which only the last `stride` targets count). Under a masked scorer the same sums are pseudo-log-likelihoods.
+windows of which only the last `stride` targets count). Under a masked scorer the same sums are pseudo-log-likelihoods; `hidden`
+asks it for many tokens of a window at once, as it was trained (Devlin et al. 2019).
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Sequence
+
+import numpy as np
 
 from ..core.scorer import Ids, Question, Score
 from .task import Item
@@ -38,6 +42,29 @@ def stream(ids: Ids, window: int, stride: int) -> list[Question]:
         questions.append(Question(((ids[first:done], ids[done:stop]),)))
         done = stop
     return questions
+
+
+def hidden(ids: Ids, window: int, mask: int, share: float) -> list[Question]:
+    """Disjoint windows with `share` of their tokens, one at least, masked at once; which ones is drawn from the window's ids."""
+    questions = []
+    for start in range(0, len(ids), window):
+        row = np.array(ids[start : start + window], np.int64)
+        seed = int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:8], "little")
+        count = max(1, round(share * len(row)))
+        places = np.sort(np.random.Generator(np.random.Philox(key=seed)).permutation(len(row))[:count])
+        targets = tuple(row[places].tolist())
+        row[places] = mask
+        questions.append(Question(((tuple(row.tolist()), targets),)))
+    return questions
+
+
+def hidden_outcome(scores: Sequence[Score]) -> dict[str, list[float]]:
+    """Of one document: hidden tokens that the model names, the log-probability of all of them, their number."""
+    tokens = float(sum(score.tokens for score in scores))
+    return {
+        "mlm_accuracy": [float(sum(score.right for score in scores)), tokens],
+        "mlm_perplexity": [math.fsum(score.logprob for score in scores), tokens],
+    }
 
 
 def document_outcome(item: Item, scores: Sequence[Score]) -> dict[str, list[float]]:

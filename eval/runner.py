@@ -18,10 +18,11 @@ from ..core.scorer import Question, Score, Scorer, check_question
 from ..core.workspace import Workspace, read_records
 from .fewshot import with_examples
 from .metrics import METRICS, aggregate, choice_outcome, exact_match_outcome, loglikelihood_outcome, random_baseline
-from .perplexity import document_outcome, rolling, stream, stream_outcome
+from .perplexity import document_outcome, hidden, hidden_outcome, rolling, stream, stream_outcome
 from .task import BoundTask, Item
 
 Outcome = dict[str, list[float]]
+ANSWERS = 2  # form of the stored answers, part of their keys
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class _Asked:
             asked = [f"{item.context}\0{task.until}\0{task.max_tokens}" for item in self.items]
         else:
             asked = [repr(question.pairs) for question in self.questions]
-        self.keys = [hashlib.sha256(f"{scorer.identity}\0{text}".encode()).hexdigest()[:24] for text in asked]
+        self.keys = [hashlib.sha256(f"{ANSWERS}\0{scorer.identity}\0{text}".encode()).hexdigest()[:24] for text in asked]
 
     def _items(self) -> list[Item]:
         bound, settings = self.bound, self.settings
@@ -199,18 +200,24 @@ class _Asked:
             contexts = scorer.tokenize([item.context for item in items])
             return [[] for _ in items], [max(0, len(ids) - room) for ids in contexts]
         questions = list(self._questions(items))
-        if task.kind in ("rolling", "stream"):  # windows of one text lose nothing
+        if task.kind in ("rolling", "stream", "masked"):  # windows of one text lose nothing
             return questions, [0] * len(items)
         return questions, [sum(map(scorer.lost, mine)) for mine in questions]
 
     def _questions(self, items: list[Item]) -> Iterator[list[Question]]:
         kind, scorer = self.bound.task.kind, self.scorer
-        if kind in ("last_token", "rolling", "stream"):
+        mask = scorer.mask
+        if kind in ("masked", "cloze") and mask is None:
+            why, fix = f"task {self.bound.name} asks what stands behind a mask", "leave the task out, or evaluate a BERT"
+            raise WrongUse("a model that reads from left to right has no masks", why=why, fix=fix)
+        if kind in ("last_token", "rolling", "stream", "masked"):
             for ids in scorer.tokenize([item.text for item in items]):
                 if kind == "last_token":
                     yield [Question(((ids[:-1] or (scorer.prefix,), ids[-1:]),))]
                 elif kind == "rolling":
                     yield rolling(ids, scorer.window, scorer.prefix)
+                elif mask is not None and kind == "masked":
+                    yield hidden(ids, scorer.window, mask, self.bound.task.hidden)
                 else:
                     yield stream(ids, scorer.window, self.bound.task.stride)
         else:
@@ -274,6 +281,8 @@ class _Asked:
             return document_outcome(item, scores)
         if kind == "stream":
             return stream_outcome(item, scores)
+        if kind == "masked":
+            return hidden_outcome(scores)
         if kind == "cloze":
             return {"p_at_1": [float(scores[0].rank < 1)], "p_at_10": [float(scores[0].rank < 10)]}
         return loglikelihood_outcome(scores)
@@ -288,13 +297,13 @@ def answer_fields(kind: str, item: Item) -> list[str]:
 
 def _packed(score: Score) -> list[Any]:
     """A score as a short JSON list (numbers come back bit for bit)."""
-    packed = [score.logprob, int(score.greedy), score.tokens, score.truncated, score.rank]
+    packed = [score.logprob, score.right, score.tokens, score.truncated, score.rank]
     return [*packed, list(score.token_logprobs)] if score.token_logprobs else packed
 
 
 def _unpacked(packed: list[Any]) -> Score:
-    logprob, greedy, tokens, truncated, rank, *kept = packed
-    return Score(logprob, bool(greedy), tokens, truncated, rank, tuple(kept[0]) if kept else ())
+    logprob, right, tokens, truncated, rank, *kept = packed
+    return Score(logprob, right, tokens, truncated, rank, tuple(kept[0]) if kept else ())
 
 
 def group_means(scores: Sequence[TaskScores], groups: dict[str, bool]) -> list[dict[str, Any]]:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from ..core.errors import Failed, WrongUse
 from ..core.files import sha256_json
@@ -20,7 +22,9 @@ from ..core.recipe import Section, build_recipe
 from .sources import Record, TextLayout, find_files, hub_records, read_records
 from .textops import FILTERS
 
-Kind = Literal["multiple_choice", "partial", "loglikelihood", "last_token", "rolling", "stream", "generate_until", "cloze"]
+Kind = Literal[
+    "multiple_choice", "partial", "loglikelihood", "last_token", "rolling", "stream", "generate_until", "cloze", "masked"
+]  # fmt: skip
 
 # What each kind's prompt block must give.
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -32,6 +36,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "stream": ("text",),
     "generate_until": ("context", "answers"),
     "cloze": ("context", "answers"),
+    "masked": ("text",),
 }
 
 
@@ -97,6 +102,8 @@ class Task(Section):
     """Kind generate_until: longest answer in tokens."""
     stride: int = 0
     """Kind stream: new targets per window; 0 = windows do not overlap."""
+    hidden: Annotated[float, Field(gt=0, le=1)] = 0.15
+    """Kind masked: tokens of each window that are hidden at once."""
     members: dict[str, dict[str, str]] = {}
     """Kind of a group: member name -> values for `{keys}` in `source`."""
     mean: bool = False
@@ -141,7 +148,10 @@ class BoundTask:
     @property
     def prompt_hash(self) -> str:
         """Identity of what is asked: kind, prompts and delimiter (12 hex digits)."""
-        asked = self.task.model_dump(mode="json", include={"kind", "prompt", "delimiter", "until", "max_tokens", "stride"})
+        facts = {"kind", "prompt", "delimiter", "until", "max_tokens", "stride"}
+        if self.task.kind == "masked":
+            facts.add("hidden")
+        asked = self.task.model_dump(mode="json", include=facts)
         return sha256_json(asked)[:12]
 
     def files(self, data_dir: Path | None, *, fewshot: bool = False) -> list[Path]:

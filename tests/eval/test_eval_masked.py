@@ -5,8 +5,12 @@ import json
 import pytest
 import torch
 from throughline.core.errors import Failed, WrongUse
+from throughline.eval.causal import CausalScorer
 from throughline.eval.exported import ExportedMaskedScorer
 from throughline.eval.masked import MaskedScorer
+from throughline.eval.perplexity import hidden
+from throughline.eval.runner import Settings, evaluate
+from throughline.eval.task import find_tasks
 
 QUESTIONS = [
     [("", "The unbelievability of reinterpretations astonishes me"), ("", "The unbelievability of cats astonish me")],
@@ -78,11 +82,13 @@ def test_an_exported_bert_scores_like_the_module(bert, bert_tokenizer, tmp_path)
         native = MaskedScorer(bert, bert_tokenizer, pll=pll, keep_tokens=True)
         exported = ExportedMaskedScorer(backend, bert_tokenizer, pll=pll, keep_tokens=True)
         questions = native.encode([*QUESTIONS, [("The capital of France is [MASK] .", "paris")]])
+        (document,) = native.tokenize(["All work and no play makes Jack a dull boy. " * 20])
+        questions += hidden(document, native.window, native.mask, 0.15)
         ours, theirs = answers(native, questions), answers(exported, questions)
         for index, scores in ours.items():
             for a, b in zip(scores, theirs[index], strict=True):
                 assert a.token_logprobs == pytest.approx(b.token_logprobs, abs=1e-4)
-                assert (a.greedy, a.tokens, a.truncated, a.rank) == (b.greedy, b.tokens, b.truncated, b.rank)
+                assert (a.right, a.tokens, a.truncated, a.rank) == (b.right, b.tokens, b.truncated, b.rank)
 
 
 def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, tmp_path) -> None:
@@ -119,7 +125,47 @@ def test_cloze_ranks_the_answer_at_the_mask(bert, bert_tokenizer) -> None:
     assert score.logprob == pytest.approx(float(logprobs[answer[0]]), abs=1e-4)
     assert score.rank == int((logprobs > logprobs[answer[0]]).sum())
     with pytest.raises(Failed, match="cloze"):
-        answers(scorer, scorer.encode([[("It is [MASK] .", "reinterpretations")]]))
+        answers(scorer, scorer.encode([[("It is [MASK] .", "reinterpretations")]]))  # of several tokens
+
+
+def test_hidden_tokens_are_predicted_at_once(bert, bert_tokenizer) -> None:
+    """Against one plain forward a window: every token is in one window, 15 % of each are masked, arg-max and sum are the head's."""
+    scorer = MaskedScorer(bert, bert_tokenizer)
+    (document,) = scorer.tokenize(["All work and no play makes Jack a dull boy. " * 20])
+    questions = hidden(document, scorer.window, bert_tokenizer.mask_id, 0.15)
+    found = answers(scorer, questions)
+    whole: list[int] = []
+    for index, question in enumerate(questions):
+        ((context, targets),) = question.pairs
+        places = [place for place, token in enumerate(context) if token == bert_tokenizer.mask_id]
+        assert len(places) == len(targets) == max(1, round(0.15 * len(context)))
+        restored = list(context)
+        for place, target in zip(places, targets):
+            restored[place] = target
+        whole += restored
+        with torch.no_grad():
+            row = torch.tensor([[bert_tokenizer.cls_id, *context, bert_tokenizer.sep_id]])
+            logprobs = torch.log_softmax(bert(row)[0, [1 + place for place in places]], -1)
+        (score,) = found[index]
+        assert score.logprob == pytest.approx(float(logprobs[range(len(targets)), targets].sum()), abs=1e-4)
+        assert score.right == int((logprobs.argmax(-1) == torch.tensor(targets)).sum())
+    assert tuple(whole) == document and len(questions) > 2
+
+
+def test_accuracy_at_hidden_tokens_of_a_task(bert, bert_tokenizer, gpt, gpt2_tokenizer, tmp_path) -> None:
+    """Over a user's own text: the share of all hidden tokens, not the mean of the documents' shares; a GPT is refused."""
+    (tmp_path / "text.txt").write_text("the cat sat\n" + "a much longer line of words about the sea and the land\n" * 3)
+    (tmp_path / "own.toml").write_text(
+        'about = "own"\nkind = "masked"\nmetrics = ["mlm_accuracy", "mlm_perplexity"]\nhidden = 0.5\n'
+        '[source]\nfiles = ["text.txt"]\nlines = 1\n[[prompt]]\nfields = ["lines"]\ntext = "{{ lines[0] }}"\n'
+    )
+    (task,) = find_tasks([str(tmp_path / "own.toml")])
+    (scores,) = evaluate(MaskedScorer(bert, bert_tokenizer), [task], Settings(data_dir=tmp_path))
+    right, asked = map(sum, zip(*(sample["metrics"]["mlm_accuracy"] for sample in scores.samples)))
+    assert asked == sum(answer[2] for sample in scores.samples for (answer,) in sample["answers"])
+    assert scores.summary["metrics"]["mlm_accuracy"]["value"] == right / asked
+    with pytest.raises(WrongUse, match="no masks"):
+        evaluate(CausalScorer(gpt, gpt2_tokenizer), [task], Settings(data_dir=tmp_path))
 
 
 def test_wrong_tokenizer_and_generation_are_refused(bert, gpt2_tokenizer, bert_tokenizer) -> None:
