@@ -8,6 +8,7 @@ import click
 from ..core import console
 from .common import throughline_command
 
+LAUNCHED = "train RECIPE, eval PATH, data tokenize INPUTS..., or doctor (on this machine)"
 ARRAY_MACHINES = 8  # of 8 processes: the 64 shards of a corpus up to 16 GiB
 
 
@@ -22,44 +23,66 @@ ARRAY_MACHINES = 8  # of 8 processes: the 64 shards of a corpus up to 16 GiB
 def command(
     nproc: int | None, emit: str | None, per_machine: int, image: str, restarts: int, arguments: tuple[str, ...]
 ) -> None:
-    """Run COMMAND (train, data tokenize, or doctor) on several processes of this machine, or print the job file that does.
+    """Run COMMAND (train, eval, data tokenize, doctor) on several processes of this machine, or print the job file that does.
 
     \b
     Example:  throughline launch --nproc 2 -- train gpt-shakespeare --set parallel.data=2
+              throughline launch --nproc 2 -- eval runs/gpt --tasks blimp
               throughline launch --emit slurm -- train big.toml > big.sbatch
               throughline launch --nproc 64 --emit slurm -- data tokenize corpus/ --tokenizer tok --out tokens > tokens.sbatch
     A process that dies takes the others along; all start again from the last checkpoint. The exit code is the command's:
-    75 when SIGTERM stopped it with everything saved. `data tokenize` becomes a job array, each machine an element of it.
+    75 when SIGTERM stopped it with everything saved. `eval` shares its questions out, with the same scores. `data tokenize`
+    becomes a job array, each machine an element of it.
     """
     from ..core.errors import WrongUse
-    from ..core.recipe import find_recipe, load_recipe
-    from ..train.recipe import RULES, Recipe
-    from .train import command as train
 
     if arguments[:2] == ("data", "tokenize"):
         _tokenize_array(nproc or ARRAY_MACHINES * per_machine, emit, per_machine, arguments)
         return
-    if arguments[0] == "doctor" and emit is None:
-        from ..core.hardware import machine
-        from ..train.parallel.launch import run_processes
-
-        sys.exit(run_processes(nproc or max(len(machine().gpus), 2), arguments, 0))
-    if arguments[0] != "train":
-        fix = "launch takes: train RECIPE, data tokenize INPUTS..., or doctor (on this machine)"
-        raise WrongUse(f"{arguments[0]} runs in one process", fix=fix)
-    given = train.make_context("train", list(arguments[1:])).params
-    layout = load_recipe(given["recipe"], Recipe, given["overrides"], RULES).parallel.layout()
-    processes = nproc or layout.world
+    made = {"train": _train_job, "eval": _eval_job}.get(arguments[0])
+    if made is None and (arguments[0] != "doctor" or emit is not None):
+        raise WrongUse(f"{arguments[0]} runs in one process", fix=f"launch takes: {LAUNCHED}")
+    processes, name, run_dir, about = made(nproc, arguments) if made else (nproc or _devices(), "doctor", None, "")
     if emit is None:
         from ..train.parallel.launch import run_processes
 
-        sys.exit(run_processes(processes, arguments, restarts))
+        sys.exit(run_processes(processes, arguments, restarts if made else 0))
     from ..train.parallel.jobs import job_file, make_job
 
-    name = find_recipe(given["recipe"]).stem
-    job = make_job(arguments, processes, per_machine, name, given["run_dir"] or f"runs/{name}", layout.describe())
+    job = make_job(arguments, processes, per_machine, name, run_dir, about)
     text = job_file(emit, job, image)
     console.result({"kind": emit, "machines": job.machines, "processes": processes, "text": text}, text.splitlines())
+
+
+def _devices() -> int:
+    """A process for each GPU of this machine, else two."""
+    from ..core.hardware import machine
+
+    return max(len(machine().gpus), 2)
+
+
+def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str]:
+    """(processes, name, the run's directory, the layout in words)."""
+    from ..core.recipe import find_recipe, load_recipe
+    from ..train.recipe import RULES, Recipe
+    from .train import command as train
+
+    given = train.make_context("train", list(arguments[1:])).params
+    layout = load_recipe(given["recipe"], Recipe, given["overrides"], RULES).parallel.layout()
+    name = find_recipe(given["recipe"]).stem
+    return nproc or layout.world, name, given["run_dir"] or f"runs/{name}", layout.describe()
+
+
+def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str]:
+    """The same of an evaluation, which has no run directory: started again it asks what is not answered yet."""
+    from ..core.errors import WrongUse
+    from .eval import command as evaluation
+
+    given = evaluation.make_context("eval", list(arguments[1:])).params
+    if given["path"] is None:
+        raise WrongUse("nothing to evaluate", where="launch -- eval", fix="give the PATH of a model")
+    processes = nproc or _devices()
+    return processes, f"eval-{Path(given['path']).name}", None, f"one evaluation, its questions shared by {processes} processes"
 
 
 def _tokenize_array(processes: int, emit: str | None, per_machine: int, arguments: tuple[str, ...]) -> None:

@@ -14,7 +14,8 @@ HERE = Path(__file__).parent
 def cli_page() -> str:
     """Help of every command, as it prints at 100 columns."""
     parts = ["# Command line", "", "Made by `make reference` from the program; a test checks that it is current.", ""]
-    top = click.Context(main, info_name="throughline", terminal_width=100, max_content_width=100)
+    settings = main.context_settings  # the names of the help option among them, which a command keeps from its first context
+    top = click.Context(main, info_name="throughline", terminal_width=100, **settings | {"max_content_width": 100})
     for verb in VERBS:
         command = main.get_command(top, verb)
         assert command is not None

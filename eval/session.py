@@ -46,7 +46,7 @@ class Request:
     @property
     def options(self) -> ScorerOptions:
         return ScorerOptions(
-            self.device, self.bos, self.window, self.batch_tokens, keep_tokens=self.against is not None, pll=self.pll
+            own_gpu(self.device), self.bos, self.window, self.batch_tokens, keep_tokens=self.against is not None, pll=self.pll
         )
 
     @property
@@ -129,12 +129,15 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
             raise WrongUse("nothing to evaluate", why="no tasks, and not a run with a validation split", fix="give --tasks")
         return {}
     from ..core.recipe import load_recipe
-    from ..train.build import plan_run
+    from ..train.build import validation_plan
     from ..train.evaluate import Validation
+    from ..train.precision import pick_device
     from ..train.recipe import Recipe
 
     try:
-        plan = plan_run(load_recipe(run / "recipe.toml", Recipe))
+        recipe, device = load_recipe(run / "recipe.toml", Recipe), opened.model.token_table.weight.device
+        pick_device(device.type, recipe.train.precision)
+        plan = validation_plan(recipe, device)
     except (WrongUse, Refused) as error:
         if needed:
             raise
@@ -183,6 +186,17 @@ def join_ranks() -> Ranks:
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may wait long for the slowest one
     return Ranks(dist.get_rank(), world, dist.barrier)
+
+
+def own_gpu(device: str) -> str:
+    """Under a launcher `cuda` is the GPU of this process. Raises WrongUse when the machine has fewer than processes."""
+    if device != "cuda":
+        return device
+    import torch
+
+    from ..train.parallel.mesh import own_device
+
+    return str(own_device(torch.device(device)))
 
 
 def task_listing() -> tuple[dict[str, Any], list[str]]:

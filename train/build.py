@@ -97,19 +97,24 @@ def plan_run(recipe: Recipe) -> Plan:
     lacks and a model larger than memory.
     """
     device = own_device(pick_device(recipe.train.device, recipe.train.precision))
-    corpus = open_corpus(recipe)
-    config = model_config(recipe, corpus.vocab_size)
+    plan = validation_plan(recipe, device)
     train_section = recipe.train
     require_world(
-        recipe.parallel.layout(), running_processes()[1], config,
+        recipe.parallel.layout(), running_processes()[1], plan.config,
         train_section.sequence_length, train_section.rows_per_step, train_section.rows_per_micro_batch,
     )  # fmt: skip
+    return replace(plan, memory=check_memory(plan.config, recipe, device))
+
+
+def validation_plan(recipe: Recipe, device: torch.device) -> Plan:
+    """The same for measuring a trained model on any machine, whatever layout it was trained in: nothing about memory."""
+    corpus = open_corpus(recipe)
     return Plan(
         recipe=recipe,
         family=model_family(recipe),
-        config=config,
+        config=model_config(recipe, corpus.vocab_size),
         device=device,
-        memory=check_memory(config, recipe, device),
+        memory={},
         train_stores=corpus.train,
         validation_stores=corpus.validation,
         tokenizer=corpus.tokenizer,

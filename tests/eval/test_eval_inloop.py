@@ -111,3 +111,17 @@ def test_what_cannot_be_scored_is_refused_before_the_first_step(recipe: str, tmp
         result = call("train", recipe, *(word for change in changes for word in ("--set", change)))
         assert (result.exit_code, complaint in result.stderr) == (code, True), result.stderr
         assert not (tmp_path / "runs").exists()
+
+
+def test_the_split_is_measured_on_any_machine(recipe: str, tmp_path: Path) -> None:
+    """A run of eight processes on GPUs, by its recipe: on one CPU the figures are still those of the run's last step."""
+    result = call("train", recipe, "--set", "train.steps=2", "--set", "evaluation.tasks=[]", "--json")
+    assert result.exit_code == 0, result.output
+    wanted = json.loads(result.stdout)["validation"]
+    written = tmp_path / "runs/small/recipe.toml"
+    changed = written.read_text().replace('device = "cpu"', 'device = "cuda"').replace("tensor = 1", "tensor = 8")
+    assert changed.count("cuda") == 1 and changed.count("tensor = 8") == 1
+    written.write_text(changed)
+    result = call("eval", "runs/small", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["validation"] == pytest.approx(wanted)

@@ -314,15 +314,12 @@ def test_killed_at_any_point_the_command_goes_on_to_the_same_report(gpt_director
 
 @pytest.mark.slow
 def test_three_processes_write_the_report_of_one(gpt_directory: Path, tmp_path: Path) -> None:
-    """The command itself under a launcher's variables: three processes and one give equal results."""
+    """`throughline launch -- eval` on three processes and the command alone give equal results."""
     tasks = ["--tasks", "lambada_openai,blimp_wh_island", "--limit", "40"]
-    command = [sys.executable, "-m", "throughline.cli.main", "eval", str(gpt_directory), *tasks]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29712"}
-    subprocess.run([*command, "--out", str(tmp_path / "one")], check=True, env=environment)
-    processes = [
-        subprocess.Popen([*command, "--out", str(tmp_path / "three")], env=environment | {"RANK": str(rank), "WORLD_SIZE": "3"})
-        for rank in range(3)
-    ]
-    assert [process.wait(timeout=300) for process in processes] == [0, 0, 0]
+    program, command = [sys.executable, "-m", "throughline.cli.main"], ["eval", str(gpt_directory), *tasks]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*program, *command, "--out", str(tmp_path / "one")], check=True, env=environment)
+    launched = [*program, "launch", "--nproc", "3", "--", *command, "--out", str(tmp_path / "three")]
+    subprocess.run(launched, check=True, env=environment, timeout=300)
     for name in ("results.json", "samples.jsonl"):
         assert (tmp_path / "one" / "scores" / name).read_text() == (tmp_path / "three" / "scores" / name).read_text()

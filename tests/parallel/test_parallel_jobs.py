@@ -59,6 +59,23 @@ def test_shellcheck_finds_nothing(kind: str, per_machine: int, tmp_path: Path) -
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize("kind", ["torchrun", "slurm", "kubernetes"])
+def test_an_evaluation_has_job_files_too(kind: str) -> None:
+    """They hold the command; nothing in them waits for a run's checkpoints."""
+    arguments = ["--json", "--nproc", "16", "--emit", kind, "--", "eval", "runs/gpt", "--tasks", "blimp"]
+    done = CliRunner().invoke(command, arguments)
+    assert done.exit_code == 0, done.output
+    text = json.loads(done.stdout)["text"]
+    assert "eval runs/gpt --tasks blimp" in text and "None" not in text.replace("clusterIP: None", "")
+    assert "events.jsonl" not in text and "checkpoint" not in text
+    if kind == "kubernetes":
+        yaml, schema = pytest.importorskip("yaml"), pytest.importorskip("kubernetes_validate")
+        for document in yaml.safe_load_all(text):
+            schema.validate(document, schema.latest_version(), strict=True)
+    else:
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
 def test_a_stopped_job_goes_back_into_the_queue_and_no_other(tmp_path: Path) -> None:
     """The script is run with commands of Slurm that only say what they are asked. An old event starts no circle of requeues."""
     text = emit(tmp_path, "slurm", "--per-machine", "16")["text"]

@@ -24,12 +24,17 @@ class Job:
     processes: int
     per_machine: int
     name: str
-    run_dir: str
+    run_dir: str | None  # of a run, which saves when it is asked to stop
     describe: str  # the layout in words
 
     @property
     def machines(self) -> int:
         return self.processes // self.per_machine
+
+    @property
+    def later(self) -> str:
+        """What becomes of a job whose time is over."""
+        return "a longer run continues after each requeue" if self.run_dir else "submitted again it continues"
 
     def torchrun(self, rank: str, first: str) -> str:
         """The command on each machine; `rank` and `first` are shell words for its number and the first machine's name."""
@@ -48,7 +53,7 @@ class Job:
 
 
 def make_job(
-    arguments: Sequence[str], processes: int, per_machine: int, name: str, run_dir: str, describe: str
+    arguments: Sequence[str], processes: int, per_machine: int, name: str, run_dir: str | None, describe: str
 ) -> Job:
     """Raises WrongUse when the processes are no whole number of machines."""
     per_machine = min(per_machine, processes)
@@ -86,7 +91,21 @@ exec {job.command('"$NODE_RANK"', '"$FIRST_MACHINE"')}
 
 
 def slurm_script(job: Job) -> str:
-    """A batch file for sbatch."""
+    """A batch file for sbatch. A run goes back into the queue; of anything else the same command continues."""
+    signal = f"""\
+# SIGTERM to the steps {GRACE_SECONDS} s before the time is over: the run saves, and the job goes back into the queue
+#SBATCH --signal=TERM@{GRACE_SECONDS}
+"""
+    begin = f"""\
+events={shlex.quote(f"{job.run_dir}/events.jsonl")}
+begun=$(date +%s)
+"""
+    again = """\
+# stopped by this job with everything saved: the same command continues
+if [ -e "$events" ] && [ "$(stat -c %Y "$events")" -ge "$begun" ] && tail -n 1 "$events" | grep -q '"event": "stopped"'; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
     return f"""\
 #!/bin/bash
 # {job.describe}
@@ -95,24 +114,16 @@ def slurm_script(job: Job) -> str:
 #SBATCH --nodes={job.machines}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={job.per_machine}
-#SBATCH --time=24:00:00 # what your partition allows; a longer run continues after each requeue
-# SIGTERM to the steps {GRACE_SECONDS} s before the time is over: the run saves, and the job goes back into the queue
-#SBATCH --signal=TERM@{GRACE_SECONDS}
-#SBATCH --requeue
+#SBATCH --time=24:00:00 # what your partition allows; {job.later}
+{signal if job.run_dir else ""}#SBATCH --requeue
 #SBATCH --open-mode=append
 set -uo pipefail
 {ENVIRONMENT}
-events={shlex.quote(job.run_dir + "/events.jsonl")}
-begun=$(date +%s)
-FIRST_MACHINE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+{begin if job.run_dir else ""}FIRST_MACHINE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export FIRST_MACHINE
 srun --kill-on-bad-exit=1 bash -c {shlex.quote("exec " + job.command('"$SLURM_NODEID"', '"$FIRST_MACHINE"'))}
 code=$?
-# stopped by this job with everything saved: the same command continues
-if [ -e "$events" ] && [ "$(stat -c %Y "$events")" -ge "$begun" ] && tail -n 1 "$events" | grep -q '"event": "stopped"'; then
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
+{again if job.run_dir else ""}exit "$code"
 """
 
 
@@ -149,10 +160,10 @@ spec:
         job-name: {job.name}
     spec:
       subdomain: {job.name}
-      restartPolicy: OnFailure # a stopped run (exit 75) continues from its last checkpoint
+      restartPolicy: OnFailure # what was stopped goes on where it was
       terminationGracePeriodSeconds: {GRACE_SECONDS}
       containers:
-        - name: train
+        - name: {job.arguments[0]}
           image: {image}
           command:
             - bash
