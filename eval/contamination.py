@@ -7,7 +7,7 @@ Records shorter than a run cannot be checked and are counted apart.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from ..core.errors import WrongUse
 from .metrics import aggregate
 from .runner import Settings, TaskScores
 from .task import BoundTask, Item
+
+if TYPE_CHECKING:
+    from ..data.store import TokenStore
 
 LENGTH = 13
 PIECE = 1 << 20  # tokens of the store at a time
@@ -58,13 +61,8 @@ def shared_runs(texts: Sequence[np.ndarray], store: Any, length: int = LENGTH) -
     return hit.tolist()
 
 
-def contaminated(
-    path: Path | str, tokenizer: Any, tasks: Sequence[BoundTask], scores: Sequence[TaskScores], settings: Settings
-) -> dict[str, Any]:
-    """Per task: records checked, hits, records too short, and each metric with and without the hits.
-
-    Raises WrongUse when the store was made with another tokenizer.
-    """
+def open_searched(path: Path | str, tokenizer: Any) -> "TokenStore":
+    """The store to search. Raises WrongUse when it was made with another tokenizer."""
     from ..data.store import TokenStore
 
     store = TokenStore.open(path)
@@ -72,6 +70,13 @@ def contaminated(
     if mark and mark != tokenizer.fingerprint():
         why, fix = "the same text has other ids in it", "give a store made with the model's tokenizer"
         raise WrongUse("the token store was made with another tokenizer", where=path, why=why, fix=fix)
+    return store
+
+
+def contaminated(
+    store: "TokenStore", tokenizer: Any, tasks: Sequence[BoundTask], scores: Sequence[TaskScores], settings: Settings
+) -> dict[str, Any]:
+    """Per task: records checked, hits, records too short, and each metric with and without the hits."""
     bound = {task.name: task for task in tasks}
     texts, owners = [], []
     for number, score in enumerate(scores):

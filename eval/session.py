@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..core.console import table, warn
 from ..core.errors import Refused, WrongUse
 from ..core.workspace import Workspace
+from .contamination import contaminated, open_searched
 from .opening import Opened, ScorerOptions, checkpoints_of, open_scorer
 from .report import lines_of, write_scores
 from .runner import Ranks, Settings, TaskScores, evaluate, group_means
@@ -93,11 +94,12 @@ def _score(
     request: Request, tasks: list[BoundTask], ranks: Ranks, out: Path, history: list[dict[str, Any]] | None = None
 ) -> dict[str, Any] | None:
     opened = open_scorer(request.path, request.options)
+    other = None if request.against is None else open_scorer(request.against, request.options)
+    store = None if request.contamination is None else open_searched(request.contamination, opened.tokenizer)
     validation = validation_figures(opened, needed=not tasks) if ranks.rank == 0 else {}
     scores = evaluate(opened.scorer, tasks, request.settings, request.home / "answers", ranks)
     against = None
-    if request.against is not None:
-        other = open_scorer(request.against, request.options)
+    if other is not None and request.against is not None:
         others = evaluate(other.scorer, tasks, request.settings, request.home / "answers", ranks)
         if ranks.rank == 0:
             against = token_gate(scores, others, request.against, request.bound)
@@ -110,10 +112,8 @@ def _score(
     }  # fmt: skip
     if against is not None:
         results["against"] = against
-    if request.contamination is not None:
-        from .contamination import contaminated
-
-        results["contamination"] = contaminated(request.contamination, opened.tokenizer, tasks, scores, request.settings)
+    if store is not None:
+        results["contamination"] = contaminated(store, opened.tokenizer, tasks, scores, request.settings)
     write_scores(out, results, scores, [opened.input], history or ())
     return results
 

@@ -1,6 +1,7 @@
 """Evaluations survive crashes and any number of processes without a trace in the scores; reports and comparisons tell the truth."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Failed, Refused, WrongUse
+from throughline.data.readers import ReadOptions
+from throughline.data.tokenize import tokenize
 from throughline.eval.causal import CausalScorer
 from throughline.eval.compare import compare_scores, mcnemar, paired_test
 from throughline.eval.contamination import shared_runs
@@ -278,6 +281,28 @@ def test_contamination_finds_runs_of_thirteen(monkeypatch: pytest.MonkeyPatch) -
     alike = lambda ids, length: np.zeros(max(0, len(ids) - length + 1), np.uint64)  # noqa: E731
     monkeypatch.setattr("throughline.eval.contamination.window_hashes", alike)
     assert shared_runs([fresh[:20]], _Store(store.ids[:60])) == [False]
+
+
+def test_scores_without_the_records_found_in_training_data(
+    gpt_directory: Path, gpt2_tokenizer, samples: Path, tmp_path: Path
+) -> None:
+    """Three of eight records stand inside longer texts of the store: found, and the clean scores are the other five's."""
+    lines = (samples / "lambada" / "lambada_test.jsonl").read_text().splitlines()[:8]
+    records = [json.loads(line)["text"].replace("\n", " ") for line in lines]
+    (tmp_path / "text.txt").write_text("".join(f"It was said: {records[place]} So it goes.\n" for place in (0, 3, 6)))
+    gpt2_tokenizer.save(tmp_path / "tokenizer")
+    tokenize([str(tmp_path / "text.txt")], tmp_path / "tokenizer", tmp_path / "tokens", options=ReadOptions(documents="line"))
+    request = Request(gpt_directory, "lambada_openai", limit=8, contamination=str(tmp_path / "tokens"), out=tmp_path / "out")
+    payload, lines = evaluate_one(request)
+    found = payload["contamination"]["lambada_openai"]
+    assert (found["checked"], found["hits"], found["too_short"]) == (8, 3, 0)
+    samples_ = [json.loads(line) for line in (tmp_path / "out" / "scores" / "samples.jsonl").read_text().splitlines()]
+    others = [sample["metrics"]["perplexity"] for place, sample in enumerate(samples_) if place not in (0, 3, 6)]
+    assert found["clean"]["perplexity"] == pytest.approx(math.exp(-sum(value for (value,) in others) / 5))
+    assert found["all"]["perplexity"] != found["clean"]["perplexity"] and any("3 of 8 records" in line for line in lines)
+    with pytest.raises(WrongUse, match="no token store"):  # before anything is scored
+        evaluate_one(Request(gpt_directory, "lambada_openai", contamination=str(tmp_path), out=tmp_path / "no"))
+    assert not (tmp_path / "no" / "answers").exists()
 
 
 def test_curves_follow_the_steps() -> None:
