@@ -261,7 +261,7 @@ def wordpiece(bench: Bench, bert: Path, suffix: str) -> list[Claim]:
     name = "wordpiece-numpy"
     claims = [bench.claim(f"wordpiece-vs-tokenizers{suffix}", name, "tokenizers-peer", bert, 8)]
     if installed("tokie"):
-        claims.append(bench.claim(f"wordpiece-vs-tokie{suffix}", name, "tokie", bert, 1))
+        claims.append(bench.claim(f"wordpiece-vs-tokie{suffix}", name, "tokie", bert, 1, 2 * bench.pairs - 1))
     return claims
 
 

@@ -162,7 +162,7 @@ def run_task(
             encode = Encoder(tokenizer, backend, plan.append_eos, plan.sentences)
             for batch in _batches(plan, task, counts, on_bytes):
                 size["characters"] += sum(map(len, batch.texts))
-                size["text_bytes"] += sum(map(len, map(str.encode, batch.texts)))
+                size["text_bytes"] += sum(len(text) if text.isascii() else len(text.encode()) for text in batch.texts)
                 writer.write(*encode(batch))
             record = {
                 "task": task.index,

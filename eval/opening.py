@@ -1,12 +1,11 @@
 """From a path to a scorer: a run, a checkpoint, a model directory or an ONNX artifact, GPT or BERT."""
 
-import ctypes
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ..core.allocator import return_freed_memory
 from ..core.artifact import Input, is_artifact, read_manifest
 from ..core.console import warn
 from ..core.errors import WrongUse
@@ -76,7 +75,7 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
             bos=_wants_bos(options, file, tokenizer), window=options.window,
             batch_tokens=options.batch_tokens, batch_questions=options.batch_questions, keep_tokens=options.keep_tokens,
         )  # fmt: skip
-    _give_memory_back()
+    return_freed_memory()  # scoring would come on top of it
     return Opened(scorer, family, opened.input, _step(opened.input.path), opened.model, tokenizer)
 
 
@@ -88,12 +87,6 @@ def _check_tokenizer(tokenizer: Any, vocab_size: int, file: Path) -> None:
         raise WrongUse("the tokenizer does not belong to the model", where=file, why=f"it has {sizes}", fix=fix)
     if tokenizer.vocab_size < LEAST_SHARE * vocab_size:
         warn(f"{file} has {sizes}: if it is not the model's own, the scores mean nothing")
-
-
-def _give_memory_back() -> None:
-    """What reading weights and a tokenizer left free in glibc's heap, 25 MB for GPT-2's: scoring would come on top of it."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _open_exported(path: Path, options: ScorerOptions) -> Opened:

@@ -2,7 +2,11 @@
 
 import importlib.util
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +34,59 @@ def root() -> Path:
 def samples() -> Path:
     """The sample data that the repository ships."""
     return ROOT / "recipes" / "samples"
+
+
+@pytest.fixture(scope="session")
+def saved_in_layouts() -> Callable[..., dict[str, Path]]:
+    """Writes a checkpoint of one model by processes in each of several layouts."""
+    torch = pytest.importorskip("torch")
+    from throughline.benchmarks.forked import run_ranks, warm
+    from throughline.benchmarks.layout_proof import SEED, make_trainer, own_rows, value_of
+    from throughline.core.artifact import read_manifest
+    from throughline.train.checkpoint import CheckpointWriter, restore
+    from throughline.train.parallel.crew import Crew
+    from throughline.train.parallel.engine import Engine
+    from throughline.train.parallel.layout import Layout
+    from throughline.train.step import train_step
+
+    layouts = {
+        "alone": Layout(),
+        "tensor": Layout(tensor=2),
+        "pipeline": Layout(pipeline=2),
+        "full": Layout(data=2, sharding="full"),
+        "tensor x pipeline": Layout(tensor=2, pipeline=2),
+    }
+
+    def save(case: Any, target: Path, source: Path | None, steps: int, tokenizer: bytes | None) -> None:
+        crew = Crew.start(case.layout, torch.device("cpu"))
+        engine = Engine(case.config, crew.mesh, case.precision, SEED)
+        shapes = {leaf.name: torch.Size(leaf.piece.shape) for leaf in engine.leaves}
+        engine.fill(lambda name, box: value_of(case, name, shapes[name])[box.slices()])
+        trainer = make_trainer(case, engine, None)
+        if source is None:
+            for step in range(steps):
+                train_step(trainer, own_rows(case, engine, step), 1.0)
+        else:
+            restore(source, trainer)
+        writer = CheckpointWriter(target, 0, tokenizer, process=crew.mesh.rank, processes=case.layout.world, token=crew.token)
+        writer.save(trainer)
+        writer.close()
+        crew.wait()
+
+    def write(
+        case: Any, folder: Path, *, steps: int = 0, tokenizer: bytes | None = None, only: Sequence[str] = tuple(layouts)
+    ) -> dict[str, Path]:
+        """Name -> checkpoint: "alone" is made by one process in so many steps, the others take it over."""
+        warm()
+        first, found = folder / "alone" / f"step-{steps:08d}", {}
+        for name in ("alone", *(name for name in only if name != "alone")):
+            layout, source = layouts[name], None if name == "alone" else first
+            run_ranks(layout.world, partial(save, replace(case, layout=layout), folder / name, source, steps, tokenizer))
+            found[name] = folder / name / first.name
+            assert read_manifest(found[name], "checkpoint").facts["layout"]["world"] == layout.world
+        return found
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from ..core.allocator import keep_freed_memory
 from ..core.artifact import MANIFEST, is_artifact, read_manifest
 from ..core.console import amount, duration, progress, say
 from ..core.errors import Failed, Stopped, WrongUse
@@ -24,7 +25,6 @@ from ..core.version import version
 from ..core.workspace import Workspace
 from ..data.loader import Loader
 from ..data.samples import Dataset
-from .allocator import keep_freed_memory
 from .build import Plan, StepBatches, build_trainer, training_rows
 from .checkpoint import CheckpointWriter, find_resumable, restore
 from .corpus import check_inputs

@@ -1,0 +1,25 @@
+"""What glibc does with memory that a program has freed. Another C library is left as it is.
+
+glibc gives large blocks back to the kernel at once and keeps the small ones. A training step takes its blocks again, page by
+page: for GPT-2 124M in bf16 on a CPU 214,000 page faults a step, 0.4 to 1 s of 3.5 s; kept, the heap is 4 % larger. Scoring after
+the weights have been read needs the opposite. GPUs have torch's own allocator.
+"""
+
+import ctypes
+from contextlib import suppress
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+
+
+def keep_freed_memory() -> None:
+    """From here on this process keeps what it frees."""
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(M_MMAP_MAX, 0)  # all from the heap
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # which never shrinks
+
+
+def return_freed_memory() -> None:
+    """Give back what is free now: 25 MB after GPT-2's weights and tokenizer have been read."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
