@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from throughline.benchmarks.layout_proof import Case  # noqa: E402
-from throughline.data.train_tokenizer import train_tokenizer  # noqa: E402
-from throughline.eval.session import Request, evaluate_one  # noqa: E402
-from throughline.train.parallel.layout import Layout  # noqa: E402
+from throughline.benchmarks.layout_proof import Case
+from throughline.data.train_tokenizer import train_tokenizer
+from throughline.eval.session import Request, evaluate_one
+from throughline.train.parallel.layout import Layout
 
 
 def test_scores_are_those_of_one_process(samples: Path, tmp_path: Path, saved_in_layouts: Callable[..., dict[str, Path]]) -> None:

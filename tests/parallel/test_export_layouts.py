@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from click.testing import CliRunner  # noqa: E402
-from throughline.benchmarks.layout_proof import Case  # noqa: E402
-from throughline.cli.main import main  # noqa: E402
-from throughline.core.artifact import read_manifest  # noqa: E402
-from throughline.core.files import sha256_file  # noqa: E402
-from throughline.train.parallel.layout import Layout  # noqa: E402
+from click.testing import CliRunner
+from throughline.benchmarks.layout_proof import Case
+from throughline.cli.main import main
+from throughline.core.artifact import read_manifest
+from throughline.core.files import sha256_file
+from throughline.train.parallel.layout import Layout
 
 
 def exported(checkpoint: Path, out: Path) -> dict[str, str]:
