@@ -348,3 +348,6 @@ def test_three_processes_write_the_report_of_one(gpt_directory: Path, tmp_path: 
     subprocess.run(launched, check=True, env=environment, timeout=300)
     for name in ("results.json", "samples.jsonl"):
         assert (tmp_path / "one" / "scores" / name).read_text() == (tmp_path / "three" / "scores" / name).read_text()
+    wrong = [*program, "launch", "--nproc", "2", "--", "eval", str(tmp_path / "nothere"), *tasks]
+    done = subprocess.run(wrong, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stderr.count("no such model") == 1, "what all processes meet is said once"

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from ...core.console import say, warn
-from ...core.errors import EXIT_FAILED
+from ...core.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_WRONG_USE
 
 EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # the first process writes there what became of it (see cli.common)
 POLL_SECONDS = 0.05
@@ -70,22 +70,29 @@ def _run_once(processes: int, arguments: Sequence[str]) -> tuple[int | None, boo
 
         old = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            codes, first = _watch(running)
+            codes, first = _watch(running, file)
         finally:
             _signal(running, signal.SIGKILL)
             for number, handler in old.items():
                 signal.signal(number, handler)
-        text = file.read_text().split() if file.exists() else []
-        if text and text[1] != "Lost" and codes[0] == int(text[0]):
-            return int(text[0]), stopped, ""
+        said = _said(file)
+        if said is not None and codes[0] == said:
+            return said, stopped, ""
         ended = f"was lost ({signal.Signals(-codes[first]).name})" if codes[first] < 0 else f"ended with exit code {codes[first]}"
         return None, stopped, f"process {first} {ended}"
 
 
-def _watch(running: Sequence[subprocess.Popen]) -> tuple[list[int], int]:
+def _said(file: Path) -> int | None:
+    """The exit code of the first process, if it is final: nothing that another start would mend."""
+    text = file.read_text().split() if file.exists() else []
+    return int(text[0]) if text and text[1] != "Lost" else None
+
+
+def _watch(running: Sequence[subprocess.Popen], file: Path) -> tuple[list[int], int]:
     """Wait for all; once one has ended the others get a grace, then SIGKILL: exit codes, and which ended first.
 
-    Those that are left have nothing to save without the others, and a stopped one would not hear SIGTERM.
+    Those that are left have nothing to save without the others, and a stopped one would not hear SIGTERM. When the first process
+    has said what the user did wrong there is no grace: the others would say it again.
     """
     first_end, first = 0.0, -1
     while None in [worker.poll() for worker in running]:  # each is asked: the first may be the one that stands still
@@ -93,7 +100,8 @@ def _watch(running: Sequence[subprocess.Popen]) -> tuple[list[int], int]:
         if first < 0 and ended:
             first = min(ended, key=lambda rank: running[rank].returncode)  # of several at once the one that was killed
             first_end = time.monotonic()
-        if first >= 0 and time.monotonic() - first_end > GRACE_SECONDS:
+        refused = running[0].returncode in (EXIT_WRONG_USE, EXIT_REFUSED) and _said(file) == running[0].returncode
+        if first >= 0 and (refused or time.monotonic() - first_end > GRACE_SECONDS):
             _signal(running, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
     codes = [worker.returncode for worker in running]
