@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "long_attention": [],
     "checkpoints": [],
     "faults": [],
+    "prove_layouts": [],
     "prove_compression": [],
     "prove_scale": [],
 }
