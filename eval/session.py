@@ -185,7 +185,18 @@ def join_ranks() -> Ranks:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may wait long for the slowest one
-    return Ranks(dist.get_rank(), world, dist.barrier)
+    from ..train.parallel.crew import Lost
+
+    def meet() -> None:
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise Lost(
+                "the processes of the evaluation no longer work together", why=str(error).splitlines()[0],
+                fix="the same command asks what is not answered yet",
+            ) from error
+
+    return Ranks(dist.get_rank(), world, meet)
 
 
 def own_gpu(device: str) -> str:
