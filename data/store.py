@@ -31,7 +31,13 @@ CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 UINT16_VOCABULARY = 65500  # Megatron-LM writes uint16 below this vocabulary size and int32 from it on
 MAPPED_SHARDS = 400
 DOCUMENTS_IN_MEMORY = 1 << 22  # up to here (32 MB) a store keeps where documents begin; beyond, it bisects the mapped index
+PARTIAL = ".partial"  # what a store is called, after its name, until it is whole
 REHASH_BYTES = 1 << 30  # stores up to this size are re-hashed when opened (1.7 GB/s); of larger ones, sizes are checked
+
+
+def partial(out: Path) -> Path:
+    """Where the store `out` is made."""
+    return out.with_name(f"{out.name}{PARTIAL}")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -196,8 +202,8 @@ class TokenStore:
             read = read_manifest(path, "tokens")
             verify_artifact(path, sizes_only=held > REHASH_BYTES)
             facts, identity = dict(read.facts), str(read.hash)
-        elif (path / "state.json").is_file():
-            why = "it has a state.json but no manifest.json: its tokenisation has not finished"
+        elif unfinished := next((place for place in (path, partial(path)) if place.suffix == PARTIAL and place.is_dir()), None):
+            why = f"its tokenisation has not finished: the work is in {unfinished}"
             raise Refused("unfinished token store", where=str(path), why=why, fix="run the same tokenize command again")
         else:
             facts, identity = {"foreign": True}, ""

@@ -24,6 +24,7 @@ from .finalize import alone, finalize
 from .inputs import expand_inputs
 from .plan import Plan, Task, default_shard_bytes, write_plan
 from .readers import Batch, ReadOptions, read
+from .store import partial
 from .tasks import STORE, read_record
 from .text import MAX_REPLACED
 from .tokenizer import FILE, Tokenizer
@@ -66,7 +67,7 @@ def tokenize(
     out = Path(out)
     tokenizer = Tokenizer.load(tokenizer_path)
     plan = make_plan(list(inputs), tokenizer, options, append_eos, sentences, shard_bytes)
-    folder = out.with_name(f"{out.name}.partial")
+    folder = partial(out)
     if not overwrite and (complete := _completed(out, plan, folder)):
         say(f"{out} is complete already: same inputs, tokenizer and settings")
         return complete
