@@ -55,6 +55,7 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
     from ..inference.source import open_model
 
     opened = open_model(path, options.device)
+    return_freed_memory()  # reading a tokenizer comes on top of what is held now
     file = _tokenizer_of(opened.tokenizer, path)
     tokenizer = Tokenizer.load(file)
     family = family_of(opened.model.config)
