@@ -1,6 +1,6 @@
 """Zero-shot evaluation against lm-evaluation-harness: requests per CPU second and peak memory, on the same model and records.
 
-    python benchmarks/eval.py SHARED [--quick] [--records N] [--pairs N] [--only 7m] [--keep FILE --minutes N]
+    python benchmarks/eval.py SHARED [--quick] [--records N] [--pairs N] [--parts 7m] [--keep FILE --minutes N]
 
 Eleven fixed tasks (LAMBADA, HellaSwag, PIQA, WinoGrande, ARC-Easy, BoolQ, COPA, OpenBookQA, SST-2, one BLiMP paradigm,
 WikiText-2 by its first three articles), the first 200 records of each, in GPT-2's tokenizer on random weights: a GPT-2 of
@@ -207,7 +207,7 @@ def main() -> None:
     options.add_argument("--pairs", type=int, default=3, help="paired measurements")
     options.add_argument("--keep", type=Path, help="file of measurements: those in it are not made again")
     options.add_argument("--minutes", type=float, default=math.inf, help="begin no measurement after so many minutes")
-    options.add_argument("--only", choices=list(MODELS), help="one model only")
+    options.add_argument("--parts", type=lambda text: text.split(","), default=list(MODELS), help="measure only these models")
     for name in ("--side", "--task", "--model", "--records-dir"):
         options.add_argument(name, help="internal: the measured process")
     options.add_argument("--batch", type=int, default=8, help="internal: the harness's batch size")
@@ -217,13 +217,17 @@ def main() -> None:
         return
     if given.shared is None:
         options.error("give the directory that holds data/")
+    if unknown := set(given.parts) - set(MODELS):
+        options.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
     records, pairs = (TUNED_ON, 1) if given.quick else (given.records, given.pairs)
     measured = Measured(given.keep, given.minutes, records)
-    claims, lines = [], []
-    for size in [given.only] if given.only else MODELS:
+    claims: list[Any] = []
+    details = {}
+    for size in given.parts:
         more, rows = compare_model(size, given.shared, pairs, measured)
-        claims, lines = claims + more, lines + rows
-    finish("eval", claims, packages=("lm_eval", "transformers", "tokenizers"), tasks=lines, records=records, pairs=pairs)
+        claims += more
+        details[size] = {"tasks": rows, "records": records, "pairs": pairs}
+    finish("eval", claims, packages=("lm_eval", "transformers", "tokenizers"), details=details)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "prove_compression": [],
     "prove_scale": [],
 }
-PARTED = ("train_gpt", "tokenize")  # those with --parts
+PARTED = ("train_gpt", "tokenize", "eval")  # those with --parts
 
 
 def machine_name() -> str:
@@ -57,7 +57,7 @@ def main() -> int:
     options.add_argument("--only", action="append", choices=sorted(BENCHMARKS), help="run this one; repeatable")
     options.add_argument("--nanogpt", default=os.environ.get("NANOGPT", ""), help="path of a nanoGPT checkout")
     options.add_argument("--shared", default=os.environ.get("THROUGHLINE_SHARED", ""), help="directory with data/novels and so on")
-    options.add_argument("--parts", help="of train_gpt and tokenize: measure these claims and keep the others of an earlier run")
+    options.add_argument("--parts", help="of train_gpt, tokenize and eval: measure these, keep the others of an earlier run")
     options.add_argument("--results", type=Path, default=HERE / "results" / f"{machine_name()}.json")
     chosen = options.parse_args()
     failed = []
