@@ -25,7 +25,6 @@ SEPARATOR = "\n"
 DELETED, LONGER, UNSEEN = 0, 0x110000, 0xFFFFFFFF  # images of characters that are no character
 WHOLE, INSIDE = 0, 1  # the two roots: pieces that begin a word, and pieces that continue one ("##…")
 NONE = np.int64(-1)
-ALONE = 96  # words: a walk in step takes 1.2 ms however few they are, a word by itself 8 us
 FEW = 8  # words left, the long ones: from here on a walk in step costs more than one word after the other
 CODE_BITS = np.int64(21)  # of a character
 FRAMED = re.compile("0([^01]*)1")
@@ -163,6 +162,8 @@ class GreedyMatcher:
     `begins` and `continues` map pieces to ids; a word of more than `most` characters is `unknown`.
     """
 
+    alone = 96  # words up to here go one by one: a walk in step takes 1.2 ms however few they are, a word by itself 8 us
+
     def __init__(self, begins: dict[str, int], continues: dict[str, int], unknown: int, most: int):
         self._unknown, self._most = unknown, most
         self._pieces, self._longest = (begins, continues), max(map(len, begins))
@@ -197,7 +198,7 @@ class GreedyMatcher:
 
         data: uint8, UTF-8; starts, lengths: int64 (words,), in bytes, lengths above 0.
         """
-        if len(starts) <= ALONE:
+        if len(starts) <= self.alone:
             found = self._one_by_one(data, starts, lengths)
             return np.concatenate([np.empty(0, np.int64), *found]), np.fromiter(map(len, found), np.int64, len(found))
         text = _lines(data, starts, lengths)

@@ -72,7 +72,15 @@ def same(engine, config: str, texts: list[str]) -> None:
 
 def both(wordpiece: str, bpe: str):
     yield WordPieceEngine(wordpiece), wordpiece
+    yield walking(wordpiece), wordpiece
     yield BPEEngine(bpe), bpe
+
+
+def walking(config: str) -> WordPieceEngine:
+    """An engine that walks the trie however few the words are."""
+    engine = WordPieceEngine(config)
+    engine._match.alone = 0
+    return engine
 
 
 def test_nasty_texts(wordpiece, bpe):
@@ -113,10 +121,10 @@ def test_every_code_point(wordpiece, bpe):
         same(engine, config, texts)
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
-def test_any_text(kind, wordpiece, bpe):
-    config = {"wordpiece": wordpiece, "bpe": bpe}[kind]
-    engine = (WordPieceEngine if kind == "wordpiece" else BPEEngine)(config)
+@pytest.mark.parametrize("make", [WordPieceEngine, walking, BPEEngine])
+def test_any_text(make, wordpiece, bpe):
+    config = bpe if make is BPEEngine else wordpiece
+    engine = make(config)
     letters = st.sampled_from("aZé 'stmdlrve \n\t\u00a0\u3000.,!0½½中한ไ\u0301\u302e\x00\x1c\x85😀")
     text = st.one_of(st.text(letters, max_size=30), st.text(max_size=30))
 
@@ -134,7 +142,8 @@ def test_any_text(kind, wordpiece, bpe):
 def test_other_settings_of_berts_normalizer(wordpiece, normalizer):
     vocab = tokenizers.Tokenizer.from_str(wordpiece).get_vocab()
     config = wordpiece_config(vocab, **normalizer)
-    same(WordPieceEngine(config), config, [*NASTY, *MORE])
+    for make in (WordPieceEngine, walking):
+        same(make(config), config, [*NASTY, *MORE])
 
 
 def test_texts_longer_than_a_chunk_and_chunks_of_any_size(wordpiece, bpe, monkeypatch):
