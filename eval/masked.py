@@ -160,7 +160,8 @@ class MaskedText:
     def _score(self, row: "Row", logprobs: np.ndarray, greedy: np.ndarray, above: np.ndarray) -> Score:
         kept = tuple(logprobs.tolist()) if self.keep_tokens else ()
         total = float(logprobs.sum(dtype=np.float64))
-        return Score(total, int(greedy.sum()), len(row.asked), row.truncated, int(above.max()), kept)
+        rank = int(above.max()) if row.given else 0  # whatever shares its batch
+        return Score(total, int(greedy.sum()), len(row.asked), row.truncated, rank, kept)
 
 
 class MaskedScorer(MaskedText):

@@ -67,7 +67,9 @@ def test_answers_are_the_same_bits_in_any_batch(bert, bert_tokenizer) -> None:
     found = []
     for budget in (1, 70, 300, 100_000):
         scorer = MaskedScorer(bert, bert_tokenizer, batch_tokens=budget, keep_tokens=True)
-        found.append(answers(scorer, scorer.encode(QUESTIONS * 5)))
+        questions = scorer.encode(QUESTIONS * 5)
+        (document,) = scorer.tokenize(["All work and no play makes Jack a dull boy. " * 20])
+        found.append(answers(scorer, [*questions, *hidden(document, scorer.window, scorer.mask, 0.15)]))
     assert all(one == found[0] for one in found[1:])
 
 
@@ -88,7 +90,8 @@ def test_an_exported_bert_scores_like_the_module(bert, bert_tokenizer, tmp_path)
         for index, scores in ours.items():
             for a, b in zip(scores, theirs[index], strict=True):
                 assert a.token_logprobs == pytest.approx(b.token_logprobs, abs=1e-4)
-                assert (a.right, a.tokens, a.truncated, a.rank) == (b.right, b.tokens, b.truncated, b.rank)
+                assert (a.right, a.tokens, a.truncated) == (b.right, b.tokens, b.truncated)
+                assert abs(a.rank - b.rank) <= 10, "of 30,522 tokens few are 1e-4 from the answer"
 
 
 def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, tmp_path) -> None:
