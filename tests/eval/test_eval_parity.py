@@ -56,7 +56,7 @@ def compare(model: Path, rows: dict[str, list[dict[str, Any]]], folder: Path, mo
                 continue
             for packed, (logprob, greedy) in zip(sample["answers"][0], [one[0] for one in wanted], strict=True):
                 assert packed[0] == pytest.approx(logprob, abs=1e-3)
-                assert bool(packed[1]) == greedy
+                assert (packed[1] == packed[2]) == greedy  # right ones of all
         for metric, found in scores.summary["metrics"].items():
             if metric in theirs[name]["metrics"]:
                 exact = metric.startswith("acc")
