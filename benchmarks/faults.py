@@ -202,21 +202,13 @@ def stall(run: Launched, rank: int) -> float:
     return time.monotonic() - begun
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def orphans(run: Launched) -> float:
     """Kill the launcher; seconds until none of its processes is left."""
     run.wait_for_progress(run.latest())  # of this start
     left = run.workers()
     run.kill()
     begun = time.monotonic()
-    while any(map(alive, left)):
+    while any(Path(f"/proc/{pid}").exists() for pid in left):
         assert time.monotonic() - begun < PATIENCE_S, "a process trains on without its launcher"
         time.sleep(0.005)
     return time.monotonic() - begun
