@@ -12,7 +12,7 @@ import pytest
 import throughline.data.store as store_module
 from throughline.core.artifact import create_artifact
 from throughline.core.errors import Refused, ThroughlineError, WrongUse
-from throughline.data.store import TokenStore, token_dtype, write_index
+from throughline.data.store import TokenStore, partial, token_dtype, write_index
 
 
 def read_megatron(prefix: Path) -> list[list[list[int]]]:
@@ -217,6 +217,10 @@ def test_a_damaged_store_is_refused_by_name(tmp_path, how, ours):
 def test_what_is_no_store_is_said(tmp_path):
     with pytest.raises(WrongUse, match="no token store"):
         TokenStore.open(tmp_path)
+    partial(tmp_path / "begun").mkdir()
+    for path in (tmp_path / "begun", partial(tmp_path / "begun")):
+        with pytest.raises(Refused, match="unfinished"):
+            TokenStore.open(path)
     write_shard(tmp_path / "empty", [])
     with pytest.raises(ThroughlineError, match="empty"):
         TokenStore.open(tmp_path / "empty")
