@@ -76,7 +76,7 @@ def _run_once(processes: int, arguments: Sequence[str]) -> tuple[int | None, boo
             for number, handler in old.items():
                 signal.signal(number, handler)
         said = _said(file)
-        if said is not None and codes[0] == said:
+        if said is not None and codes[0] in (said, -signal.SIGKILL):  # killed here when it took its time to end
             return said, stopped, ""
         ended = f"was lost ({signal.Signals(-codes[first]).name})" if codes[first] < 0 else f"ended with exit code {codes[first]}"
         return None, stopped, f"process {first} {ended}"
