@@ -154,7 +154,9 @@ class CheckpointWriter:
         with full_disk(path):
             path.mkdir(parents=True)
             table, hashes = write_tensors(path, snapshot, self.process)
-            write_atomic(path / PART, json.dumps({"table": table, "hashes": hashes}))
+            aside = path / f"{PART}.tmp"
+            write_atomic(aside, json.dumps({"table": table, "hashes": hashes}))
+            os.rename(aside, path / PART)  # the last touch: from here on the first process takes the directory away
         return path
 
     def _take_parts(self, step: int, draft: Draft) -> list[Table]:
