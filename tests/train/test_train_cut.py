@@ -1,6 +1,7 @@
 """A save that is cut anywhere, at any file operation or byte, never becomes the checkpoint that a run goes on from."""
 
 import os
+import shutil
 import random
 import resource
 import signal
@@ -102,3 +103,24 @@ def test_cut_at_any_byte(trainer: Trainer, tmp_path: Path) -> None:
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXFSZ
         assert not assert_goes_on(tmp_path, 2)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def test_the_first_process_may_take_a_part_at_once(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of a part goes in the moment in which `part.json` appears: whoever wrote it does not touch it again."""
+    taken = []
+
+    def taking(move: Callable[..., None]) -> Callable[..., None]:
+        def moved(source: Path, target: Path) -> None:
+            move(source, target)
+            if Path(target).name == "part.json":
+                shutil.rmtree(Path(target).parent)
+                taken.append(target)
+
+        return moved
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, taking(getattr(os, name)))
+    writer = CheckpointWriter(tmp_path, 2, process=1, processes=2, token="start")
+    writer.save(trainer)
+    writer.close()
+    assert len(taken) == 1
