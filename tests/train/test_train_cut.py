@@ -1,9 +1,9 @@
 """A save that is cut anywhere, at any file operation or byte, never becomes the checkpoint that a run goes on from."""
 
 import os
-import shutil
 import random
 import resource
+import shutil
 import signal
 import sys
 from collections.abc import Callable
