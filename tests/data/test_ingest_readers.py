@@ -140,25 +140,25 @@ def damaged_bz2() -> bytes:
     return bytes(raw)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("t.txt.gz", gzip.compress(b"text " * 9999)[:-20], "cut short"),
-        ("t.txt.bz2", bz2.compress(b"text " * 9999)[:-20], "cut short"),
-        ("t.txt.zst", zstandard.compress(b"text " * 9999)[:-5], "cut short"),
-        ("t.txt.gz", b"this is no gzip data", "damaged"),
-        ("t.txt.zst", b"this is no zstandard data", "damaged"),
-        ("t.txt.bz2", damaged_bz2(), "damaged"),
-        ("t.txt", bytes(range(256)) * 50, "not a text file"),
-        ("t.txt", gzip.compress(bytes(range(256)) * 50), "name it .gz"),
-        ("t.txt", "Hello UTF-16 world".encode("utf-16"), "UTF-16"),
-        ("t.jsonl", b'{"text": "a"}\n{"text": \n', "t.jsonl:2"),
-        ("t.jsonl", b'{"body": "a"}\n', "fields with text: body"),
-        ("t.jsonl", b'{"text": 3}\n', "holds no text"),
-        ("t.jsonl", b"[1]\n", "not a JSON object"),
-        ("t.parquet", b"PAR1 but not really", "damaged"),
-    ],
-)  # fmt: skip
+DAMAGED = {
+    "gzip cut": ("t.txt.gz", gzip.compress(b"text " * 9999)[:-20], "cut short"),
+    "bzip2 cut": ("t.txt.bz2", bz2.compress(b"text " * 9999)[:-20], "cut short"),
+    "zstandard cut": ("t.txt.zst", zstandard.compress(b"text " * 9999)[:-5], "cut short"),
+    "no gzip": ("t.txt.gz", b"this is no gzip data", "damaged"),
+    "no zstandard": ("t.txt.zst", b"this is no zstandard data", "damaged"),
+    "bzip2 with a flipped byte": ("t.txt.bz2", damaged_bz2(), "damaged"),
+    "every byte": ("t.txt", bytes(range(256)) * 50, "not a text file"),
+    "gzip by another name": ("t.txt", gzip.compress(bytes(range(256)) * 50), "name it .gz"),
+    "UTF-16": ("t.txt", "Hello UTF-16 world".encode("utf-16"), "UTF-16"),
+    "JSON cut": ("t.jsonl", b'{"text": "a"}\n{"text": \n', "t.jsonl:2"),
+    "another field": ("t.jsonl", b'{"body": "a"}\n', "fields with text: body"),
+    "a number for text": ("t.jsonl", b'{"text": 3}\n', "holds no text"),
+    "a list": ("t.jsonl", b"[1]\n", "not a JSON object"),
+    "no parquet": ("t.parquet", b"PAR1 but not really", "damaged"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "said"), DAMAGED.values(), ids=DAMAGED)  # the time is in a gzip file: no name for a test
 def test_damage_is_one_clear_error(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(Failed) as error:
