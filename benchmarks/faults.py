@@ -95,7 +95,7 @@ class Kill:
 
 @dataclass
 class Launched:
-    """A run under `throughline launch`, in `directory`/run."""
+    """A run under `throughline launch`, in `directory`/run; what it started ends with the `with` block."""
 
     directory: Path
     store: Path
@@ -103,6 +103,13 @@ class Launched:
     save_every: int = 5
     timeout: int = TIMEOUT_SECONDS
     kills: list[Kill] = field(default_factory=list)
+    process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Launched":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     @property
     def run(self) -> Path:
@@ -182,7 +189,7 @@ class Launched:
 
     def kill(self) -> None:
         """End it, whatever it does."""
-        if self.process.poll() is None:
+        if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
 
@@ -227,8 +234,7 @@ def main() -> None:
     draw, rounds = random.Random(chosen.seed), 1 if chosen.quick else 3
     with tempfile.TemporaryDirectory() as directory:
         store = make_store(Path(directory) / "store")
-        run = Launched(Path(directory) / "kills", store).start()
-        try:
+        with Launched(Path(directory) / "kills", store).start() as run:
             for number in range(4 if chosen.quick else chosen.kills):
                 kill = run.strike(draw, in_save=number % 2 == 1)
                 print(f"{kill.seconds:6.2f} s  {kill.what}, latest step {kill.latest}", file=sys.stderr)
@@ -239,8 +245,6 @@ def main() -> None:
             for _ in range(rounds):
                 gone.append(orphans(run))
                 run.start()
-        finally:
-            run.kill()
     claims = [
         bounded("kill-restart", [kill.seconds for kill in run.kills], KILL_BOUND_S),
         bounded("stall-restart", stalls, STALL_BOUND_S),

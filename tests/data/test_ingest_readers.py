@@ -158,7 +158,7 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize(("name", "content", "said"), DAMAGED.values(), ids=DAMAGED)  # the time is in a gzip file: no name for a test
+@pytest.mark.parametrize(("name", "content", "said"), DAMAGED.values(), ids=DAMAGED)  # gzip writes the time: no name for a test
 def test_damage_is_one_clear_error(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(Failed) as error:

@@ -45,61 +45,47 @@ def assert_same_run(run: Launched, whole: Launched, steps: int) -> None:
 def test_twenty_kills_lose_nothing_beyond_the_last_verified_checkpoint(store: Path, tmp_path: Path) -> None:
     """Any process, in its steps and at any file operation of a save. At each kill `latest` names a whole checkpoint, from which
     (or from a later one) the next start goes on; in the end the run is the one that was never killed."""
-    run, draw = Launched(tmp_path / "killed", store).start(), random.Random(5)
-    try:
+    draw = random.Random(5)
+    with Launched(tmp_path / "killed", store).start() as run:
         for number in range(KILLS):
             run.strike(draw, in_save=number % 2 == 1)
         steps = run.stop()
-    finally:
-        run.kill()
     resumed = run.events("resumed")
     assert len(resumed) == KILLS
     assert all(step >= kill.latest for step, kill in zip(resumed, run.kills, strict=True))
     assert run.errors().count("was lost (SIGKILL): all 2 start again") == KILLS
-    whole = Launched(tmp_path / "whole", store, steps=steps, save_every=0).start()
-    try:
+    with Launched(tmp_path / "whole", store, steps=steps, save_every=0).start() as whole:
         assert whole.process.wait(600) == 0, whole.errors()
-    finally:
-        whole.kill()
     assert_same_run(run, whole, steps)
 
 
 def test_a_stopped_process_is_named_and_the_run_goes_on(store: Path, tmp_path: Path) -> None:
     """Each of the two: the other waits for the time limit of the groups, says whom it waited for, and all start again."""
-    run = Launched(tmp_path / "run", store).start()
-    try:
+    with Launched(tmp_path / "run", store).start() as run:
         for rank in (1, 0):
             stall(run, rank)
             assert f"process {rank} has not answered for" in run.errors()
         run.stop()
-    finally:
-        run.kill()
 
 
 def test_no_process_outlives_the_launcher_and_the_next_launch_goes_on(store: Path, tmp_path: Path) -> None:
-    run = Launched(tmp_path / "run", store).start()
-    try:
+    with Launched(tmp_path / "run", store).start() as run, Launched(run.directory, store) as second:
         orphans(run)
         before = run.latest()
         run.start()
         run.wait_for_progress(before)
         assert run.events("resumed")[0] >= before
-        second = Launched(run.directory, store)
         second.start()
         assert second.process.wait(300) == 2, "a second launch on a live run"
         assert "another process is working in this directory" in second.errors()
         assert f"process {run.workers()[0]} holds its lock" in second.errors()
         run.wait_for_progress(run.latest())
         run.stop()
-    finally:
-        run.kill()
 
 
 def test_a_start_that_wakes_up_beside_its_successor_is_refused(store: Path, tmp_path: Path) -> None:
     """The first start is frozen as a machine without network is, and the lock does not reach its successor: another file."""
-    old, new = Launched(tmp_path / "a", store, timeout=600).start(), Launched(tmp_path / "b", store)
-    frozen: list[int] = []
-    try:
+    with Launched(tmp_path / "a", store, timeout=600).start() as old, Launched(tmp_path / "b", store) as new:
         old.wait_for_progress(0)
         frozen = [old.process.pid, *old.workers()]
         for pid in frozen:
@@ -118,9 +104,3 @@ def test_a_start_that_wakes_up_beside_its_successor_is_refused(store: Path, tmp_
         assert "another start of this run has taken over its directory" in old.errors()
         assert verify_artifact(new.run).facts == facts
         assert sorted(path.name for path in (new.run / "checkpoints").iterdir()) == files
-    finally:
-        for pid in frozen:
-            if Path(f"/proc/{pid}").exists():
-                os.kill(pid, signal.SIGKILL)
-        old.kill()
-        new.kill()
