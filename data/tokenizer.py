@@ -45,7 +45,7 @@ class Tokenizer:
         self._library.no_padding()
         self._library.no_truncation()
         self._library.encode_special_tokens = True  # literal special text stays text
-        self._text = text
+        self._text = text.encode()  # half of the str, which has two bytes a character for GPT-2's
         vocab = self.vocab
         self.vocab_size = max(vocab.values()) + 1
         self.special = _roles(vocab) if special is None else {role: special[role] for role in ROLES if role in special}

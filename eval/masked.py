@@ -20,7 +20,7 @@ from ..core.files import sha256_json
 from ..core.scorer import Ids, Question, Score, Scored, check_question
 from ..models.bert import BERT
 from ..models.linear import one_kernel
-from .causal import BATCH_TOKENS, batches, halving
+from .causal import batches, default_batch_tokens, halving
 from .logits import token_logprobs, whole_blocks
 
 MASK = "[MASK]"
@@ -181,7 +181,7 @@ class MaskedScorer(MaskedText):
         self.model, table = model.eval(), model.token_table.weight
         self.device = table.device
         longest = min(window or model.config.sequence_length, model.config.sequence_length)
-        batch = batch_tokens or 8 * BATCH_TOKENS.get(self.device.type, BATCH_TOKENS["cpu"])
+        batch = batch_tokens or 8 * default_batch_tokens(table)
         super().__init__(
             tokenizer, model.config.vocab_size, longest, pll=pll, batch_tokens=batch, keep_tokens=keep_tokens
         )
