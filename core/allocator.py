@@ -9,10 +9,13 @@ import ctypes
 from contextlib import suppress
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+_kept = False
 
 
 def keep_freed_memory() -> None:
-    """From here on this process keeps what it frees."""
+    """From here on this process keeps what it frees, `return_freed_memory` or not: a run that scores tasks trains on."""
+    global _kept
+    _kept = True
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(M_MMAP_MAX, 0)  # all from the heap
@@ -21,5 +24,7 @@ def keep_freed_memory() -> None:
 
 def return_freed_memory() -> None:
     """Give back what is free now: 15 MB after GPT-2's weights have been read, 25 after its tokenizer."""
+    if _kept:
+        return
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
