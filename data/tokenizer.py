@@ -125,6 +125,16 @@ class Tokenizer:
         return frozenset({token["id"] for token in added if token.get("special")} | set(self.special.values()))
 
     @cached_property
+    def puts_bos(self) -> bool:
+        """Whether the file's own habit is to put BOS before a text (Llama's is); `encode` never does."""
+        for step in _flatten(self._steps.get("post_processor"), "processors"):
+            for piece in step.get("single") or []:
+                if special := piece.get("SpecialToken"):
+                    return self.bos_id is not None and step["special_tokens"][special["id"]]["ids"] == [self.bos_id]
+                break
+        return False
+
+    @cached_property
     def splits_at_space(self) -> bool:
         """Whether text may be cut before white space without changing its tokens (true of all that are made here)."""
         steps = _flatten(self._steps.get("pre_tokenizer"), "pretokenizers")

@@ -37,7 +37,8 @@ class ThroughlineLM(LM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The sum over every token of each document."""
         texts = [request.args[0] for request in requests]
-        windows = [rolling(ids, self.scorer.window, self.scorer.prefix) for ids in self.scorer.tokenize(texts)]
+        scorer = self.scorer
+        windows = [rolling(scorer.bos + ids, scorer.window, scorer.prefix) for ids in scorer.tokenize(texts)]
         scores = iter(self._scores([question for document in windows for question in document]))
         return [sum(next(scores)[0].logprob for _ in document) for document in windows]
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from ..core.console import progress
 from ..core.errors import WrongUse
+from .items import Item
 from .metrics import aggregate
 from .runner import Settings, TaskScores
-from .task import BoundTask, Item
+from .task import BoundTask
 
 if TYPE_CHECKING:
     from ..data.store import TokenStore

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.scorer import Score
-from .task import Item
+from .items import Item
 from .textops import plain_answer
 
 RESAMPLES = 1000
@@ -24,10 +24,11 @@ Rows = np.ndarray  # (n, k): one line per record, k numbers each
 class Metric:
     """`aggregate` maps (..., n, k) to (...); `mean` marks a plain mean of k = 1, whose standard error has a closed form.
 
-    `higher` is the better direction. `paired` says that single records can be compared between two models.
+    `per` is the unit that is counted. `higher` is the better direction.
     """
 
     aggregate: Callable[[Rows], np.ndarray]
+    per: str = "record"
     higher: bool = True
     mean: bool = False
 
@@ -77,14 +78,14 @@ METRICS: dict[str, Metric] = {
     "p_at_10": Metric(_mean, mean=True),
     "f1": Metric(lambda rows: _f1_of(rows, 1)),
     "f1_macro": Metric(_f1_macro),
-    "mlm_accuracy": Metric(_share),
-    "mlm_perplexity": Metric(_weighted_perplexity, higher=False),
+    "mlm_accuracy": Metric(_share, "token"),
+    "mlm_perplexity": Metric(_weighted_perplexity, "token", higher=False),
     "perplexity": Metric(_perplexity, higher=False),
-    "word_perplexity": Metric(_weighted_perplexity, higher=False),
-    "byte_perplexity": Metric(_weighted_perplexity, higher=False),
-    "token_perplexity": Metric(_weighted_perplexity, higher=False),
-    "adjusted_perplexity": Metric(_weighted_perplexity, higher=False),
-    "bits_per_byte": Metric(_bits, higher=False),
+    "word_perplexity": Metric(_weighted_perplexity, "word", higher=False),
+    "byte_perplexity": Metric(_weighted_perplexity, "byte", higher=False),
+    "token_perplexity": Metric(_weighted_perplexity, "token", higher=False),
+    "adjusted_perplexity": Metric(_weighted_perplexity, "word", higher=False),
+    "bits_per_byte": Metric(_bits, "byte", higher=False),
 }
 
 

@@ -31,6 +31,19 @@ def gpt2_tokenizer(samples: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
+def bos_tokenizer(samples: Path) -> Tokenizer:
+    """A small vocabulary whose file puts <s> before every text, as Llama's does."""
+    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    made = ByteLevelBPETokenizer()
+    text = (samples / "tinyshakespeare" / "input.txt").read_text()[:50_000]
+    made.train_from_iterator(text.splitlines(keepends=True), vocab_size=600, special_tokens=["</s>", "<s>"], show_progress=False)
+    made._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return Tokenizer(made.to_str())
+
+
+@pytest.fixture(scope="session")
 def bert_tokenizer(samples: Path) -> Tokenizer:
     from tokenizers import Tokenizer as Library
     from tokenizers import models, normalizers, pre_tokenizers

@@ -76,6 +76,26 @@ def test_a_handful_of_records_equals_the_harness(samples: Path, tmp_path: Path, 
     compare(small_model(tmp_path / "model", text[:200_000], steps=0), rows, tmp_path / "harness", monkeypatch)
 
 
+def test_a_tokenizer_that_puts_bos_equals_the_harness(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Llama's file says: before contexts, not before an answer without one, and before documents, where it is predicted too."""
+    text = (samples / "tinyshakespeare" / "input.txt").read_text()
+    model = small_model(tmp_path / "model", text[:100_000], steps=0)
+    made = json.loads((model / "tokenizer.json").read_text())
+    name = "<|endoftext|>"
+    made["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {name: {"id": name, "ids": [0], "tokens": [name]}},
+    }  # fmt: skip
+    (model / "tokenizer.json").write_text(json.dumps(made))
+    lambada = [json.loads(line) for line in (samples / "lambada" / "lambada_test.jsonl").read_text().splitlines()[:4]]
+    blimp = [{"sentence_good": "Who sleeps here?", "sentence_bad": "Who sleep here?"}]
+    rows = {"lambada_openai": lambada, "blimp_wh_island": blimp, "wikitext_2": [{"page": text[:3000]}, {"page": "Short . "}]}
+    assert open_scorer(model).scorer.recipe["bos"]
+    compare(model, rows, tmp_path / "harness", monkeypatch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 120], ids=["random", "trained"])
 def test_all_tasks_equal_the_harness(

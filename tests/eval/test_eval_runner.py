@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.data.readers import ReadOptions
@@ -190,6 +191,9 @@ def test_scores_artifact_reports_and_comparison(gpt_directory: Path, tmp_path: P
     evaluate_one(other)
     with pytest.raises(WrongUse, match="not asked in the same way"):
         compare_scores(tmp_path / "one" / "scores", tmp_path / "two" / "scores")
+    (tmp_path / "two" / "scores" / "samples.jsonl").unlink()
+    with pytest.raises(Refused):
+        compare_scores(tmp_path / "two" / "scores", tmp_path / "two" / "scores")
 
 
 def test_the_gate_refuses_another_model(gpt_directory: Path, tmp_path: Path) -> None:
@@ -212,6 +216,87 @@ def test_the_gate_refuses_another_model(gpt_directory: Path, tmp_path: Path) -> 
     assert "wh_island.jsonl.gz:" in caught.value.where
 
 
+def test_the_gate_opens_after_an_evaluation_without_it(gpt_directory: Path, tmp_path: Path) -> None:
+    """Answers of the first command have no log-probabilities of tokens: they are asked again, and both forms are in the reports."""
+    asked = {"path": gpt_directory, "tasks": "blimp_wh_island", "limit": 4, "out": tmp_path / "out"}
+    alone, _ = evaluate_one(Request(**asked))
+    payload, lines = evaluate_one(Request(**asked, against=str(gpt_directory)))
+    assert payload["against"]["largest_difference"] == {"blimp_wh_island": 0.0}
+    assert payload["tasks"] == alone["tasks"] == payload["against"]["scores"]
+    title = f"Against {gpt_directory}: no token's log-probability is more than 0.001 nats apart"
+    assert title in lines and all(title in (tmp_path / "out" / "scores" / f"report.{kind}").read_text() for kind in ("md",))
+    assert "more than 0.001 nats apart" in (tmp_path / "out" / "scores" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"tasks": ""}, "nothing to compare"),
+        ({"tasks": "triviaqa"}, "nothing to compare"),
+        ({"against": "other"}, "cannot be compared"),
+    ],
+)
+def test_a_gate_that_would_compare_nothing_is_refused(gpt_directory: Path, tmp_path: Path, changed: dict, complaint: str) -> None:
+    """Without answers that have probabilities, or of a model with other tokens: said before anything is scored or made."""
+    import shutil
+
+    from throughline.data.train_tokenizer import train_tokenizer
+
+    shutil.copytree(gpt_directory, tmp_path / "other")
+    made = train_tokenizer(["a few words to make a small tokenizer of"] * 4, "bpe", 270)
+    (tmp_path / "other" / "tokenizer.json").write_text(made.to_json())
+    asked = {"tasks": "blimp_wh_island", "against": str(gpt_directory), "out": tmp_path / "out"} | changed
+    if asked["against"] == "other":
+        asked["against"] = str(tmp_path / "other")
+    with pytest.raises(WrongUse, match=complaint):
+        evaluate_one(Request(gpt_directory, **asked))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_nans_has_no_score(gpt_directory: Path, gpt2_tokenizer) -> None:
+    """Every comparison with a NaN is false, so the first choice would win, which in BLiMP is the right one: 100 percent."""
+    from throughline.inference.source import open_model
+
+    model = open_model(gpt_directory).model
+    with torch.no_grad():
+        model.output_weight().fill_(math.nan)
+    with pytest.raises(Failed, match="the model predicts nothing") as caught:
+        evaluate(CausalScorer(model, gpt2_tokenizer), find_tasks(["blimp_wh_island"]), Settings(limit=2))
+    assert "wh_island" in caught.value.where
+
+
+def test_a_path_of_any_form_has_its_scores_beside_it(gpt_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory one stands in, one with blanks and no ASCII, a link; and a wrong path leaves nothing behind."""
+    import shutil
+
+    inside = tmp_path / "mein Modell é"
+    shutil.copytree(gpt_directory, inside)
+    (tmp_path / "link").symlink_to(inside)
+    monkeypatch.chdir(inside)
+    for path in (".", inside, "../link", tmp_path / "link"):
+        evaluate_one(Request(Path(path), "blimp_wh_island", limit=2))
+        verify_artifact(tmp_path / "mein Modell é.scores" / "scores")
+        shutil.rmtree(tmp_path / "mein Modell é.scores")
+    with pytest.raises(WrongUse, match="no such model"):
+        evaluate_one(Request(tmp_path / "nowhere" / "gpt", "blimp_wh_island"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WrongUse, match="a file is in the way"):
+        evaluate_one(Request(inside, "blimp_wh_island", out=tmp_path / "file"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "mein Modell é"]
+
+
+def test_scores_of_other_records_are_not_compared(gpt_directory: Path, tmp_path: Path) -> None:
+    """As many records by the same prompt, but one of them another."""
+    for name, goal in (("one", "Warm up"), ("two", "Cool down")):
+        file = tmp_path / name / "piqa" / "piqa.jsonl"
+        file.parent.mkdir(parents=True)
+        rows = [{"goal": text, "sol1": "Run.", "sol2": "Sit.", "label": 0} for text in (goal, "Rest")]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        evaluate_one(Request(gpt_directory, "piqa", data_dir=tmp_path / name, out=tmp_path / f"{name}.scores"))
+    with pytest.raises(WrongUse, match="not asked in the same way"):
+        compare_scores(tmp_path / "one.scores" / "scores", tmp_path / "two.scores" / "scores")
+
+
 def test_every_checkpoint_of_a_run_makes_a_curve(gpt_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two checkpoints (of one model here): a scores artifact each, the last page with the curve over both."""
     import shutil
@@ -229,9 +314,9 @@ def test_every_checkpoint_of_a_run_makes_a_curve(gpt_directory: Path, tmp_path: 
 
 def test_the_command_lists_tasks_and_refuses_clearly(gpt_directory: Path, tmp_path: Path) -> None:
     from click.testing import CliRunner
-    from throughline.cli.eval import command
+    from throughline.cli.main import main
 
-    listed = json.loads(CliRunner().invoke(command, ["--list", "--json"]).stdout)["tasks"]
+    listed = json.loads(CliRunner().invoke(main, ["eval", "--list", "--json"]).stdout)["tasks"]
     assert {"hellaswag", "race", "anli", "triviaqa", "wikitext_megatron", "lambada_megatron_strict"} <= set(listed)
     assert len(listed["blimp"]["files"]) == 67
     for arguments, complaint in (
@@ -239,12 +324,15 @@ def test_the_command_lists_tasks_and_refuses_clearly(gpt_directory: Path, tmp_pa
         ([str(tmp_path / "none"), "--tasks", "blimp"], "no such model"),
         ([str(gpt_directory), "--tasks", "piqa", "--data-dir", str(tmp_path / "none")], "no such directory"),
         ([str(gpt_directory), "--tasks", "piqa", "--all-checkpoints"], "no checkpoints"),
+        ([str(gpt_directory), "--tasks", "blimp", "--device", "gpu"], "no device is called 'gpu'"),
+        ([str(gpt_directory), "--tasks", "PIQA"], "did you mean piqa?"),
+        ([str(gpt_directory), "--tasks", "blimp", "--against", str(gpt_directory), "--bound", "-1"], "--bound"),
     ):
-        done = CliRunner().invoke(command, [*arguments, "--out", str(tmp_path / "out")])
+        done = CliRunner().invoke(main, ["eval", *arguments, "--out", str(tmp_path / "out")])
         assert done.exit_code == 2 and complaint in done.stderr
     (tmp_path / "data" / "piqa").mkdir(parents=True)
     (tmp_path / "data" / "piqa" / "piqa.jsonl").write_text('{"query": "Q", "choices": ["a", "b"], "gold": 2}\n')
-    done = CliRunner().invoke(command, [str(gpt_directory), "--tasks", "piqa", "--data-dir", str(tmp_path / "data"), "--json"])
+    done = CliRunner().invoke(main, ["eval", str(gpt_directory), "--tasks", "piqa", "--data-dir", str(tmp_path / "data"), "--json"])
     assert done.exit_code == 1 and "piqa.jsonl:1" in json.loads(done.stdout)["where"]
 
 
@@ -299,7 +387,9 @@ def test_scores_without_the_records_found_in_training_data(
     samples_ = [json.loads(line) for line in (tmp_path / "out" / "scores" / "samples.jsonl").read_text().splitlines()]
     others = [sample["metrics"]["perplexity"] for place, sample in enumerate(samples_) if place not in (0, 3, 6)]
     assert found["clean"]["perplexity"] == pytest.approx(math.exp(-sum(value for (value,) in others) / 5))
-    assert found["all"]["perplexity"] != found["clean"]["perplexity"] and any("3 of 8 records" in line for line in lines)
+    assert found["all"]["perplexity"] != found["clean"]["perplexity"]
+    assert any(line.split()[-3:] == ["3", "8", "0"] for line in lines)
+    assert all("without hits" in (tmp_path / "out" / "scores" / f"report.{kind}").read_text() for kind in ("md", "html"))
     with pytest.raises(WrongUse, match="no token store"):  # before anything is scored
         evaluate_one(Request(gpt_directory, "lambada_openai", contamination=str(tmp_path), out=tmp_path / "no"))
     assert not (tmp_path / "no" / "answers").exists()
