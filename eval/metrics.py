@@ -15,6 +15,7 @@ from .items import Item
 from .textops import plain_answer
 
 RESAMPLES = 1000
+MOST_NATS = 300.0  # whose exponential is written
 _RESAMPLE_CELLS = 1 << 17  # drawn indices held at a time: 1 MiB
 
 Rows = np.ndarray  # (n, k): one line per record, k numbers each
@@ -37,14 +38,19 @@ def _mean(rows: Rows) -> np.ndarray:
     return rows[..., 0].mean(axis=-1)
 
 
+def _exp(nats: np.ndarray) -> np.ndarray:
+    """Capped: a page without blanks is one word of thousands of nats, and JSON has no infinity (nor should a square of it)."""
+    return np.exp(np.minimum(nats, MOST_NATS))
+
+
 def _perplexity(rows: Rows) -> np.ndarray:
     """exp of the negative mean log-probability (nats per record)."""
-    return np.exp(-rows[..., 0].mean(axis=-1))
+    return _exp(-rows[..., 0].mean(axis=-1))
 
 
 def _weighted_perplexity(rows: Rows) -> np.ndarray:
     """exp of the negative log-probability per unit; lines are (log-probability, units)."""
-    return np.exp(-rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1))
+    return _exp(-rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1))
 
 
 def _share(rows: Rows) -> np.ndarray:

@@ -123,11 +123,12 @@ def prepare(scorer: Scorer, tasks: Sequence[BoundTask], settings: Settings) -> l
 def present(tasks: Sequence[BoundTask], settings: Settings) -> list[BoundTask]:
     """The tasks whose data are there. Raises WrongUse for one whose data are not.
 
-    Where files of some members of a group are at hand, the others are left out (said once) and nothing is fetched for them.
+    Where files of some members of a group are at hand, the others are left out (said once) and nothing is fetched for them,
+    unless they were asked for by their own names.
     """
     at_hand = {task.name for task in tasks if task.files(settings.data_dir)}
     partly = {task.group for task in tasks if task.group and task.name in at_hand}
-    missing = [task for task in tasks if task.group in partly and task.name not in at_hand]
+    missing = [task for task in tasks if task.group in partly and task.name not in at_hand and not task.named]
     found = [task for task in tasks if task not in missing]
     for task in found:
         task.records(settings.data_dir, 1)

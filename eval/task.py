@@ -8,7 +8,7 @@ repackaged file); the first block whose `fields` a record has is used. Templates
 import difflib
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -121,6 +121,7 @@ class BoundTask:
     group: str
     task: Task
     source: Source
+    named: bool = False  # the user asked for it itself, not for its group
 
     @property
     def prompt_hash(self) -> str:
@@ -225,10 +226,14 @@ def find_tasks(names: Sequence[str]) -> list[BoundTask]:
             fix = (f"did you mean {near[0]}? " if near else "") + "list them with: throughline eval --list"
             raise WrongUse(f"unknown task {name!r}", fix=fix)
         group = known[name]
-        found += [bound for bound in _members(group, load_task(shipped_tasks()[group])) if name in (group, bound.name)]
+        members = _members(group, load_task(shipped_tasks()[group]))
+        found += [replace(bound, named=name == bound.name) for bound in members if name in (group, bound.name)]
     chosen: dict[str, BoundTask] = {}
     for bound in found:
-        if chosen.setdefault(bound.name, bound).task is not bound.task:
+        first = chosen.setdefault(bound.name, bound)
+        if bound.named:
+            chosen[bound.name] = bound
+        if first.task is not bound.task:
             why, fix = "scores go by that name, which is the task file's", "rename one of the files"
             raise WrongUse(f"two tasks are called {bound.name}", why=why, fix=fix)
     return list(chosen.values())
