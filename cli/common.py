@@ -42,6 +42,9 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
             _tell_launcher(EXIT_INTERRUPTED)
             click.echo("interrupted", err=True)
             sys.exit(EXIT_INTERRUPTED)
+        except BrokenPipeError:  # who read our output (`| head`) wants no more of it; nor does the interpreter's last flush
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(EXIT_FAILED)
         except click.exceptions.ClickException:
             raise
         except (click.exceptions.Exit, SystemExit):

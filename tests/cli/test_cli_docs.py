@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 import pytest
 from throughline.cli.main import main
+from throughline.core.recipe import load_recipe
+from throughline.train.recipe import RULES, Recipe
 
 
 def load_generator(root: Path):
@@ -66,6 +68,18 @@ def test_every_command_in_the_documents_parses(root: Path) -> None:
             pass
         except click.ClickException as error:
             pytest.fail(f"{line}: {error.format_message()}")
+
+
+def test_every_run_in_the_documents_is_a_legal_one(root: Path) -> None:
+    """Each `train RECIPE --set …` line, launched or not, passes the rules and names data that a command of a document makes."""
+    made = set(re.findall(r"--out (\S+)", "\n".join(commands(root))))
+    runs = [line.partition("train ")[2] for line in commands(root) if " train " in line]
+    assert len(runs) >= 5
+    for line in runs:
+        words = shlex.split(line)
+        changes = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
+        recipe = load_recipe(words[0], Recipe, changes, RULES)
+        assert recipe.data.train in {*made, "$TEXT"}, f"no command before makes what is trained on: {line}"
 
 
 def test_make_targets_named_in_the_readme_exist(root: Path) -> None:

@@ -1,6 +1,9 @@
 """The command line: help for every verb with a runnable example, near-misses named, errors without tracebacks, --json clean."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -56,3 +59,13 @@ def test_missing_path_is_wrong_use(tmp_path: Path) -> None:
 def test_doctor_runs() -> None:
     done = CliRunner().invoke(main, ["doctor", "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)["machine"]["cpu"]["cores"] >= 1
+
+
+def test_a_reader_that_goes_away_is_no_fault() -> None:
+    """`throughline … | head`: the end of the pipe is closed before a word is written."""
+    command = [sys.executable, "-m", "throughline.cli.main", "recipe", "list"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
