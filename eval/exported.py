@@ -47,7 +47,7 @@ class ExportedScorer(CausalText):
         self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
-        """See `CausalScorer.score`; the last bits of an answer may depend on what shares its batch."""
+        """See `CausalScorer.score`; that an answer does not depend on its batch is here the backend's affair."""
         for question in questions:
             check_question(question, self.window)
         trees = {index: plant(question, self.window) for index, question in enumerate(questions)}

@@ -53,9 +53,24 @@ class Request:
 
     @property
     def home(self) -> Path:
-        """Where scores go: beside the model, never inside it (a run's manifest covers its directory)."""
+        """Where scores go: beside the model or, of a checkpoint, beside its run, whose manifest covers all that lies inside it."""
+        if self.out is not None:
+            return self.out
+        if self._in_run:
+            run = Path(os.path.abspath(self.path)).parents[1]
+            home = run.with_name(run.name + ".scores")
+            return home if self.path.is_absolute() else Path(os.path.relpath(home))
         named = self.path if self.path.name not in ("", "..") else self.path.resolve()
-        return self.out or named.with_name(self.path.resolve().name + ".scores")
+        return named.with_name(self.path.resolve().name + ".scores")
+
+    @property
+    def scores(self) -> Path:
+        """The artifact of one model's scores; of a run's checkpoint it is where --all-checkpoints would write it."""
+        return self.home / (Path(os.path.abspath(self.path)).name if self.out is None and self._in_run else "scores")
+
+    @property
+    def _in_run(self) -> bool:
+        return Path(os.path.abspath(self.path)).parent.name == "checkpoints"
 
     def found_tasks(self) -> list[BoundTask]:
         return find_tasks([name.strip() for name in self.tasks.split(",") if name.strip()])
@@ -67,8 +82,8 @@ def evaluate_one(request: Request) -> tuple[dict[str, Any], list[str]] | None:
     ranks = join_ranks()
     forms = _open(request)
     with _owned(request.home, ranks):
-        results = _score(request, forms, tasks, ranks, request.home / "scores")
-    return None if results is None else (results, [*lines_of(results), f"scores in {request.home / 'scores'}"])
+        results = _score(request, forms, tasks, ranks, request.scores)
+    return None if results is None else (results, [*lines_of(results), f"scores in {request.scores}"])
 
 
 def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] | None:

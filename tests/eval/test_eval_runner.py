@@ -287,6 +287,20 @@ def test_a_path_of_any_form_has_its_scores_beside_it(gpt_directory: Path, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "mein Modell é"]
 
 
+def test_scores_of_a_checkpoint_lie_beside_its_run(gpt_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that still goes on hashes, when it ends, all that lies in its directory: later scores would damage it."""
+    import shutil
+
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.copytree(gpt_directory, checkpoints / "step-00000010")
+    monkeypatch.chdir(checkpoints)
+    for path in (Path("step-00000010"), checkpoints / "step-00000010"):
+        _, lines = evaluate_one(Request(path, "blimp_wh_island", limit=2))
+        verify_artifact(tmp_path / "run.scores" / "step-00000010")
+        assert [path.name for path in checkpoints.iterdir()] == ["step-00000010"]
+        assert Path(lines[-1].removeprefix("scores in ")).resolve() == tmp_path / "run.scores" / "step-00000010"
+
+
 def test_scores_of_other_records_are_not_compared(gpt_directory: Path, tmp_path: Path) -> None:
     """As many records by the same prompt, but one of them another."""
     for name, goal in (("one", "Warm up"), ("two", "Cool down")):
