@@ -93,3 +93,15 @@ def gpt_directory(tmp_path_factory: pytest.TempPathFactory, gpt2_tokenizer: Toke
     special = '"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"'
     (path / "tokenizer_config.json").write_text(f'{{"tokenizer_class": "PreTrainedTokenizerFast", {special}}}')
     return path
+
+
+@pytest.fixture(scope="session")
+def small_directory(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: Tokenizer) -> Path:
+    """The same with a small vocabulary: opened and scored in a moment."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    path = tmp_path_factory.mktemp("models") / "small"
+    shape = {"vocab_size": bos_tokenizer.vocab_size, "n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 128}
+    spread(GPT2LMHeadModel(GPT2Config(**shape)), 4).save_pretrained(path)
+    (path / "tokenizer.json").write_text(bos_tokenizer.to_json())
+    return path

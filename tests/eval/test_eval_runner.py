@@ -218,14 +218,14 @@ def test_the_gate_refuses_another_model(gpt_directory: Path, tmp_path: Path) -> 
     assert "wh_island.jsonl.gz:" in caught.value.where
 
 
-def test_the_gate_opens_after_an_evaluation_without_it(gpt_directory: Path, tmp_path: Path) -> None:
+def test_the_gate_opens_after_an_evaluation_without_it(small_directory: Path, tmp_path: Path) -> None:
     """Answers of the first command have no log-probabilities of tokens: they are asked again, and both forms are in the reports."""
-    asked = {"path": gpt_directory, "tasks": "blimp_wh_island", "limit": 4, "out": tmp_path / "out"}
+    asked = {"path": small_directory, "tasks": "blimp_wh_island", "limit": 4, "out": tmp_path / "out"}
     alone, _ = evaluate_one(Request(**asked))
-    payload, lines = evaluate_one(Request(**asked, against=str(gpt_directory)))
+    payload, lines = evaluate_one(Request(**asked, against=str(small_directory)))
     assert payload["against"]["largest_difference"] == {"blimp_wh_island": 0.0}
     assert payload["tasks"] == alone["tasks"] == payload["against"]["scores"]
-    title = f"Against {gpt_directory}: no token's log-probability is more than 0.001 nats apart"
+    title = f"Against {small_directory}: no token's log-probability is more than 0.001 nats apart"
     assert title in lines and all(title in (tmp_path / "out" / "scores" / f"report.{kind}").read_text() for kind in ("md",))
     assert "more than 0.001 nats apart" in (tmp_path / "out" / "scores" / "report.html").read_text()
 
@@ -238,20 +238,20 @@ def test_the_gate_opens_after_an_evaluation_without_it(gpt_directory: Path, tmp_
         ({"against": "other"}, "cannot be compared"),
     ],
 )
-def test_a_gate_that_would_compare_nothing_is_refused(gpt_directory: Path, tmp_path: Path, changed: dict, complaint: str) -> None:
+def test_a_gate_that_would_compare_nothing_is_refused(small_directory: Path, tmp_path: Path, changed: dict, complaint: str) -> None:
     """Without answers that have probabilities, or of a model with other tokens: said before anything is scored or made."""
     import shutil
 
     from throughline.data.train_tokenizer import train_tokenizer
 
-    shutil.copytree(gpt_directory, tmp_path / "other")
+    shutil.copytree(small_directory, tmp_path / "other")
     made = train_tokenizer(["a few words to make a small tokenizer of"] * 4, "bpe", 270)
     (tmp_path / "other" / "tokenizer.json").write_text(made.to_json())
-    asked = {"tasks": "blimp_wh_island", "against": str(gpt_directory), "out": tmp_path / "out"} | changed
+    asked = {"tasks": "blimp_wh_island", "against": str(small_directory), "out": tmp_path / "out"} | changed
     if asked["against"] == "other":
         asked["against"] = str(tmp_path / "other")
     with pytest.raises(WrongUse, match=complaint):
-        evaluate_one(Request(gpt_directory, **asked))
+        evaluate_one(Request(small_directory, **asked))
     assert not (tmp_path / "out").exists()
 
 
@@ -267,12 +267,12 @@ def test_a_model_of_nans_has_no_score(gpt_directory: Path, gpt2_tokenizer) -> No
     assert "wh_island" in caught.value.where
 
 
-def test_a_path_of_any_form_has_its_scores_beside_it(gpt_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_of_any_form_has_scores_beside_it(small_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory one stands in, one with blanks and no ASCII, a link; and a wrong path leaves nothing behind."""
     import shutil
 
     inside = tmp_path / "mein Modell é"
-    shutil.copytree(gpt_directory, inside)
+    shutil.copytree(small_directory, inside)
     (tmp_path / "link").symlink_to(inside)
     monkeypatch.chdir(inside)
     for path in (".", inside, "../link", tmp_path / "link"):
@@ -287,12 +287,12 @@ def test_a_path_of_any_form_has_its_scores_beside_it(gpt_directory: Path, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "mein Modell é"]
 
 
-def test_scores_of_a_checkpoint_lie_beside_its_run(gpt_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_a_checkpoint_lie_beside_its_run(small_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that still goes on hashes, when it ends, all that lies in its directory: later scores would damage it."""
     import shutil
 
     checkpoints = tmp_path / "run" / "checkpoints"
-    shutil.copytree(gpt_directory, checkpoints / "step-00000010")
+    shutil.copytree(small_directory, checkpoints / "step-00000010")
     monkeypatch.chdir(checkpoints)
     for path in (Path("step-00000010"), checkpoints / "step-00000010"):
         _, lines = evaluate_one(Request(path, "blimp_wh_island", limit=2))
@@ -301,14 +301,14 @@ def test_scores_of_a_checkpoint_lie_beside_its_run(gpt_directory: Path, tmp_path
         assert Path(lines[-1].removeprefix("scores in ")).resolve() == tmp_path / "run.scores" / "step-00000010"
 
 
-def test_scores_of_other_records_are_not_compared(gpt_directory: Path, tmp_path: Path) -> None:
+def test_scores_of_other_records_are_not_compared(small_directory: Path, tmp_path: Path) -> None:
     """As many records by the same prompt, but one of them another."""
     for name, goal in (("one", "Warm up"), ("two", "Cool down")):
         file = tmp_path / name / "piqa" / "piqa.jsonl"
         file.parent.mkdir(parents=True)
         rows = [{"goal": text, "sol1": "Run.", "sol2": "Sit.", "label": 0} for text in (goal, "Rest")]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        evaluate_one(Request(gpt_directory, "piqa", data_dir=tmp_path / name, out=tmp_path / f"{name}.scores"))
+        evaluate_one(Request(small_directory, "piqa", data_dir=tmp_path / name, out=tmp_path / f"{name}.scores"))
     with pytest.raises(WrongUse, match="not asked in the same way"):
         compare_scores(tmp_path / "one.scores" / "scores", tmp_path / "two.scores" / "scores")
 
@@ -391,6 +391,13 @@ def test_contamination_finds_runs_of_thirteen(monkeypatch: pytest.MonkeyPatch) -
     alike = lambda ids, length: np.zeros(max(0, len(ids) - length + 1), np.uint64)  # noqa: E731
     monkeypatch.setattr("throughline.eval.contamination.window_hashes", alike)
     assert shared_runs([fresh[:20]], _Store(store.ids[:60])) == [False]
+
+
+def test_contamination_of_repeated_tokens_ends() -> None:
+    """Rows of dashes in store and records alike: compared pair by pair they would be 10^11 comparisons."""
+    dashes = np.full(1000, 7)
+    store = _Store(np.concatenate([np.full(100_000, 7), np.arange(100)]).astype(np.uint16))
+    assert shared_runs([dashes] * 1000 + [np.arange(200, 230)], store) == [True] * 1000 + [False]
 
 
 def test_scores_without_the_records_found_in_training_data(
