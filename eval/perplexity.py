@@ -38,9 +38,8 @@ def stream(ids: Ids, window: int, stride: int) -> list[Question]:
     questions = []
     done = 1
     while done < len(ids):
-        stop = min(len(ids), done + (window if done == 1 else step))
-        first = max(0, stop - window - 1)
-        questions.append(Question(((ids[first:done], ids[done:stop]),)))
+        stop = done + (window if done == 1 else step)  # the last window keeps its place where the stream ends inside it
+        questions.append(Question(((ids[max(0, stop - window - 1) : done], ids[done:stop]),)))
         done = stop
     return questions
 

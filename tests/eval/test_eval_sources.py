@@ -198,6 +198,23 @@ def test_a_wrong_task_file_is_named(tmp_path: Path, old: str, new: str, complain
     assert complaint in str(caught.value)
 
 
+def test_a_data_set_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without files and without --data-dir the `datasets` library is asked; with --data-dir never."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "test.jsonl").write_text('{"q": "Q1", "label": 1}\n{"q": "Q2", "label": 0}\n')
+    (tmp_path / "own.toml").write_text(
+        'about = "own"\nkind = "multiple_choice"\nmetrics = ["acc"]\n'
+        f'[source]\nfiles = ["own.jsonl"]\ndataset = "{tmp_path / "hub"}"\n'
+        '[[prompt]]\nfields = ["q", "label"]\ncontext = "{{ q }}"\nchoices = ["no", "yes"]\ngold = "label"\n'
+    )
+    (task,) = find_tasks([str(tmp_path / "own.toml")])
+    assert [(item.context, item.gold) for item in task.items(task.records(None, None))] == [("Q1", 1), ("Q2", 0)]
+    assert len(task.records(None, 1)) == 1
+    with pytest.raises(WrongUse, match="no data for task own"):
+        task.records(tmp_path, None)
+
+
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     """Scores go by the name: the second would take the first one's place."""
     shipped = Path(find_tasks.__code__.co_filename).parent / "tasks" / "piqa.toml"
