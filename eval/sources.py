@@ -31,10 +31,11 @@ class Record:
 
 @dataclass(frozen=True)
 class TextLayout:
-    """How a .txt file is cut into records: `lines` a record, or WikiText `pages`; otherwise the whole file is one."""
+    """How a .txt file is cut into records: `lines` a record, WikiText `pages`, rows of a table (`tabs`); else the whole is one."""
 
     lines: int = 0
     pages: bool = False
+    tabs: bool = False
 
 
 def find_files(patterns: Sequence[str], roots: Sequence[Path]) -> list[Path]:
@@ -160,6 +161,8 @@ def _text(file: TextIO, path: Path, layout: TextLayout) -> Iterator[Record]:
             number += layout.lines
     elif layout.pages:
         yield from _pages(file, path)
+    elif layout.tabs:
+        yield from _table(file, path, "\t")
     else:
         yield Record(f"{path}:1", {"text": file.read()})
 

@@ -60,6 +60,8 @@ class Source(Section):
     """Lines a record in a .txt file."""
     pages: bool = False
     """A .txt file is WikiText: one record an article."""
+    tabs: bool = False
+    """A .txt file is a table: tab-separated, with a header."""
 
 
 class Prompt(Section):
@@ -140,7 +142,7 @@ class BoundTask:
         """The records of the task (or those few-shot examples come from). Raises WrongUse when there are none."""
         source = self.source
         if paths := self.files(data_dir, fewshot=fewshot):
-            records = read_records(paths, TextLayout(source.lines, source.pages), limit)
+            records = read_records(paths, TextLayout(source.lines, source.pages, source.tabs), limit)
             if not records:
                 raise WrongUse(f"no records for task {self.name}", where=paths[0], why="the file is empty")
             return records

@@ -140,6 +140,32 @@ def test_local_files_ask_what_the_harness_is_asked(shared: Path) -> None:
         assert len(task.items(task.records(shared / "data", None))) > 200
 
 
+ORIGINAL = {
+    "hans": (
+        "hans/heuristics_evaluation_set.txt",
+        "gold_label\tsentence1_parse\tsentence1\tsentence2\tpairID\n"
+        'non-entailment\t(ROOT (S "))\tThe doctor saw the "actor .\tThe actor saw .\tex0\n',
+    ),
+    "anli_r2": (
+        "anli/R2/test.jsonl",
+        '{"uid": "x", "label": "n", "context": "The doctor saw the \\"actor .", "hypothesis": "The actor saw ."}\n',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_the_authors_own_files_ask_what_the_hub_s_form_asks(tmp_path: Path, name: str) -> None:
+    """HANS as a table called .txt with bare quotes in it, ANLI with other names and labels: the questions of the hub's schema."""
+    place, text = ORIGINAL[name]
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).write_text(text)
+    (task,) = find_tasks([name])
+    (found,) = task.items(task.records(tmp_path, None))
+    hub_row = {"premise": 'The doctor saw the "actor .', "hypothesis": "The actor saw .", "label": 1}
+    (wanted,) = task.items([Record("hub", hub_row)])
+    assert (found.pairs, found.choices, found.gold) == (wanted.pairs, wanted.choices, wanted.gold)
+
+
 def test_a_stream_is_one_whatever_its_file(tmp_path: Path) -> None:
     """Megatron's WikiText from a text file, and the same lines as records of their own (the hub's form): one stream of one text."""
     text = " = Title = \n \n A sentence , with words . \n Another one . \n"
