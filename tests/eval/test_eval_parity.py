@@ -108,7 +108,7 @@ def test_all_tasks_equal_the_harness(
     compare(small_model(tmp_path / "model", text, steps=steps), rows, tmp_path / "harness", monkeypatch)
 
 
-def test_the_adapter_gives_the_harness_our_scores(samples: Path, tmp_path: Path) -> None:
+def test_the_adapter_gives_the_harness_our_scores(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness driving our scorer reports what it reports of the same weights through transformers."""
     from lm_eval.api.instance import Instance
     from throughline.eval.adapter import ThroughlineLM
@@ -122,6 +122,11 @@ def test_the_adapter_gives_the_harness_our_scores(samples: Path, tmp_path: Path)
         question = model.scorer.encode([[pair]])
         (score,) = next(iter(model.scorer.score(question)))[0][1]
         assert (logprob, greedy) == (pytest.approx(score.logprob, abs=1e-4), score.greedy)
+    grouped, encode = [], model.scorer.encode
+    monkeypatch.setattr(model.scorer, "encode", lambda groups: (grouped.extend(map(len, groups)), encode(groups))[1])
+    records = [("blimp", record, 1) for record in (0, 0, 1, 1, 2, 2)]
+    model.loglikelihood([Instance("loglikelihood", {}, ("", f"Word {i}"), i % 2, record) for i, record in enumerate(records)])
+    assert grouped == [2, 2, 2], "records without a context are no single question"
     (document,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("The king is dead. " * 80,), 0)])
     assert document < -1000
     written = model.generate_until([Instance("generate_until", {}, ("The king", {"until": ["\n"], "max_gen_toks": 4}), 0)])
