@@ -56,7 +56,7 @@ class Source(Section):
     """Its split that is evaluated."""
     fewshot_split: str = ""
     """Its split that few-shot examples are drawn from."""
-    lines: int = 0
+    lines: Annotated[int, Field(ge=0)] = 0
     """Lines a record in a .txt file."""
     pages: bool = False
     """A .txt file is WikiText: one record an article."""
@@ -101,9 +101,9 @@ class Task(Section):
     """Put between context and choice."""
     until: list[str] = []
     """Kind generate_until: strings that end an answer."""
-    max_tokens: int = 32
+    max_tokens: Annotated[int, Field(gt=0)] = 32
     """Kind generate_until: longest answer in tokens."""
-    stride: int = 0
+    stride: Annotated[int, Field(ge=0)] = 0
     """Kind stream: new targets per window; 0 = windows do not overlap."""
     hidden: Annotated[float, Field(gt=0, le=1)] = 0.15
     """Kind masked: tokens of each window that are hidden at once."""

@@ -191,6 +191,7 @@ def test_a_stream_is_one_whatever_its_file(tmp_path: Path) -> None:
         ('choices = ["no", "yes"]', "", "prompt 1 lacks choices"),
         ('gold = "label"', "", "prompt 1 lacks gold"),
         ("metrics =", "metric =", "the task file has 2 problems"),
+        ("[source]", "stride = -1\n[source]", "[stride]"),  # a stream would never end
         ('about = "own"', 'about = "own', "not valid TOML"),
         ('about = "own"', 'about = "Z\udcfcrich"', "cannot read"),
         ('files = ["own.jsonl"]', 'files = ["/own.jsonl"]', "no pattern of files"),
