@@ -100,12 +100,11 @@ def create_artifact(
     assert kind in KINDS, kind
     path = Path(path)
     check_free(path, overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
     draft = Draft(staging, inputs=list(inputs))
     try:
         with full_disk(path):
-            staging.mkdir()
+            staging.mkdir(parents=True)
             yield draft
             seal(staging, kind, draft.inputs, recipe_hash, draft.facts, draft.known)
             _move_into_place(staging, path, overwrite)
@@ -257,7 +256,7 @@ def input_record(path: Path | str) -> Input:
         return Input(os.path.abspath(path), manifest.kind, manifest.hash)
     if path.is_dir():
         return Input(
-            str(path),
+            os.path.abspath(path),
             "foreign",
             sha256_json([[f.relative_to(path).as_posix(), sha256_file(f)] for f in walk_files(path)]),
         )

@@ -100,7 +100,7 @@ def check_replaced(replaced: int, characters: int, limit: float, where: str) -> 
             "too many characters had to be replaced",
             where=where,
             why=f"{replaced:,} of {characters:,} characters are invalid UTF-8 or NUL ({share})",
-            fix="convert the text (iconv -f latin1 -t utf-8), or accept it with a larger --max-replaced",
+            fix="convert the text (iconv -f latin1 -t utf-8), or accept it: --max-replaced of throughline data",
         )
 
 

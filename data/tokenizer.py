@@ -64,7 +64,12 @@ class Tokenizer:
         if not file.is_file():
             fix = "give a directory with a tokenizer.json, or make one: throughline data tokenizer"
             raise WrongUse("no tokenizer here", where=path, why=f"{file} does not exist", fix=fix)
-        return cls(file.read_text(encoding="utf-8"), _stated_roles(file), str(file))
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            fix = "give a tokenizer.json in the Hugging Face format"
+            raise Refused("not a tokenizer", where=file, why=str(error), fix=fix) from error
+        return cls(text, _stated_roles(file), str(file))
 
     # Whoever needs these two parses anew: kept, the words and merges of GPT-2 would take 50 MB as Python objects.
     @property

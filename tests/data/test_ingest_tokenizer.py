@@ -114,6 +114,9 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
         assert error.value.fix or error.value.why
     with pytest.raises(WrongUse, match="no tokenizer here"):
         Tokenizer.load(tmp_path)
+    (tmp_path / "model.bin").write_bytes(bytes(range(256)))
+    with pytest.raises(Refused, match="not a tokenizer"):
+        Tokenizer.load(tmp_path / "model.bin")
 
 
 def test_sample_keeps_to_its_budget_and_reaches_every_file(tmp_path: Path) -> None:
@@ -128,6 +131,41 @@ def test_sample_keeps_to_its_budget_and_reaches_every_file(tmp_path: Path) -> No
         assert 0.1 < size[name] / source.bytes < 0.5
     assert int(found[-1].split()[-1]) > 180_000
     assert found == list(sample(sources, ReadOptions(), total // 4, Counter()))
+
+
+def test_many_small_files_keep_to_the_budget(tmp_path: Path) -> None:
+    for number in range(200):
+        (tmp_path / f"{number:03d}.txt").write_text(f"{number:03d} is here\n\n" * 500)
+    sources = expand_inputs([str(tmp_path)])
+    total = sum(source.bytes for source in sources)
+    found = list(sample(sources, ReadOptions(), total // 10, Counter()))
+    assert 0.05 < sum(map(len, found)) / total < 0.12
+    assert len({text[:3] for text in found}) > 15, "of every tenth file"
+    whole = sample(sources, ReadOptions(documents="file"), total // 10, Counter())
+    assert 0.05 < sum(map(len, whole)) / total < 0.12
+
+
+def test_what_has_no_document_in_most_stripes_gives_its_beginning(tmp_path: Path) -> None:
+    """One sentence a line and no blank line, read as blocks; a parquet file of one row group."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    lines = [f"this is line {i:07d} of the text" for i in range(120_000)]
+    (tmp_path / "t.txt").write_text("\n".join(lines))
+    pq.write_table(pa.table({"text": lines}), tmp_path / "t.parquet", compression="none", use_dictionary=False)
+    for name in ("t.txt", "t.parquet"):
+        [source] = expand_inputs([str(tmp_path / name)])
+        assert source.bytes > 3 << 20
+        found = list(sample([source], ReadOptions(), source.bytes // 2, Counter()))
+        assert found[0].startswith(lines[0]) and 0.3 < sum(map(len, found)) / source.bytes < 0.9
+
+
+def test_a_sample_of_invalid_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_bytes("déjà vu ".encode("latin1") + b"and more plain words after it " * 40)
+    sources = expand_inputs([str(tmp_path / "t.txt")])
+    with pytest.raises(Failed, match="too many characters"):
+        list(sample(sources, ReadOptions(), 10**6, Counter()))
+    assert len(list(sample(sources, ReadOptions(), 10**6, Counter(), max_replaced=0.1))) == 1
 
 
 class Wrong:
