@@ -151,6 +151,21 @@ def test_text_of_another_tokenizer_is_refused(from_text: Callable[..., Plan], gp
         from_text("gpt", data={"validation": str(gpt_store)})
 
 
+def test_a_megatron_prefix_is_trained_on(make_plan: Callable[..., Plan], gpt_store: Path, tmp_path: Path) -> None:
+    """PREFIX.bin and PREFIX.idx: no path of that name is there, and a run still knows both files by their content."""
+    prefix = tmp_path / "corpus_text_document"
+    for suffix in (".bin", ".idx"):
+        Path(f"{prefix}{suffix}").write_bytes((gpt_store / f"00000{suffix}").read_bytes())
+    model = {"overrides": {"layers": 2, "width": 32, "heads": 2, "vocab_size": 64}}
+    plan = make_plan(data={"train": str(prefix)}, model=model)
+    assert plan.train_stores[0].facts["foreign"] and plan.tokenizer is None
+    raw = bytearray(Path(f"{prefix}.bin").read_bytes())
+    raw[100] ^= 1
+    Path(f"{prefix}.bin").write_bytes(raw)
+    other = make_plan(data={"train": str(prefix)}, model=model)
+    assert [item.path for item in plan.inputs] == [str(prefix)] and plan.inputs[0].hash != other.inputs[0].hash
+
+
 @pytest.fixture
 def recipe(place: Path, make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
