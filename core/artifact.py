@@ -146,15 +146,17 @@ def seal(
     return manifest
 
 
-def check_free(path: Path | str, overwrite: bool = False) -> None:
-    """Refuse an output path that is taken. Call it before the work, so that hours are not lost to a full name."""
+def check_free(path: Path | str, overwrite: bool | None = None) -> None:
+    """Refuse an output path that is taken. Call it before the work, so that hours are not lost to a full name.
+
+    `overwrite` is None where there is no --overwrite.
+    """
     path = Path(path)
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not overwrite:
-        raise WrongUse(
-            "the output already exists", where=path, fix="choose another --out, or pass --overwrite to replace it"
-        )
+        fix = "choose another --out" + (", or pass --overwrite to replace it" if overwrite is False else "")
+        raise WrongUse("the output already exists", where=path, fix=fix)
     if not (path / MANIFEST).is_file():
         raise WrongUse(
             "the output exists and is no artifact",

@@ -238,7 +238,7 @@ def _fields(text: str, where: str, number: int, field: str) -> list[str | None]:
             if value is not None and not isinstance(value, str):
                 raise TypeError
         except (ValueError, RecursionError) as error:
-            fix = "repair or remove that line"
+            fix = "write one object a line (of an array: jq -c .[] FILE), or remove that line"
             raise Failed("a line is not JSON", where=where % number, why=str(error), fix=fix) from error
         except (KeyError, TypeError, IndexError) as error:
             raise _bad_field(line, where % number, field) from error

@@ -224,8 +224,11 @@ def _stated_roles(file: Path) -> dict[str, int] | None:
     config = file.parent / "tokenizer_config.json"
     if not config.is_file():
         return None
-    vocab = {token["content"]: token["id"] for token in read_json(file).get("added_tokens") or []}
-    stated = read_json(config)
+    stated, tokenizer = read_json(config), read_json(file)
+    if not (isinstance(stated, dict) and isinstance(tokenizer, dict)):
+        why = f"it or {FILE} is no JSON object"
+        raise Refused("not a tokenizer", where=config, why=why, fix="restore both files")
+    vocab = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
     roles = {}
     for role in ROLES:
         token = stated.get(f"{role}_token")

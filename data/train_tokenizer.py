@@ -16,7 +16,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Library
 
 from ..core.console import amount, progress, say, warn
-from ..core.errors import Failed, WrongUse
+from ..core.errors import Failed, Refused, WrongUse
 from ..core.files import read_json
 from .inputs import Source
 from .readers import ReadOptions, read, splittable
@@ -279,9 +279,17 @@ def import_tokenizer(path: Path | str, lowercase: bool | None = None) -> tuple[T
     )
 
 
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        fix = "give the file as it was published"
+        raise Refused("a vocabulary is no UTF-8 text", where=file, why=str(error), fix=fix) from error
+
+
 def _gpt2(encoder: Path, merges: Path) -> Tokenizer:
     vocab: dict[str, int] = read_json(encoder)
-    lines = merges.read_text(encoding="utf-8").split("\n")
+    lines = _read(merges).split("\n")
     pairs: list[Any] = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     known = all(len(pair) == 2 and pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab for pair in pairs)
     if not known:
@@ -299,7 +307,7 @@ def _gpt2(encoder: Path, merges: Path) -> Tokenizer:
 
 
 def _bert(file: Path, lowercase: bool | None) -> Tokenizer:
-    tokens = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    tokens = _read(file).removesuffix("\n").split("\n")
     vocab = {token.rstrip("\r"): place for place, token in enumerate(tokens)}
     if missing := [name for name in BERT_SPECIAL if name not in vocab]:
         raise WrongUse(

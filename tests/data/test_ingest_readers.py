@@ -111,6 +111,12 @@ def test_every_compression_reads_the_same(tmp_path: Path, pack, mode: str) -> No
     assert documents(tmp_path / f"b.txt{pack[0]}", [], options) == documents(tmp_path / "a.txt", [], options)
 
 
+def test_empty_files_are_no_damaged_ones(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.jsonl", "c.txt.gz", "d.txt.bz2", "e.jsonl.zst"):
+        (tmp_path / name).touch()
+        assert documents(tmp_path / name, [], ReadOptions())[0] == []
+
+
 def test_jsonl_parquet_and_saved_dataset_agree(tmp_path: Path) -> None:
     import datasets
     import pyarrow as pa

@@ -108,12 +108,17 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "encoder.json").write_text('{"a": 0, "b": 1}')
     (tmp_path / "gpt" / "vocab.bpe").write_text("#version: 0.2\na b\n")
-    for path in ("vocab.txt", "bad", "gpt", "nothing", "."):
+    (tmp_path / "latin").mkdir()
+    (tmp_path / "latin" / "vocab.txt").write_bytes(b"[PAD]\n\xe9\n")
+    for path in ("vocab.txt", "bad", "gpt", "latin", "nothing", "."):
         with pytest.raises(ThroughlineError) as error:
             import_tokenizer(tmp_path / path if path != "." else tmp_path / "..")
         assert error.value.fix or error.value.why
     with pytest.raises(WrongUse, match="no tokenizer here"):
         Tokenizer.load(tmp_path)
+    (tmp_path / "bad" / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(Refused, match="not a tokenizer"):
+        Tokenizer.load(tmp_path / "bad")
     (tmp_path / "model.bin").write_bytes(bytes(range(256)))
     with pytest.raises(Refused, match="not a tokenizer"):
         Tokenizer.load(tmp_path / "model.bin")

@@ -180,6 +180,12 @@ def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
         done = run.invoke(command, arguments)
         assert done.exit_code == code and said in done.output, done.output
     assert not list(tmp_path.glob("*2*"))
+    for arguments in (["export", out, "--to", "olmo"], ["dedup", text]):  # which have no --overwrite
+        done = run.invoke(command, [*arguments, "--out", tok])
+        assert done.exit_code == 2 and "already exists" in done.output and "--overwrite" not in done.output
+    name = os.fsdecode(b"no \xff UTF-8.txt")
+    (tmp_path / name).write_text("some text")
+    assert r"no \udcff UTF-8.txt" in run.invoke(command, ["dedup", str(tmp_path / name), "--dry-run"]).output
 
 
 def test_sizes_and_backends_of_the_command_line() -> None:
