@@ -163,11 +163,19 @@ def run_task(
         return committed
     counts: Counter[str] = Counter()
     size: Counter[str] = Counter()
+    left = task.bytes
+
+    def tell(done: int) -> None:  # what is read before and behind a range is no progress
+        nonlocal left
+        done = min(done, left) if task.bytes else done
+        left -= done
+        on_bytes(done)
+
     with full_disk(work):
         writer = ShardWriter(work, task.index, token_dtype(tokenizer.vocab_size))
         try:
             encode = Encoder(tokenizer, backend, plan.append_eos, plan.sentences)
-            for batch in _batches(plan, task, counts, on_bytes):
+            for batch in _batches(plan, task, counts, tell):
                 size["characters"] += sum(map(len, batch.texts))
                 size["text_bytes"] += sum(len(text) if text.isascii() else len(text.encode()) for text in batch.texts)
                 writer.write(*encode(batch))
@@ -185,6 +193,7 @@ def run_task(
                 "backend": backend.name,
             }
             write_atomic(record_path(work, task.index), json.dumps(record) + "\n")
+            tell(max(left, 0))
         finally:
             writer.close()
     return record

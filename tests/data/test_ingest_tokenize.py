@@ -19,9 +19,9 @@ from throughline.data.backends import Reference
 from throughline.data.readers import Batch, ReadOptions
 from throughline.data.sentences import split_sentences
 from throughline.data.store import TokenStore
-from throughline.data.tasks import Encoder
+from throughline.data.tasks import Encoder, run_task
 from throughline.data.text import PIECE_BYTES
-from throughline.data.tokenize import Work, tokenize
+from throughline.data.tokenize import Work, make_plan, tokenize
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
 
@@ -172,7 +172,7 @@ def test_kill_in_every_phase_then_continue(place: Path, plain: Path, tmp_path: P
     module = "finalize" if target in ("seal", "os.rename", "shutil.rmtree") else "tasks"
     code = f"""
 import os, signal, sys, throughline.data.{module} as module
-from throughline.data.tokenize import Work, tokenize
+from throughline.data.tokenize import Work, make_plan, tokenize
 owner, name = module, {target!r}
 while "." in name:
     first, name = name.split(".", 1)
@@ -192,6 +192,17 @@ tokenize([{str(place / "corpus")!r}], {str(place / "bpe")!r}, {str(tmp_path / "o
     assert files_hash(tmp_path / "out") == files_hash(plain)
     verify_artifact(tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+def test_progress_counts_every_byte_once(place: Path, tmp_path: Path) -> None:
+    """Ranges far below a block of reading, a compressed file, .jsonl: what a task tells adds up to its bytes."""
+    tokenizer = Tokenizer.load(place / "bpe")
+    plan = make_plan([str(place / "corpus")], tokenizer, ReadOptions(), None, False, 20_000)
+    (tmp_path / "store").mkdir()
+    for task in plan.tasks():
+        told: list[int] = []
+        run_task(tmp_path, plan, task, tokenizer, Reference(tokenizer), told.append)
+        assert sum(told) == task.bytes and min(told) >= 0
 
 
 def test_what_is_committed_is_not_done_again(place: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
