@@ -6,6 +6,7 @@ A worker that dies is replaced and its task tried once more; a worker whose pare
 
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 import sys
@@ -140,6 +141,7 @@ def run_ray(work: Path, tasks: Sequence[Task], backend: str, on_bytes: Callable[
 
 def slurm_array(arguments: Sequence[str], elements: int, cores: int, name: str) -> str:
     """A batch file for sbatch: `throughline ARGUMENTS` as a job array of so many elements with so many cores each."""
+    name = re.sub(r"[^\w.-]+", "-", name)  # a directive ends at a space
     share = f'--workers "$SLURM_CPUS_PER_TASK" --task-index "$SLURM_ARRAY_TASK_ID" --task-count {elements}'
     return f"""\
 #!/bin/bash
