@@ -381,8 +381,10 @@ class TokenStore:
         if target - start > end - target:
             start, document = end, document + 1
         if 0 < start < self.tokens:
-            sequence = self.document_bounds[document]
-            return Cut(base.token + start, base.sequence + int(sequence), base.document + document)
+            place = base.document + document
+            owner = int(np.searchsorted(self._firsts[:, 2], place, side="right")) - 1
+            _, sequence, first = self._firsts[owner].tolist()
+            return Cut(base.token + start, sequence + int(self.shards[owner].bounds[place - first]), place)
         starts = self.sequence_starts
         sequence = int(np.argmin(np.abs(starts - target)))
         inside = not 0 < starts[sequence] < self.tokens

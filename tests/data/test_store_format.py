@@ -173,6 +173,17 @@ def test_parts_of_a_store_share_nothing_and_cut_at_documents(three_shards):
         assert [sum(map(len, rejoined[:n])) for n in range(len(rejoined))] == [first for first, _ in right.parts()]
 
 
+def test_a_part_of_a_store_of_many_documents_is_cut_without_its_whole_index(three_shards, monkeypatch):
+    """A billion documents would take 8 GB in every process of a run that holds out its end."""
+    path, _ = three_shards
+    fractions = [(0, 0.1), (0.1, 0.9), (0.3, 0.4), (0.5, 0.58), (0.9, 1)]
+    expected = [TokenStore.open(path).view(*pair)._cuts for pair in fractions]
+    monkeypatch.setattr(store_module, "DOCUMENTS_IN_MEMORY", 0)
+    for name in ("sequence_starts", "document_bounds", "document_starts"):
+        monkeypatch.setattr(TokenStore, name, property(lambda self: pytest.fail("the whole index was read")))
+    assert [TokenStore.open(path).view(*pair)._cuts for pair in fractions] == expected
+
+
 def test_one_document_is_cut_at_a_sequence_or_a_token(tmp_path):
     write_shard(tmp_path / "sentences", [[[1] * 40, [2] * 50, [3] * 10]])
     store = TokenStore.open(tmp_path / "sentences")
