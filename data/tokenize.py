@@ -66,7 +66,7 @@ def tokenize(
     `append_eos` None appends the tokenizer's end-of-text token to every document when it has one and `sentences` is off.
     Raises WrongUse, Failed and Refused for the user's and the input's faults, Stopped on SIGTERM.
     """
-    out = Path(os.path.abspath(out))
+    out = Path(os.path.realpath(out))  # a link leads to the disk that is meant
     tokenizer = Tokenizer.load(tokenizer_path)
     plan = make_plan(list(inputs), tokenizer, options, append_eos, sentences, shard_bytes)
     if plan.bytes > MOST_SHARDS * plan.shard_bytes:

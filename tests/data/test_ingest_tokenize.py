@@ -455,6 +455,16 @@ def test_a_store_traces_back_from_anywhere(place: Path, tmp_path: Path, monkeypa
     assert [same for *_, same in chain(tmp_path / "tokens")] == [True, True, False]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_filled_where_it_leads(place: Path, plain: Path, tmp_path: Path, there: bool) -> None:
+    for folder in ("disk", "disk/tokens") if there else ("disk",):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "out").symlink_to("disk/tokens")
+    run(place, tmp_path / "out", shard_bytes=20_000)
+    assert files_hash(tmp_path / "disk" / "tokens") == files_hash(plain) and (tmp_path / "out").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["disk", "out"] and os.listdir(tmp_path / "disk") == ["tokens"]
+
+
 def test_what_a_killed_end_left_is_no_obstacle_nor_is_a_disk_without_links(
     place: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
