@@ -61,7 +61,7 @@ def sample(
                     done = sum(map(len, batch.texts))
                     owed, left, taken = owed - done, left - done, taken + done
                     bar.advance(done)
-                    if share < 1 and left < 0:
+                    if left < 0 if share < 1 else taken > budget:  # a dataset's size may not be known, a ratio be larger
                         break
     check_replaced(counts["replaced"], taken, max_replaced, f"the sample of {len(sources)} inputs")
 

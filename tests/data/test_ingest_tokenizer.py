@@ -165,6 +165,13 @@ def test_what_has_no_document_in_most_stripes_gives_its_beginning(tmp_path: Path
         assert found[0].startswith(lines[0]) and 0.3 < sum(map(len, found)) / source.bytes < 0.9
 
 
+def test_a_dataset_of_unknown_size_gives_the_budget_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": f"row {i:04d}"}) + "\n" for i in range(1000)))
+    sources = expand_inputs([f"datasets:{tmp_path}"])
+    found = list(sample(sources, ReadOptions(), 2000, Counter()))
+    assert found[0] == "row 0000" and 2000 < sum(map(len, found)) < 3000
+
+
 def test_a_sample_of_invalid_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes("déjà vu ".encode("latin1") + b"and more plain words after it " * 40)
     sources = expand_inputs([str(tmp_path / "t.txt")])
