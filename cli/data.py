@@ -110,6 +110,7 @@ def tokenizer(
     from ..core.artifact import check_free, input_record
     from ..core.errors import WrongUse
     from ..data.inputs import expand_inputs
+    from ..data.text import COUNTS
     from ..data.train_tokenizer import import_tokenizer, sample, train_tokenizer
 
     check_free(out, overwrite)
@@ -122,16 +123,17 @@ def tokenizer(
             )
         made, files = import_tokenizer(inputs[0], None if cased is None else not cased)
         records = [input_record(file) for file in files]
-        facts: dict[str, Any] = {"trained": False}
+        facts: dict[str, Any] = {"trained": False, "counts": {}}
     else:
         sources, counts = expand_inputs(list(inputs)), Counter[str]()
         budget = parse_bytes(sample_bytes) or 0
         texts = sample(sources, read_options(**text), budget, counts, max_replaced)
         made = train_tokenizer(texts, kind, vocab_size, lowercase=not cased)  # type: ignore[arg-type]
         records = [input_record(source.path) for source in sources if os.path.exists(source.path)]
-        facts = {"trained": True, "sample_bytes": budget, "counts": dict(counts)}
+        facts = {"trained": True, "sample_bytes": budget, "counts": {key: counts[key] for key in COUNTS}}
     made.save(out, records, facts, overwrite)
-    console.result({"path": out, **made.facts()}, [f"{made.type} tokenizer of {made.vocab_size:,} entries in {out}"])
+    lines = [f"{made.type} tokenizer of {made.vocab_size:,} entries in {out}", *found_in_text(facts["counts"])]
+    console.result({"path": out, **made.facts(), "counts": facts["counts"]}, lines)
 
 
 @command.command()

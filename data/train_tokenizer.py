@@ -48,7 +48,7 @@ def sample(
     """
     sizes = [source.bytes * (COMPRESSED_RATIO if source.compression else 1) or budget for source in sources]
     share = min(1.0, budget / max(sum(sizes), 1))
-    owed, taken = 0.0, 0  # what the stripes passed are to give less what they gave; all that was given
+    owed, taken = 0.0, 0  # bytes: what the stripes passed are to give less what they gave; all that was given
     with progress("sample", total=min(budget, sum(sizes)), unit="B") as bar:
         for source, size in zip(sources, sizes):
             left = size * share
@@ -58,12 +58,13 @@ def sample(
                     continue
                 for batch in read(source, start, stop, options, counts):
                     yield from batch.texts
-                    done = sum(map(len, batch.texts))
+                    counts["characters"] += sum(map(len, batch.texts))
+                    done = sum(len(text) if text.isascii() else len(text.encode()) for text in batch.texts)
                     owed, left, taken = owed - done, left - done, taken + done
                     bar.advance(done)
                     if left < 0 if share < 1 else taken > budget:  # a dataset's size may not be known, a ratio be larger
                         break
-    check_replaced(counts["replaced"], taken, max_replaced, f"the sample of {len(sources)} inputs")
+    check_replaced(counts["replaced"], counts["characters"], max_replaced, f"the sample of {len(sources)} inputs")
 
 
 def _stripes(source: Source, size: float, share: float, options: ReadOptions) -> Iterator[tuple[int, int | None, float]]:

@@ -140,14 +140,14 @@ def test_sample_keeps_to_its_budget_and_reaches_every_file(tmp_path: Path) -> No
 
 def test_many_small_files_keep_to_the_budget(tmp_path: Path) -> None:
     for number in range(200):
-        (tmp_path / f"{number:03d}.txt").write_text(f"{number:03d} is here\n\n" * 500)
+        (tmp_path / f"{number:03d}.txt").write_text(f"{number:03d} 在这里，在这里，在这里\n\n" * 500)
     sources = expand_inputs([str(tmp_path)])
     total = sum(source.bytes for source in sources)
     found = list(sample(sources, ReadOptions(), total // 10, Counter()))
-    assert 0.05 < sum(map(len, found)) / total < 0.12
+    assert 0.05 < sum(len(text.encode()) for text in found) / total < 0.12
     assert len({text[:3] for text in found}) > 15, "of every tenth file"
     whole = sample(sources, ReadOptions(documents="file"), total // 10, Counter())
-    assert 0.05 < sum(map(len, whole)) / total < 0.12
+    assert 0.05 < sum(len(text.encode()) for text in whole) / total < 0.12
 
 
 def test_what_has_no_document_in_most_stripes_gives_its_beginning(tmp_path: Path) -> None:

@@ -168,7 +168,8 @@ def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
         return json.loads(done.stdout)
 
     text, tok, out = (str(tmp_path / name) for name in ("t.txt", "tok", "out"))
-    assert call("tokenizer", text, "--vocab-size", "300", "--out", tok)["vocab_size"] == 300
+    trained = call("tokenizer", text, "--vocab-size", "300", "--out", tok)
+    assert trained["vocab_size"] == 300 and trained["counts"]["replaced"] == 0
     made = call("tokenize", text, "--tokenizer", tok, "--out", out, "--workers", "1")
     assert made["complete"] and made["tokens"] > 1000 and made["counts"]["replaced"] == 0
     assert call("inspect", out)["tokens"] == made["tokens"]
