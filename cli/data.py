@@ -107,7 +107,7 @@ def tokenizer(
     """
     from collections import Counter
 
-    from ..core.artifact import check_free, input_record
+    from ..core.artifact import CHECK_BYTES, Input, check_free, input_record
     from ..core.errors import WrongUse
     from ..data.inputs import expand_inputs
     from ..data.text import COUNTS
@@ -129,7 +129,9 @@ def tokenizer(
         budget = parse_bytes(sample_bytes) or 0
         texts = sample(sources, read_options(**text), budget, counts, max_replaced)
         made = train_tokenizer(texts, kind, vocab_size, lowercase=not cased)  # type: ignore[arg-type]
-        records = [input_record(source.path) for source in sources if os.path.exists(source.path)]
+        small = sum(source.bytes for source in sources) <= CHECK_BYTES  # a sample is not worth hours of hashing what it is of
+        paths = [source.path for source in sources if os.path.exists(source.path)]
+        records = [input_record(path) if small else Input(os.path.abspath(path), "foreign", "") for path in paths]
         facts = {"trained": True, "sample_bytes": budget, "counts": {key: counts[key] for key in COUNTS}}
     made.save(out, records, facts, overwrite)
     lines = [f"{made.type} tokenizer of {made.vocab_size:,} entries in {out}", *found_in_text(facts["counts"])]

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from throughline.core.artifact import chain, create_artifact, input_record, read_manifest, verify_artifact
+from throughline.core import artifact
+from throughline.core.artifact import Input, chain, create_artifact, input_record, read_manifest, verify_artifact
 from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.core.workspace import Workspace, read_records
 
@@ -86,6 +87,17 @@ def test_chain_reaches_foreign_text_and_sees_changes(tmp_path: Path) -> None:
     assert chain(tmp_path / "run")[1][2] is False
     text.unlink()
     assert chain(tmp_path / "run")[1][2] is None
+
+
+def test_chain_does_not_hash_terabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beyond the bound is not said to be the same, nor changed; an input that was never hashed neither."""
+    for name, size in (("large", 9), ("a", 5), ("b", 6), ("c", 3)):
+        (tmp_path / name).write_text("x" * size)
+    inputs = [input_record(tmp_path / name) for name in ("large", "a", "b", "c")] + [Input(str(tmp_path / "c"), "foreign", "")]
+    make(tmp_path / "tokens", inputs=tuple(inputs))
+    assert [same for *_, same in chain(tmp_path / "tokens")] == [True, True, True, True, None]
+    monkeypatch.setattr(artifact, "CHECK_BYTES", 8)
+    assert [same for *_, same in chain(tmp_path / "tokens")] == [None, True, None, True, None]
 
 
 def test_full_disk_is_one_clear_error(tmp_path: Path) -> None:

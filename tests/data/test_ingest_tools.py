@@ -16,6 +16,8 @@ import zstandard
 from click.testing import CliRunner
 from throughline.cli.data import BACKENDS as CLI_BACKENDS
 from throughline.cli.data import command, parse_bytes
+from throughline.cli.show import command as show
+from throughline.core.artifact import read_manifest
 from throughline.core.errors import Failed, WrongUse
 from throughline.data import dedup as dedup_module
 from throughline.data.backends import BACKENDS
@@ -197,6 +199,15 @@ def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
     name = os.fsdecode(b"no \xff UTF-8.txt")
     (tmp_path / name).write_text("some text")
     assert r"no \udcff UTF-8.txt" in run.invoke(command, ["dedup", str(tmp_path / name), "--dry-run"]).output
+
+
+def test_a_sample_of_a_large_text_does_not_hash_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("throughline.core.artifact.CHECK_BYTES", 1000)
+    (tmp_path / "t.txt").write_text("\n\n".join(DOCUMENTS))
+    run = CliRunner()
+    made = run.invoke(command, ["tokenizer", str(tmp_path / "t.txt"), "--type", "char", "--out", str(tmp_path / "tok")])
+    assert made.exit_code == 0 and read_manifest(tmp_path / "tok").inputs[0].hash == ""
+    assert "t.txt    (too large to hash again here)" in run.invoke(show, [str(tmp_path / "tok")]).output
 
 
 def test_sizes_and_backends_of_the_command_line() -> None:
