@@ -15,8 +15,8 @@ import pytest
 import zstandard
 from click.testing import CliRunner
 from throughline.cli.data import BACKENDS as CLI_BACKENDS
-from throughline.cli.data import command, parse_bytes
-from throughline.cli.show import command as show
+from throughline.cli.data import parse_bytes
+from throughline.cli.main import main
 from throughline.core.artifact import read_manifest
 from throughline.core.errors import Failed, WrongUse
 from throughline.data import dedup as dedup_module
@@ -165,7 +165,7 @@ def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
     run = CliRunner()
 
     def call(*arguments: str) -> dict:
-        done = run.invoke(command, [*arguments, "--json"])
+        done = run.invoke(main, ["data", *arguments, "--json"])
         assert done.exit_code == 0, done.output
         return json.loads(done.stdout)
 
@@ -190,24 +190,24 @@ def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
         (["dedup", text, "--out", text + "/2"], 1, "something else has that name"),
         (["tokenizer", text, "--uncased", "--out", out + "2"], 2, "keeps text as it is"),
     ):
-        done = run.invoke(command, arguments)
+        done = run.invoke(main, ["data", *arguments])
         assert done.exit_code == code and said in done.output, done.output
     assert not list(tmp_path.glob("*2*"))
     for arguments in (["export", out, "--to", "olmo"], ["dedup", text]):  # which have no --overwrite
-        done = run.invoke(command, [*arguments, "--out", tok])
+        done = run.invoke(main, ["data", *arguments, "--out", tok])
         assert done.exit_code == 2 and "already exists" in done.output and "--overwrite" not in done.output
     name = os.fsdecode(b"no \xff UTF-8.txt")
     (tmp_path / name).write_text("some text")
-    assert r"no \udcff UTF-8.txt" in run.invoke(command, ["dedup", str(tmp_path / name), "--dry-run"]).output
+    assert r"no \udcff UTF-8.txt" in run.invoke(main, ["data", "dedup", str(tmp_path / name), "--dry-run"]).output
 
 
 def test_a_sample_of_a_large_text_does_not_hash_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("throughline.core.artifact.CHECK_BYTES", 1000)
     (tmp_path / "t.txt").write_text("\n\n".join(DOCUMENTS))
     run = CliRunner()
-    made = run.invoke(command, ["tokenizer", str(tmp_path / "t.txt"), "--type", "char", "--out", str(tmp_path / "tok")])
+    made = run.invoke(main, ["data", "tokenizer", str(tmp_path / "t.txt"), "--type", "char", "--out", str(tmp_path / "tok")])
     assert made.exit_code == 0 and read_manifest(tmp_path / "tok").inputs[0].hash == ""
-    assert "t.txt    (too large to hash again here)" in run.invoke(show, [str(tmp_path / "tok")]).output
+    assert "t.txt    (too large to hash again here)" in run.invoke(main, ["show", str(tmp_path / "tok")]).output
 
 
 def test_sizes_and_backends_of_the_command_line() -> None:
