@@ -1,5 +1,6 @@
 """Artifacts appear whole or not at all, name what they were made from, and notice any changed byte."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from throughline.core import artifact
 from throughline.core.artifact import Input, chain, create_artifact, input_record, read_manifest, verify_artifact
 from throughline.core.errors import Failed, Refused, WrongUse
+from throughline.core.files import write_atomic
 from throughline.core.workspace import Workspace, read_records
 
 
@@ -116,6 +118,20 @@ def test_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     )
     assert "cannot write" in out.stdout and "file-size limit" in out.stdout, out.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_writers_of_one_file_do_not_take_each_others_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two machines both may have the same process number: the second writes, whole, while the first is about to rename."""
+    real = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", real)
+        write_atomic(tmp_path / "plan", "second")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    write_atomic(tmp_path / "plan", "first")
+    assert (tmp_path / "plan").read_text() == "first" and os.listdir(tmp_path) == ["plan"]
 
 
 def test_workspace_lock_and_records(tmp_path: Path) -> None:
