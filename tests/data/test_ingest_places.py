@@ -1,4 +1,4 @@
-"""A tokenisation in odd places: links, disks without links, what others left behind, workers ended half-way, what fits no format."""
+"""A tokenisation in odd places: links, disks without links, leavings of others, workers ended half-way, what fits no format."""
 
 import hashlib
 import json
