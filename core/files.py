@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ def sync(path: Path | str) -> None:
 def write_atomic(path: Path | str, data: str | bytes) -> None:
     """Write a small file so that readers see the old content or the new, never a part. Raises Failed on a full disk."""
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")  # not the process's number: two machines may share it
     try:
         with full_disk(path), open(aside, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -66,6 +67,9 @@ def full_disk(path: Path | str) -> Iterator[None]:
             errno.EFBIG: "the file-size limit is reached",
             errno.EROFS: "the file system is read-only",
             errno.EACCES: "no permission to write there",
+            errno.EEXIST: "something else has that name",
+            errno.ENOTDIR: "a part of the path is a file",
+            errno.ENAMETOOLONG: "the name is too long",
         }
         if error.errno not in reasons:
             raise
@@ -88,7 +92,7 @@ def free_text(path: Path | str) -> str:
 def read_json(path: Path | str) -> Any:
     """Parse a JSON file. Raises WrongUse when it is missing and Refused when it is damaged."""
     try:
-        return json.loads(Path(path).read_text())
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WrongUse("no such file", where=path) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

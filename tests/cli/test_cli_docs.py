@@ -1,8 +1,9 @@
 """Documents tell the truth: the references are current, every path the README names exists, every command in it parses."""
 
-import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -12,17 +13,10 @@ from throughline.core.recipe import load_recipe
 from throughline.train.recipe import RULES, Recipe
 
 
-def load_generator(root: Path):
-    spec = importlib.util.spec_from_file_location("make_reference", root / "docs" / "make_reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_references_are_current(root: Path) -> None:
-    made = load_generator(root)
-    for name, page in (("cli.md", made.cli_page()), ("recipe.md", made.recipe_page())):
-        assert (root / "docs" / name).read_text() == page, f"docs/{name} is stale: make reference"
+    """In a process of its own: click keeps on a command how it was first called, and other tests call some without their parent."""
+    made = subprocess.run([sys.executable, root / "docs" / "make_reference.py", "--check"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
 
 
 def documents(root: Path) -> list[Path]:
