@@ -51,12 +51,14 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
     path = Path(path)
     if is_artifact(path) and read_manifest(path).kind == "onnx":
         return _open_exported(path, options)
-    from ..inference.source import open_model
+    from ..inference.source import find_model
 
-    opened = open_model(path, options.device)
-    return_freed_memory()  # reading a tokenizer comes on top of what is held now
-    file = _tokenizer_of(opened.tokenizer, path)
+    found = find_model(path)
+    file = _tokenizer_of(found.tokenizer, path)
     tokenizer = Tokenizer.load(file)
+    tokenizer.fingerprint()  # takes 40 MB for a moment: now, and not on top of the weights
+    return_freed_memory()
+    opened = found.open(options.device)
     family = family_of(opened.model.config)
     _check_tokenizer(tokenizer, opened.model.config.vocab_size, file)
     scorer: Scorer
