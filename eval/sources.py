@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import lzma
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -167,6 +168,9 @@ def _text(file: TextIO, path: Path, layout: TextLayout) -> Iterator[Record]:
         yield Record(f"{path}:1", {"text": file.read()})
 
 
+_TITLE = re.compile("= (?!=).*(?<!=) =")  # one sign on each side: two and more are sections of an article
+
+
 def _pages(file: TextIO, path: Path) -> Iterator[Record]:
     """WikiText's articles as lm-evaluation-harness's data set parts them: one begins at every line that looks like a top-level
     title (" = Title = "), two lines of prose in the test split among them. Blank lines alone are no article."""
@@ -179,8 +183,7 @@ def _pages(file: TextIO, path: Path) -> Iterator[Record]:
 
 
 def _is_title(line: str) -> bool:
-    marked = line.replace("= = =", "===").replace("= =", "==").strip()
-    return marked.startswith("= ") and marked.endswith(" =")
+    return _TITLE.fullmatch(line.strip()) is not None
 
 
 def _parquet(path: Path) -> Iterator[Record]:
