@@ -57,19 +57,25 @@ def write_atomic(path: Path | str, data: str | bytes) -> None:
 
 @contextmanager
 def full_disk(path: Path | str) -> Iterator[None]:
-    """Turns the system's "no room" errors (disk, quota, file-size limit, read-only) into our error that names the path."""
+    """Turns the system's "no room" errors (disk, quota, file-size limit, read-only) and those of a name that cannot be into ours,
+    which name the path."""
     try:
         yield
     except OSError as error:
+        names = {
+            errno.EEXIST: "something else has that name",
+            errno.ENOTDIR: "a part of the path is a file",
+            errno.ENAMETOOLONG: "the name is too long",
+        }
+        if error.errno in names:
+            fix = "choose another directory"
+            raise WrongUse("cannot write there", where=error.filename or path, why=names[error.errno], fix=fix) from error
         reasons = {
             errno.ENOSPC: "the disk is full",
             errno.EDQUOT: "the quota is used up",
             errno.EFBIG: "the file-size limit is reached",
             errno.EROFS: "the file system is read-only",
             errno.EACCES: "no permission to write there",
-            errno.EEXIST: "something else has that name",
-            errno.ENOTDIR: "a part of the path is a file",
-            errno.ENAMETOOLONG: "the name is too long",
         }
         if error.errno not in reasons:
             raise

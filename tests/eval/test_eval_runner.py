@@ -282,7 +282,7 @@ def test_a_path_of_any_form_has_scores_beside_it(small_directory: Path, tmp_path
     with pytest.raises(WrongUse, match="no such model"):
         evaluate_one(Request(tmp_path / "nowhere" / "gpt", "blimp_wh_island"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(WrongUse, match="a file is in the way"):
+    with pytest.raises(WrongUse, match="something else has that name"):
         evaluate_one(Request(inside, "blimp_wh_island", out=tmp_path / "file"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "mein Modell é"]
 
