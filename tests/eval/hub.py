@@ -74,14 +74,15 @@ def _sst2(path: Path) -> Iterator[Row]:
 
 
 def _pages(path: Path) -> Iterator[Row]:
-    """WikiText's articles, each from its title on."""
+    """WikiText's articles as the harness's data set parts them: at lines of words between two single equals signs."""
     page: list[str] = []
-    for line in path.open():
-        if line.startswith(" = ") and not line.startswith(" = =") and page:
-            yield {"page": "".join(page)}
+    for line in [*path.read_text().split("\n"), "= the end ="]:
+        words = line.split()
+        if len(words) > 2 and words[0] == words[-1] == "=" and "=" not in (words[1], words[-2]):
+            if any(map(str.strip, page)):
+                yield {"page": "\n".join(page)}
             page = []
         page.append(line)
-    yield {"page": "".join(page)}
 
 
 READERS: dict[str, tuple[str, Callable[[Path], Iterator[Row]]]] = {
