@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 from throughline.core.artifact import create_artifact, verify_artifact
 from throughline.data.store import write_index
 from throughline.train.metrics import read_metrics
+from throughline.train.parallel import launch
 
 RECIPE = """
 version = 1
@@ -101,6 +102,26 @@ def test_wrong_world_and_refused_layout_say_what_is_legal(store: Path, tmp_path:
     errors = finish(start(store, tmp_path, *v, 'parallel.sharding="full"'), 2)
     assert "gradients of the split backward" in errors
     assert 'sharding = "zero2"' in errors
+
+
+def watched(*ends: str, file: Path) -> tuple[list[int], int]:
+    """Exit codes, and which failed first, of processes that end so."""
+    running = [subprocess.Popen([sys.executable, "-c", f"import time; {end}"]) for end in ends]
+    try:
+        return launch._watch(running, file)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def test_one_that_is_done_hurries_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process hashes the whole run when the others have ended: it is not killed for it, only for a failure of theirs."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    file = tmp_path / "exit"
+    assert watched("time.sleep(2)", "", file=file)[0] == [0, 0]
+    assert watched("time.sleep(100)", "exit(3)", file=file) == ([-signal.SIGKILL, 3], 1)
+    assert watched("time.sleep(1); exit(1)", "", file=file) == ([1, 0], 0)
 
 
 @pytest.mark.slow
