@@ -142,7 +142,7 @@ class CheckpointWriter:
         verify_artifact(path)
         self.may_write()
         write_atomic(self.directory / LATEST, path.name + "\n")
-        self._retire()
+        self._retire(path)
         return path
 
     def _part(self, step: int, process: int) -> Path:
@@ -177,9 +177,12 @@ class CheckpointWriter:
             shutil.rmtree(path)
         return tables
 
-    def _retire(self) -> None:
-        """Remove the oldest checkpoints beyond `keep`; the manifest goes first, so that a part is never taken for a whole."""
-        complete = checkpoints(self.directory)
+    def _retire(self, newest: Path) -> None:
+        """Remove the oldest checkpoints beyond `keep`; the manifest goes first, so that a part is never taken for a whole.
+
+        One of a later step is damaged, since the run did not go on from it: it does not count, and its step replaces it.
+        """
+        complete = [path for path in checkpoints(self.directory) if path.name <= newest.name]
         for path in complete[self.keep :] if self.keep else []:
             (path / MANIFEST).unlink()
             shutil.rmtree(path, ignore_errors=True)
@@ -220,7 +223,8 @@ def restore(directory: Path, trainer: Trainer) -> None:
     _restore_optimizer(directory, trainer, state["optimizer_scalars"])
     rng = TensorReader(directory, "rng")
     if not isinstance(trainer.model, nn.Module):
-        if (exchange := trainer.model.exchange) is not None:
+        # in another layout all begin without errors: some would find those of a place that is no longer theirs, others none
+        if (exchange := trainer.model.exchange) is not None and state["layout"] == layout_of(trainer.model):
             mine = f"owed.{trainer.model.mesh.rank}."
             exchange.load_errors({name.removeprefix(mine): rng(name) for name in rng.table if name.startswith(mine)})
     elif "cpu" in rng.table:
@@ -264,8 +268,9 @@ def _restore_optimizer(directory: Path, trainer: Trainer, scalars: dict[str, Any
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The complete checkpoints of a run's `checkpoints` directory, newest first."""
-    return sorted((path for path in directory.glob("step-*") if is_artifact(path)), reverse=True)
+    """The complete checkpoints of a run's `checkpoints` directory, newest first; copies under other names are not the run's."""
+    steps = (path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit())
+    return sorted((path for path in steps if is_artifact(path)), reverse=True)
 
 
 def find_resumable(directory: Path) -> Path | None:
@@ -279,9 +284,10 @@ def find_resumable(directory: Path) -> Path | None:
     for path in checkpoints(directory):
         try:
             verify_artifact(path)
-        except ThroughlineError as error:
+        except (ThroughlineError, OSError) as error:
             warn(f"checkpoint passed over: {error}")
-            damaged = damaged or error
+            known = error if isinstance(error, ThroughlineError) else Refused("it cannot be read", where=path, why=str(error))
+            damaged = damaged or known
             continue
         return path
     if damaged is not None:
