@@ -146,6 +146,13 @@ def test_workspace_lock_and_records(tmp_path: Path) -> None:
     with open(file, "a") as out:
         out.write('{"a": 3')
     assert [r["a"] for r in read_records(file)] == [1, 2]
+    with Workspace(tmp_path / "w") as work:
+        for number in (4, 5):
+            work.append("log.jsonl", {"a": number})
+    assert [r["a"] for r in read_records(file)] == [1, 2, 4, 5]
+    file.write_text('{"a": 3')
+    Workspace(tmp_path / "w").append("log.jsonl", {"a": 6})
+    assert file.read_text() == '{"a": 6}\n'
     file.write_text('{"a": 1}\n{"a":\n{"a": 3}\n')
     with pytest.raises(Refused, match="damaged line"):
         list(read_records(file))
