@@ -64,13 +64,17 @@ def _devices() -> int:
 def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str]:
     """(processes, name, the run's directory, the layout in words)."""
     from ..core.recipe import find_recipe, load_recipe
-    from ..train.recipe import RULES, Recipe
+    from ..train.parallel.layout import require_world
+    from ..train.recipe import RULES, Recipe, model_config, resolve
     from .train import command as train
 
     given = train.make_context("train", list(arguments[1:])).params
-    layout = load_recipe(given["recipe"], Recipe, given["overrides"], RULES).parallel.layout()
+    recipe = resolve(load_recipe(given["recipe"], Recipe, given["overrides"], RULES))
+    layout, section = recipe.parallel.layout(), recipe.train
+    rows = section.rows_per_step, section.rows_per_micro_batch
+    require_world(layout, nproc or layout.world, model_config(recipe), section.sequence_length, *rows)
     name = find_recipe(given["recipe"]).stem
-    return nproc or layout.world, name, given["run_dir"] or f"runs/{name}", layout.describe()
+    return layout.world, name, given["run_dir"] or f"runs/{name}", layout.describe()
 
 
 def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str]:

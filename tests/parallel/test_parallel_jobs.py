@@ -1,6 +1,7 @@
 """Job files are complete: shells and shellcheck accept them, Kubernetes' own schema too, and the command is in them."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -129,3 +130,20 @@ def test_kubernetes_job_has_a_pod_for_each_machine(tmp_path: Path) -> None:
 def test_machines_are_filled() -> None:
     with pytest.raises(WrongUse, match="do not fill"):
         make_job(["train", "x"], 12, 8, "x", "runs/x", "")
+
+
+@pytest.mark.parametrize("name", ["модель", "530B on 2,240", "-", "a" * 80, "big model_v2"])
+def test_any_name_of_a_recipe_becomes_one_that_kubernetes_takes(name: str) -> None:
+    """A Service's is a label that begins with a letter (RFC 1035); a pod's host name adds the pod's number."""
+    found = make_job(["train", "x"], 8, 8, name, "runs/x", "").name
+    assert re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", found), found
+    assert len(f"{found}-9999") <= 63
+
+
+def test_processes_that_the_layout_does_not_need_are_refused_before_the_queue(tmp_path: Path) -> None:
+    recipe = tmp_path / "big.toml"
+    recipe.write_text(RECIPE)
+    done = CliRunner().invoke(command, ["--nproc", "8", "--emit", "slurm", "--", "train", str(recipe)])
+    assert done.exit_code == 2, done.output
+    assert "the layout needs 16 processes" in done.stderr
+    assert "data 2 x context 1 x tensor 4 = 8" in done.stderr
