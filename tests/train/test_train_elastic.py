@@ -43,21 +43,31 @@ def start(recipe: Recipe, run: Path) -> dict[int, bytes]:
     return seen
 
 
+CHANGES = {
+    "fewer and more": ({"data": 2}, {}, {"data": 2}),
+    "other axes": ({"tensor": 2}, {"pipeline": 2}, {"context": 2, "data": 2, "sharding": "full"}),
+}
+
+
 @pytest.mark.parametrize("family", ["gpt", "bert"])
-def test_two_processes_then_one_then_two(make_recipe: Callable[..., Recipe], tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_start_in_another_layout(make_recipe: Callable[..., Recipe], tmp_path: Path, family: str, change: str) -> None:
+    """Each row once, at its place, and by every process of those that share it."""
     warm()
 
-    def recipe(steps: int, processes: int) -> Recipe:
+    def recipe(steps: int, parallel: dict[str, Any]) -> Recipe:
         train = {"steps": steps, "batch_rows": ROWS, "precision": "fp64"}
-        return make_recipe(family, train=train, schedule={"kind": "constant"}, parallel={"data": processes})
+        return make_recipe(family, train=train, schedule={"kind": "constant"}, parallel=parallel)
 
-    whole = run_ranks(1, lambda: start(recipe(9, 1), tmp_path / "whole"))[0]
+    whole = run_ranks(1, lambda: start(recipe(9, {}), tmp_path / "whole"))[0]
     first = 0
-    for steps, processes in ((3, 2), (6, 1), (9, 2)):
-        parts = run_ranks(processes, lambda n=steps, p=processes: start(recipe(n, p), tmp_path / "run"))
+    for steps, parallel in zip((3, 6, 9), CHANGES[change], strict=True):
+        layout = recipe(steps, parallel).parallel.layout()
+        parts = run_ranks(layout.world, lambda n=steps, p=parallel: start(recipe(n, p), tmp_path / "run"))
         wanted = range(first * ROWS, steps * ROWS)
         read = [{position: row for position, row in seen.items() if position in wanted} for seen in parts]  # not those read ahead
-        assert sorted(position for seen in read for position in seen) == list(wanted), "each row once, by one process"
+        shared = layout.world // layout.data
+        assert sorted(position for seen in read for position in seen) == sorted([*wanted] * shared)
         assert all(row == whole[position] for seen in read for position, row in seen.items())
         first = steps
     one, other = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "run")
