@@ -41,7 +41,7 @@ def command(
         return
     made = {"train": _train_job, "eval": _eval_job}.get(arguments[0])
     if made is None and (arguments[0] != "doctor" or emit is not None):
-        raise WrongUse(f"{arguments[0]} runs in one process", fix=f"launch takes: {LAUNCHED}")
+        raise WrongUse(f"launch does not run {arguments[0]!r}", fix=f"it takes: {LAUNCHED}")
     processes, name, run_dir, about = made(nproc, arguments) if made else (nproc or _devices(), "doctor", None, "")
     if emit is None:
         from ..train.parallel.launch import run_processes

@@ -161,6 +161,13 @@ def test_workspace_lock_and_records(tmp_path: Path) -> None:
     assert verify_artifact(tmp_path / "w").facts == {"steps": 5}
 
 
+def test_a_file_in_the_place_of_a_workspace_is_told(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    for path in (tmp_path / "taken", tmp_path / "taken" / "run"):
+        with pytest.raises(WrongUse, match="cannot write there"), Workspace(path):
+            pass
+
+
 def test_error_survives_pickling() -> None:
     """Errors cross process borders whole (spawned workers send them back)."""
     import pickle

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from throughline.cli.launch import command
+from throughline.cli.main import main
 from throughline.core.errors import WrongUse
 from throughline.train.parallel.jobs import make_job
 
@@ -30,8 +30,8 @@ data = 4
 def emit(tmp_path: Path, kind: str, *options: str) -> dict:
     recipe = tmp_path / "big.toml"
     recipe.write_text(RECIPE)
-    arguments = ["--json", "--emit", kind, *options, "--", "train", str(recipe), "--set", "train.steps=20"]
-    done = CliRunner().invoke(command, arguments)
+    arguments = ["launch", "--json", "--emit", kind, *options, "--", "train", str(recipe), "--set", "train.steps=20"]
+    done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -63,8 +63,8 @@ def test_shellcheck_finds_nothing(kind: str, per_machine: int, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["torchrun", "slurm", "kubernetes"])
 def test_an_evaluation_has_job_files_too(kind: str) -> None:
     """They hold the command; nothing in them waits for a run's checkpoints."""
-    arguments = ["--json", "--nproc", "16", "--emit", kind, "--", "eval", "runs/gpt", "--tasks", "blimp"]
-    done = CliRunner().invoke(command, arguments)
+    arguments = ["launch", "--json", "--nproc", "16", "--emit", kind, "--", "eval", "runs/gpt", "--tasks", "blimp"]
+    done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     text = json.loads(done.stdout)["text"]
     assert "eval runs/gpt --tasks blimp" in text and "None" not in text.replace("clusterIP: None", "")
@@ -143,7 +143,7 @@ def test_any_name_of_a_recipe_becomes_one_that_kubernetes_takes(name: str) -> No
 def test_processes_that_the_layout_does_not_need_are_refused_before_the_queue(tmp_path: Path) -> None:
     recipe = tmp_path / "big.toml"
     recipe.write_text(RECIPE)
-    done = CliRunner().invoke(command, ["--nproc", "8", "--emit", "slurm", "--", "train", str(recipe)])
+    done = CliRunner().invoke(main, ["launch", "--nproc", "8", "--emit", "slurm", "--", "train", str(recipe)])
     assert done.exit_code == 2, done.output
-    assert "the layout needs 16 processes" in done.stderr
+    assert "the layout needs 16 processes, not 8" in done.stderr
     assert "data 2 x context 1 x tensor 4 = 8" in done.stderr

@@ -55,7 +55,7 @@ def start(store: Path, directory: Path, *options: str, steps: int = 6, launched:
     recipe = directory / "recipe.toml"
     recipe.write_text(RECIPE.format(store=store, steps=steps))
     command = [sys.executable, "-m", "throughline.cli.main", *(["launch", "--"] if launched else []), "train", str(recipe)]
-    overrides = [word for option in options for word in ("--set", option)]
+    overrides = [word for option in options for word in (["--set", option] if "=" in option else [option])]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command += ["--run-dir", str(directory / "run"), *overrides]
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -122,6 +122,11 @@ def test_one_that_is_done_hurries_nobody(tmp_path: Path, monkeypatch: pytest.Mon
     assert watched("time.sleep(2)", "", file=file)[0] == [0, 0]
     assert watched("time.sleep(100)", "exit(3)", file=file) == ([-signal.SIGKILL, 3], 1)
     assert watched("time.sleep(1); exit(1)", "", file=file) == ([1, 0], 0)
+
+
+def test_a_dry_run_is_said_once(store: Path, tmp_path: Path) -> None:
+    out, errors = start(store, tmp_path, "parallel.data=2", "--dry-run").communicate(timeout=150)
+    assert out.count("parameters on cpu") == 1, errors
 
 
 @pytest.mark.slow

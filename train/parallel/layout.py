@@ -244,7 +244,7 @@ def require_world(layout: Layout, world: int, config: ModelConfig, sequence_leng
         return
     near = nearest_layouts(layout, world, config, sequence_length, rows, micro_rows)
     raise WrongUse(
-        f"the layout needs {layout.world} process{'es' if layout.world != 1 else ''}, and {world} are running",
+        f"the layout needs {layout.world} process{'es' if layout.world != 1 else ''}, not {world}",
         where="parallel",
         why=layout.product(),
         fix="\n".join(
