@@ -68,7 +68,7 @@ def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str,
     from ..train.recipe import RULES, Recipe, model_config, resolve
     from .train import command as train
 
-    given = train.make_context("train", list(arguments[1:])).params
+    given = train.make_context("train", list(arguments[1:]), click.get_current_context()).params
     recipe = resolve(load_recipe(given["recipe"], Recipe, given["overrides"], RULES))
     layout, section = recipe.parallel.layout(), recipe.train
     rows = section.rows_per_step, section.rows_per_micro_batch
@@ -82,7 +82,7 @@ def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, 
     from ..core.errors import WrongUse
     from .eval import command as evaluation
 
-    given = evaluation.make_context("eval", list(arguments[1:])).params
+    given = evaluation.make_context("eval", list(arguments[1:]), click.get_current_context()).params
     if given["path"] is None:
         raise WrongUse("nothing to evaluate", where="launch -- eval", fix="give the PATH of a model")
     processes = nproc or _devices()
@@ -95,7 +95,7 @@ def _tokenize_array(processes: int, emit: str | None, per_machine: int, argument
     from ..data.executors import slurm_array
     from .data import tokenize
 
-    given = tokenize.make_context("tokenize", list(arguments[2:])).params
+    given = tokenize.make_context("tokenize", list(arguments[2:]), click.get_current_context()).params
     if emit != "slurm":
         fix = "--emit slurm for several machines; on this one: throughline data tokenize ... --workers N"
         raise WrongUse(f"data tokenize has no {emit or 'launcher'}: it starts its processes itself", fix=fix)
