@@ -36,7 +36,7 @@ def command(
     from ..train.recipe import RULES, Recipe, resolve
 
     resolved = resolve(load_recipe(recipe, Recipe, overrides, RULES))
-    from ..train.parallel.mesh import running_processes  # imports torch, which a wrong recipe need not wait for
+    from ..train.parallel.mesh import running_processes, started_again  # not before: torch takes seconds
 
     if show_layout:
         from ..data.store import TokenStore
@@ -65,6 +65,7 @@ def command(
         from ..eval.inloop import TaskEvaluator
 
         evaluators.append(TaskEvaluator(plan))
+    resume = "auto" if started_again() else resume  # a run that is there is then the one that was to be begun
     summary = train(plan, directory, resume=resume, evaluators=evaluators, profile=profile)
     if running_processes()[0] > 0:
         return  # the first process says it

@@ -124,6 +124,19 @@ def test_one_that_is_done_hurries_nobody(tmp_path: Path, monkeypatch: pytest.Mon
     assert watched("time.sleep(1); exit(1)", "", file=file) == ([1, 0], 0)
 
 
+def test_each_start_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun gives it: by it a run that may only begin (`--resume never`) goes on after a fault."""
+    program = tmp_path / "program"
+    program.write_text(
+        f"#!/bin/sh\necho $TORCHELASTIC_RESTART_COUNT >> {tmp_path}/starts\n"
+        "test $TORCHELASTIC_RESTART_COUNT = 2 || kill -9 $$\necho 0 done > $THROUGHLINE_EXIT_FILE\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert launch.run_processes(1, ["train"], restarts=3) == 0
+    assert (tmp_path / "starts").read_text().split() == ["0", "1", "2"]
+
+
 def test_a_dry_run_is_said_once(store: Path, tmp_path: Path) -> None:
     out, errors = start(store, tmp_path, "parallel.data=2", "--dry-run").communicate(timeout=150)
     assert out.count("parameters on cpu") == 1, errors
