@@ -151,12 +151,16 @@ class CheckpointWriter:
     def _write_part(self, snapshot: Snapshot, step: int) -> Path:
         """The files of a process other than the first, flushed and hashed, in a directory of their own; `part.json` comes last."""
         path = self._part(step, self.process)
-        with full_disk(path):
-            path.mkdir(parents=True)
-            table, hashes = write_tensors(path, snapshot, self.process)
-            aside = path / f"{PART}.tmp"
-            write_atomic(aside, json.dumps({"table": table, "hashes": hashes}))
-            os.rename(aside, path / PART)  # the last touch: from here on the first process takes the directory away
+        try:
+            with full_disk(path):
+                path.mkdir(parents=True)
+                table, hashes = write_tensors(path, snapshot, self.process)
+                aside = path / f"{PART}.tmp"
+                write_atomic(aside, json.dumps({"table": table, "hashes": hashes}))
+                os.rename(aside, path / PART)  # the last touch: from here on the first process takes the directory away
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         return path
 
     def _take_parts(self, step: int, draft: Draft) -> list[Table]:
