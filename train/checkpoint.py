@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -72,7 +73,7 @@ class CheckpointWriter:
     processes: int = 1  # each writes its part; the first puts them together
     token: str = ""  # of this start of the run: the parts of an earlier one are never taken
     may_write: Callable[[], None] = lambda: None  # raises when the run's directory is no longer ours
-    patience_s: float = 600.0  # for the parts of the other processes: as long as a collective may take
+    patience_s: float = 600.0  # with a process that writes nothing of its part: as long as a collective may take
     prepared: bool = False
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint", _give_way))
     _buffers: Buffers = field(default_factory=Buffers)
@@ -165,10 +166,12 @@ class CheckpointWriter:
 
     def _take_parts(self, step: int, draft: Draft) -> list[Table]:
         """Wait for the parts of the other processes and move their files into the checkpoint. No process waits for the first."""
-        tables, end = [], time.monotonic() + self.patience_s
+        tables = []
         for process in range(1, self.processes):
-            path = self._part(step, process)
+            path, written, end = self._part(step, process), -1, 0.0
             while not (path / PART).exists():
+                if (size := _size(path)) != written:  # it is at work
+                    written, end = size, time.monotonic() + self.patience_s
                 if time.monotonic() > end or self._abandoned.is_set():
                     why = f"process {process} of {self.processes} did not write its part"
                     raise Lost("a checkpoint could not be completed", where=path, why=why)
@@ -190,6 +193,13 @@ class CheckpointWriter:
         for path in complete[self.keep :] if self.keep else []:
             (path / MANIFEST).unlink()
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _size(directory: Path) -> int:
+    """Bytes in the files of a directory, as far as it is there: whoever writes it may take it away."""
+    with suppress(FileNotFoundError):
+        return sum(file.stat().st_size for file in directory.iterdir())
+    return 0
 
 
 def _give_way() -> None:

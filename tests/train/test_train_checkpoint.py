@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from throughline.train import checkpoint as module
 from throughline.train.build import Plan, build_trainer
 from throughline.train.checkpoint import CheckpointWriter, TensorReader, find_resumable, load_model, locate
 from throughline.train.loop import train
+from throughline.train.parallel.crew import Lost
 from throughline.train.step import Trainer
 
 
@@ -83,6 +85,35 @@ def test_what_happens_after_the_save_does_not_reach_it(trainer: Trainer, tmp_pat
     assert pause < 1.0
     read = TensorReader(tmp_path / "step-00000000", "weights")
     assert all(torch.equal(read(name), value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("bytes_written", [0, 30])
+def test_a_process_that_writes_is_waited_for_and_one_that_does_not_is_lost(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_written: int
+) -> None:
+    """A part that grows by a byte a second, for longer than the patience with one that stands still; the clock is made up."""
+    part, now = tmp_path / ".step-00000000.start-00001.tmp", [0.0]
+
+    def sleep(_: float) -> None:
+        now[0] += 1.0
+        part.mkdir(exist_ok=True)
+        if now[0] <= bytes_written:
+            with open(part / "weights-00001.safetensors", "ab") as file:
+                file.write(b"x")
+        elif bytes_written:
+            (part / "part.json").write_text(json.dumps({"table": {}, "hashes": {}}))
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(module, "time", clock)
+    writer = CheckpointWriter(tmp_path, 0, processes=2, token="start", patience_s=5.0)
+    writer.save(trainer)
+    if bytes_written:
+        writer.close()
+        assert names(tmp_path) == ["latest", "step-00000000"]
+    else:
+        with pytest.raises(Lost, match="could not be completed"):
+            writer.close()
+        assert now[0] < 10
 
 
 def test_keeps_the_newest(trainer: Trainer, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Stopped
 from throughline.train import loop
 from throughline.train.build import plan_run
+from throughline.train.checkpoint import CheckpointWriter
 from throughline.train.metrics import read_metrics
 from throughline.train.recipe import Recipe
 
@@ -98,3 +100,25 @@ def test_a_signal_to_one_process_stops_all_at_one_step(make_recipe: Callable[...
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step-00000004\n"
     verify_artifact(tmp_path / "run/checkpoints/step-00000004")
     assert not (tmp_path / "run/.pulse").exists()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_may_take_longer_than_a_collective(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    """The time limit is 10 s, the first process writes for 12: the other one waits, at the next save and at the end."""
+    warm()
+
+    def rank() -> int:
+        write = CheckpointWriter._write
+
+        def slowly(writer: CheckpointWriter, *arguments: Any) -> Path:
+            if not writer.process:
+                time.sleep(12)
+            return write(writer, *arguments)
+
+        CheckpointWriter._write = slowly
+        save = {"save_every_steps": 1}
+        recipe = make_recipe("gpt", train={"steps": 2}, parallel={"data": 2, "timeout_seconds": 10}, checkpoint=save)
+        return loop.train(plan_run(recipe), tmp_path / "run")["step"]
+
+    assert run_ranks(2, rank) == [2, 2]
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step-00000002\n"
