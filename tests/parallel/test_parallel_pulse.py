@@ -1,10 +1,14 @@
 """A stalled collective names the processes that are behind, and every group has the run's time limit."""
 
+import itertools
+import json
 import os
 import re
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,6 +89,25 @@ def test_a_stalled_collective_names_who_is_behind(tmp_path: Path, collectives_on
         assert others[0].startswith("process 2 is behind: step 2 after its batch, in "), others
     assert [len(warned) for _, warned in answers] == [1, 0, 0]
     assert "process 2 is behind" in answers[0][1][0]
+
+
+def test_who_moves_within_a_long_phase_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of a long evaluation are of different moments: one that is a few collectives older is no process that is behind."""
+    warned: list[str] = []
+    monkeypatch.setattr(module, "warn", warned.append)
+    counts = itertools.count(1)
+    group = SimpleNamespace(group_name="a", _get_sequence_number_for_group=lambda: next(counts))
+    other = Place(time.time() + 1000, 0, "the start", 0, "train/evaluate.py:60 measure", {"a": 0})
+    (tmp_path / "1").write_text(json.dumps(asdict(other)))
+    own = Pulse(tmp_path, 0, 2, 0.5, [group])
+    time.sleep(1.5)
+    assert not warned
+    group._get_sequence_number_for_group = lambda: 10**6
+    end = time.monotonic() + 60
+    while not warned and time.monotonic() < end:
+        time.sleep(0.05)
+    own.close()
+    assert len(warned) == 1 and "process 1 is behind" in warned[0]
 
 
 def stalled_in_a_stage(directory: Path) -> str:
