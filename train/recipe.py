@@ -141,15 +141,15 @@ def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
     except WrongUse:
         return  # model_rule says so
     rows, micro = recipe.train.rows_per_step, micro_rows(recipe)
-    problems = layout_problems(layout, config, recipe.train.sequence_length, rows, micro)
+    batch = recipe.train.sequence_length, rows, micro
+    problems = layout_problems(layout, config, *batch)
+    last = next((found for found in reversed(problems) if found.field in AXES), None)
     for found in problems:
-        key = found.field if "." in found.field else f"parallel.{found.field}"
-        yield Problem(key, found.text, found.fix)
-    if any(found.field in AXES for found in problems):
-        near = nearest_layouts(layout, layout.world, config, recipe.train.sequence_length, rows, micro)
-        options = " or ".join(set_options(layout, other) for other in near)
-        fix = f"nearest that fit: {options}" if near else f"no layout of this model and batch fits {layout.world} processes"
-        yield Problem("parallel", layout.product(), fix)
+        key, fix = found.field if "." in found.field else f"parallel.{found.field}", found.fix
+        if found is last:  # the degrees are judged together
+            near = [set_options(layout, other) for other in nearest_layouts(layout, layout.world, config, *batch)]
+            fix = "; ".join(filter(None, (fix, f"{layout.product()}, nearest that fit: {' or '.join(near) or 'none'}")))
+        yield Problem(key, found.text, fix)
     if layout.world > 1 and recipe.train.compile == "on":
         yield Problem("train.compile", "layouts of several processes run without it", 'leave it at "auto"')
     if recipe.train.offload and layout.pipeline > 1:
