@@ -6,6 +6,7 @@ reference is the plain single-process step over the plain model; the layout runs
 
 import contextlib
 import hashlib
+import math
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -199,8 +200,8 @@ def train_rank(case: Case, expected: Reference, plant: Plant | None = None) -> E
 
     for step, (loss, norm) in enumerate(expected.steps):
         result = train_step(trainer, own_rows(case, engine, step), 1.0, compare)
-        errors.loss = max(errors.loss, abs(result.loss - loss))
-        errors.norm = max(errors.norm, abs(result.grad_norm - norm) / norm)
+        errors.loss = _largest(errors.loss, abs(result.loss - loss))
+        errors.norm = _largest(errors.norm, abs(result.grad_norm - norm) / norm)
     _compare_parameters(engine, expected, case, errors)
     errors.pss_mib = _pss_mib()
     return errors
@@ -211,7 +212,7 @@ def _compare_gradients(engine: Engine, expected: Reference, errors: Errors) -> N
         whole = expected.gradients[leaf.name]
         assert leaf.value.grad is not None, f"{leaf.name} has no gradient"
         difference = (leaf.value.grad - whole[leaf.piece.box.slices()]).norm() / whole.norm()
-        if not difference.item() <= errors.gradient:
+        if _nan_last(difference.item()) > _nan_last(errors.gradient):
             errors.gradient, errors.worst = difference.item(), leaf.name
 
 
@@ -225,7 +226,16 @@ def _compare_parameters(engine: Engine, expected: Reference, case: Case, errors:
             rows = torch.arange(*(leaf.piece.box.start[0] + offset for offset in (0, leaf.piece.box.size[0])))
             difference = difference[rows // size % 3 != 1]
         if difference.numel():
-            errors.parameter = max(errors.parameter, difference.max().item())
+            errors.parameter = _largest(errors.parameter, difference.max().item())
+
+
+def _nan_last(error: float) -> tuple[bool, float]:
+    """Orders errors with NaN as the largest, which a plain `max` loses."""
+    return math.isnan(error), error
+
+
+def _largest(*errors: float) -> float:
+    return max(errors, key=_nan_last)
 
 
 def _pss_mib() -> float:
@@ -249,9 +259,9 @@ class Prover:
             self.references[case.key()] = reference(case)
         expected = self.references[case.key()]
         ranks = run_ranks(case.layout.world, lambda: train_rank(case, expected, plant), timeout_s)
-        worst = max(ranks, key=lambda errors: errors.gradient)
+        worst = max(ranks, key=lambda errors: _nan_last(errors.gradient))
         return Errors(
-            **{name: max(getattr(errors, name) for errors in ranks) for name in ("loss", "norm", "gradient", "parameter")},
+            **{name: _largest(*(getattr(errors, name) for errors in ranks)) for name in ("loss", "norm", "gradient", "parameter")},
             worst=worst.worst,
             pss_mib=sum(errors.pss_mib for errors in ranks),
         )

@@ -30,8 +30,8 @@ def command(first: str, second: str, bound: float) -> None:
 
     comparison = compare_runs(first, second)
     lines = console.table(
-        ("figure", "steps", "largest difference", "at step", "first", "second"),
-        [(row.name, row.steps, row.difference, row.step, row.first, row.second) for row in comparison],
+        ("figure", "steps", "in one run alone", "largest difference", "at step", "first", "second"),
+        [(row.name, row.steps, row.alone, row.difference, row.step, row.first, row.second) for row in comparison],
     )
     check_bound(comparison, bound, first, second)
     payload = {"bound": bound, "figures": [row.as_dict() for row in comparison]}

@@ -41,7 +41,7 @@ def command(
         return
     made = {"train": _train_job, "eval": _eval_job}.get(arguments[0])
     if made is None and (arguments[0] != "doctor" or emit is not None):
-        raise WrongUse(f"{arguments[0]} runs in one process", fix=f"launch takes: {LAUNCHED}")
+        raise WrongUse(f"launch does not run {arguments[0]!r}", fix=f"it takes: {LAUNCHED}")
     processes, name, run_dir, about = made(nproc, arguments) if made else (nproc or _devices(), "doctor", None, "")
     if emit is None:
         from ..train.parallel.launch import run_processes
@@ -64,13 +64,17 @@ def _devices() -> int:
 def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str]:
     """(processes, name, the run's directory, the layout in words)."""
     from ..core.recipe import find_recipe, load_recipe
-    from ..train.recipe import RULES, Recipe
+    from ..train.parallel.layout import require_world
+    from ..train.recipe import RULES, Recipe, model_config, resolve
     from .train import command as train
 
-    given = train.make_context("train", list(arguments[1:])).params
-    layout = load_recipe(given["recipe"], Recipe, given["overrides"], RULES).parallel.layout()
+    given = train.make_context("train", list(arguments[1:]), click.get_current_context()).params
+    recipe = resolve(load_recipe(given["recipe"], Recipe, given["overrides"], RULES))
+    layout, section = recipe.parallel.layout(), recipe.train
+    rows = section.rows_per_step, section.rows_per_micro_batch
+    require_world(layout, nproc or layout.world, model_config(recipe), section.sequence_length, *rows)
     name = find_recipe(given["recipe"]).stem
-    return nproc or layout.world, name, given["run_dir"] or f"runs/{name}", layout.describe()
+    return layout.world, name, given["run_dir"] or f"runs/{name}", layout.describe()
 
 
 def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str]:
@@ -78,7 +82,7 @@ def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, 
     from ..core.errors import WrongUse
     from .eval import command as evaluation
 
-    given = evaluation.make_context("eval", list(arguments[1:])).params
+    given = evaluation.make_context("eval", list(arguments[1:]), click.get_current_context()).params
     if given["path"] is None:
         raise WrongUse("nothing to evaluate", where="launch -- eval", fix="give the PATH of a model")
     processes = nproc or _devices()
@@ -91,7 +95,7 @@ def _tokenize_array(processes: int, emit: str | None, per_machine: int, argument
     from ..data.executors import slurm_array
     from .data import tokenize
 
-    given = tokenize.make_context("tokenize", list(arguments[2:])).params
+    given = tokenize.make_context("tokenize", list(arguments[2:]), click.get_current_context()).params
     if emit != "slurm":
         fix = "--emit slurm for several machines; on this one: throughline data tokenize ... --workers N"
         raise WrongUse(f"data tokenize has no {emit or 'launcher'}: it starts its processes itself", fix=fix)

@@ -36,6 +36,8 @@ def command(
     from ..train.recipe import RULES, Recipe, resolve
 
     resolved = resolve(load_recipe(recipe, Recipe, overrides, RULES))
+    from ..train.parallel.mesh import running_processes, started_again  # not before: torch takes seconds
+
     if show_layout:
         from ..data.store import TokenStore
         from ..data.tokenizer import Tokenizer
@@ -44,24 +46,26 @@ def command(
 
         data = resolved.data
         facts = Tokenizer.load(data.tokenizer).facts() if data.tokenizer else TokenStore.open(data.sources()[0].path).facts
-        console.result(*layout_report(resolved, model_config(resolved, facts.get("vocab_size"))))
+        if running_processes()[0] == 0:
+            console.result(*layout_report(resolved, model_config(resolved, facts.get("vocab_size"))))
         return
     directory = Path(run_dir) if run_dir else Path("runs") / find_recipe(recipe).stem
     from ..train.build import plan_run
     from ..train.evaluate import Validation
     from ..train.loop import Evaluator, train
-    from ..train.parallel.mesh import running_processes
     from ..train.report import figure_name
 
     plan = plan_run(resolved)
     if dry_run:
-        console.result(plan.summary(), plan.lines())
+        if running_processes()[0] == 0:  # it speaks for all
+            console.result(plan.summary(), plan.lines())
         return
     evaluators: list[Evaluator] = [Validation(plan)] if plan.validation_stores else []
     if resolved.evaluation.tasks:
         from ..eval.inloop import TaskEvaluator
 
         evaluators.append(TaskEvaluator(plan))
+    resume = "auto" if started_again() else resume  # a run that is there is then the one that was to be begun
     summary = train(plan, directory, resume=resume, evaluators=evaluators, profile=profile)
     if running_processes()[0] > 0:
         return  # the first process says it

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from .artifact import Input, Manifest, seal
 from .errors import Refused, WrongUse
@@ -53,7 +53,8 @@ class Workspace:
     def append(self, name: str, *records: dict[str, Any], sync: bool = False) -> None:
         """Append records to `<name>` as JSON lines; with `sync` they survive a power cut."""
         text = "".join(json.dumps(record) + "\n" for record in records)
-        with full_disk(self.path / name), open(self.path / name, "ab") as file:
+        with full_disk(self.path / name), open(self.path / name, "ab+") as file:
+            _drop_cut_line(file)
             file.write(text.encode())
             if sync:
                 file.flush()
@@ -76,6 +77,15 @@ class Workspace:
         """Turn the workspace into an artifact."""
         (self.path / LOCK).unlink(missing_ok=True)
         return seal(self.path, kind, inputs, recipe_hash, facts)
+
+
+def _drop_cut_line(file: BinaryIO) -> None:
+    """Take away a last line that a full disk or a crash has cut: the next one would continue it."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(end - 1, 0))
+    if file.read() not in (b"", b"\n"):
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def read_records(file: Path | str) -> Iterator[dict[str, Any]]:

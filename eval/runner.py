@@ -7,7 +7,6 @@ batch size and the point of a crash leave no trace in the scores. Question i bel
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +67,6 @@ class Answers:
         """Read what every rank has written."""
         if self.directory is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
-            _end_cut_line(self.directory / self._file)
             for file in sorted(self.directory.glob("answers-*.jsonl")):
                 self._known.update((line["key"], line["answer"]) for line in read_records(file))
 
@@ -83,12 +81,6 @@ class Answers:
         self._known.update(found)
         if self.directory is not None:
             Workspace(self.directory).append(self._file, *({"key": key, "answer": answer} for key, answer in found.items()))
-
-
-def _end_cut_line(file: Path) -> None:
-    """Drop a last line that a crash cut, so that the next one does not continue it."""
-    if file.exists() and not (data := file.read_bytes()).endswith(b"\n") and data:
-        os.truncate(file, data.rfind(b"\n") + 1)
 
 
 def evaluate(

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -72,7 +73,7 @@ class CheckpointWriter:
     processes: int = 1  # each writes its part; the first puts them together
     token: str = ""  # of this start of the run: the parts of an earlier one are never taken
     may_write: Callable[[], None] = lambda: None  # raises when the run's directory is no longer ours
-    patience_s: float = 600.0  # for the parts of the other processes: as long as a collective may take
+    patience_s: float = 600.0  # with a process that writes nothing of its part: as long as a collective may take
     prepared: bool = False
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint", _give_way))
     _buffers: Buffers = field(default_factory=Buffers)
@@ -142,7 +143,7 @@ class CheckpointWriter:
         verify_artifact(path)
         self.may_write()
         write_atomic(self.directory / LATEST, path.name + "\n")
-        self._retire()
+        self._retire(path)
         return path
 
     def _part(self, step: int, process: int) -> Path:
@@ -151,20 +152,26 @@ class CheckpointWriter:
     def _write_part(self, snapshot: Snapshot, step: int) -> Path:
         """The files of a process other than the first, flushed and hashed, in a directory of their own; `part.json` comes last."""
         path = self._part(step, self.process)
-        with full_disk(path):
-            path.mkdir(parents=True)
-            table, hashes = write_tensors(path, snapshot, self.process)
-            aside = path / f"{PART}.tmp"
-            write_atomic(aside, json.dumps({"table": table, "hashes": hashes}))
-            os.rename(aside, path / PART)  # the last touch: from here on the first process takes the directory away
+        try:
+            with full_disk(path):
+                path.mkdir(parents=True)
+                table, hashes = write_tensors(path, snapshot, self.process)
+                aside = path / f"{PART}.tmp"
+                write_atomic(aside, json.dumps({"table": table, "hashes": hashes}))
+                os.rename(aside, path / PART)  # the last touch: from here on the first process takes the directory away
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         return path
 
     def _take_parts(self, step: int, draft: Draft) -> list[Table]:
         """Wait for the parts of the other processes and move their files into the checkpoint. No process waits for the first."""
-        tables, end = [], time.monotonic() + self.patience_s
+        tables = []
         for process in range(1, self.processes):
-            path = self._part(step, process)
+            path, written, end = self._part(step, process), -1, 0.0
             while not (path / PART).exists():
+                if (size := _size(path)) != written:  # it is at work
+                    written, end = size, time.monotonic() + self.patience_s
                 if time.monotonic() > end or self._abandoned.is_set():
                     why = f"process {process} of {self.processes} did not write its part"
                     raise Lost("a checkpoint could not be completed", where=path, why=why)
@@ -177,12 +184,22 @@ class CheckpointWriter:
             shutil.rmtree(path)
         return tables
 
-    def _retire(self) -> None:
-        """Remove the oldest checkpoints beyond `keep`; the manifest goes first, so that a part is never taken for a whole."""
-        complete = checkpoints(self.directory)
+    def _retire(self, newest: Path) -> None:
+        """Remove the oldest checkpoints beyond `keep`; the manifest goes first, so that a part is never taken for a whole.
+
+        One of a later step is damaged, since the run did not go on from it: it does not count, and its step replaces it.
+        """
+        complete = [path for path in checkpoints(self.directory) if path.name <= newest.name]
         for path in complete[self.keep :] if self.keep else []:
             (path / MANIFEST).unlink()
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _size(directory: Path) -> int:
+    """Bytes in the files of a directory, as far as it is there: whoever writes it may take it away."""
+    with suppress(FileNotFoundError):
+        return sum(file.stat().st_size for file in directory.iterdir())
+    return 0
 
 
 def _give_way() -> None:
@@ -220,7 +237,8 @@ def restore(directory: Path, trainer: Trainer) -> None:
     _restore_optimizer(directory, trainer, state["optimizer_scalars"])
     rng = TensorReader(directory, "rng")
     if not isinstance(trainer.model, nn.Module):
-        if (exchange := trainer.model.exchange) is not None:
+        # in another layout all begin without errors: some would find those of a place that is no longer theirs, others none
+        if (exchange := trainer.model.exchange) is not None and state["layout"] == layout_of(trainer.model):
             mine = f"owed.{trainer.model.mesh.rank}."
             exchange.load_errors({name.removeprefix(mine): rng(name) for name in rng.table if name.startswith(mine)})
     elif "cpu" in rng.table:
@@ -264,8 +282,9 @@ def _restore_optimizer(directory: Path, trainer: Trainer, scalars: dict[str, Any
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The complete checkpoints of a run's `checkpoints` directory, newest first."""
-    return sorted((path for path in directory.glob("step-*") if is_artifact(path)), reverse=True)
+    """The complete checkpoints of a run's `checkpoints` directory, newest first; copies under other names are not the run's."""
+    steps = (path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit())
+    return sorted((path for path in steps if is_artifact(path)), reverse=True)
 
 
 def find_resumable(directory: Path) -> Path | None:
@@ -279,9 +298,10 @@ def find_resumable(directory: Path) -> Path | None:
     for path in checkpoints(directory):
         try:
             verify_artifact(path)
-        except ThroughlineError as error:
+        except (ThroughlineError, OSError) as error:
             warn(f"checkpoint passed over: {error}")
-            damaged = damaged or error
+            known = error if isinstance(error, ThroughlineError) else Refused("it cannot be read", where=path, why=str(error))
+            damaged = damaged or known
             continue
         return path
     if damaged is not None:

@@ -16,6 +16,7 @@ class Difference:
 
     name: str
     steps: int
+    alone: int  # steps that one run alone logged, and that nothing is compared with
     difference: float
     step: int
     first: float | None
@@ -44,7 +45,8 @@ def compare_runs(first: Path | str, second: Path | str) -> list[Difference]:
 
 
 def _largest(name: str, steps: list[int], first: dict[int, Any], second: dict[int, Any]) -> Difference:
-    worst = Difference(name, len(steps), -1.0, steps[0], None, None)
+    alone = len(set(first) ^ set(second))
+    worst = Difference(name, len(steps), alone, -1.0, steps[0], None, None)
     for step in steps:
         a, b = first[step][name], second[step][name]
         if a is None or b is None:
@@ -52,7 +54,7 @@ def _largest(name: str, steps: list[int], first: dict[int, Any], second: dict[in
         else:
             difference = abs(a - b) / max(abs(a), abs(b), 1e-300)
         if difference > worst.difference:
-            worst = Difference(name, len(steps), difference, step, a, b)
+            worst = Difference(name, len(steps), alone, difference, step, a, b)
     return worst
 
 

@@ -45,6 +45,7 @@ MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains th
     "parallel.", "evaluation.", "checkpoint.", "log.",
 )  # fmt: skip
 MEMORY_EVERY_S = 1.0
+LOOK_EVERY_S = 0.02  # at the checkpoint that is being written, when the next one waits for it
 NEXT_PHASE = {"": "forward", "optimizer": "forward", "forward": "backward", "backward": "the optimizer", "save": "forward"}
 
 
@@ -187,8 +188,7 @@ class Run:
                 if self._agree_to_stop():
                     self._stop()
                 self._save()
-                self.writer.wait()
-                self.crew.wait()
+                self._until_written()
         except BaseException:
             self.writer.abandon()
             self.metrics.flush()
@@ -314,17 +314,33 @@ class Run:
             return
         facts = {"validation": self.validation} if self.validation else {}
         self.metrics.flush()  # before the checkpoint can appear: a resume repeats no earlier step
-        pause = self.writer.save(self.trainer, facts)
+        start = time.perf_counter()
+        self._until_written()
+        self.writer.save(self.trainer, facts)
+        pause = time.perf_counter() - start
         self.saved_step = self.trainer.step
         self.pulse.mark("the copy for a checkpoint")
         self.memory.mark("save")
         self._event("checkpoint", pause_s=round(pause, 4), memory=self.memory.record())
 
+    def _until_written(self) -> None:
+        """Wait until no process writes a checkpoint; raises what went wrong with this one's. Collective.
+
+        By many collectives: the time limit is for one, and to write a large state may take longer.
+        """
+        while True:
+            idle = self.crew.alone or self.writer.idle
+            if idle:
+                self.writer.wait()
+            if not self.crew.most(int(not idle)):
+                return
+            self.pulse.mark("a look at the checkpoint")
+            time.sleep(LOOK_EVERY_S)
+
     def _stop(self) -> None:
         """Save where a signal stopped the run, and say how to go on."""
         self._save()
-        self.writer.wait()
-        self.crew.wait()
+        self._until_written()
         self.metrics.flush()
         received = self.signals.received
         assert received is not None

@@ -11,7 +11,7 @@ from ..core.errors import WrongUse
 from ..core.recipe import Problem, Section
 from ..models.config import FAMILIES, BERTConfig, ModelConfig, family_of
 from ..models.presets import preset, preset_names
-from .parallel.layout import default_micro_rows, layout_problems
+from .parallel.layout import AXES, default_micro_rows, layout_problems, nearest_layouts, set_options
 from .sections import (
     CheckpointSection,
     CompressionSection,
@@ -141,9 +141,15 @@ def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
     except WrongUse:
         return  # model_rule says so
     rows, micro = recipe.train.rows_per_step, micro_rows(recipe)
-    for found in layout_problems(layout, config, recipe.train.sequence_length, rows, micro):
-        key = found.field if "." in found.field else f"parallel.{found.field}"
-        yield Problem(key, found.text, found.fix)
+    batch = recipe.train.sequence_length, rows, micro
+    problems = layout_problems(layout, config, *batch)
+    last = next((found for found in reversed(problems) if found.field in AXES), None)
+    for found in problems:
+        key, fix = found.field if "." in found.field else f"parallel.{found.field}", found.fix
+        if found is last:  # the degrees are judged together
+            near = [set_options(layout, other) for other in nearest_layouts(layout, layout.world, config, *batch)]
+            fix = "; ".join(filter(None, (fix, f"{layout.product()}, nearest that fit: {' or '.join(near) or 'none'}")))
+        yield Problem(key, found.text, fix)
     if layout.world > 1 and recipe.train.compile == "on":
         yield Problem("train.compile", "layouts of several processes run without it", 'leave it at "auto"')
     if recipe.train.offload and layout.pipeline > 1:

@@ -146,12 +146,26 @@ def test_workspace_lock_and_records(tmp_path: Path) -> None:
     with open(file, "a") as out:
         out.write('{"a": 3')
     assert [r["a"] for r in read_records(file)] == [1, 2]
+    with Workspace(tmp_path / "w") as work:
+        for number in (4, 5):
+            work.append("log.jsonl", {"a": number})
+    assert [r["a"] for r in read_records(file)] == [1, 2, 4, 5]
+    file.write_text('{"a": 3')
+    Workspace(tmp_path / "w").append("log.jsonl", {"a": 6})
+    assert file.read_text() == '{"a": 6}\n'
     file.write_text('{"a": 1}\n{"a":\n{"a": 3}\n')
     with pytest.raises(Refused, match="damaged line"):
         list(read_records(file))
     with Workspace(tmp_path / "w") as work:
         work.finish("run", (), None, {"steps": 5})
     assert verify_artifact(tmp_path / "w").facts == {"steps": 5}
+
+
+def test_a_file_in_the_place_of_a_workspace_is_told(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    for path in (tmp_path / "taken", tmp_path / "taken" / "run"):
+        with pytest.raises(WrongUse, match="cannot write there"), Workspace(path):
+            pass
 
 
 def test_error_survives_pickling() -> None:

@@ -35,17 +35,17 @@ def make_recipe(store: Path, scheme: str, steps: int = 8, **sections: dict[str, 
 
 @pytest.fixture(scope="module")
 def run(store: Path) -> Callable[..., list[float]]:
-    """Train over two processes; the losses of every step."""
+    """Train over processes; the losses of every step."""
     warm()
 
-    def go(directory: Path, scheme: str, steps: int = 8) -> list[float]:
-        recipe = make_recipe(store, scheme, steps)
+    def go(directory: Path, scheme: str, steps: int = 8, processes: int = 2) -> list[float]:
+        recipe = make_recipe(store, scheme, steps, parallel={"data": processes})
 
         def work() -> None:
             torch.set_num_threads(1)
             train(plan_run(recipe), directory)
 
-        run_ranks(2, work)
+        run_ranks(processes, work)
         return [record["loss"] for record in read_metrics(directory)]
 
     return go
@@ -89,6 +89,16 @@ def test_trains_and_continues_to_the_bit(
         assert whole == pytest.approx(uncompressed, abs=0.2)
         assert sent[:3] == [dense] * 3
         assert all(size < dense / (4 if scheme == "powersgd" else 15) for size in sent[3:])
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "powersgd", "one-bit-adam"])
+def test_goes_on_with_more_processes(scheme: str, run: Callable[..., list[float]], plain: Path, tmp_path: Path) -> None:
+    """Nobody owes anything then: the new ones know of no step or factor that the others had, and all must send alike."""
+    uncompressed = [record["loss"] for record in read_metrics(plain)]
+    run(tmp_path / "run", scheme, steps=5)
+    found = run(tmp_path / "run", scheme, processes=4)
+    assert found[5:] == pytest.approx(uncompressed[5:], abs=0.2)
+    assert found[-1] < found[0] - 0.1
 
 
 @pytest.mark.parametrize(

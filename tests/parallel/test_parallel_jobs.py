@@ -1,6 +1,7 @@
 """Job files are complete: shells and shellcheck accept them, Kubernetes' own schema too, and the command is in them."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from throughline.cli.launch import command
+from throughline.cli.main import main
 from throughline.core.errors import WrongUse
 from throughline.train.parallel.jobs import make_job
 
@@ -29,8 +30,8 @@ data = 4
 def emit(tmp_path: Path, kind: str, *options: str) -> dict:
     recipe = tmp_path / "big.toml"
     recipe.write_text(RECIPE)
-    arguments = ["--json", "--emit", kind, *options, "--", "train", str(recipe), "--set", "train.steps=20"]
-    done = CliRunner().invoke(command, arguments)
+    arguments = ["launch", "--json", "--emit", kind, *options, "--", "train", str(recipe), "--set", "train.steps=20"]
+    done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -62,8 +63,8 @@ def test_shellcheck_finds_nothing(kind: str, per_machine: int, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["torchrun", "slurm", "kubernetes"])
 def test_an_evaluation_has_job_files_too(kind: str) -> None:
     """They hold the command; nothing in them waits for a run's checkpoints."""
-    arguments = ["--json", "--nproc", "16", "--emit", kind, "--", "eval", "runs/gpt", "--tasks", "blimp"]
-    done = CliRunner().invoke(command, arguments)
+    arguments = ["launch", "--json", "--nproc", "16", "--emit", kind, "--", "eval", "runs/gpt", "--tasks", "blimp"]
+    done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     text = json.loads(done.stdout)["text"]
     assert "eval runs/gpt --tasks blimp" in text and "None" not in text.replace("clusterIP: None", "")
@@ -129,3 +130,20 @@ def test_kubernetes_job_has_a_pod_for_each_machine(tmp_path: Path) -> None:
 def test_machines_are_filled() -> None:
     with pytest.raises(WrongUse, match="do not fill"):
         make_job(["train", "x"], 12, 8, "x", "runs/x", "")
+
+
+@pytest.mark.parametrize("name", ["модель", "530B on 2,240", "-", "a" * 80, "big model_v2"])
+def test_any_name_of_a_recipe_becomes_one_that_kubernetes_takes(name: str) -> None:
+    """A Service's is a label that begins with a letter (RFC 1035); a pod's host name adds the pod's number."""
+    found = make_job(["train", "x"], 8, 8, name, "runs/x", "").name
+    assert re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", found), found
+    assert len(f"{found}-9999") <= 63
+
+
+def test_processes_that_the_layout_does_not_need_are_refused_before_the_queue(tmp_path: Path) -> None:
+    recipe = tmp_path / "big.toml"
+    recipe.write_text(RECIPE)
+    done = CliRunner().invoke(main, ["launch", "--nproc", "8", "--emit", "slurm", "--", "train", str(recipe)])
+    assert done.exit_code == 2, done.output
+    assert "the layout needs 16 processes, not 8" in done.stderr
+    assert "data 2 x context 1 x tensor 4 = 8" in done.stderr

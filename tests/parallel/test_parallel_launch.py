@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 from throughline.core.artifact import create_artifact, verify_artifact
 from throughline.data.store import write_index
 from throughline.train.metrics import read_metrics
+from throughline.train.parallel import launch
 
 RECIPE = """
 version = 1
@@ -54,7 +55,7 @@ def start(store: Path, directory: Path, *options: str, steps: int = 6, launched:
     recipe = directory / "recipe.toml"
     recipe.write_text(RECIPE.format(store=store, steps=steps))
     command = [sys.executable, "-m", "throughline.cli.main", *(["launch", "--"] if launched else []), "train", str(recipe)]
-    overrides = [word for option in options for word in ("--set", option)]
+    overrides = [word for option in options for word in (["--set", option] if "=" in option else [option])]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command += ["--run-dir", str(directory / "run"), *overrides]
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -101,6 +102,44 @@ def test_wrong_world_and_refused_layout_say_what_is_legal(store: Path, tmp_path:
     errors = finish(start(store, tmp_path, *v, 'parallel.sharding="full"'), 2)
     assert "gradients of the split backward" in errors
     assert 'sharding = "zero2"' in errors
+
+
+def watched(*ends: str, file: Path) -> tuple[list[int], int]:
+    """Exit codes, and which failed first, of processes that end so."""
+    running = [subprocess.Popen([sys.executable, "-c", f"import time; {end}"]) for end in ends]
+    try:
+        return launch._watch(running, file)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def test_one_that_is_done_hurries_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process hashes the whole run when the others have ended: it is not killed for it, only for a failure of theirs."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    file = tmp_path / "exit"
+    assert watched("time.sleep(2)", "", file=file)[0] == [0, 0]
+    assert watched("time.sleep(100)", "exit(3)", file=file) == ([-signal.SIGKILL, 3], 1)
+    assert watched("time.sleep(1); exit(1)", "", file=file) == ([1, 0], 0)
+
+
+def test_each_start_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun gives it: by it a run that may only begin (`--resume never`) goes on after a fault."""
+    program = tmp_path / "program"
+    program.write_text(
+        f"#!/bin/sh\necho $TORCHELASTIC_RESTART_COUNT >> {tmp_path}/starts\n"
+        "test $TORCHELASTIC_RESTART_COUNT = 2 || kill -9 $$\necho 0 done > $THROUGHLINE_EXIT_FILE\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert launch.run_processes(1, ["train"], restarts=3) == 0
+    assert (tmp_path / "starts").read_text().split() == ["0", "1", "2"]
+
+
+def test_a_dry_run_is_said_once(store: Path, tmp_path: Path) -> None:
+    out, errors = start(store, tmp_path, "parallel.data=2", "--dry-run").communicate(timeout=150)
+    assert out.count("parameters on cpu") == 1, errors
 
 
 @pytest.mark.slow

@@ -1,21 +1,25 @@
 """Degrees are checked together: every refusal names its field, and the nearest layouts are legal and near."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 
 import pytest
 from throughline.core.errors import WrongUse
+from throughline.core.recipe import build_recipe
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.train.parallel.context import head_tail_order
 from throughline.train.parallel.layout import (
     Layout,
+    _three_factors,
     default_micro_rows,
     layout_problems,
     nearest_layouts,
     require_world,
 )
 from throughline.train.parallel.plan import Place, bucket_slices, even_part, parameter_shapes, pieces, sharded_part
+from throughline.train.recipe import RULES, Recipe
 
 GPT = GPTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8)
 BERT = BERTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8, relative_buckets=8)
@@ -38,6 +42,7 @@ V = {"pipeline": 2, "schedule": "zero-bubble-v", "stages_per_process": 2}
         (Layout(**V, sharding="full", data=2), "sharding", "split backward"),
         (Layout(pipeline=8), "train.micro_batch_rows", "4 micro-batches for 8 stages"),
         (Layout(stages_per_process=2), "pipeline", "one pipeline process"),
+        (Layout(tensor=2, layers_per_stage=(7,)), "pipeline", "one pipeline process"),  # it would train seven of eight layers
     ],
 )
 def test_each_problem_names_the_field(layout: Layout, field: str, words: str) -> None:
@@ -63,6 +68,29 @@ def test_another_world_is_refused_with_the_nearest_legal_layouts() -> None:
         assert not layout_problems(found, GPT, 64, 16, 2)
         assert found.product() in caught.value.fix
     require_world(wanted, 8, GPT, 64, 16, 2)
+
+
+def test_degrees_that_do_not_fit_are_shown_together_with_the_nearest_that_do() -> None:
+    train = {"steps": 10, "sequence_length": 64, "batch_rows": 16}
+    model = {"overrides": {"layers": 8, "width": 64, "heads": 8}}
+    tree = {"data": {"train": "tokens"}, "model": model, "train": train, "parallel": {"tensor": 16}}
+    with pytest.raises(WrongUse) as caught:
+        build_recipe(tree, Recipe, RULES)
+    assert "8 heads cannot be shared by 16 processes" in caught.value.why
+    assert "pipeline 1 x data 1 x context 1 x tensor 16 = 16" in caught.value.why
+    assert "--set parallel.data=2 --set parallel.tensor=8" in caught.value.why
+    assert next(_three_factors(10**9)) == (1, 1, 1)  # a slip of the finger is answered at once
+
+
+def test_the_nearest_layout_of_a_plain_recipe_is_data_parallel() -> None:
+    """One process computes all 16 rows at once unless told otherwise; two would compute 8 each."""
+    assert nearest_layouts(Layout(), 2, GPT, 64, 16, default_micro_rows(Layout(), 16))[0] == Layout(data=2)
+
+
+def test_facts_are_what_a_checkpoint_gives_back() -> None:
+    """Else every start of an uneven pipeline would say that its layout has changed."""
+    layout = Layout(pipeline=2, layers_per_stage=(1, 7))
+    assert json.loads(json.dumps(layout.facts())) == layout.facts()
 
 
 def test_stages_hold_every_layer_once() -> None:

@@ -4,6 +4,7 @@
 bugs planted one at a time, each of which must be caught.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
@@ -174,6 +175,24 @@ def test_planted_bug_is_caught(plant: Callable[[Engine], None], prover: Prover) 
     errors = prover.prove(Case(plant.__name__, layout, steps=2), plant)
     # what it does to its witness stands far above the bound, which is itself far above rounding
     assert getattr(errors, witness) > 1e5 * BOUNDS["fp64"][witness], errors
+
+
+def test_a_nan_breaks_every_bound_it_touches(prover: Prover) -> None:
+    """One gradient of the first process has a NaN in the first step: the step is skipped, and what follows is finite again."""
+
+    def plant(engine: Engine) -> None:
+        finish, steps = engine.finish_gradients, iter((True, False))
+
+        def spoilt() -> None:
+            finish()
+            if next(steps) and engine.mesh.rank == 0:
+                engine.leaves[2].value.grad.view(-1)[0] = float("nan")
+
+        engine.finish_gradients = spoilt
+
+    errors = prover.prove(Case("nan", Layout(data=2), steps=2), plant)
+    assert {"norm", "gradient"} <= set(errors.beyond("fp64")), errors
+    assert math.isnan(errors.norm) and math.isnan(errors.gradient) and errors.worst
 
 
 def test_failing_rank_is_named(prover: Prover) -> None:

@@ -1,17 +1,24 @@
 """A stalled collective names the processes that are behind, and every group has the run's time limit."""
 
+import itertools
+import json
 import os
+import re
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.models.config import GPTConfig  # noqa: E402
+from throughline.train.objective import prepare  # noqa: E402
 from throughline.train.parallel import pulse as module  # noqa: E402
 from throughline.train.parallel.crew import Crew, Lost  # noqa: E402
 from throughline.train.parallel.engine import Engine  # noqa: E402
@@ -82,6 +89,53 @@ def test_a_stalled_collective_names_who_is_behind(tmp_path: Path, collectives_on
         assert others[0].startswith("process 2 is behind: step 2 after its batch, in "), others
     assert [len(warned) for _, warned in answers] == [1, 0, 0]
     assert "process 2 is behind" in answers[0][1][0]
+
+
+def test_who_moves_within_a_long_phase_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of a long evaluation are of different moments: one that is a few collectives older is no process that is behind."""
+    warned: list[str] = []
+    monkeypatch.setattr(module, "warn", warned.append)
+    counts = itertools.count(1)
+    group = SimpleNamespace(group_name="a", _get_sequence_number_for_group=lambda: next(counts))
+    other = Place(time.time() + 1000, 0, "the start", 0, "train/evaluate.py:60 measure", {"a": 0})
+    (tmp_path / "1").write_text(json.dumps(asdict(other)))
+    own = Pulse(tmp_path, 0, 2, 0.5, [group])
+    time.sleep(1.5)
+    assert not warned
+    group._get_sequence_number_for_group = lambda: 10**6
+    end = time.monotonic() + 60
+    while not warned and time.monotonic() < end:
+        time.sleep(0.05)
+    own.close()
+    assert len(warned) == 1 and "process 1 is behind" in warned[0]
+
+
+def stalled_in_a_stage(directory: Path) -> str:
+    """The last of four processes does not come to its stage; the other one of that stage waits for it inside its forward."""
+    config = GPTConfig(layers=2, width=32, heads=4, vocab_size=64, sequence_length=32)
+    crew = Crew.start(Layout(pipeline=2, tensor=2), torch.device("cpu"), LIMIT_S)
+    engine = Engine(config, crew.mesh, "fp32")
+    engine.fill()
+    ids = np.ones((2, 32), np.int64)
+    seen = directory / f"seen-{crew.mesh.rank}"
+    try:
+        with crew:
+            if crew.mesh.rank == 3:
+                while not all((directory / f"seen-{rank}").exists() for rank in range(3)):
+                    time.sleep(0.05)
+                return ""
+            engine.accumulate(prepare({"input_ids": ids, "targets": ids}, "gpt", 1, crew.mesh.device, torch.float32), 0)
+    except Lost as lost:
+        return lost.why
+    finally:
+        seen.touch()
+    raise AssertionError("the step went through")
+
+
+def test_a_loss_inside_a_stage_is_one(tmp_path: Path) -> None:
+    """torch's pipeline raises an error of its own, which says nothing of the process that did not answer."""
+    for why in run_ranks(4, lambda: stalled_in_a_stage(tmp_path))[:3]:
+        assert re.search("[Tt]imed out|closed", why), why
 
 
 def test_a_stopped_process_writes_no_more(tmp_path: Path) -> None:

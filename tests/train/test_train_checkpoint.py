@@ -1,9 +1,11 @@
 """Checkpoints: whole or absent, checked before use, readable in pieces, without pickle."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from throughline.train import checkpoint as module
 from throughline.train.build import Plan, build_trainer
 from throughline.train.checkpoint import CheckpointWriter, TensorReader, find_resumable, load_model, locate
 from throughline.train.loop import train
+from throughline.train.parallel.crew import Lost
 from throughline.train.step import Trainer
 
 
@@ -84,10 +87,58 @@ def test_what_happens_after_the_save_does_not_reach_it(trainer: Trainer, tmp_pat
     assert all(torch.equal(read(name), value) for name, value in before.items())
 
 
+@pytest.mark.parametrize("bytes_written", [0, 30])
+def test_a_process_that_writes_is_waited_for_and_one_that_does_not_is_lost(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_written: int
+) -> None:
+    """A part that grows by a byte a second, for longer than the patience with one that stands still; the clock is made up."""
+    part, now = tmp_path / ".step-00000000.start-00001.tmp", [0.0]
+
+    def sleep(_: float) -> None:
+        now[0] += 1.0
+        part.mkdir(exist_ok=True)
+        if now[0] <= bytes_written:
+            with open(part / "weights-00001.safetensors", "ab") as file:
+                file.write(b"x")
+        elif bytes_written:
+            (part / "part.json").write_text(json.dumps({"table": {}, "hashes": {}}))
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(module, "time", clock)
+    writer = CheckpointWriter(tmp_path, 0, processes=2, token="start", patience_s=5.0)
+    writer.save(trainer)
+    if bytes_written:
+        writer.close()
+        assert names(tmp_path) == ["latest", "step-00000000"]
+    else:
+        with pytest.raises(Lost, match="could not be completed"):
+            writer.close()
+        assert now[0] < 10
+
+
 def test_keeps_the_newest(trainer: Trainer, tmp_path: Path) -> None:
     save_steps(tmp_path, trainer, 1, 2, 3, 4, keep=2)
     assert names(tmp_path) == ["latest", "step-00000003", "step-00000004"]
     assert (tmp_path / "latest").read_text() == "step-00000004\n"
+
+
+def test_a_damaged_later_one_is_not_kept_in_place_of_what_was_just_saved(trainer: Trainer, tmp_path: Path) -> None:
+    """A run that went on from before a damaged checkpoint, with keep = 1: what `latest` names stays."""
+    save_steps(tmp_path, trainer, 1, 4)
+    flip(tmp_path / "step-00000004" / "weights-00000.safetensors")
+    for step in (2, 3):
+        save_steps(tmp_path, trainer, step, keep=1)
+        assert (tmp_path / "latest").read_text() == f"step-0000000{step}\n"
+        assert find_resumable(tmp_path) == tmp_path / f"step-0000000{step}"
+    save_steps(tmp_path, trainer, 4, keep=1)
+    assert names(tmp_path) == ["latest", "step-00000004"]
+
+
+def test_a_copy_that_somebody_made_is_left_alone(trainer: Trainer, tmp_path: Path) -> None:
+    save_steps(tmp_path, trainer, 1)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000001-good")
+    save_steps(tmp_path, trainer, 2, 3, keep=1)
+    assert names(tmp_path) == ["latest", "step-00000001-good", "step-00000003"]
 
 
 @pytest.mark.parametrize("moment", ["write_snapshot", "verify_artifact", "write_atomic"])
@@ -125,6 +176,24 @@ def test_when_all_are_damaged_it_is_refused_and_nothing_is_lost(trainer: Trainer
         find_resumable(tmp_path)
     assert "wrong size" in caught.value.why
     assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
+
+
+def test_one_that_cannot_be_read_is_passed_over(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A disk that fails where the newest checkpoint lies."""
+    save_steps(tmp_path, trainer, 1, 2)
+
+    def verify(path: Path) -> None:
+        if path.name == "step-00000002":
+            raise OSError(errno.EIO, "Input/output error", str(path / "state.json"))
+
+    monkeypatch.setattr(module, "verify_artifact", verify)
+    assert find_resumable(tmp_path) == tmp_path / "step-00000001"
+    assert "Input/output error" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "step-00000001")
+    with pytest.raises(Refused, match="no checkpoint of this run is whole"):
+        find_resumable(tmp_path)
 
 
 def test_a_manifest_cut_in_half_is_a_damaged_checkpoint(trainer: Trainer, tmp_path: Path) -> None:

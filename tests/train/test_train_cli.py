@@ -49,6 +49,16 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(recipe: str, tmp_p
     assert not (tmp_path / "runs").exists()
 
 
+def test_never_is_meant_for_the_first_start(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that its launcher starts again after a fault goes on, whatever was asked at first."""
+    more = ("--resume", "never", "--set", "schedule.kind=constant")
+    assert call("train", recipe, *more, "--set", "train.steps=2").exit_code == 0
+    assert call("train", recipe, *more, "--set", "train.steps=4").exit_code == 2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    result = call("train", recipe, *more, "--set", "train.steps=4")
+    assert result.exit_code == 0 and "resumed at step 2" in result.stderr, result.output
+
+
 def test_the_profile_has_a_trace_and_time_per_class(recipe: str, tmp_path: Path) -> None:
     result = call("train", recipe, "--profile", "--set", "train.steps=12")
     assert result.exit_code == 0, result.output

@@ -1,5 +1,6 @@
 """A save that is cut anywhere, at any file operation or byte, never becomes the checkpoint that a run goes on from."""
 
+import errno
 import os
 import random
 import resource
@@ -8,9 +9,12 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from throughline.core.artifact import verify_artifact
+from throughline.core.errors import Failed
+from throughline.train import checkpoint as module
 from throughline.train.build import Plan, build_trainer
 from throughline.train.checkpoint import CheckpointWriter, find_resumable
 from throughline.train.step import Trainer
@@ -124,3 +128,21 @@ def test_the_first_process_may_take_a_part_at_once(trainer: Trainer, tmp_path: P
     writer.save(trainer)
     writer.close()
     assert len(taken) == 1
+
+
+def test_a_part_that_does_not_fit_on_the_disk_leaves_nothing(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = module.write_tensors
+
+    def fill(*arguments: Any) -> None:
+        write(*arguments)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "write_tensors", fill)
+    writer = CheckpointWriter(tmp_path, 2, process=1, processes=2, token="start")
+    writer.save(trainer)
+    with pytest.raises(Failed, match="cannot write") as caught:
+        writer.close()
+    assert "the disk is full" in caught.value.why
+    assert not list(tmp_path.iterdir())

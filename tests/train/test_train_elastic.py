@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Stopped
 from throughline.train import loop
 from throughline.train.build import plan_run
+from throughline.train.checkpoint import CheckpointWriter
 from throughline.train.metrics import read_metrics
 from throughline.train.recipe import Recipe
 
@@ -43,21 +45,31 @@ def start(recipe: Recipe, run: Path) -> dict[int, bytes]:
     return seen
 
 
+CHANGES = {
+    "fewer and more": ({"data": 2}, {}, {"data": 2}),
+    "other axes": ({"tensor": 2}, {"pipeline": 2}, {"context": 2, "data": 2, "sharding": "full"}),
+}
+
+
 @pytest.mark.parametrize("family", ["gpt", "bert"])
-def test_two_processes_then_one_then_two(make_recipe: Callable[..., Recipe], tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_start_in_another_layout(make_recipe: Callable[..., Recipe], tmp_path: Path, family: str, change: str) -> None:
+    """Each row once, at its place, and by every process of those that share it."""
     warm()
 
-    def recipe(steps: int, processes: int) -> Recipe:
+    def recipe(steps: int, parallel: dict[str, Any]) -> Recipe:
         train = {"steps": steps, "batch_rows": ROWS, "precision": "fp64"}
-        return make_recipe(family, train=train, schedule={"kind": "constant"}, parallel={"data": processes})
+        return make_recipe(family, train=train, schedule={"kind": "constant"}, parallel=parallel)
 
-    whole = run_ranks(1, lambda: start(recipe(9, 1), tmp_path / "whole"))[0]
+    whole = run_ranks(1, lambda: start(recipe(9, {}), tmp_path / "whole"))[0]
     first = 0
-    for steps, processes in ((3, 2), (6, 1), (9, 2)):
-        parts = run_ranks(processes, lambda n=steps, p=processes: start(recipe(n, p), tmp_path / "run"))
+    for steps, parallel in zip((3, 6, 9), CHANGES[change], strict=True):
+        layout = recipe(steps, parallel).parallel.layout()
+        parts = run_ranks(layout.world, lambda n=steps, p=parallel: start(recipe(n, p), tmp_path / "run"))
         wanted = range(first * ROWS, steps * ROWS)
         read = [{position: row for position, row in seen.items() if position in wanted} for seen in parts]  # not those read ahead
-        assert sorted(position for seen in read for position in seen) == list(wanted), "each row once, by one process"
+        shared = layout.world // layout.data
+        assert sorted(position for seen in read for position in seen) == sorted([*wanted] * shared)
         assert all(row == whole[position] for seen in read for position, row in seen.items())
         first = steps
     one, other = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "run")
@@ -88,3 +100,25 @@ def test_a_signal_to_one_process_stops_all_at_one_step(make_recipe: Callable[...
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step-00000004\n"
     verify_artifact(tmp_path / "run/checkpoints/step-00000004")
     assert not (tmp_path / "run/.pulse").exists()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_may_take_longer_than_a_collective(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    """The time limit is 10 s, the first process writes for 12: the other one waits, at the next save and at the end."""
+    warm()
+
+    def rank() -> int:
+        write = CheckpointWriter._write
+
+        def slowly(writer: CheckpointWriter, *arguments: Any) -> Path:
+            if not writer.process:
+                time.sleep(12)
+            return write(writer, *arguments)
+
+        CheckpointWriter._write = slowly
+        save = {"save_every_steps": 1}
+        recipe = make_recipe("gpt", train={"steps": 2}, parallel={"data": 2, "timeout_seconds": 10}, checkpoint=save)
+        return loop.train(plan_run(recipe), tmp_path / "run")["step"]
+
+    assert run_ranks(2, rank) == [2, 2]
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step-00000002\n"

@@ -28,9 +28,7 @@ from .pulse import Pulse
 
 Decision = TypeVar("Decision")
 # what gloo and NCCL say when a peer is gone or stalled
-LOST = re.compile("Connection closed|Connection reset|Broken pipe|[Tt]imed out|NCCL|remote process exited")
-
-
+LOST = re.compile("Connection closed|Connection reset|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|remote process exited")
 STALLED = re.compile("[Tt]imed out|[Tt]imeout")
 HANDOVER_SECONDS = 2.0  # in which the processes of a launcher that was just killed have ended
 OWNER = ".owner"  # the token of the start that writes the run's directory
@@ -45,8 +43,13 @@ class Lost(Failed):
     at_once = True
 
 
-def _is_loss(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
+def _loss(error: BaseException | None) -> str | None:
+    """What says that an error, or what it came from, is a lost or stalled process. torch's pipeline hides what its stages raise."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and (said := LOST.search(str(error))):
+            return next(line for line in str(error).splitlines() if said[0] in line)
+        error = error.__cause__
+    return None
 
 
 class RunWorkspace(Workspace):
@@ -140,11 +143,11 @@ class Crew:
             return
         if error is None:
             dist.destroy_process_group()
-        elif _is_loss(error):
+        elif said := _loss(error):
             raise Lost(
                 "the processes of the run no longer work together",
                 where=f"process {self.mesh.rank} of {self.mesh.world.size}",
-                why="\n".join([str(error).splitlines()[0], *self.behind]),
+                why="\n".join([said, *self.behind]),
                 fix="the first process that failed says why; the same command continues from the last checkpoint",
             ) from error
 
@@ -188,10 +191,11 @@ class Crew:
         try:
             yield pulse
         except BaseException as error:
-            if _is_loss(error) and STALLED.search(str(error)):
+            said = _loss(error)
+            if said and STALLED.search(said):
                 self.behind = list(pulse.behind().values())
             pulse.close()
-            if self.leads and not _is_loss(error):  # else the others still read them
+            if self.leads and not said:  # else the others still read them
                 pulse.remove()
             raise
         pulse.close()

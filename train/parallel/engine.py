@@ -5,6 +5,7 @@ all processes gives the gradient norm. The optimizer, clipping and checkpoints s
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -131,8 +132,9 @@ class Engine:
         Every process gives the whole batch and computes its part of the rows. Shorter rows and missing ones are filled up without
         targets.
         """
-        data = self.mesh.data
-        rows = fill_up(rows, data.size, 2 * self.mesh.context.size * self.mesh.tensor.size)
+        data, context, tensor = self.mesh.data, self.mesh.context.size, self.mesh.tensor.size
+        # what a whole row is a multiple of, so that none is filled up beyond it: a table of positions has no more
+        rows = fill_up(rows, data.size, tensor if context == 1 else math.lcm(2 * context, context * tensor))
         own = len(rows["input_ids"]) // data.size
         mine = {name: values[data.rank * own : (data.rank + 1) * own] for name, values in rows.items()}
         family = family_of(self.config)

@@ -63,7 +63,9 @@ def make_job(
             where="--per-machine",
             fix=f"a divisor of {processes}",
         )
-    name = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")  # what Kubernetes takes as a name
+    # what Kubernetes takes as the name of a Service, with room for the number of a pod in its 63 characters
+    name = re.sub("[^a-z0-9]+", "-", name.lower())[:50].strip("-")
+    name = name if name[:1].isalpha() else f"run-{name}".strip("-")
     return Job(arguments, processes, per_machine, name, run_dir, describe)
 
 

@@ -33,10 +33,10 @@ def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> in
     After a process was lost all start again, at most `restarts` times in a row; a user's error or a finished command is final.
     SIGTERM and Ctrl-C go to the processes, which save and end.
     """
-    left = restarts
+    left, start = restarts, 0
     while True:
         begun = time.monotonic()
-        code, stopped, lost = _run_once(processes, arguments)
+        code, stopped, lost = _run_once(processes, arguments, start)
         if code is not None:
             return code
         if stopped:
@@ -46,18 +46,19 @@ def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> in
         if left == 0:
             warn(f"{lost}, and {restarts} restarts in a row did not help" if restarts else lost)
             return EXIT_FAILED
-        left -= 1
+        left, start = left - 1, start + 1
         say(f"{lost}: all {processes} start again")
 
 
-def _run_once(processes: int, arguments: Sequence[str]) -> tuple[int | None, bool, str]:
+def _run_once(processes: int, arguments: Sequence[str], start: int) -> tuple[int | None, bool, str]:
     """One start: the exit code of the first process, None when one was lost; whether a signal asked to stop; which was lost."""
     with tempfile.TemporaryDirectory(prefix="throughline-") as directory:
         file, port = Path(directory) / "exit", free_port()
         command = [sys.executable, "-m", "throughline.cli.main", *arguments]
         running = [
             subprocess.Popen(
-                command, env=environment(rank, processes, port, file), start_new_session=True, preexec_fn=end_with_parent
+                command, env=environment(rank, processes, port, file, start), start_new_session=True,
+                preexec_fn=end_with_parent,
             )
             for rank in range(processes)
         ]
@@ -89,23 +90,24 @@ def _said(file: Path) -> int | None:
 
 
 def _watch(running: Sequence[subprocess.Popen], file: Path) -> tuple[list[int], int]:
-    """Wait for all; once one has ended the others get a grace, then SIGKILL: exit codes, and which ended first.
+    """Wait for all; once one has failed the others get a grace, then SIGKILL: exit codes, and which failed first.
 
-    Those that are left have nothing to save without the others, and a stopped one would not hear SIGTERM. When the first process
-    has said what the user did wrong there is no grace: the others would say it again.
+    Those that are left have nothing to save without it, and a stopped one would not hear SIGTERM. When the first process has said
+    what the user did wrong there is no grace: the others would say it again. One that is done hurries nobody: the first process
+    closes the run after the others, and to hash a large one takes minutes.
     """
     first_end, first = 0.0, -1
     while None in [worker.poll() for worker in running]:  # each is asked: the first may be the one that stands still
-        ended = [rank for rank, worker in enumerate(running) if worker.returncode is not None]
-        if first < 0 and ended:
-            first = min(ended, key=lambda rank: running[rank].returncode)  # of several at once the one that was killed
+        failed = [rank for rank, worker in enumerate(running) if worker.returncode]
+        if first < 0 and failed:
+            first = min(failed, key=lambda rank: running[rank].returncode)  # of several at once the one that was killed
             first_end = time.monotonic()
         refused = running[0].returncode in (EXIT_WRONG_USE, EXIT_REFUSED) and _said(file) == running[0].returncode
         if first >= 0 and (refused or time.monotonic() - first_end > GRACE_SECONDS):
             _signal(running, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
     codes = [worker.returncode for worker in running]
-    return codes, first if first >= 0 else codes.index(min(codes))
+    return codes, first if first >= 0 else min(range(len(codes)), key=lambda rank: (codes[rank] == 0, codes[rank]))
 
 
 def _signal(running: Sequence[subprocess.Popen], number: int) -> None:
@@ -121,7 +123,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def environment(rank: int, processes: int, port: int, exit_file: Path) -> dict[str, str]:
+def environment(rank: int, processes: int, port: int, exit_file: Path, start: int) -> dict[str, str]:
     """What torchrun would set, and the cores shared out among the processes unless the user decided."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = {"OMP_NUM_THREADS": str(max(cores // processes, 1))} | dict(os.environ)
@@ -132,6 +134,7 @@ def environment(rank: int, processes: int, port: int, exit_file: Path) -> dict[s
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(start),
         EXIT_FILE: str(exit_file),
     }
 

@@ -70,7 +70,8 @@ class Layout:
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         }
-        return {"world": self.world} | differing
+        split = {"layers_per_stage": list(self.layers_per_stage)} if self.layers_per_stage else {}  # as JSON gives it back
+        return {"world": self.world} | differing | split
 
     def product(self) -> str:
         """The whole product, for messages: `pipeline 2 x data 2 x context 1 x tensor 2 = 8`."""
@@ -181,7 +182,7 @@ def _data_problems(layout: Layout, rows: int, micro_rows: int) -> Iterator[Probl
 def _pipeline_problems(layout: Layout, config: ModelConfig, rows: int, micro_rows: int) -> Iterator[Problem]:
     pipeline, schedule = layout.pipeline, layout.schedule
     if pipeline == 1:
-        if layout.stages_per_process > 1 or len(layout.layers_per_stage) > 1:
+        if layout.stages_per_process > 1 or layout.layers_per_stage not in ((), (config.layers,)):
             yield Problem("pipeline", "one pipeline process holds all layers", "set parallel.pipeline, or leave the stages out")
         return
     fewest, most = STAGES_PER_PROCESS[schedule]
@@ -243,7 +244,7 @@ def require_world(layout: Layout, world: int, config: ModelConfig, sequence_leng
         return
     near = nearest_layouts(layout, world, config, sequence_length, rows, micro_rows)
     raise WrongUse(
-        f"the layout needs {layout.world} process{'es' if layout.world != 1 else ''}, and {world} are running",
+        f"the layout needs {layout.world} process{'es' if layout.world != 1 else ''}, not {world}",
         where="parallel",
         why=layout.product(),
         fix="\n".join(
@@ -269,8 +270,11 @@ def set_options(layout: Layout, other: Layout) -> str:
 def nearest_layouts(
     layout: Layout, world: int, config: ModelConfig, sequence_length: int, rows: int, micro_rows: int, count: int = 3
 ) -> list[Layout]:
-    """Legal layouts of `world` processes, those that change the degrees least first (a factor of two on one axis is one step)."""
-    found = []
+    """Legal layouts of `world` processes, those that change the degrees least first (a factor of two on one axis is one step).
+
+    Rows of a micro-batch that are this layout's usual ones become the other layout's usual ones.
+    """
+    found, usual = [], micro_rows == default_micro_rows(layout, rows)
     for tensor, context, pipeline in _three_factors(world):
         data = world // (tensor * context * pipeline)
         near = dataclasses.replace(layout, data=data, tensor=tensor, pipeline=pipeline, context=context)
@@ -280,7 +284,7 @@ def nearest_layouts(
             stages_per_process=layout.stages_per_process if pipeline > 1 else 1,
             layers_per_stage=layout.layers_per_stage if pipeline == layout.pipeline else (),
         )
-        if not layout_problems(near, config, sequence_length, rows, micro_rows):
+        if not layout_problems(near, config, sequence_length, rows, default_micro_rows(near, rows) if usual else micro_rows):
             distance = sum(abs(math.log2(getattr(near, axis) / getattr(layout, axis))) for axis in AXES)
             found.append((distance, abs(near.tensor - layout.tensor), found_order(near), near))
     return [near for *_, near in sorted(found, key=lambda item: item[:3])[:count]]
@@ -292,9 +296,11 @@ def found_order(layout: Layout) -> tuple[int, ...]:
 
 
 def _three_factors(world: int) -> Iterator[tuple[int, int, int]]:
-    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    small = [n for n in range(1, math.isqrt(world) + 1) if world % n == 0]
+    divisors = sorted({*small, *(world // n for n in small)})
     for first in divisors:
         for second in divisors:
-            for third in divisors:
-                if world % (first * second * third) == 0:
-                    yield first, second, third
+            if world % (first * second) == 0:
+                for third in divisors:
+                    if world % (first * second * third) == 0:
+                        yield first, second, third

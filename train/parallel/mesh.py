@@ -93,6 +93,11 @@ def running_processes() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def started_again() -> bool:
+    """Whether the launcher, or torchrun, starts the processes again after one was lost."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def own_device(device: torch.device) -> torch.device:
     """The GPU of this process among those on its machine; other devices are shared. Raises WrongUse when there are too few."""
     local = int(os.environ.get("LOCAL_RANK", 0))

@@ -55,6 +55,7 @@ class Pulse:
         self.directory, self.rank, self.world, self.limit = directory, rank, world, limit_seconds
         self._groups: Sequence[Any] = groups  # torch's types lack the method that counts
         self._step, self._after, self._marks, self._since = 0, "the start", 0, time.monotonic()
+        self._counts: dict[str, int] = {}  # collectives, when it last looked
         self._warned = -1  # the mark at which others were named
         self._end = threading.Event()
         self._interval = min(limit_seconds / RECORDS_PER_LIMIT, 10.0)
@@ -101,6 +102,8 @@ class Pulse:
     def _write(self) -> None:
         assert self.directory is not None
         counts = {str(group.group_name): group._get_sequence_number_for_group() for group in self._groups}
+        if counts != self._counts:  # it moves within a long phase, such as an evaluation
+            self._counts, self._since = counts, time.monotonic()
         place = Place(time.time(), self._step, self._after, self._marks, _inside(self._main), counts)
         aside = self.directory / f"{self.rank}.tmp"
         with contextlib.suppress(OSError):  # a full disk, or the run has ended and the directory is gone
