@@ -65,6 +65,7 @@ gpu-check:
 	mkdir -p build/path && ln -sfn $(CURDIR) build/path/throughline
 	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) -m pytest tests/gpu -m gpu -rs
 	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) benchmarks/gpu.py
+	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) benchmarks/gpu_scale.py
 
 clean:
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache
