@@ -15,7 +15,8 @@ import click
 
 from ..core import console
 from ..core.artifact import is_artifact, read_manifest
-from ..core.errors import Failed
+from ..core.errors import Failed, WrongUse
+from ..core.files import sha256_file, walk_files
 from .common import throughline_command
 
 PACKAGE = __package__.rsplit(".", 1)[0]
@@ -36,7 +37,9 @@ def command(out: Path, text: Path | None) -> None:
     """
     start = time.monotonic()
     samples = Path(str(resources.files(PACKAGE).joinpath("recipes", "samples")))
-    stages = road(out, text or samples / "tinyshakespeare" / "input.txt")
+    text = text or samples / "tinyshakespeare" / "input.txt"
+    stages = road(out, text)
+    check_text(out, text)
     seconds = {made: run_stage(words, out / made) for made, words in stages}
     answers = ask(out)
     lines = summary(out, seconds, answers, time.monotonic() - start)
@@ -60,6 +63,18 @@ def road(out: Path, text: Path) -> list[tuple[str, list[str]]]:
             (f"{family}-onnx", ["export", run, "--to", "onnx", "--out", str(out / f"{family}-onnx")]),
         ]
     return stages
+
+
+def check_text(out: Path, text: Path) -> None:
+    """Refuse a directory whose kept stages were made from another text: their figures would be taken for this one's."""
+    made = out / "gpt-tokenizer"
+    if not is_artifact(made):
+        return
+    here = {sha256_file(file) for file in ([text] if text.is_file() else walk_files(text))}
+    others = [item.path for item in read_manifest(made).inputs if item.hash not in here]
+    if others:
+        why, fix = f"{made} was made from {others[0]}", "choose another --out, or remove that directory"
+        raise WrongUse("the demo there is of another text", where=out, why=why, fix=fix)
 
 
 def run_stage(words: list[str], made: Path) -> float | None:

@@ -62,6 +62,7 @@ def full_disk(path: Path | str) -> Iterator[None]:
     except OSError as error:
         reasons = {
             errno.ENOSPC: "the disk is full",
+            errno.EPERM: "not permitted there",
             errno.EDQUOT: "the quota is used up",
             errno.EFBIG: "the file-size limit is reached",
             errno.EROFS: "the file system is read-only",

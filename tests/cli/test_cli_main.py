@@ -6,8 +6,10 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from throughline.cli.demo import check_text, road
 from throughline.cli.main import VERBS, main
-from throughline.core.artifact import create_artifact
+from throughline.core.artifact import create_artifact, input_record
+from throughline.core.errors import WrongUse
 
 
 def all_commands() -> list[list[str]]:
@@ -56,3 +58,30 @@ def test_missing_path_is_wrong_use(tmp_path: Path) -> None:
 def test_doctor_runs() -> None:
     done = CliRunner().invoke(main, ["doctor", "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)["machine"]["cpu"]["cores"] >= 1
+
+
+def test_every_stage_of_the_demo_is_a_command(tmp_path: Path) -> None:
+    """Parsed, not run: what `make demo` types exists, with these options."""
+    for _, words in road(tmp_path / "out", tmp_path / "text.txt"):
+        command: click.Command = main
+        context = click.Context(main)
+        while isinstance(command, click.Group):
+            found = command.get_command(context, words[0])
+            assert found is not None, words
+            command, words = found, words[1:]
+        command.make_context("throughline", words)
+
+
+def test_a_demo_keeps_nothing_of_another_text(tmp_path: Path) -> None:
+    text, folder, out = tmp_path / "a.txt", tmp_path / "texts", tmp_path / "out"
+    text.write_text("one")
+    check_text(out, text)
+    with create_artifact(out / "gpt-tokenizer", "tokenizer", inputs=[input_record(text)]) as draft:
+        (draft.path / "x").write_text("x")
+    check_text(out, text)
+    folder.mkdir()
+    (folder / "moved.txt").write_text("one")
+    check_text(out, folder)
+    text.write_text("two")
+    with pytest.raises(WrongUse, match="of another text"):
+        check_text(out, text)
