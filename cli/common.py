@@ -93,6 +93,11 @@ def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
     sys.exit(error.exit_code)
 
 
+def read_stdin() -> str:
+    """All of standard input as UTF-8, whatever the locale; bytes that are none become replacement characters, as in files."""
+    return sys.stdin.buffer.read().decode("utf-8-sig", "replace")
+
+
 def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The RECIPE argument and the repeatable --set option (as `overrides`) of every command that takes a recipe."""
     function = click.option(

@@ -104,7 +104,7 @@ class ServedModel:
                 sampling = Sampling(body.temperature, body.top_k, body.top_p, body.min_p, body.repetition_penalty, seed)
                 requests.append(Request(ids, body.max_tokens, sampling, body.stops(), self.tokenizer.eos_id, body.logprobs))
                 texts.append(text)
-        _check_count(len(requests), self.limits.queue)
+        _check_count(len(requests), self.limits.queue, "prompt")
         return requests, texts
 
     async def generate(self, requests: list[Request], whole: bool = False) -> Pieces:
@@ -153,7 +153,7 @@ class ServedModel:
             eos_id = self.tokenizer.eos_id
             # Nothing to continue: the model begins a document, as it does after an end-of-text token.
             return np.array([eos_id]) if len(ids) == 0 and eos_id is not None else ids
-        check_ids(prompt, self.loaded.config.vocab_size)
+        check_ids(prompt, self.loaded.config.vocab_size, "prompt")
         return np.array(prompt, np.int64)
 
     # --- encoder endpoints ---
@@ -179,7 +179,7 @@ class ServedModel:
 
     async def _encode(self, texts: list[Encoding]) -> list[dict[str, np.ndarray]]:
         assert self.encoder is not None
-        _check_count(len(texts), self.limits.queue)
+        _check_count(len(texts), self.limits.queue, "input")
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in texts]
 
@@ -211,9 +211,9 @@ def _as_list(texts: Any) -> list[Prompt]:
     return [texts] if single else texts
 
 
-def _check_count(count: int, limit: int) -> None:
+def _check_count(count: int, limit: int, where: str) -> None:
     if count > limit:
-        raise WrongUse("too many texts in one request", where="input", why=f"{count} > {limit}", fix="send them in parts")
+        raise WrongUse("too many texts in one request", where=where, why=f"{count} > {limit}", fix="send them in parts")
 
 
 def load_served(specs: Sequence[str], limits: Limits, threads: int | None = None) -> list[ServedModel]:
@@ -223,6 +223,8 @@ def load_served(specs: Sequence[str], limits: Limits, threads: int | None = None
         name, equals, path = spec.partition("=")
         if not equals or Path(spec).exists():
             path, name = spec, Path(spec).resolve().name
+        if not (name and path):
+            raise WrongUse("a model needs a name and a path", where=spec, fix="give NAME=PATH, or PATH alone")
         if name in models:
             raise WrongUse(f"two models are called {name!r}", where=path, fix="give names: NAME=PATH")
         models[name] = ServedModel(name, open_backend(path, threads), limits)

@@ -196,6 +196,8 @@ def test_wrong_requests_are_told_what_is_wrong(ask, path: str, fields: dict, sta
         answer = await client.post(f"/v1/{path}", json=fields)
         error = answer.json()["error"]
         assert answer.status_code == status and message in error["message"] and error["type"] == "invalid_request_error"
+        assert error["param"] in (None, "model", "prompt", "input", *fields), "no field of the request"
+        assert path != "completions" or error["param"] != "input"
 
     ask(body)
 
@@ -218,6 +220,7 @@ def test_broken_bodies_are_no_server_errors(ask, content: bytes, status: int) ->
         for given in (content, pieces()):
             answer = await client.post("/v1/completions", content=given, headers=headers)
             assert answer.status_code == status and "error" in answer.json(), answer.text
+            assert answer.json()["error"]["param"] in (None, "body", "prompt")
 
     ask(body)
 
@@ -316,6 +319,9 @@ def test_draining_answers_what_was_accepted_and_refuses_the_rest(gpt_onnx: Path)
 def test_two_models_of_one_name_are_refused(gpt_onnx: Path) -> None:
     with pytest.raises(WrongUse, match="two models are called"):
         load_served([str(gpt_onnx), str(gpt_onnx)], Limits())
+    for spec in ("=" + str(gpt_onnx), "gpt="):
+        with pytest.raises(WrongUse, match="a name and a path"):
+            load_served([spec], Limits())
 
 
 def test_ids_beyond_the_tokenizer_are_a_prompt_like_any_other(ask) -> None:
