@@ -44,7 +44,7 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
             sys.exit(EXIT_INTERRUPTED)
         except click.exceptions.ClickException:
             raise
-        except (click.exceptions.Exit, SystemExit):
+        except (click.exceptions.Exit, SystemExit, BrokenPipeError):  # click ends in silence when nobody reads on
             raise
         except Exception as error:  # a fault of ours: say so in one line, keep the traceback for --debug
             if debug:

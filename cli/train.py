@@ -51,7 +51,7 @@ def command(
     from ..train.evaluate import Validation
     from ..train.loop import Evaluator, train
     from ..train.parallel.mesh import running_processes
-    from ..train.report import figure_name
+    from ..train.report import figure_name, figure_text
 
     plan = plan_run(resolved)
     if dry_run:
@@ -66,6 +66,7 @@ def command(
     if running_processes()[0] > 0:
         return  # the first process says it
     figures = {"loss": summary["loss"], **{figure_name(name): value for name, value in summary["validation"].items()}}
-    lines = [f"{name:<26}{value:,.4f}" if isinstance(value, float) else f"{name:<26}{value}" for name, value in figures.items()]
+    figures |= {"steps skipped": summary["skipped_steps"]} if summary["skipped_steps"] else {}
+    lines = [f"{name:<26}{figure_text(value)}" for name, value in figures.items()]
     lines += [f"{'tokens/s':<26}{summary['tokens_per_s']:,.0f}", f"run in {directory}; report: {directory / 'report.html'}"]
     console.result(summary, lines)

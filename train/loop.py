@@ -282,8 +282,7 @@ class Run:
             record["gradient_bytes"] = result.gradient_bytes
         if watch:
             record["memory"] = self.memory.record()
-        self.metrics.add(record)
-        self.last = record
+        self.last = self.metrics.add(record)
 
     def _between_steps(self) -> None:
         """What is due after this step: an evaluation, a checkpoint. The last step has both at the end."""
@@ -306,8 +305,8 @@ class Run:
             return
         self.pulse.mark("an evaluation")
         if figures:
-            self.validation = figures
-            self.metrics.add({"step": self.trainer.step, "validation": figures, "eval_s": round(time.perf_counter() - start, 3)})
+            record = {"step": self.trainer.step, "validation": figures, "eval_s": round(time.perf_counter() - start, 3)}
+            self.validation = self.metrics.add(record)["validation"]
 
     def _save(self) -> None:
         if self.trainer.step == self.saved_step and self.trainer.step:

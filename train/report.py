@@ -48,8 +48,7 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     if steps and steps[-1]["loss"] is not None:
         rows.append(("training loss", f"{steps[-1]['loss']:.4f}"))
     validation: dict[str, Any] = next((record["validation"] for record in reversed(records) if record.get("validation")), {})
-    rows += [(figure_name(name).replace("_", " "), f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")
-             for name, value in validation.items()]  # fmt: skip
+    rows += [(figure_name(name).replace("_", " "), figure_text(value)) for name, value in validation.items()]
     rates = sorted(record["tokens_per_s"] for record in steps)
     if rates:
         rows.append(("tokens/s, median step", f"{rates[len(rates) // 2]:,.0f}"))
@@ -70,6 +69,11 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
 def figure_name(name: str) -> str:
     """What a figure of an evaluation is called: a task's score has a name of its own (`task/metric`)."""
     return name if "/" in name else f"validation {name}"
+
+
+def figure_text(value: float | None) -> str:
+    """A figure for people."""
+    return "not finite" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
 
 
 def environment_rows(events: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -1,6 +1,9 @@
 """The command line: help for every verb with a runnable example, near-misses named, errors without tracebacks, --json clean."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -53,6 +56,16 @@ def test_show_and_verify(tmp_path: Path) -> None:
 def test_missing_path_is_wrong_use(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["show", str(tmp_path / "nowhere")])
     assert done.exit_code == 2 and "no such path" in done.stderr and "fix:" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_fault() -> None:
+    """`throughline ... | head -1`: nothing is said, as by any other tool."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    words = [sys.executable, "-m", "throughline.cli.main", "recipe", "list"]
+    done = subprocess.run(words, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_doctor_runs() -> None:

@@ -85,6 +85,13 @@ def test_bad_input_is_one_clear_error_and_leaves_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_bert_on_tokens_without_its_special_ones_is_told_how_to_make_them(recipe: str, tmp_path: Path) -> None:
+    result = call("train", recipe, "--set", "model.family=bert", "--run-dir", "bert")
+    assert result.exit_code == 2
+    assert "no [CLS], [SEP], [MASK]: it is of type char" in result.stderr and "--type wordpiece" in result.stderr
+    assert not (tmp_path / "bert").exists()
+
+
 def test_a_flipped_byte_in_a_store_is_refused(recipe: str, tmp_path: Path, gpt_store: Path) -> None:
     shutil.copytree(gpt_store, tmp_path / "store")
     tokens = tmp_path / "store/00000.bin"
