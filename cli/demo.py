@@ -143,6 +143,7 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
             spent = next(value for made, value in seconds.items() if made.split("/")[0] == f"{family}-{name}")
             time_text = "kept" if spent is None else console.duration(spent)
             rows.append((f"{family}-{name}", text, time_text, rate.get(name, "")))
+    place = shlex.quote(str(out))
     words = ", ".join(choice["text"] for choice in answers["fill_mask"]["data"][0]["candidates"][:3])
     gpt = (PROMPT + answers["completion"]).splitlines()
     return [
@@ -154,9 +155,9 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
         f"  BERT  my lord, the [MASK] is here.  ->  {words}",
         "",
         f"done in {console.duration(total)}. Next:",
-        f"  throughline serve gpt={out}/gpt-onnx bert={out}/bert-onnx      # then open http://127.0.0.1:8000/",
-        f"  throughline generate {out}/gpt-onnx --prompt 'JULIET:'",
-        f"  throughline show {out}/gpt-onnx                                 # what it was made from, back to the text",
+        f"  throughline serve gpt={place}/gpt-onnx bert={place}/bert-onnx      # then open http://127.0.0.1:8000/",
+        f"  throughline generate {place}/gpt-onnx --prompt 'JULIET:'",
+        f"  throughline show {place}/gpt-onnx                                 # what it was made from, back to the text",
         "  throughline demo --text your.txt --out runs/mine                # the same road on your own text",
     ]
 

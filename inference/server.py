@@ -276,5 +276,8 @@ def run(models: list[ServedModel], limits: Limits, listener: socket.socket) -> N
     host, port = listener.getsockname()[:2]
     say(f"serving {', '.join(model.name for model in models)} at http://{f'[{host}]' if ':' in host else host}:{port}/")
     began_s = time.monotonic()
-    asyncio.run(DrainingServer(config).serve(sockets=[listener]))
+    try:
+        asyncio.run(DrainingServer(config).serve(sockets=[listener]))
+    except SystemExit as error:  # of uvicorn, with a code that means something else here
+        raise Failed("the server did not start", why="a model failed on its first input; the message is above") from error
     say(f"served for {time.monotonic() - began_s:.0f} s")

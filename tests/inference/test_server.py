@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from throughline.core.errors import WrongUse
+from throughline.core.errors import Failed, WrongUse
 from throughline.inference.served import Limits, ServedModel, load_served
-from throughline.inference.server import build_app
+from throughline.inference.server import bind, build_app, run
 
 
 @asynccontextmanager
@@ -314,6 +314,19 @@ def test_draining_answers_what_was_accepted_and_refuses_the_rest(gpt_onnx: Path)
             assert await drained
 
     asyncio.run(main())
+
+
+def test_a_server_whose_model_does_not_answer_ends_with_an_error(gpt_onnx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with 0, as after a drain."""
+    limits = Limits()
+    (model,) = load_served([str(gpt_onnx)], limits)
+
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(model.loaded.causal, "forward", broken)
+    with bind("127.0.0.1", 0) as listener, pytest.raises(Failed, match="did not start"):
+        run([model], limits, listener)
 
 
 def test_two_models_of_one_name_are_refused(gpt_onnx: Path) -> None:
