@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from ..core import console
-from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ThroughlineError
+from ..core.errors import EXIT_INTERRUPTED, Failed, ThroughlineError
 
 LATER_S = 2.0
 
@@ -46,14 +46,8 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except (click.exceptions.Exit, SystemExit, BrokenPipeError):  # click ends in silence when nobody reads on
             raise
-        except Exception as error:  # a fault of ours: say so in one line, keep the traceback for --debug
-            if debug:
-                traceback.print_exc()
-            click.echo(
-                f"error: {type(error).__name__}: {error}\n  fix:   a fault in throughline; run again with --debug",
-                err=True,
-            )
-            sys.exit(EXIT_FAILED)
+        except Exception as error:
+            _fail(_unforeseen(error), json_output, debug)
         finally:
             _on_sigterm(before)
             console.configure()
@@ -78,6 +72,14 @@ def _tell_launcher(code: int, kind: str = "done") -> None:
     file = os.environ.get("THROUGHLINE_EXIT_FILE")
     if file and os.environ.get("RANK", "0") == "0":
         Path(file).write_text(f"{code} {kind}")
+
+
+def _unforeseen(error: Exception) -> Failed:
+    """A path that the system refuses is the user's to mend; anything else is a fault of ours, in one line without --debug."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        fix = "check the path, its owner and its permissions; --debug shows what needed it"
+        return Failed(error.strerror.lower(), where=error.filename, fix=fix)
+    return Failed(f"{type(error).__name__}: {error}", fix="a fault in throughline; run again with --debug")
 
 
 def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:

@@ -58,6 +58,22 @@ def test_missing_path_is_wrong_use(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "no such path" in done.stderr and "fix:" in done.stderr
 
 
+def test_what_nobody_foresaw_is_one_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that the system refuses is no fault of ours; both are one JSON object with --json, and no traceback."""
+    done = CliRunner().invoke(main, ["show", "x" * 300, "--json"])
+    found = json.loads(done.stdout)
+    assert done.exit_code == found["exit_code"] == 1
+    assert (found["error"], found["where"]) == ("file name too long", "x" * 300) and "Traceback" not in done.stderr
+
+    def broken(*_: object) -> None:
+        raise KeyError("gone")
+
+    monkeypatch.setattr("throughline.core.recipe.shipped_recipes", broken)
+    done = CliRunner().invoke(main, ["recipe", "show", "x", "--json"])
+    assert done.exit_code == 1 and json.loads(done.stdout)["fix"].startswith("a fault in throughline")
+    assert "Traceback" in CliRunner().invoke(main, ["recipe", "show", "x", "--debug"]).stderr
+
+
 def test_a_reader_that_leaves_is_no_fault() -> None:
     """`throughline ... | head -1`: nothing is said, as by any other tool."""
     ours, theirs = os.pipe()
