@@ -78,8 +78,12 @@ def _wrong_kind(field: dataclasses.Field, value: Any) -> str:
     """What is wrong with the kind of a field's value, "" when nothing is: no "12" for 12, no 1 for true, no inf."""
     if allowed := get_args(field.type):
         return "" if value in allowed else f"{field.name} is {value!r}; it must be one of {', '.join(allowed)}"
-    kinds, wanted = {bool: (bool, "true or false"), int: (int, "a whole number"), float: ((int, float), "a number")}[field.type]
-    right = isinstance(value, kinds) and (field.type is bool) == isinstance(value, bool) and abs(value) < float("inf")
+    if field.type is bool:
+        right, wanted = isinstance(value, bool), "true or false"
+    else:
+        whole = field.type is int
+        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+        wanted = "a whole number" if whole else "a number"
     return "" if right else f"{field.name} is {value!r}; it must be {wanted}"
 
 
