@@ -182,6 +182,8 @@ class Run:
                 while trainer.step < recipe.train.steps and not self._agree_to_stop():
                     self._step(batches, bar)
                     self._between_steps()
+                if self.profile is not None:
+                    self.profile.close()
                 if not self._agree_to_stop():
                     self._evaluate()
                 if self._agree_to_stop():
@@ -352,8 +354,6 @@ class Run:
             "skipped_steps": self.trainer.skipped,
             "memory_bytes": {"predicted": sum(self.plan.memory.values()), "measured": self.memory.peak},
         }
-        if self.profile is not None:
-            self.profile.close()
         self._event("finished", **summary)
         if self.crew.leads:
             from .report import write_report

@@ -59,6 +59,19 @@ def test_the_profile_has_a_trace_and_time_per_class(recipe: str, tmp_path: Path)
     assert sum(row["share"] for row in classes.values()) == pytest.approx(100)
 
 
+def test_a_run_shorter_than_what_is_profiled(recipe: str, tmp_path: Path) -> None:
+    """Two profiled steps of six are counted as two (as often called as in a longer run); of four there is none."""
+    calls = {}
+    for steps in (6, 12):
+        assert call("train", recipe, "--profile", "--set", f"train.steps={steps}", "--run-dir", str(steps)).exit_code == 0
+        rows = json.loads((tmp_path / str(steps) / "profile" / "kernels.json").read_text())
+        calls[steps] = {row["class"]: row["calls"] for row in rows}["attention"]
+    assert calls[6] == calls[12]
+    result = call("train", recipe, "--profile", "--set", "train.steps=4", "--run-dir", "4")
+    assert result.exit_code == 0 and "no profile" in result.stderr
+    assert list((tmp_path / "4" / "profile").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("settings", "code", "words"),
     [
