@@ -116,6 +116,17 @@ def test_chain_reaches_foreign_text_and_sees_changes(tmp_path: Path) -> None:
     assert chain(tmp_path / "run")[1][2] is None
 
 
+def test_a_damaged_parent_is_a_changed_one(tmp_path: Path) -> None:
+    """What was made from it can still be shown; one that lost its manifest is not hashed as if it were foreign."""
+    make(tmp_path / "tokens")
+    make(tmp_path / "run", "run", inputs=(input_record(tmp_path / "tokens"),))
+    manifest = tmp_path / "tokens" / "manifest.json"
+    manifest.write_text("{")
+    assert [(d, i.kind, same) for d, i, same in chain(tmp_path / "run")] == [(1, "tokens", False)]
+    manifest.unlink()
+    assert chain(tmp_path / "run")[0][2] is False
+
+
 def test_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     """A real write beyond the file-size limit: our error, nothing left behind."""
     code = (
