@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from ..core import console
-from ..core.errors import EXIT_INTERRUPTED, Failed, ThroughlineError
+from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, Failed, ThroughlineError
 
 LATER_S = 2.0
 
@@ -42,9 +42,12 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
             _tell_launcher(EXIT_INTERRUPTED)
             click.echo("interrupted", err=True)
             sys.exit(EXIT_INTERRUPTED)
+        except BrokenPipeError:  # who read our output (`| head`) wants no more of it; nor does the interpreter's last flush
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(EXIT_FAILED)
         except click.exceptions.ClickException:
             raise
-        except (click.exceptions.Exit, SystemExit, BrokenPipeError):  # click ends in silence when nobody reads on
+        except (click.exceptions.Exit, SystemExit):
             raise
         except Exception as error:
             _fail(_unforeseen(error), json_output, debug)

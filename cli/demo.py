@@ -71,7 +71,7 @@ def check_text(out: Path, text: Path) -> None:
     if not is_artifact(made):
         return
     here = {sha256_file(file) for file in ([text] if text.is_file() else walk_files(text))}
-    others = [item.path for item in read_manifest(made).inputs if item.hash not in here]
+    others = [item.path for item in read_manifest(made).inputs if item.hash and item.hash not in here]
     if others:
         why, fix = f"{made} was made from {others[0]}", "choose another --out, or remove that directory"
         raise WrongUse("the demo there is of another text", where=out, why=why, fix=fix)

@@ -51,7 +51,7 @@ def command(
     from ..train.evaluate import Validation
     from ..train.loop import Evaluator, train
     from ..train.parallel.mesh import running_processes
-    from ..train.report import figure_name, figure_text
+    from ..train.report import figure_name
 
     plan = plan_run(resolved)
     if dry_run:
@@ -65,6 +65,8 @@ def command(
     summary = train(plan, directory, resume=resume, evaluators=evaluators, profile=profile)
     if running_processes()[0] > 0:
         return  # the first process says it
+    from ..train.report import figure_text
+
     figures = {"loss": summary["loss"], **{figure_name(name): value for name, value in summary["validation"].items()}}
     figures |= {"steps skipped": summary["skipped_steps"]} if summary["skipped_steps"] else {}
     lines = [f"{name:<26}{figure_text(value)}" for name, value in figures.items()]

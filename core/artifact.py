@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -277,14 +277,13 @@ def chain(path: Path | str) -> list[tuple[int, Input, bool | None]]:
     def descend(manifest: Manifest, depth: int) -> None:
         for item in manifest.inputs:
             here = Path(item.path)
-            same: bool | None = False if here.exists() else None
+            same: bool | None = None
             parent = None
-            if item.kind == "foreign" and here.exists():
+            if item.kind != "foreign" and is_artifact(here):
+                parent = read_manifest(here)
+                same = parent.hash == item.hash
+            elif here.exists():
                 same = input_record(here).hash == item.hash
-            elif is_artifact(here):
-                with suppress(Refused):  # a damaged one has changed, and what was made from it can still be shown
-                    parent = read_manifest(here)
-                    same = parent.hash == item.hash
             rows.append((depth, item, same))
             if parent is not None and same:
                 descend(parent, depth + 1)

@@ -40,6 +40,33 @@ def test_unknown_verb_names_the_nearest() -> None:
     assert done.exit_code == 2 and "'train'" in done.output
 
 
+def test_every_stage_of_the_demo_is_a_command(tmp_path: Path) -> None:
+    """Parsed, not run: what `make demo` types exists, with these options."""
+    for _, words in road(tmp_path / "out", tmp_path / "text.txt"):
+        command: click.Command = main
+        context = click.Context(main)
+        while isinstance(command, click.Group):
+            found = command.get_command(context, words[0])
+            assert found is not None, words
+            command, words = found, words[1:]
+        command.make_context("throughline", words)
+
+
+def test_a_demo_keeps_nothing_of_another_text(tmp_path: Path) -> None:
+    text, folder, out = tmp_path / "a.txt", tmp_path / "texts", tmp_path / "out"
+    text.write_text("one")
+    check_text(out, text)
+    with create_artifact(out / "gpt-tokenizer", "tokenizer", inputs=[input_record(text)]) as draft:
+        (draft.path / "x").write_text("x")
+    check_text(out, text)
+    folder.mkdir()
+    (folder / "moved.txt").write_text("one")
+    check_text(out, folder)
+    text.write_text("two")
+    with pytest.raises(WrongUse, match="of another text"):
+        check_text(out, text)
+
+
 def test_show_and_verify(tmp_path: Path) -> None:
     with create_artifact(tmp_path / "a", "tokens") as draft:
         (draft.path / "x").write_text("x")
@@ -74,43 +101,16 @@ def test_what_nobody_foresaw_is_one_error_too(monkeypatch: pytest.MonkeyPatch) -
     assert "Traceback" in CliRunner().invoke(main, ["recipe", "show", "x", "--debug"]).stderr
 
 
-def test_a_reader_that_leaves_is_no_fault() -> None:
-    """`throughline ... | head -1`: nothing is said, as by any other tool."""
-    ours, theirs = os.pipe()
-    os.close(ours)
-    words = [sys.executable, "-m", "throughline.cli.main", "recipe", "list"]
-    done = subprocess.run(words, stdout=theirs, stderr=subprocess.PIPE, text=True)
-    os.close(theirs)
-    assert (done.returncode, done.stderr) == (1, "")
-
-
 def test_doctor_runs() -> None:
     done = CliRunner().invoke(main, ["doctor", "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)["machine"]["cpu"]["cores"] >= 1
 
 
-def test_every_stage_of_the_demo_is_a_command(tmp_path: Path) -> None:
-    """Parsed, not run: what `make demo` types exists, with these options."""
-    for _, words in road(tmp_path / "out", tmp_path / "text.txt"):
-        command: click.Command = main
-        context = click.Context(main)
-        while isinstance(command, click.Group):
-            found = command.get_command(context, words[0])
-            assert found is not None, words
-            command, words = found, words[1:]
-        command.make_context("throughline", words)
-
-
-def test_a_demo_keeps_nothing_of_another_text(tmp_path: Path) -> None:
-    text, folder, out = tmp_path / "a.txt", tmp_path / "texts", tmp_path / "out"
-    text.write_text("one")
-    check_text(out, text)
-    with create_artifact(out / "gpt-tokenizer", "tokenizer", inputs=[input_record(text)]) as draft:
-        (draft.path / "x").write_text("x")
-    check_text(out, text)
-    folder.mkdir()
-    (folder / "moved.txt").write_text("one")
-    check_text(out, folder)
-    text.write_text("two")
-    with pytest.raises(WrongUse, match="of another text"):
-        check_text(out, text)
+def test_a_reader_that_goes_away_is_no_fault() -> None:
+    """`throughline … | head`: the end of the pipe is closed before a word is written."""
+    command = [sys.executable, "-m", "throughline.cli.main", "recipe", "list"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
