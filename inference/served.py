@@ -96,7 +96,9 @@ class ServedModel:
     def jobs(self, body: CompletionBody) -> tuple[list[Request], list[str]]:
         """The requests of a completion body, prompts times `n`, and the prompt text of each."""
         requests, texts = [], []
-        for prompt in _as_list(body.prompt):
+        prompts = _as_list(body.prompt)
+        _check_count(len(prompts) * body.n, self.limits.queue, "prompt")
+        for prompt in prompts:
             ids = self._prompt_ids(prompt)
             text = prompt if isinstance(prompt, str) else self._decode(prompt)
             for number in range(body.n):
@@ -104,7 +106,6 @@ class ServedModel:
                 sampling = Sampling(body.temperature, body.top_k, body.top_p, body.min_p, body.repetition_penalty, seed)
                 requests.append(Request(ids, body.max_tokens, sampling, body.stops(), self.tokenizer.eos_id, body.logprobs))
                 texts.append(text)
-        _check_count(len(requests), self.limits.queue, "prompt")
         return requests, texts
 
     async def generate(self, requests: list[Request], whole: bool = False) -> Pieces:
@@ -160,7 +161,9 @@ class ServedModel:
 
     async def embed(self, body: EmbeddingBody) -> tuple[list[list[float] | str], int]:
         """An embedding per input, of length 1, as numbers or base64 (float32, little end first), and the tokens read."""
-        rows = [frame(self.tokenizer, prompt, *self._sizes) for prompt in _as_list(body.input)]
+        prompts = _as_list(body.input)
+        _check_count(len(prompts), self.limits.queue, "input")
+        rows = await asyncio.to_thread(lambda: [frame(self.tokenizer, prompt, *self._sizes) for prompt in prompts])
         answers = await self._encode([Encoding(row) for row in rows])
         vectors = [unit(answer["sentence_embedding"]) for answer in answers]
         if body.encoding_format == "base64":
@@ -169,7 +172,7 @@ class ServedModel:
 
     async def fill_mask(self, body: FillMaskBody) -> tuple[dict[str, Any], int]:
         """For every mask in the text its most probable tokens, the text with the best ones, and the tokens read."""
-        text = mask_text(self.tokenizer, body.input, *self._sizes)
+        text = await asyncio.to_thread(mask_text, self.tokenizer, body.input, *self._sizes)
         (answer,) = await self._encode([text])
         return fill(self.tokenizer, text, answer["mlm_logits"], body.top_k), len(text.ids)
 
@@ -179,7 +182,6 @@ class ServedModel:
 
     async def _encode(self, texts: list[Encoding]) -> list[dict[str, np.ndarray]]:
         assert self.encoder is not None
-        _check_count(len(texts), self.limits.queue, "input")
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in texts]
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from throughline.core.errors import Failed, WrongUse
+from throughline.inference import served
 from throughline.inference.served import Limits, ServedModel, load_served
 from throughline.inference.server import bind, build_app, run
 
@@ -223,6 +225,26 @@ def test_broken_bodies_are_no_server_errors(ask, content: bytes, status: int) ->
             assert answer.json()["error"]["param"] in (None, "body", "prompt")
 
     ask(body)
+
+
+def test_long_texts_are_tokenised_beside_the_event_loop(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megabytes of text take a second, in which health checks and other answers must go on; too many are refused before it."""
+    threads = []
+
+    def watched(name: str) -> None:
+        original = getattr(served, name)
+        monkeypatch.setattr(served, name, lambda *a: threads.append(threading.current_thread()) or original(*a))
+
+    async def body(client, models) -> None:
+        watched("frame"), watched("mask_text")
+        assert (await client.post("/v1/embeddings", json={"input": "A model"})).status_code == 200
+        assert (await client.post("/v1/fill-mask", json={"input": "A [MASK]"})).status_code == 200
+        assert len(threads) == 2 and threading.current_thread() not in threads
+        many = await client.post("/v1/embeddings", json={"input": ["x"] * 10})
+        assert many.status_code == 400 and "too many texts" in many.json()["error"]["message"]
+        assert len(threads) == 2
+
+    ask(body, queue=9)
 
 
 def test_a_full_queue_is_429_and_every_accepted_request_is_answered(ask) -> None:
