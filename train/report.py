@@ -29,8 +29,9 @@ def write_report(run: Path | str) -> Path:
     records, events = read_metrics(run), list(read_records(run / "events.jsonl"))
     template = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
+    places = [event["run"] for event in events if event["event"] == "finished"]  # moved since, it makes the same page again
     html = page.render(
-        name=run.resolve().name,
+        name=Path(places[-1]).name if places else run.resolve().name,
         summary=summary_rows(records, events),
         charts=[(title, Markup(chart(series))) for title, series in curves(records) if any(p for _, p in series)],
         environment=environment_rows(events),
