@@ -30,6 +30,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	@env -u OMP_NUM_THREADS $(BIN)/throughline demo --out $(RUN)
+	@echo "  (these commands need the environment: . $(VENV)/bin/activate)"
 
 test: $(VENV)/.installed-test
 	$(PYTEST) -n 2 -m "not slow and not gpu"

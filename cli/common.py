@@ -1,6 +1,7 @@
 """What every command shares: --json, --debug, errors with exit codes instead of tracebacks, --set."""
 
 import functools
+import io
 import json
 import os
 import signal
@@ -30,6 +31,8 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, json_output: bool, debug: bool, **kwargs: Any) -> Any:
         console.configure(json_output=json_output)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may hold what the terminal cannot show
         before = _on_sigterm(_terminated)  # train, serve and tokenise put their own in its place
         try:
             answer = function(*args, **kwargs)

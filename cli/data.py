@@ -19,6 +19,10 @@ def command() -> None:
 def text_options(function: Any) -> Any:
     """INPUTS... and how they become documents."""
     for decorate in (
+        click.option(
+            "--max-replaced", type=click.FloatRange(0, 1), default=0.001, show_default=True,
+            help="Share of characters that may be invalid.",
+        ),
         click.option("--unwrap", is_flag=True, help="Join hard-wrapped lines of a paragraph by spaces."),
         click.option("--split", default="train", show_default=True, help="Split of a dataset."),
         click.option("--field", default="text", show_default=True, help="Field of .jsonl, column of .parquet or a dataset."),
@@ -41,6 +45,12 @@ def read_options(documents: str, field: str, split: str, unwrap: bool) -> Any:
     from ..data.readers import ReadOptions
 
     return ReadOptions(documents, field, split, unwrap)  # type: ignore[arg-type]
+
+
+def found_in_text(counts: dict[str, int]) -> list[str]:
+    """One line about dirty text, none about clean."""
+    found = ", ".join(f"{key} {count:,}" for key, count in counts.items() if count)
+    return [f"found in the text: {found}"] if found else []
 
 
 def parse_bytes(text: str | None) -> int | None:
@@ -84,6 +94,7 @@ def tokenizer(
     vocab_size: int,
     cased: bool | None,
     sample_bytes: str,
+    max_replaced: float,
     out: str,
     overwrite: bool,
     **text: Any,
@@ -96,12 +107,15 @@ def tokenizer(
     """
     from collections import Counter
 
-    from ..core.artifact import check_free, input_record
+    from ..core.artifact import CHECK_BYTES, Input, check_free, input_record
     from ..core.errors import WrongUse
     from ..data.inputs import expand_inputs
+    from ..data.text import COUNTS
     from ..data.train_tokenizer import import_tokenizer, sample, train_tokenizer
 
     check_free(out, overwrite)
+    if cased is not None and kind in ("bpe", "char"):
+        raise WrongUse(f"{kind} keeps text as it is", where="--cased/--uncased", fix="leave it out, or use --type wordpiece")
     if kind == "import":
         if len(inputs) != 1:
             raise WrongUse(
@@ -109,16 +123,19 @@ def tokenizer(
             )
         made, files = import_tokenizer(inputs[0], None if cased is None else not cased)
         records = [input_record(file) for file in files]
-        facts: dict[str, Any] = {"trained": False}
+        facts: dict[str, Any] = {"trained": False, "counts": {}}
     else:
         sources, counts = expand_inputs(list(inputs)), Counter[str]()
         budget = parse_bytes(sample_bytes) or 0
-        texts = sample(sources, read_options(**text), budget, counts)
+        texts = sample(sources, read_options(**text), budget, counts, max_replaced)
         made = train_tokenizer(texts, kind, vocab_size, lowercase=not cased)  # type: ignore[arg-type]
-        records = [input_record(source.path) for source in sources if os.path.exists(source.path)]
-        facts = {"trained": True, "sample_bytes": budget, "counts": dict(counts)}
+        small = sum(source.bytes for source in sources) <= CHECK_BYTES  # a sample is not worth hours of hashing what it is of
+        paths = [source.path for source in sources if os.path.exists(source.path)]
+        records = [input_record(path) if small else Input(os.path.abspath(path), "foreign", "") for path in paths]
+        facts = {"trained": True, "sample_bytes": budget, "counts": {key: counts[key] for key in COUNTS}}
     made.save(out, records, facts, overwrite)
-    console.result({"path": out, **made.facts()}, [f"{made.type} tokenizer of {made.vocab_size:,} entries in {out}"])
+    lines = [f"{made.type} tokenizer of {made.vocab_size:,} entries in {out}", *found_in_text(facts["counts"])]
+    console.result({"path": out, **made.facts(), "counts": facts["counts"]}, lines)
 
 
 @command.command()
@@ -145,13 +162,6 @@ def tokenizer(
     "--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Who runs the tasks."
 )
 @click.option("--shard-bytes", help="Input per shard, e.g. 64M [default: 1/64 of the input, 8 MiB to 256 MiB].")
-@click.option(
-    "--max-replaced",
-    type=click.FloatRange(0, 1),
-    default=0.001,
-    show_default=True,
-    help="Share of characters that may be invalid.",
-)
 @click.option("--task-index", type=click.IntRange(0), help="This process's number in a job array, from 0.")
 @click.option("--task-count", type=click.IntRange(1), help="Processes in the job array.")
 @out_options
@@ -188,9 +198,7 @@ def tokenize(
         f"{facts['tokens']:,} tokens in {facts['documents']:,} documents, {len(facts['shards'])} shards, in {out}",
         f"{facts['text_bytes'] / facts['tokens']:.2f} bytes per token, {facts['dtype']}, encoded by {', '.join(facts['backends'])}",
     ]
-    dirty = {key: count for key, count in facts["counts"].items() if count}
-    if dirty:
-        lines.append("found in the text: " + ", ".join(f"{key} {count:,}" for key, count in dirty.items()))
+    lines += found_in_text(facts["counts"])
     console.result({"path": out, "complete": True, "hash": manifest.hash, **facts}, lines)
 
 
@@ -250,7 +258,9 @@ def export(store: str, target: str, val_fraction: float, out: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Count, write nothing.")
 @click.option("--out", help="Directory for what stays, as .jsonl.zst; not needed with --dry-run.")
 @throughline_command
-def dedup(inputs: tuple[str, ...], near: bool, dry_run: bool, out: str | None, **text: Any) -> None:
+def dedup(
+    inputs: tuple[str, ...], near: bool, dry_run: bool, out: str | None, max_replaced: float, **text: Any
+) -> None:
     """Remove duplicate documents from text.
 
     The first of each kind is kept. Tokenise what it writes.
@@ -263,9 +273,10 @@ def dedup(inputs: tuple[str, ...], near: bool, dry_run: bool, out: str | None, *
 
     if not out and not dry_run:
         raise WrongUse("no output given", where="--out", fix="name a directory, or count only with --dry-run")
-    found = run(list(inputs), out, read_options(**text), near, dry_run)
+    found = run(list(inputs), out, read_options(**text), near, dry_run, max_replaced)
     rows = [(row["source"], row["documents"], row["exact"], row["near"]) for row in found["sources"]]
     rows.append(("all", found["documents"], found["exact"], found["near"]))
     lines = console.table(("source", "documents", "exact duplicates", "near duplicates"), rows)
+    lines += found_in_text(found["counts"])
     lines.append(f"{found['kept']:,} documents stay" + ("; nothing was written" if dry_run else f" in {out}"))
     console.result({"path": out, **found}, lines)

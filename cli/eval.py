@@ -31,7 +31,10 @@ from .common import throughline_command
 )  # fmt: skip
 @click.option("--all-checkpoints", is_flag=True, help="Evaluate every checkpoint of a run and plot scores against steps.")
 @click.option("--against", type=click.Path(), help="Score another form of the model too; refuse when token probabilities differ.")
-@click.option("--bound", type=float, default=1e-3, show_default=True, help="--against: largest difference in nats per token.")
+@click.option(
+    "--bound", type=click.FloatRange(min=0), default=1e-3, show_default=True,
+    help="--against: largest difference in nats per token.",
+)  # fmt: skip
 @click.option("--contamination", type=click.Path(), help="A token store: report scores with and without records found in it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory of the scores; by default PATH.scores.")
 @throughline_command

@@ -1,5 +1,6 @@
 """`throughline show PATH`: what an artifact is, what it was made with, and its chain back to the text."""
 
+import os
 from dataclasses import asdict
 
 import click
@@ -31,15 +32,20 @@ def command(path: str) -> None:
     ]
     if rows:
         lines.append("  made from")
-        state = {True: "", False: "  (CHANGED since)", None: "  (no longer there)"}
+        state = {True: "", False: "  (CHANGED since)"}
         lines += [
-            f"  {'  ' * depth}{item.kind}  {item.path}  {item.hash[:12]}{state[same]}" for depth, item, same in rows
+            f"  {'  ' * depth}{item.kind}  {item.path}  {item.hash[:12]}{_unknown(item.path) if same is None else state[same]}"
+            for depth, item, same in rows
         ]
     payload = asdict(manifest) | {
         "hash": manifest.hash,
         "chain": [{"depth": depth, **asdict(item), "unchanged": same} for depth, item, same in rows],
     }
     console.result(payload, lines)
+
+
+def _unknown(path: str) -> str:
+    return "  (too large to hash again here)" if os.path.exists(path) else "  (no longer there)"
 
 
 def _short(value: object) -> str:

@@ -23,6 +23,7 @@ from .files import full_disk, read_json, sha256_file, sha256_json, sync, walk_fi
 from .version import version
 
 FORMAT_VERSION = 1
+CHECK_BYTES = 4 << 30  # of foreign inputs that are hashed to see whether they are the same: three seconds
 MANIFEST = "manifest.json"
 KINDS = (
     "tokenizer", "tokens", "checkpoint", "run", "model", "calibration", "scores", "batch", "onnx", "engine", "plan", "bench",
@@ -40,7 +41,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Input:
-    """What an artifact was made from: where it was, its kind ("foreign" when not ours), the hash of its content."""
+    """What an artifact was made from: where it was, its kind ("foreign" when not ours), the hash of its content ("": unknown)."""
 
     path: str
     kind: str
@@ -100,12 +101,11 @@ def create_artifact(
     assert kind in KINDS, kind
     path = Path(os.path.realpath(path))  # a link stays, what it names is written
     check_free(path, overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
     draft = Draft(staging, inputs=list(inputs))
     try:
         with full_disk(path):
-            staging.mkdir()
+            staging.mkdir(parents=True)
             yield draft
             seal(staging, kind, draft.inputs, recipe_hash, draft.facts, draft.known)
             _move_into_place(staging, path, overwrite)
@@ -147,8 +147,11 @@ def seal(
     return manifest
 
 
-def check_free(path: Path | str, overwrite: bool = False) -> None:
-    """Refuse an output path that is taken. Call it before the work, so that hours are not lost to a full name."""
+def check_free(path: Path | str, overwrite: bool | None = None) -> None:
+    """Refuse an output path that is taken. Call it before the work, so that hours are not lost to a full name.
+
+    `overwrite` is None where there is no --overwrite.
+    """
     path = Path(path)
     if path.is_dir() and ((here := path.samefile(".")) or os.path.ismount(path)):
         why = f"it is {'the current directory' if here else 'a mount point'}, and an output is renamed into its place"
@@ -156,9 +159,8 @@ def check_free(path: Path | str, overwrite: bool = False) -> None:
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not overwrite:
-        raise WrongUse(
-            "the output already exists", where=path, fix="choose another --out, or pass --overwrite to replace it"
-        )
+        fix = "choose another --out" + (", or pass --overwrite to replace it" if overwrite is False else "")
+        raise WrongUse("the output already exists", where=path, fix=fix)
     if not (path / MANIFEST).is_file():
         raise WrongUse(
             "the output exists and is no artifact",
@@ -261,7 +263,7 @@ def input_record(path: Path | str) -> Input:
         return Input(os.path.abspath(path), manifest.kind, manifest.hash)
     if path.is_dir():
         return Input(
-            str(path),
+            os.path.abspath(path),
             "foreign",
             sha256_json([[f.relative_to(path).as_posix(), sha256_file(f)] for f in walk_files(path)]),
         )
@@ -271,10 +273,15 @@ def input_record(path: Path | str) -> Input:
 
 
 def chain(path: Path | str) -> list[tuple[int, Input, bool | None]]:
-    """The provenance of an artifact: (depth, input, still the same?) back to foreign inputs; None = no longer there."""
+    """The provenance of an artifact: (depth, input, still the same?) back to foreign inputs.
+
+    None: it is no longer there, was not hashed, or is beyond the first CHECK_BYTES of foreign inputs.
+    """
     rows: list[tuple[int, Input, bool | None]] = []
+    left = CHECK_BYTES
 
     def descend(manifest: Manifest, depth: int) -> None:
+        nonlocal left
         for item in manifest.inputs:
             here = Path(item.path)
             same: bool | None = None
@@ -282,8 +289,11 @@ def chain(path: Path | str) -> list[tuple[int, Input, bool | None]]:
             if item.kind != "foreign" and is_artifact(here):
                 parent = read_manifest(here)
                 same = parent.hash == item.hash
-            elif here.exists():
-                same = input_record(here).hash == item.hash
+            elif item.hash and here.exists():
+                size = sum(file.stat().st_size for file in ([here] if here.is_file() else walk_files(here)))
+                if size <= left:
+                    left -= size
+                    same = input_record(here).hash == item.hash
             rows.append((depth, item, same))
             if parent is not None and same:
                 descend(parent, depth + 1)

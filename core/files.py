@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ def sync(path: Path | str) -> None:
 def write_atomic(path: Path | str, data: str | bytes) -> None:
     """Write a small file so that readers see the old content or the new, never a part. Raises Failed on a full disk."""
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")  # not the process's number: two machines may share it
     try:
         with full_disk(path), open(aside, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -56,10 +57,19 @@ def write_atomic(path: Path | str, data: str | bytes) -> None:
 
 @contextmanager
 def full_disk(path: Path | str) -> Iterator[None]:
-    """Turns the system's "no room" errors (disk, quota, file-size limit, read-only) into our error that names the path."""
+    """Turns the system's "no room" errors (disk, quota, file-size limit, read-only) and those of a name that cannot be into ours,
+    which name the path."""
     try:
         yield
     except OSError as error:
+        names = {
+            errno.EEXIST: "something else has that name",
+            errno.ENOTDIR: "a part of the path is a file",
+            errno.ENAMETOOLONG: "the name is too long",
+        }
+        if error.errno in names:
+            fix = "choose another directory"
+            raise WrongUse("cannot write there", where=error.filename or path, why=names[error.errno], fix=fix) from error
         reasons = {
             errno.ENOSPC: "the disk is full",
             errno.EPERM: "not permitted there",
@@ -89,7 +99,7 @@ def free_text(path: Path | str) -> str:
 def read_json(path: Path | str) -> Any:
     """Parse a JSON file. Raises WrongUse when it is missing and Refused when it is damaged."""
     try:
-        return json.loads(Path(path).read_text())
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WrongUse("no such file", where=path) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

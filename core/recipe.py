@@ -66,8 +66,10 @@ def build_recipe(
     where: object = "recipe",
     text: str = "",
     overridden: frozenset[str] = frozenset(),
+    what: str = "the recipe",
+    fix: str = "see every field with: throughline recipe show NAME; a dry check: throughline recipe check RECIPE",
 ) -> Recipe:
-    """Validate a tree of values into `model` and run the rules. Raises WrongUse listing every problem."""
+    """Validate a tree of values into `model` and run the rules. Raises WrongUse listing every problem of `what`."""
     problems: list[Problem] = []
     recipe = None
     try:
@@ -78,10 +80,10 @@ def build_recipe(
         problems = [problem for rule in rules for problem in rule(recipe)]
     if problems or recipe is None:
         raise WrongUse(
-            f"the recipe has {len(problems)} problem{'s' if len(problems) != 1 else ''}",
+            f"{what} has {len(problems)} problem{'s' if len(problems) != 1 else ''}",
             where=where,
             why="\n".join(_lines(problems, where, text, overridden)),
-            fix="see every field with: throughline recipe show NAME; a dry check: throughline recipe check RECIPE",
+            fix=fix,
         )
     return recipe
 

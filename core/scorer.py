@@ -66,14 +66,16 @@ class Scorer(Protocol):
     """What evaluation needs from a model, an exported graph or an engine.
 
     `recipe` holds the facts that are printed beside every score (scorer, window, bos, dtype, ...); equal recipes on equal
-    weights give equal scores. `identity` is a hash of weights, tokenizer and recipe: the key of stored answers.
-    `window` is the longest input in tokens, `prefix` the token that stands for an empty context, `mask` the one that hides another
-    (None where a model reads from left to right): a context with masks in it asks what stands there, one answer token a mask.
+    weights give equal scores. `identity` is a hash of weights, tokenizer, recipe and of whether the log-probabilities of tokens
+    are kept: the key of stored answers. `window` is the longest input in tokens, `bos` what stands before every text (often
+    nothing), `prefix` the token that stands for an empty context, `mask` the one that hides another (None where a model reads
+    from left to right): a context with masks in it asks what stands there, one answer token a mask.
     """
 
     recipe: dict[str, Any]
     identity: str
     window: int
+    bos: Ids
 
     @property
     def prefix(self) -> int: ...

@@ -28,8 +28,9 @@ class Workspace:
         self._lock: int | None = None
 
     def __enter__(self) -> "Workspace":
-        self.path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        with full_disk(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

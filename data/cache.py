@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ..core.console import warn
-from ..core.files import sha256_file, write_atomic
+from ..core.files import full_disk, sha256_file, write_atomic
 from .store import REHASH_BYTES
 
 FORMAT = 1
@@ -60,7 +60,7 @@ def _joined(dtypes: tuple[np.dtype, ...], parts: Iterable[tuple[np.ndarray, ...]
 def _write(cache: Path, name: str, identity: dict, count: int, parts: Iterable[tuple[np.ndarray, ...]]) -> None:
     aside = [cache / f".{name}.{n}.{uuid.uuid4().hex[:8]}.tmp" for n in range(count)]
     try:
-        with contextlib.ExitStack() as stack:
+        with full_disk(cache), contextlib.ExitStack() as stack:
             files = [stack.enter_context(open(path, "wb")) for path in aside]
             for arrays in parts:
                 for file, array in zip(files, arrays):

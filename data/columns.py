@@ -32,7 +32,7 @@ def parquet_rows(
                     rows = max(1, min(4096, TARGET_BYTES * max(facts.num_rows, 1) // max(size, 1)))
                     for batch in file.iter_batches(rows, [group], [column]):
                         yield batch.column(0).cast(pa.large_binary()).to_pylist()  # bytes: arrow does not check UTF-8
-                    on_bytes(facts.total_byte_size)
+                    on_bytes(sum(facts.column(i).total_compressed_size for i in range(facts.num_columns)))
     except (pa.ArrowInvalid, OSError) as error:
         fix = "copy or download the file again"
         raise Failed("a parquet file is damaged", where=path, why=str(error), fix=fix) from error
@@ -45,7 +45,7 @@ def _no_column(where: str, column: str, names: list[str]) -> WrongUse:
 
 def _column(row_group: Any, name: str) -> Any:
     columns = map(row_group.column, range(row_group.num_columns))
-    return next(column for column in columns if column.path_in_schema.split(".")[0] == name)
+    return next(column for column in columns if column.path_in_schema == name)
 
 
 def _offset(row_group: Any) -> int:
@@ -71,14 +71,19 @@ def dataset_rows(name: str, split: str, column: str, on_bytes: Callable[[int], N
                     why = f"splits: {', '.join(rows)}"
                     raise WrongUse(f"no split {split!r}", where=name, why=why, fix="name one with --split")
                 rows = rows[split]
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        why, fix = str(error).splitlines()[0], "check its name and the network"
-        raise Failed("cannot open a dataset", where=name, why=why, fix=fix) from error
-    if (names := rows.column_names) is not None:
-        if column not in names:
-            raise _no_column(name, column, names)
-        rows = rows.select_columns([column])
-    for batch in rows.iter(batch_size=64):
-        values = batch[column]
-        on_bytes(sum(len(value) for value in values if value))
-        yield values
+        if (names := rows.column_names) is not None:
+            if column not in names:
+                raise _no_column(name, column, names)
+            rows = rows.select_columns([column])
+        for batch in rows.iter(batch_size=64):
+            if column not in batch:  # of a stream whose columns were not known
+                raise _no_column(name, column, list(batch))
+            values = batch[column]
+            if odd := [value for value in values if not isinstance(value, str | bytes | None)]:
+                what, why = f"column {column!r} holds no text", f"it holds {type(odd[0]).__name__}"
+                raise WrongUse(what, where=name, why=why, fix="name another with --field")
+            on_bytes(sum(len(value) for value in values if value))
+            yield values
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        why, fix = str(error).partition("\n")[0], "check its name and the network"
+        raise Failed("cannot read a dataset", where=name, why=why, fix=fix) from error

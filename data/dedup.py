@@ -26,31 +26,43 @@ from ..core.console import progress
 from ..core.errors import Failed
 from ..core.files import full_disk
 from .inputs import Source, expand_inputs
+from .plan import check_unchanged
 from .readers import ReadOptions, read
+from .text import COUNTS, MAX_REPLACED, check_replaced
 
 BUCKETS = 256
 RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<i8")])
 BANDS, ROWS, GRAM = 14, 8, 5
+GRAMS_AT_ONCE = 1 << 13  # 7 MB of hashes, however long a document is
 _RANDOM = np.random.Generator(np.random.Philox(20))
 _MULTIPLIERS = _RANDOM.integers(1, 2**63, (BANDS * ROWS, 1), np.uint64) * 2 + 1
 _MIX = _RANDOM.integers(1, 2**63, max(ROWS, GRAM), np.uint64) * 2 + 1
 
 
 def dedup(
-    inputs: list[str], out: Path | str | None, options: ReadOptions, near: bool = False, dry_run: bool = False
+    inputs: list[str],
+    out: Path | str | None,
+    options: ReadOptions,
+    near: bool = False,
+    dry_run: bool = False,
+    max_replaced: float = MAX_REPLACED,
 ) -> dict[str, Any]:
     """Remove duplicate documents of `inputs`; returns counts, whole and per source. With `dry_run` nothing is written.
 
-    Documents are equal when they differ in white space alone. Raises WrongUse for a taken `out`, Failed for bad input.
+    Documents are equal when they differ in white space alone. Raises WrongUse for a taken `out`, Failed for bad input and for
+    more than `max_replaced` of invalid characters.
     """
     sources = expand_inputs(inputs)
     options = replace(options, piece_bytes=None)
     if not dry_run:
         check_free(out or "")
     place = Path(out).parent if out else Path(tempfile.gettempdir())
-    place.mkdir(parents=True, exist_ok=True)
+    with full_disk(place):
+        place.mkdir(parents=True, exist_ok=True)
     with full_disk(place), tempfile.TemporaryDirectory(dir=place, prefix=".dedup.", suffix=".tmp") as scratch:
-        firsts, kinds = _hash_all(sources, options, Path(scratch), near)
+        counts: Counter[str] = Counter()
+        firsts, kinds = _hash_all(sources, options, Path(scratch), near, counts)
+        check_replaced(counts["replaced"], counts["characters"], max_replaced, f"{len(sources)} inputs")
         removed = {kind: _later(_matches(Path(scratch), kind)) for kind in kinds}
         exact = removed["exact"]
         near_only = np.setdiff1d(removed.get("near", np.empty(0, np.int64)), exact)
@@ -75,25 +87,32 @@ def dedup(
         "near": len(near_only),
         "kept": firsts[-1] - len(drop),
         "dry_run": dry_run,
+        "counts": {key: counts[key] for key in COUNTS},
         "sources": rows,
     }
 
 
-def _documents(sources: list[Source], options: ReadOptions, label: str) -> Iterator[tuple[int, list[str]]]:
+def _documents(
+    sources: list[Source], options: ReadOptions, label: str, counts: Counter[str]
+) -> Iterator[tuple[int, list[str]]]:
     with progress(label, sum(source.bytes for source in sources) or None, "B") as bar:
         for number, source in enumerate(sources):
-            for batch in read(source, 0, None, options, Counter(), bar.advance):
+            check_unchanged(source)
+            for batch in read(source, 0, None, options, counts, bar.advance):
+                counts["characters"] += sum(map(len, batch.texts))
                 yield number, batch.texts
 
 
-def _hash_all(sources: list[Source], options: ReadOptions, scratch: Path, near: bool) -> tuple[list[int], list[str]]:
+def _hash_all(
+    sources: list[Source], options: ReadOptions, scratch: Path, near: bool, counts: Counter[str]
+) -> tuple[list[int], list[str]]:
     """Write the records of every document; returns the first document of each source (and the count) and the kinds."""
     kinds = ["exact", "near"] if near else ["exact"]
     per_source = [0] * len(sources)
     writers = {kind: _Buckets(scratch, kind) for kind in kinds}
     try:
         document = 0
-        for number, texts in _documents(sources, options, "hash"):
+        for number, texts in _documents(sources, options, "hash", counts):
             words = [text.split() for text in texts]
             digests = b"".join(hashlib.blake2b(" ".join(w).encode(), digest_size=16).digest() for w in words)
             records = np.empty(len(texts), RECORD)
@@ -116,8 +135,11 @@ def _bands(words: list[str], document: int) -> np.ndarray:
     hashes = np.array([zlib.crc32(word.lower().encode()) for word in words], np.uint64)
     grams = sum(hashes[i : len(hashes) - GRAM + 1 + i] * _MIX[i] for i in range(GRAM))
     grams = np.unique(grams ^ (grams >> np.uint64(29)))
-    least = np.min((grams[None, :] * _MULTIPLIERS) >> np.uint64(24), axis=1).reshape(BANDS, ROWS)
-    keys = (least * _MIX[:ROWS]).sum(axis=1, dtype=np.uint64)
+    least = np.full(BANDS * ROWS, 1 << 40, np.uint64)
+    for start in range(0, len(grams), GRAMS_AT_ONCE):
+        part = grams[None, start : start + GRAMS_AT_ONCE]
+        np.minimum(least, np.min((part * _MULTIPLIERS) >> np.uint64(24), axis=1), out=least)
+    keys = (least.reshape(BANDS, ROWS) * _MIX[:ROWS]).sum(axis=1, dtype=np.uint64)
     records = np.empty(BANDS, RECORD)
     bands = np.arange(BANDS, dtype=np.uint64)
     records["high"] = keys ^ (keys >> np.uint64(31)) ^ bands << np.uint64(8)  # the lowest byte chooses the bucket
@@ -188,14 +210,16 @@ def _write_kept(sources: list[Source], options: ReadOptions, drop: np.ndarray, f
     document, number = 0, -1
     file: Any = None
     try:
-        for source, texts in _documents(sources, options, "write"):
+        for source, texts in _documents(sources, options, "write", Counter()):
             if source != number:
                 if file is not None:
                     file.close()
                 name = Path(sources[source].path).name.split(".")[0]
                 file = zstandard.open(folder / f"{source:05d}-{name}.jsonl.zst", "wb", cctx=zstandard.ZstdCompressor(3))
                 number = source
-            kept = np.isin(np.arange(document, document + len(texts)), drop, invert=True)
+            here = slice(*np.searchsorted(drop, [document, document + len(texts)]))
+            kept = np.ones(len(texts), bool)
+            kept[drop[here] - document] = False
             lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text, keep in zip(texts, kept) if keep]
             file.write("".join(lines).encode())
             document += len(texts)

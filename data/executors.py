@@ -6,10 +6,13 @@ A worker that dies is replaced and its task tried once more; a worker whose pare
 
 import multiprocessing
 import os
+import re
 import shlex
 import signal
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -61,9 +64,9 @@ def run_processes(
                     raise value
                 elif waiting:
                     pool[pipe] = (process, waiting.popleft())
-                    pipe.send(pool[pipe][1])
+                    _tell(pipe, pool[pipe][1])
                 else:
-                    pipe.send(None)
+                    _tell(pipe, None)
                     process.join()
                     del pool[pipe]
     finally:
@@ -79,8 +82,13 @@ def _start(pool: dict[Connection, tuple[BaseProcess, int]], work: Path, backend:
     process = context.Process(target=_worker, args=(theirs, str(work), backend), daemon=True)
     process.start()
     theirs.close()  # so that the worker's death is the end of the pipe
-    ours.send(index)
+    _tell(ours, index)
     pool[ours] = (process, index)
+
+
+def _tell(pipe: Connection, index: int | None) -> None:
+    with suppress(OSError):  # a worker that has died meanwhile: the end of its pipe is read next
+        pipe.send(index)
 
 
 def _judge_death(process: BaseProcess, index: int, tries: int, work: Path) -> None:
@@ -96,6 +104,7 @@ def _judge_death(process: BaseProcess, index: int, tries: int, work: Path) -> No
 def _worker(pipe: Connection, work: str, backend_name: str) -> None:
     """Run tasks from the pipe until None comes or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removing what is half-written
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = Path(work)
     try:
@@ -132,6 +141,7 @@ def run_ray(work: Path, tasks: Sequence[Task], backend: str, on_bytes: Callable[
 
 def slurm_array(arguments: Sequence[str], elements: int, cores: int, name: str) -> str:
     """A batch file for sbatch: `throughline ARGUMENTS` as a job array of so many elements with so many cores each."""
+    name = re.sub(r"[^\w.-]+", "-", name)  # a directive ends at a space
     share = f'--workers "$SLURM_CPUS_PER_TASK" --task-index "$SLURM_ARRAY_TASK_ID" --task-count {elements}'
     return f"""\
 #!/bin/bash

@@ -40,6 +40,12 @@ def export_store(path: Path | str, target: Target, out: Path | str, val_fraction
     """
     store = TokenStore.open(path)
     check_free(out)
+    if val_fraction and target != "nanogpt":
+        fix = "leave it out; the last shards can serve to validate"
+        raise WrongUse(f"{target} has no part for validation", where="--val-fraction", fix=fix)
+    if target == "llmc" and store.dtype not in LLMC_HEADER:
+        why = f"llm.c reads uint16 and uint32, this store is {store.dtype}"
+        raise WrongUse("ids of a width that llm.c does not read", where=path, why=why, fix="export to olmo or parquet")
     with _staged(Path(out)) as folder, progress(f"export {target}", store.tokens, "token") as bar:
         if target == "nanogpt":
             _nanogpt(store, folder, val_fraction, Path(path), bar)

@@ -12,6 +12,7 @@ from ..core.artifact import Input, input_record, seal
 from ..core.console import warn
 from ..core.errors import Failed
 from ..core.files import sha256_json, sync
+from .inputs import DATASET_PREFIX
 from .plan import Plan, Task
 from .store import token_dtype
 from .tasks import STORE, read_record
@@ -56,13 +57,14 @@ def finalize(
             raise Failed("a committed shard is gone or cut", where=store / name, fix=fix)
     for left in [path for path in store.iterdir() if path.name not in files]:
         left.unlink()  # by an end that was killed
-    os.link(folder / FILE, store / FILE)
+    shutil.copyfile(folder / FILE, store / FILE)
     hashes = {path: digest for record in records for path, digest in record["sources"].items()}
     inputs = [input_record(tokenizer_path)]
-    inputs += [Input(s.path, "foreign", hashes.get(s.path) or sha256_json(s.path)) for s in plan.sources]
+    inputs += [Input(_place(s.path), "foreign", hashes.get(s.path) or sha256_json(s.path)) for s in plan.sources]
     seal(store, "tokens", inputs, None, facts, {name: file["sha256"] for name, file in files.items()})
     if out.exists():  # an empty directory, or an artifact that the caller wants replaced
         old = out.with_name(f".{out.name}.old.tmp")
+        shutil.rmtree(old, ignore_errors=True)  # left by an end that was killed
         os.rename(out, old)
         shutil.rmtree(old, ignore_errors=True)
     os.rename(store, out)
@@ -72,6 +74,10 @@ def finalize(
         warn(f"{counts['replaced']:,} characters replaced by U+FFFD (invalid UTF-8 or NUL)")
     if counts["forced_cuts"]:
         warn(f"{counts['forced_cuts']:,} cuts inside runs of over {PIECE_BYTES:,} bytes without a space")
+
+
+def _place(path: str) -> str:
+    return path if path.startswith(DATASET_PREFIX) else os.path.abspath(path)
 
 
 def facts_of(plan: Plan, records: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:

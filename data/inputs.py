@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,7 +31,7 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
     """Sources in the order given; a directory or a glob gives its files sorted by path.
 
     `datasets:NAME[:CONFIG]` is streamed from the hub; a `save_to_disk` directory is recognised.
-    Raises WrongUse for a missing path, a directory without text files, a file named twice.
+    Raises WrongUse for a missing path, a directory without text files, a file named twice, a pipe.
     """
     if not inputs:
         raise WrongUse("no input given", fix="name files, directories, globs or datasets:NAME")
@@ -43,12 +44,18 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
         elif os.path.exists(name):
             sources.append(_file(name))
         elif matches := sorted(glob.glob(name, recursive=True)):
-            sources += [_file(match) for match in matches if os.path.isfile(match)]
+            for match in matches:
+                if not os.path.isdir(match):
+                    sources.append(_file(match))
+                elif "**" not in name:  # which names what is in its directories itself
+                    sources += _directory(match)
         else:
             raise WrongUse(
                 "no such input", where=name, fix="check the path; a dataset of the hub is written datasets:NAME"
             )
-    paths = [source.path for source in sources]
+    if not sources:
+        raise WrongUse("no file in the input", where=", ".join(inputs), fix="check the pattern")
+    paths = [source.path if source.path.startswith(DATASET_PREFIX) else os.path.abspath(source.path) for source in sources]
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise WrongUse("an input is named twice", where=twice, fix="name every file once")
@@ -64,8 +71,14 @@ def _format(path: str) -> tuple[str, str]:
 
 def _file(path: str) -> Source:
     """A file named by the user: an unknown suffix is taken as text (what is no text is noticed when it is read)."""
-    if os.path.isdir(path):
-        raise WrongUse("expected a file", where=path)
+    try:
+        facts = os.stat(path)
+    except OSError as error:  # a link to nothing
+        fix = "put the file back, or remove its name"
+        raise WrongUse("cannot read an input", where=path, why=error.strerror or str(error), fix=fix) from error
+    if not stat.S_ISREG(facts.st_mode):
+        why = "it can be read once only, and its size is not known"
+        raise WrongUse("an input is no regular file", where=path, why=why, fix="write the text to a file first")
     form, compression = _format(path)
     if path.lower().endswith((".json", ".json.gz", ".json.bz2", ".json.zst")):
         form = "jsonl"
@@ -73,7 +86,6 @@ def _file(path: str) -> Source:
         raise WrongUse(
             "a parquet file inside another compression", where=path, fix="unpack it: parquet is compressed itself"
         )
-    facts = os.stat(path)
     return Source(path, facts.st_size, facts.st_mtime_ns, form or "txt", compression)  # type: ignore[arg-type]
 
 
@@ -83,8 +95,13 @@ def _directory(path: str) -> list[Source]:
         return [Source(path, size, 0, "dataset")]
     found: list[Source] = []
     ignored: list[str] = []
-    for folder, folders, names in os.walk(path):
-        folders.sort()
+    seen: set[str] = set()  # links may lead in circles
+    for folder, folders, names in os.walk(path, onerror=_unreadable, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
         for name in names:
             if not name.startswith("."):
                 full = os.path.join(folder, name)
@@ -97,6 +114,10 @@ def _directory(path: str) -> list[Source]:
             "a directory without text files", where=path, why=f"looked for {suffixes}", fix="name the files themselves"
         )
     return sorted(found, key=lambda source: source.path)
+
+
+def _unreadable(error: OSError) -> None:
+    raise WrongUse("cannot read a directory", where=error.filename, why=error.strerror or str(error), fix="leave it out") from error
 
 
 def is_saved_dataset(path: str) -> bool:

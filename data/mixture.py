@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from ..core.console import warn
 from ..core.errors import WrongUse
 from .options import Batch, Dataset
 
@@ -35,6 +36,9 @@ class Mixture:
         self._counts = _whole(weights)
         self._table = _schedule(self._counts)
         self.shares = [count / sum(self._counts) for count in self._counts]
+        asked = [weight / sum(weights) for weight in weights]
+        if far := [(a, b) for a, b in zip(asked, self.shares) if abs(a - b) > 0.01 * a]:
+            warn(f"a share of {far[0][0]:.3g} in the mixture is rounded to {far[0][1]:.3g}: shares are whole parts of {PERIOD:,}")
         self.rows = sum(dataset.rows for dataset in datasets)
 
     def taken(self, position: int) -> np.ndarray:

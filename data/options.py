@@ -72,5 +72,7 @@ class DatasetOptions:
             if self.pair_copies < 1:
                 problems.append(f"pair_copies = {self.pair_copies} is less than 1")
         if problems:
-            raise WrongUse("the dataset's options do not fit together", why="; ".join(problems))
+            no_bert = self.family == "bert" and self.mask_id is None
+            fix = "a BERT needs a tokenizer with [CLS], [SEP] and [MASK]: data tokenizer --type wordpiece" if no_bert else ""
+            raise WrongUse("the dataset's options do not fit together", why="; ".join(problems), fix=fix)
         return self

@@ -161,8 +161,8 @@ def check_unchanged(source: Source) -> None:
     if (facts.st_size, facts.st_mtime_ns) != (source.bytes, source.modified_ns):
         why = f"{source.bytes:,} bytes when the plan was made, {facts.st_size:,} now, or written since"
         raise Refused(
-            "an input has changed during the tokenisation",
+            "an input has changed while it was read",
             where=source.path,
             why=why,
-            fix="start again with --overwrite",
+            fix="put it back, or start again (data tokenize: with --overwrite)",
         )

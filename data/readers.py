@@ -145,8 +145,14 @@ def _split(
             yield from _kept(_texts(raw, separator, options, counts), counts, going)
             going = False
 
+    waiting: list[bytes] = []
+    size = 0
     for block in blocks:
-        carry += block
+        waiting.append(block)
+        size += len(block)
+        if limit is None and size < len(carry):  # a long document held whole is looked at again when it has doubled
+            continue
+        carry, waiting, size = b"".join([carry, *waiting]), [], 0
         if place := _last_end(carry, separator):
             yield from take(carry[:place])
             carry = carry[place:]
@@ -154,6 +160,7 @@ def _split(
             carry, piece = _cut(carry, options, counts, going)
             going = True
             yield Batch([piece], continues=True)
+    carry = b"".join([carry, *waiting])
     if carry or going:
         yield from take(carry if separator is LINE_END and carry.endswith(b"\n") else carry + ending)
 
@@ -230,8 +237,8 @@ def _fields(text: str, where: str, number: int, field: str) -> list[str | None]:
             value = json.loads(line)[field]
             if value is not None and not isinstance(value, str):
                 raise TypeError
-        except ValueError as error:
-            fix = "repair or remove that line"
+        except (ValueError, RecursionError) as error:
+            fix = "write one object a line (of an array: jq -c .[] FILE), or remove that line"
             raise Failed("a line is not JSON", where=where % number, why=str(error), fix=fix) from error
         except (KeyError, TypeError, IndexError) as error:
             raise _bad_field(line, where % number, field) from error

@@ -6,9 +6,10 @@ the full stops of scripts without spaces, and at a blank line. Known abbreviatio
 
 import re
 
+# A run of marks is tried once, from its beginning and whole: a megabyte of dots would take hours otherwise.
 _ENDS = re.compile(
-    r"(?:[.!?…]+[\"'”’»)\]]*)(?=\s+[\"'“‘«(\[]*[^\W\d_a-z])"  # the next begins with a capital or an uncased letter
-    r"|[。！？]+[”’」』）]*|[।۔؟]+(?=\s)"  # Chinese and Japanese; Hindi, Urdu, Arabic
+    r"(?<![.!?…])[.!?…]++[\"'”’»)\]]*+(?=\s+[\"'“‘«(\[]*[^\W\d_a-z])"  # the next begins with a capital or an uncased letter
+    r"|[。！？]+[”’」』）]*|(?<![।۔؟])[।۔؟]++(?=\s)"  # Chinese and Japanese; Hindi, Urdu, Arabic
     r"|(?=\n[ \t]*\n)"
 )
 _ABBREVIATION = re.compile(

@@ -62,7 +62,8 @@ def write_index(path: str | Path, lengths: np.ndarray, document_bounds: np.ndarr
 
 
 @lru_cache(maxsize=MAPPED_SHARDS)
-def _map(path: Path) -> mmap.mmap:
+def _map(path: Path, which: tuple[int, int]) -> mmap.mmap:
+    """`which` tells a file from another that has its name since."""
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mapped, "madvise"):
@@ -78,7 +79,9 @@ class Shard:
         for path in (self.bin, self.idx):
             if not path.is_file():
                 raise Refused("a token shard lacks a file", where=str(path), fix="tokenise again or restore the file")
-        size = self.idx.stat().st_size
+        facts = {path: path.stat() for path in (self.bin, self.idx)}
+        self._which = {path: (found.st_ino, found.st_mtime_ns) for path, found in facts.items()}
+        size = facts[self.idx].st_size
         with open(self.idx, "rb") as file:
             head = file.read(HEADER.size)
         if len(head) < HEADER.size or not head.startswith(MAGIC):
@@ -92,14 +95,17 @@ class Shard:
             raise Refused("index cut short", where=str(self.idx), why=f"{size:,} bytes, the header asks for {needed:,}")
         self.dtype = np.dtype(CODES[code])
         stored = int(self.pointers[-1] // self.dtype.itemsize + self.lengths[-1]) if self.sequences else 0
-        held = self.bin.stat().st_size
+        held = facts[self.bin].st_size
         if held != stored * self.dtype.itemsize or self.bounds[0] != 0 or self.bounds[-1] != self.sequences:
             why = f"{held:,} bytes of tokens, the index describes {stored * self.dtype.itemsize:,}"
             raise Refused("tokens and index do not fit together", where=str(self.bin), why=why, fix="tokenise again")
         self.tokens = stored
 
+    def _mapped(self, path: Path) -> mmap.mmap:
+        return _map(path, self._which[path])
+
     def _part(self, dtype: str, count: int, offset: int) -> np.ndarray:
-        return np.frombuffer(_map(self.idx), dtype, count, offset) if count else np.empty(0, dtype)
+        return np.frombuffer(self._mapped(self.idx), dtype, count, offset) if count else np.empty(0, dtype)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -115,7 +121,7 @@ class Shard:
 
     @property
     def data(self) -> np.ndarray:
-        return np.frombuffer(_map(self.bin), self.dtype) if self.tokens else np.empty(0, self.dtype)
+        return np.frombuffer(self._mapped(self.bin), self.dtype) if self.tokens else np.empty(0, self.dtype)
 
     def sequence_start(self, sequences: np.ndarray) -> np.ndarray:
         """Token offset in the shard at which each sequence begins; the count of sequences gives the end."""
@@ -202,13 +208,16 @@ class TokenStore:
             read = read_manifest(path, "tokens")
             verify_artifact(path, sizes_only=held > REHASH_BYTES)
             facts, identity = dict(read.facts), str(read.hash)
+            names = [file.name for file in read.files]  # and nothing else that may lie there
         elif unfinished := next((place for place in (path, partial(path)) if place.suffix == PARTIAL and place.is_dir()), None):
             why = f"its tokenisation has not finished: the work is in {unfinished}"
             raise Refused("unfinished token store", where=str(path), why=why, fix="run the same tokenize command again")
         else:
             facts, identity = {"foreign": True}, ""
+            names = [file.name for file in path.glob("*.idx")]
         if path.is_dir():
-            prefixes = sorted(file.with_suffix("") for file in path.glob("*.idx"))
+            prefixes = [path / name.removesuffix(".idx") for name in names if name.endswith(".idx")]
+            prefixes.sort(key=lambda prefix: (len(prefix.name) if prefix.name.isdigit() else 0, prefix))  # 100000 after 99999
         else:
             named = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
             prefixes = [named] if Path(f"{named}.idx").is_file() else []
@@ -372,8 +381,10 @@ class TokenStore:
         if target - start > end - target:
             start, document = end, document + 1
         if 0 < start < self.tokens:
-            sequence = self.document_bounds[document]
-            return Cut(base.token + start, base.sequence + int(sequence), base.document + document)
+            place = base.document + document
+            owner = int(np.searchsorted(self._firsts[:, 2], place, side="right")) - 1
+            _, sequence, first = self._firsts[owner].tolist()
+            return Cut(base.token + start, sequence + int(self.shards[owner].bounds[place - first]), place)
         starts = self.sequence_starts
         sequence = int(np.argmin(np.abs(starts - target)))
         inside = not 0 < starts[sequence] < self.tokens

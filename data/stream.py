@@ -196,8 +196,8 @@ class TextStream:
             seed = int(key(self._options.seed, index, 5)[0]) >> 1
             try:
                 dataset = open_dataset(store, replace(self._options, seed=seed))
-            except WrongUse:  # no row, or no pairs: of a whole unit the user's fault, of a remnant none
-                if task.bytes >= self._text.plan.shard_bytes or len(self._text.tasks) == 1:
+            except WrongUse:  # no row or no pairs: the user's fault in a whole first unit; in a later one little may begin
+                if index == 0 and (task.bytes >= self._text.plan.shard_bytes or len(self._text.tasks) == 1):
                     raise
         self._held[index] = dataset
         if len(self._held) > UNITS_HELD:

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -58,7 +59,7 @@ def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
         yield from _unzstd(file)
         return
     opened: Any = file
-    if compression:
+    if compression and os.fstat(file.fileno()).st_size:  # an empty file is no damaged one
         opened = gzip.GzipFile(fileobj=file) if compression == "gz" else bz2.BZ2File(file)
     while block := opened.read(BLOCK_BYTES):
         yield block

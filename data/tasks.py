@@ -16,14 +16,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ..core.artifact import input_record
+from ..core.errors import Failed
 from ..core.files import full_disk, read_json, sha256_file, sync, write_atomic
 from .backends import Backend
 from .plan import Plan, Task, check_unchanged
 from .readers import Batch, read
 from .sentences import split_sentences
 from .store import token_dtype, write_index
+from .text import PIECE_BYTES
 from .tokenizer import Tokenizer
 
+LONGEST = 2**31 - 1  # tokens of a sequence: Megatron's index has 32 bits for them
 STORE = "store"  # inside the work directory: what becomes the artifact
 
 
@@ -70,7 +74,7 @@ class Encoder:
             found = split_sentences(self._tail + text)
             self._tail = ""
             if batch.continues and place + 1 == len(batch.texts):
-                self._tail = found.pop() if found else ""
+                self._tail = found.pop() if found and len(found[-1]) < PIECE_BYTES else ""
             sentences += found
             counts.append(len(found))
         ids, lengths = self._backend.encode_batch(sentences)
@@ -98,6 +102,9 @@ class ShardWriter:
         return self._work / f".{self._name}.{kind}.{self._mark}"
 
     def write(self, ids: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> None:
+        if len(lengths) and lengths.max() > LONGEST:
+            why, fix = f"{lengths.max():,} tokens, the format counts to {LONGEST:,}", "divide it: --documents block or line"
+            raise Failed("a document is too long for a token store", where=self._work, why=why, fix=fix)
         if len(ids):
             self.largest_id = max(self.largest_id, int(ids.max()))
             data = ids.astype(self._dtype)
@@ -156,11 +163,19 @@ def run_task(
         return committed
     counts: Counter[str] = Counter()
     size: Counter[str] = Counter()
+    left = task.bytes
+
+    def tell(done: int) -> None:  # what is read before and behind a range is no progress
+        nonlocal left
+        done = min(done, left) if task.bytes else done
+        left -= done
+        on_bytes(done)
+
     with full_disk(work):
         writer = ShardWriter(work, task.index, token_dtype(tokenizer.vocab_size))
         try:
             encode = Encoder(tokenizer, backend, plan.append_eos, plan.sentences)
-            for batch in _batches(plan, task, counts, on_bytes):
+            for batch in _batches(plan, task, counts, tell):
                 size["characters"] += sum(map(len, batch.texts))
                 size["text_bytes"] += sum(len(text) if text.isascii() else len(text.encode()) for text in batch.texts)
                 writer.write(*encode(batch))
@@ -178,6 +193,7 @@ def run_task(
                 "backend": backend.name,
             }
             write_atomic(record_path(work, task.index), json.dumps(record) + "\n")
+            tell(max(left, 0))
         finally:
             writer.close()
     return record
@@ -191,6 +207,6 @@ def _batches(plan: Plan, task: Task, counts: Counter[str], on_bytes: Callable[[i
 
 
 def _hashes(plan: Plan, task: Task) -> dict[str, str]:
-    """sha256 of each file that this task begins (1.7 GB/s: little beside the encoding)."""
+    """Hash of each file or dataset that this task begins (1.7 GB/s: little beside the encoding)."""
     begun = [plan.sources[span.source].path for span in task.spans if span.start == 0]
-    return {path: sha256_file(path) for path in begun if os.path.isfile(path)}
+    return {path: input_record(path).hash for path in begun if os.path.exists(path)}

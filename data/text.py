@@ -100,7 +100,7 @@ def check_replaced(replaced: int, characters: int, limit: float, where: str) -> 
             "too many characters had to be replaced",
             where=where,
             why=f"{replaced:,} of {characters:,} characters are invalid UTF-8 or NUL ({share})",
-            fix="convert the text (iconv -f latin1 -t utf-8), or accept it with a larger --max-replaced",
+            fix="convert the text (iconv -f latin1 -t utf-8), or accept it: --max-replaced of throughline data",
         )
 
 
@@ -110,9 +110,14 @@ def cut_place(window: bytes) -> tuple[int, bool]:
     The cut falls before the last space or newline that follows a character other than white space. There every
     pre-tokenizer that splits at white space begins a new token, so the pieces' tokens are those of the whole.
     """
-    place = len(window)
-    while (place := max(window.rfind(b" ", 0, place), window.rfind(b"\n", 0, place))) > 0:
-        place = len(window[:place].rstrip())  # to the beginning of the run of white space
+    place = space = newline = len(window)
+    while True:
+        space = window.rfind(b" ", 0, place) if space >= place else space
+        newline = window.rfind(b"\n", 0, place) if newline >= place else newline
+        if (place := max(space, newline)) <= 0:
+            break
+        while place and window[place - 1] in b" \t\n\r\x0b\x0c":  # to the beginning of the run of white space
+            place -= 1
         before = window[max(place - 4, 0) : place].decode("utf-8", "replace")
         if before and not before[-1].isspace():
             return place, False

@@ -4,6 +4,7 @@ A run that was stopped, killed or filled the disk continues with the same comman
 of processes may work on one plan at a time (a job array); the one that commits the last shard completes the store.
 """
 
+import os
 import shutil
 import signal
 import threading
@@ -29,6 +30,7 @@ from .tasks import STORE, read_record
 from .text import MAX_REPLACED
 from .tokenizer import FILE, Tokenizer
 
+MOST_SHARDS = 1_000_000
 KEEP_BYTES = 64 << 20  # after an error, what is done of an input up to this size is not worth a directory left behind
 
 
@@ -64,9 +66,12 @@ def tokenize(
     `append_eos` None appends the tokenizer's end-of-text token to every document when it has one and `sentences` is off.
     Raises WrongUse, Failed and Refused for the user's and the input's faults, Stopped on SIGTERM.
     """
-    out = Path(out)
+    out = Path(os.path.realpath(out))  # a link leads to the disk that is meant
     tokenizer = Tokenizer.load(tokenizer_path)
     plan = make_plan(list(inputs), tokenizer, options, append_eos, sentences, shard_bytes)
+    if plan.bytes > MOST_SHARDS * plan.shard_bytes:
+        why = f"{plan.bytes:,} bytes of input in shards of {plan.shard_bytes:,}"
+        raise WrongUse("too many shards", where="--shard-bytes", why=why, fix=f"give at least {-(-plan.bytes // MOST_SHARDS):,}")
     folder = partial(out)
     if not overwrite and (complete := _completed(out, plan, folder)):
         say(f"{out} is complete already: same inputs, tokenizer and settings")
@@ -176,7 +181,7 @@ def _clear_up(folder: Path, plan: Plan, error: BaseException) -> None:
         if ours:
             kept = f"finished shards are kept in {folder}; the same command continues"
             error.fix = f"{error.fix}\n{kept}" if error.fix else kept  # type: ignore[attr-defined]
-    elif not any(folder.glob(".0*.tmp")):  # no other process is at work in it
+    elif not any(folder.glob(".[0-9]*.tmp")):  # no other process is at work in it
         shutil.rmtree(folder, ignore_errors=True)
 
 

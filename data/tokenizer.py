@@ -64,7 +64,12 @@ class Tokenizer:
         if not file.is_file():
             fix = "give a directory with a tokenizer.json, or make one: throughline data tokenizer"
             raise WrongUse("no tokenizer here", where=path, why=f"{file} does not exist", fix=fix)
-        return cls(file.read_text(encoding="utf-8"), _stated_roles(file), str(file))
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            fix = "give a tokenizer.json in the Hugging Face format"
+            raise Refused("not a tokenizer", where=file, why=str(error), fix=fix) from error
+        return cls(text, _stated_roles(file), str(file))
 
     # Whoever needs these two parses anew: kept, the words and merges of GPT-2 would take 50 MB as Python objects.
     @property
@@ -123,6 +128,16 @@ class Tokenizer:
         """Every id that stands for no text: roles and the file's special added tokens."""
         added = self._steps.get("added_tokens") or []
         return frozenset({token["id"] for token in added if token.get("special")} | set(self.special.values()))
+
+    @cached_property
+    def puts_bos(self) -> bool:
+        """Whether the file's own habit is to put BOS before a text (Llama's is); `encode` never does."""
+        for step in _flatten(self._steps.get("post_processor"), "processors"):
+            for piece in step.get("single") or []:
+                if special := piece.get("SpecialToken"):
+                    return self.bos_id is not None and step["special_tokens"][special["id"]]["ids"] == [self.bos_id]
+                break
+        return False
 
     @cached_property
     def splits_at_space(self) -> bool:
@@ -219,8 +234,11 @@ def _stated_roles(file: Path) -> dict[str, int] | None:
     config = file.parent / "tokenizer_config.json"
     if not config.is_file():
         return None
-    vocab = {token["content"]: token["id"] for token in read_json(file).get("added_tokens") or []}
-    stated = read_json(config)
+    stated, tokenizer = read_json(config), read_json(file)
+    if not (isinstance(stated, dict) and isinstance(tokenizer, dict)):
+        why = f"it or {FILE} is no JSON object"
+        raise Refused("not a tokenizer", where=config, why=why, fix="restore both files")
+    vocab = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
     roles = {}
     for role in ROLES:
         token = stated.get(f"{role}_token")

@@ -5,7 +5,6 @@ trainer is not (ids of continuing characters follow the order of a hash map), so
 over words whose continuing characters are letters of their own.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,10 +16,11 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Library
 
 from ..core.console import amount, progress, say, warn
-from ..core.errors import Failed, WrongUse
+from ..core.errors import Failed, Refused, WrongUse
 from ..core.files import read_json
 from .inputs import Source
 from .readers import ReadOptions, read, splittable
+from .text import MAX_REPLACED, check_replaced
 from .tokenizer import FILE, Tokenizer
 
 SAMPLE_BYTES = 1_000_000_000
@@ -37,37 +37,44 @@ WORD_BYTES = 700  # of memory per distinct word while merging: 20 MB of novels, 
 Type = Literal["bpe", "wordpiece", "char"]
 
 
-def sample(sources: list[Source], options: ReadOptions, budget: int, counts: Counter[str]) -> Iterator[str]:
-    """About `budget` bytes of text, each file in proportion to its size.
+def sample(
+    sources: list[Source], options: ReadOptions, budget: int, counts: Counter[str], max_replaced: float = MAX_REPLACED
+) -> Iterator[str]:
+    """About `budget` bytes of text, each file in proportion to its size; of files below a stripe, every n-th.
 
-    A file that can be read in ranges gives evenly spaced stripes; a compressed one, a dataset or a document per file gives its
-    beginning, as much as its share.
+    A file that can be read in ranges gives evenly spaced stripes; a compressed one, a dataset, a document per file and what
+    has documents longer than the stripes give their beginning, as much as their share. Raises Failed when more
+    than `max_replaced` of the characters are invalid.
     """
     sizes = [source.bytes * (COMPRESSED_RATIO if source.compression else 1) or budget for source in sources]
     share = min(1.0, budget / max(sum(sizes), 1))
+    owed, taken = 0.0, 0  # bytes: what the stripes passed are to give less what they gave; all that was given
     with progress("sample", total=min(budget, sum(sizes)), unit="B") as bar:
         for source, size in zip(sources, sizes):
-            taken = 0
-            for start, stop in _stripes(source, share, options):
+            left = size * share
+            for start, stop, stripe in _stripes(source, size, share, options):
+                owed += stripe * share
+                if share < 1 and owed <= 0:
+                    continue
                 for batch in read(source, start, stop, options, counts):
                     yield from batch.texts
-                    done = sum(map(len, batch.texts))
-                    taken += done
+                    counts["characters"] += sum(map(len, batch.texts))
+                    done = sum(len(text) if text.isascii() else len(text.encode()) for text in batch.texts)
+                    owed, left, taken = owed - done, left - done, taken + done
                     bar.advance(done)
-                    if share < 1 and taken > size * share and not splittable(source, options):
+                    if left < 0 if share < 1 else taken > budget:  # a dataset's size may not be known, a ratio be larger
                         break
+    check_replaced(counts["replaced"], counts["characters"], max_replaced, f"the sample of {len(sources)} inputs")
 
 
-def _stripes(source: Source, share: float, options: ReadOptions) -> Iterator[tuple[int, int | None]]:
+def _stripes(source: Source, size: float, share: float, options: ReadOptions) -> Iterator[tuple[int, int | None, float]]:
+    """(start, stop, bytes) of the parts of a source that are taken or left whole."""
     if share >= 1 or not splittable(source, options):
-        yield 0, None
+        yield 0, None, size
         return
-    for index in range(math.ceil(source.bytes / STRIPE_BYTES)):
-        if math.floor((index + 1) * share) > math.floor(index * share) or (
-            index == 0 and source.bytes * share < STRIPE_BYTES
-        ):
-            stop = (index + 1) * STRIPE_BYTES
-            yield index * STRIPE_BYTES, stop if stop < source.bytes else None
+    for start in range(0, source.bytes, STRIPE_BYTES):
+        stop = min(start + STRIPE_BYTES, source.bytes)
+        yield start, stop if stop < source.bytes else None, stop - start
 
 
 def train_tokenizer(texts: Iterable[str], kind: Type, vocab_size: int, lowercase: bool = True) -> Tokenizer:
@@ -273,9 +280,17 @@ def import_tokenizer(path: Path | str, lowercase: bool | None = None) -> tuple[T
     )
 
 
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        fix = "give the file as it was published"
+        raise Refused("a vocabulary is no UTF-8 text", where=file, why=str(error), fix=fix) from error
+
+
 def _gpt2(encoder: Path, merges: Path) -> Tokenizer:
     vocab: dict[str, int] = read_json(encoder)
-    lines = merges.read_text(encoding="utf-8").split("\n")
+    lines = _read(merges).split("\n")
     pairs: list[Any] = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     known = all(len(pair) == 2 and pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab for pair in pairs)
     if not known:
@@ -293,7 +308,7 @@ def _gpt2(encoder: Path, merges: Path) -> Tokenizer:
 
 
 def _bert(file: Path, lowercase: bool | None) -> Tokenizer:
-    tokens = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    tokens = _read(file).removesuffix("\n").split("\n")
     vocab = {token.rstrip("\r"): place for place, token in enumerate(tokens)}
     if missing := [name for name in BERT_SPECIAL if name not in vocab]:
         raise WrongUse(

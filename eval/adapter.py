@@ -27,9 +27,13 @@ class ThroughlineLM(LM):
         self.scorer = scorer or open_scorer(path, ScorerOptions(device=device or "cpu")).scorer
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Requests that follow one another with one context are one question, so that its tokens are computed once."""
+        """Requests of one record that follow one another with one context are one question, so that its tokens are computed once.
+
+        Not those of different records: BLiMP's have all the same empty context, and would be one question of thousands.
+        """
         pairs = [request.args for request in requests]
-        starts = [i for i in range(len(pairs)) if i == 0 or pairs[i][0] != pairs[i - 1][0]]
+        asked = [(request.task_name, request.doc_id, request.args[0]) for request in requests]
+        starts = [i for i in range(len(pairs)) if i == 0 or asked[i] != asked[i - 1]]
         groups = [pairs[start:stop] for start, stop in zip(starts, [*starts[1:], len(pairs)])]
         questions = self.scorer.encode(groups)
         return [(score.logprob, score.greedy) for scores in self._scores(questions) for score in scores]
@@ -37,7 +41,8 @@ class ThroughlineLM(LM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The sum over every token of each document."""
         texts = [request.args[0] for request in requests]
-        windows = [rolling(ids, self.scorer.window, self.scorer.prefix) for ids in self.scorer.tokenize(texts)]
+        scorer = self.scorer
+        windows = [rolling(scorer.bos + ids, scorer.window, scorer.prefix) for ids in scorer.tokenize(texts)]
         scores = iter(self._scores([question for document in windows for question in document]))
         return [sum(next(scores)[0].logprob for _ in document) for document in windows]
 

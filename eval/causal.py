@@ -127,7 +127,7 @@ class CausalScorer(CausalText):
         self.batch_questions = batch_questions
         self.keep_tokens = keep_tokens
         self.recipe = {"scorer": "causal", "window": self.window, "bos": bos, "dtype": str(self.dtype).removeprefix("torch.")}
-        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe])
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
         """Answers, longest questions first, so that memory is at its peak at once. Raises Failed as `check_question` does."""

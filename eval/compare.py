@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.artifact import verify_artifact
 from ..core.console import table
 from ..core.errors import WrongUse
 from ..core.workspace import read_records
@@ -21,9 +22,12 @@ from .report import read_scores
 def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any], list[str]]:
     """Compare two scores artifacts on the tasks both have; returns (JSON, lines to print).
 
-    Raises WrongUse when there is no common task, or one was asked differently (other prompts, examples or records).
+    Raises WrongUse when there is no common task, or one was asked differently (other prompts, examples or records), Refused for
+    damaged scores.
     """
     ours, theirs = read_scores(first), read_scores(second)
+    for path in (first, second):
+        verify_artifact(path)
     tasks = {summary["task"]: summary for summary in ours["tasks"]}
     others = {summary["task"]: summary for summary in theirs["tasks"]}
     common = [name for name in tasks if name in others]
@@ -38,6 +42,9 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
                 raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix="evaluate both alike")
         if len({tuple(sample["record"] for sample in part[name]) for part in samples}) > 1:
             why, fix = "each left out other records that were too long", "evaluate both with the same --window or --limit"
+            raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix=fix)
+        if tasks[name].get("data_hash") != others[name].get("data_hash"):
+            why, fix = "the texts of its records or examples are not the same", "evaluate both on the same files"
             raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix=fix)
         for metric in tasks[name]["metrics"]:
             pairs = [[sample["metrics"][metric] for sample in part[name]] for part in samples]

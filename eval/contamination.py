@@ -13,9 +13,10 @@ import numpy as np
 
 from ..core.console import progress
 from ..core.errors import WrongUse
+from .items import Item
 from .metrics import aggregate
 from .runner import Settings, TaskScores
-from .task import BoundTask, Item
+from .task import BoundTask
 
 if TYPE_CHECKING:
     from ..data.store import TokenStore
@@ -39,11 +40,14 @@ def window_hashes(ids: np.ndarray, length: int = LENGTH) -> np.ndarray:
 
 
 def shared_runs(texts: Sequence[np.ndarray], store: Any, length: int = LENGTH) -> list[bool]:
-    """For each record's ids, whether any run of `length` of them stands in the token store."""
-    hashes = [window_hashes(ids, length) for ids in texts]
-    flat = np.concatenate([*hashes, np.empty(0, np.uint64)])
-    owner = np.repeat(np.arange(len(texts)), [len(part) for part in hashes])
-    place = np.concatenate([*(np.arange(len(part)) for part in hashes), np.empty(0, np.int64)]).astype(np.int64)
+    """For each record's ids, whether any run of `length` of them stands in the token store.
+
+    A run that repeats (blanks, dashes) is looked for once in each record and compared once in each piece of the store.
+    """
+    runs = [np.unique(window_hashes(ids, length), return_index=True) for ids in texts]
+    flat = np.concatenate([*(hashes for hashes, _ in runs), np.empty(0, np.uint64)])
+    owner = np.repeat(np.arange(len(texts)), [len(places) for _, places in runs])
+    place = np.concatenate([*(places for _, places in runs), np.empty(0, np.int64)]).astype(np.int64)
     order = np.argsort(flat, kind="stable")
     flat, owner, place = flat[order], owner[order], place[order]
     hit = np.zeros(len(texts), bool)
@@ -52,7 +56,8 @@ def shared_runs(texts: Sequence[np.ndarray], store: Any, length: int = LENGTH) -
             ids = np.asarray(store.read(start, min(start + PIECE + length - 1, store.tokens)))
             found = window_hashes(ids, length)
             first, last = np.searchsorted(flat, found), np.searchsorted(flat, found, side="right")
-            for window in np.flatnonzero(last > first):
+            matches = np.flatnonzero(last > first)
+            for window in matches[np.unique(found[matches], return_index=True)[1]]:
                 for number in range(first[window], last[window]):
                     record, at = owner[number], place[number]
                     if not hit[record] and (ids[window : window + length] == texts[record][at : at + length]).all():

@@ -13,7 +13,7 @@ from ..core.backend import CausalBackend, EncoderBackend
 from ..core.errors import WrongUse
 from ..core.files import sha256_json
 from ..core.scorer import Question, Score, Scored, check_question
-from .causal import CausalText, batches
+from .causal import CausalText, batches, halving
 from .masked import MaskedText, Row
 from .tree import Tree, plant
 from .written import greedy_texts
@@ -33,6 +33,7 @@ class ExportedScorer(CausalText):
         identity: str = "",
         bos: bool = False,
         window: int | None = None,
+        batch_tokens: int | None = None,
         keep_tokens: bool = False,
     ) -> None:
         super().__init__(tokenizer, bos=bos, window=min(window or backend.context, backend.context))
@@ -40,17 +41,18 @@ class ExportedScorer(CausalText):
             why = f"it has {tokenizer.vocab_size:,} tokens, the model predicts {backend.vocab_size:,}"
             raise WrongUse("the tokenizer does not belong to the model", why=why, fix="export the model again with its tokenizer")
         self.backend = backend
+        self.batch_tokens = batch_tokens or BATCH_TOKENS
         self.keep_tokens = keep_tokens
         self.recipe = {"scorer": f"causal ({backend.name})", "window": self.window, "bos": bos, "dtype": "as exported"}
-        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe])
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
-        """See `CausalScorer.score`; the last bits of an answer may depend on what shares its batch."""
+        """See `CausalScorer.score`; that an answer does not depend on its batch is here the backend's affair."""
         for question in questions:
             check_question(question, self.window)
         trees = {index: plant(question, self.window) for index, question in enumerate(questions)}
-        for batch in batches({index: tree.tokens for index, tree in trees.items()}, BATCH_TOKENS):
-            yield list(zip(batch, self._answer([trees[index] for index in batch])))
+        for batch in batches({index: tree.tokens for index, tree in trees.items()}, self.batch_tokens):
+            yield from halving(batch, lambda part: self._answer([trees[index] for index in part]))
 
     def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[list[tuple[int, str]]]:
         """Greedy text; see `CausalScorer.generate`."""
@@ -132,13 +134,15 @@ class ExportedMaskedScorer(MaskedText):
         identity: str = "",
         pll: str = "within_word_l2r",
         window: int | None = None,
+        batch_tokens: int | None = None,
         keep_tokens: bool = False,
     ) -> None:
         self.backend = backend
         longest = min(window or backend.context, backend.context)
-        super().__init__(tokenizer, backend.vocab_size, longest, pll=pll, batch_tokens=BATCH_TOKENS, keep_tokens=keep_tokens)
+        batch = batch_tokens or BATCH_TOKENS
+        super().__init__(tokenizer, backend.vocab_size, longest, pll=pll, batch_tokens=batch, keep_tokens=keep_tokens)
         self.recipe = {"scorer": f"masked, {pll} ({backend.name})", "window": longest, "dtype": "as exported"}
-        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe])
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
 
     def predict(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `MaskedText.predict`; the last bits may depend on what shares a batch."""

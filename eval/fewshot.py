@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..core.errors import WrongUse
-from .task import Item
+from .items import Item
 
 SEPARATOR = "\n\n"
 
@@ -38,6 +38,6 @@ def with_examples(name: str, items: Sequence[Item], pool: Sequence[Item] | None,
     made = []
     for number, item in enumerate(items):
         picks = draw(name, number, shots, len(source), seed=seed, exclude_self=pool is None)
-        before = "".join(source[pick].solved + SEPARATOR for pick in picks)
+        before = "".join(source[pick].example + SEPARATOR for pick in picks)
         made.append(replace(item, pairs=tuple((before + context, continuation) for context, continuation in item.pairs)))
     return made

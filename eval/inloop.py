@@ -40,7 +40,9 @@ class TaskEvaluator:
         prepare(self._scorer(empty_model(plan.config)), self.tasks, self.settings)  # asking needs no weights
 
     def _scorer(self, model: Any) -> CausalScorer | MaskedScorer:
-        return (MaskedScorer if isinstance(model, BERT) else CausalScorer)(model, self.tokenizer)
+        if isinstance(model, BERT):
+            return MaskedScorer(model, self.tokenizer)
+        return CausalScorer(model, self.tokenizer, bos=self.tokenizer.puts_bos)
 
     def __call__(self, model: Any, step: int) -> dict[str, float]:
         if step != self.steps and (not self.every or step % self.every):

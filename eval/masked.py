@@ -41,7 +41,11 @@ class MaskedText:
         assert pll in ("original", "within_word_l2r"), pll
         self.tokenizer, self.pll = tokenizer, pll
         self.whole_words = pll == "within_word_l2r"
+        self.bos: Ids = ()
         self.window = window - 2
+        if self.window < 1:
+            why = f"[CLS] and [SEP] take two of its {window} tokens"
+            raise WrongUse("the window has no room for a text", why=why, fix="give a --window of 3 or more")
         self.batch_tokens, self.keep_tokens = batch_tokens, keep_tokens
         self.inner = np.zeros(vocab_size, bool)  # pieces that continue a word
         self.inner[[number for word, number in tokenizer.vocab.items() if word.startswith("##")]] = True
@@ -186,7 +190,7 @@ class MaskedScorer(MaskedText):
             tokenizer, model.config.vocab_size, longest, pll=pll, batch_tokens=batch, keep_tokens=keep_tokens
         )
         self.recipe = {"scorer": f"masked, {pll}", "window": longest, "dtype": str(table.dtype).removeprefix("torch.")}
-        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe])
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
 
     @torch.inference_mode()
     @one_kernel()

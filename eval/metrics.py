@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.scorer import Score
-from .task import Item
+from .items import Item
 from .textops import plain_answer
 
 RESAMPLES = 1000
+MOST_NATS = 300.0  # whose exponential is written
 _RESAMPLE_CELLS = 1 << 17  # drawn indices held at a time: 1 MiB
 
 Rows = np.ndarray  # (n, k): one line per record, k numbers each
@@ -24,10 +25,11 @@ Rows = np.ndarray  # (n, k): one line per record, k numbers each
 class Metric:
     """`aggregate` maps (..., n, k) to (...); `mean` marks a plain mean of k = 1, whose standard error has a closed form.
 
-    `higher` is the better direction. `paired` says that single records can be compared between two models.
+    `per` is the unit that is counted. `higher` is the better direction.
     """
 
     aggregate: Callable[[Rows], np.ndarray]
+    per: str = "record"
     higher: bool = True
     mean: bool = False
 
@@ -36,14 +38,19 @@ def _mean(rows: Rows) -> np.ndarray:
     return rows[..., 0].mean(axis=-1)
 
 
+def _exp(nats: np.ndarray) -> np.ndarray:
+    """Capped: a page without blanks is one word of thousands of nats, and JSON has no infinity (nor should a square of it)."""
+    return np.exp(np.minimum(nats, MOST_NATS))
+
+
 def _perplexity(rows: Rows) -> np.ndarray:
     """exp of the negative mean log-probability (nats per record)."""
-    return np.exp(-rows[..., 0].mean(axis=-1))
+    return _exp(-rows[..., 0].mean(axis=-1))
 
 
 def _weighted_perplexity(rows: Rows) -> np.ndarray:
     """exp of the negative log-probability per unit; lines are (log-probability, units)."""
-    return np.exp(-rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1))
+    return _exp(-rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1))
 
 
 def _share(rows: Rows) -> np.ndarray:
@@ -77,14 +84,14 @@ METRICS: dict[str, Metric] = {
     "p_at_10": Metric(_mean, mean=True),
     "f1": Metric(lambda rows: _f1_of(rows, 1)),
     "f1_macro": Metric(_f1_macro),
-    "mlm_accuracy": Metric(_share),
-    "mlm_perplexity": Metric(_weighted_perplexity, higher=False),
+    "mlm_accuracy": Metric(_share, "token"),
+    "mlm_perplexity": Metric(_weighted_perplexity, "token", higher=False),
     "perplexity": Metric(_perplexity, higher=False),
-    "word_perplexity": Metric(_weighted_perplexity, higher=False),
-    "byte_perplexity": Metric(_weighted_perplexity, higher=False),
-    "token_perplexity": Metric(_weighted_perplexity, higher=False),
-    "adjusted_perplexity": Metric(_weighted_perplexity, higher=False),
-    "bits_per_byte": Metric(_bits, higher=False),
+    "word_perplexity": Metric(_weighted_perplexity, "word", higher=False),
+    "byte_perplexity": Metric(_weighted_perplexity, "byte", higher=False),
+    "token_perplexity": Metric(_weighted_perplexity, "token", higher=False),
+    "adjusted_perplexity": Metric(_weighted_perplexity, "word", higher=False),
+    "bits_per_byte": Metric(_bits, "byte", higher=False),
 }
 
 

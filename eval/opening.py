@@ -9,7 +9,6 @@ from ..core.allocator import return_freed_memory
 from ..core.artifact import Input, is_artifact, read_manifest
 from ..core.console import warn
 from ..core.errors import WrongUse
-from ..core.files import read_json
 from ..core.scorer import Scorer
 
 LEAST_SHARE = 0.9  # of a vocabulary: models are padded by some per cent at most
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScorerOptions:
-    """How to open a scorer. None means the model's own: its window, a batch that suits the device, BOS as in training."""
+    """How to open a scorer. None: its own window, a batch that suits the device, BOS as its tokenizer's file has it."""
 
     device: str = "cpu"
     bos: bool | None = None
@@ -52,12 +51,14 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
     path = Path(path)
     if is_artifact(path) and read_manifest(path).kind == "onnx":
         return _open_exported(path, options)
-    from ..inference.source import open_model
+    from ..inference.source import find_model
 
-    opened = open_model(path, options.device)
-    return_freed_memory()  # reading a tokenizer comes on top of what is held now
-    file = _tokenizer_of(opened.tokenizer, path)
+    found = find_model(path)
+    file = _tokenizer_of(found.tokenizer, path)
     tokenizer = Tokenizer.load(file)
+    tokenizer.fingerprint()  # takes 40 MB for a moment: now, and not on top of the weights
+    return_freed_memory()
+    opened = found.open(options.device)
     family = family_of(opened.model.config)
     _check_tokenizer(tokenizer, opened.model.config.vocab_size, file)
     scorer: Scorer
@@ -73,7 +74,7 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
 
         scorer = CausalScorer(
             cast("GPT", opened.model), tokenizer, identity=opened.input.hash,
-            bos=_wants_bos(options, file, tokenizer), window=options.window,
+            bos=tokenizer.puts_bos if options.bos is None else options.bos, window=options.window,
             batch_tokens=options.batch_tokens, batch_questions=options.batch_questions, keep_tokens=options.keep_tokens,
         )  # fmt: skip
     return_freed_memory()  # scoring would come on top of it
@@ -98,10 +99,13 @@ def _open_exported(path: Path, options: ScorerOptions) -> Opened:
     loaded = open_backend(path, device=options.device)
     file = _tokenizer_of(loaded.tokenizer, path)
     tokenizer = Tokenizer.load(file)
-    common: dict[str, Any] = {"identity": loaded.input.hash, "window": options.window, "keep_tokens": options.keep_tokens}
+    common: dict[str, Any] = {
+        "identity": loaded.input.hash, "window": options.window, "batch_tokens": options.batch_tokens,
+        "keep_tokens": options.keep_tokens,
+    }  # fmt: skip
     scorer: Scorer
     if loaded.causal is not None:
-        scorer = ExportedScorer(loaded.causal, tokenizer, bos=_wants_bos(options, file, tokenizer), **common)
+        scorer = ExportedScorer(loaded.causal, tokenizer, bos=tokenizer.puts_bos if options.bos is None else options.bos, **common)
     else:
         assert loaded.encoder is not None
         scorer = ExportedMaskedScorer(loaded.encoder, tokenizer, pll=options.pll, **common)
@@ -115,21 +119,6 @@ def _tokenizer_of(file: Path | None, path: Path) -> Path:
             fix="put the tokenizer.json that it was trained with into its directory",
         )  # fmt: skip
     return file
-
-
-def _wants_bos(options: ScorerOptions, file: Path, tokenizer: Any) -> bool:
-    """As asked, else the tokenizer file's own habit: whether its post-processor puts BOS before a text (Llama's does)."""
-    if options.bos is not None:
-        return options.bos
-    steps = read_json(file).get("post_processor") or {}
-    for step in steps.get("processors", [steps]):
-        for piece in step.get("single") or []:
-            special = piece.get("SpecialToken")
-            if special:
-                ids = step["special_tokens"][special["id"]]["ids"]
-                return tokenizer.bos_id is not None and ids == [tokenizer.bos_id]
-            break
-    return False
 
 
 def _step(path: str) -> int | None:

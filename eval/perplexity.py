@@ -14,11 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..core.scorer import Ids, Question, Score
-from .task import Item
+from .items import Item
 
 
 def rolling(ids: Ids, window: int, prefix: int) -> list[Question]:
-    """Disjoint windows over one document; the last is filled up to the left, so that its first target has context."""
+    """Disjoint windows over one document, a BOS of which is predicted like the rest (as the harness does); the last is filled up
+    to the left, so that its first target has context."""
     questions = []
     whole = (prefix, *ids)  # whole[i] is the token before target i
     for start in range(0, len(ids), window):
@@ -37,9 +38,8 @@ def stream(ids: Ids, window: int, stride: int) -> list[Question]:
     questions = []
     done = 1
     while done < len(ids):
-        stop = min(len(ids), done + (window if done == 1 else step))
-        first = max(0, stop - window - 1)
-        questions.append(Question(((ids[first:done], ids[done:stop]),)))
+        stop = done + (window if done == 1 else step)  # the last window keeps its place where the stream ends inside it
+        questions.append(Question(((ids[max(0, stop - window - 1) : done], ids[done:stop]),)))
         done = stop
     return questions
 

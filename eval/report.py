@@ -10,7 +10,7 @@ from ..core.artifact import Input, create_artifact, read_manifest
 from ..core.console import table
 from .runner import TaskScores
 
-HEADER = ("task", "metric", "value", "stderr", "random", "n", "shots", "cut", "skipped", "prompt")
+HEADER = ("task", "metric", "per", "value", "stderr", "random", "n", "shots", "cut", "skipped", "prompt")
 FILE = "results.json"
 
 
@@ -18,8 +18,8 @@ def rows_of(results: dict[str, Any]) -> list[tuple[Any, ...]]:
     """One line per metric of every task and group, in HEADER's columns."""
     return [
         (
-            s["task"], name, m["value"], m["stderr"], m["random"], s["n"], s["shots"], s["truncated_records"],
-            s["skipped_records"], s["prompt_hash"],
+            s["task"], name, m["per"] + (f", stride {s['stride']}" if s["stride"] else ""), m["value"], m["stderr"], m["random"],
+            s["n"], s["shots"], s["truncated_records"], s["skipped_records"], s["prompt_hash"],
         )
         for s in (*results["tasks"], *results["groups"])
         for name, m in s["metrics"].items()
@@ -39,11 +39,30 @@ def lines_of(results: dict[str, Any]) -> list[str]:
     if cut:
         records = sum(task["truncated_records"] for task in results["tasks"])
         lines.append(f"{cut:,} context tokens of {records:,} record{'s' * (records != 1)} were cut on the left to fit the window")
-    for name, found in results.get("contamination", {}).items():
-        clean = ", ".join(f"{metric} {value:.4g}" for metric, value in found["clean"].items())
-        hits = f"{found['hits']:,} of {found['checked']:,} records share {found['n']} tokens with the store"
-        lines.append(f"{name}: {hits}; without them {clean}")
+    for title, header, more in further_tables(results):
+        lines += ["", title, *table(header, more)]
     return lines
+
+
+def further_tables(results: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]]:
+    """What was asked for besides: scores of the second form beside the first's, and scores without records found in a store."""
+    tables: list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]] = []
+    if against := results.get("against"):
+        title = f"Against {against['path']}: no token's log-probability is more than {against['bound']:g} nats apart"
+        rows = [
+            (one["task"], name, metric["value"], other["metrics"][name]["value"], against["largest_difference"].get(one["task"]))
+            for one, other in zip(results["tasks"], against["scores"], strict=True) for name, metric in one["metrics"].items()
+        ]  # fmt: skip
+        tables.append((title, ("task", "metric", "value", "theirs", "largest difference"), rows))
+    if checked := results.get("contamination"):
+        length = next(iter(checked.values()))["n"]
+        clean = [
+            (task, name, value, found["clean"].get(name), found["hits"], found["checked"], found["too_short"])
+            for task, found in checked.items() for name, value in found["all"].items()
+        ]  # fmt: skip
+        header = ("task", "metric", "value", "without hits", "hits", "records", "too short")
+        tables.append((f"Records that share {length} tokens in a row with the store (hits)", header, clean))
+    return tables
 
 
 def protocol(results: dict[str, Any]) -> str:
@@ -58,16 +77,29 @@ def markdown(results: dict[str, Any]) -> str:
         figures = [f"| {name} | {value:.6g} |" for name, value in results["validation"].items()]
         text += ["| validation | value |", "|---|---|", *figures, ""]
     if rows := rows_of(results):
-        text += ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-        text += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
+        text += _lines(HEADER, rows)
+        for title, header, more in further_tables(results):
+            text += ["", f"## {title}", "", *_lines(header, more)]
         text += ["", "stderr: closed form for means, bootstrap over records otherwise."]
         text += ["cut: records whose context lost tokens to the window; skipped: those left out for it.", ""]
         text += [f"- **{task['task']}**: {task['about']}" for task in results["tasks"]]
     return "\n".join(text) + "\n"
 
 
+def _lines(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """A Markdown table."""
+    marked = [list(header), ["---"] * len(header), *_cells(rows)]
+    return ["| " + " | ".join(row) + " |" for row in marked]
+
+
+def _cells(rows: Sequence[Sequence[Any]]) -> list[list[str]]:
+    return [[_cell(value) for value in row] for row in rows]
+
+
 def _cell(value: Any) -> str:
-    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
+    return "-" if value is None else str(value)
 
 
 def page(results: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -> str:
@@ -76,7 +108,8 @@ def page(results: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -> str
 
     template = Environment(autoescape=True).from_string(resources.files(__package__).joinpath("report.html").read_text())
     return template.render(
-        results=results, header=HEADER, rows=[[_cell(value) for value in row] for row in rows_of(results)],
+        results=results, header=HEADER, rows=_cells(rows_of(results)),
+        further=[(title, header, _cells(rows)) for title, header, rows in further_tables(results)],
         protocol=protocol(results), bars=_bars(results), curves=curves([*history, results]),
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ batch size and the point of a crash leave no trace in the scores. Question i bel
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ from ..core.errors import Failed, WrongUse
 from ..core.scorer import Question, Score, Scorer, check_question
 from ..core.workspace import Workspace, read_records
 from .fewshot import with_examples
+from .items import Item
 from .metrics import METRICS, aggregate, choice_outcome, exact_match_outcome, loglikelihood_outcome, random_baseline
 from .perplexity import document_outcome, hidden, hidden_outcome, rolling, stream, stream_outcome
-from .task import BoundTask, Item
+from .task import BoundTask
 
 Outcome = dict[str, list[float]]
 ANSWERS = 2  # form of the stored answers, part of their keys
@@ -121,18 +123,19 @@ def prepare(scorer: Scorer, tasks: Sequence[BoundTask], settings: Settings) -> l
 def present(tasks: Sequence[BoundTask], settings: Settings) -> list[BoundTask]:
     """The tasks whose data are there. Raises WrongUse for one whose data are not.
 
-    Where files of some members of a group are at hand, the others are left out (said once) and nothing is fetched for them.
+    Where files of some members of a group are at hand, the others are left out (said once) and nothing is fetched for them,
+    unless they were asked for by their own names.
     """
     at_hand = {task.name for task in tasks if task.files(settings.data_dir)}
     partly = {task.group for task in tasks if task.group and task.name in at_hand}
-    missing = [task for task in tasks if task.group in partly and task.name not in at_hand]
+    missing = [task for task in tasks if task.group in partly and task.name not in at_hand and not task.named]
     found = [task for task in tasks if task not in missing]
     for task in found:
         task.records(settings.data_dir, 1)
     for group in sorted({task.group for task in missing}):
         names = [task.name.removeprefix(f"{group}_") for task in missing if task.group == group]
         some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-        say(f"{group}: {len(names)} members have no data and are left out ({some})")
+        say(f"{group}: {len(names)} member{'s have' if len(names) > 1 else ' has'} no data, left out: {some}")
     return found
 
 
@@ -197,6 +200,13 @@ class _Asked:
         scorer, task = self.scorer, self.bound.task
         if self.written:
             room = scorer.window - task.max_tokens
+            if scorer.mask is not None:
+                why, fix = f"task {self.bound.name} asks for generated text", "leave the task out, or evaluate a GPT"
+                raise WrongUse("a BERT cannot write answers", why=why, fix=fix)
+            if room < 1:
+                why = f"answers have {task.max_tokens} tokens, the window {scorer.window}"
+                fix = "evaluate a model with a longer window"
+                raise WrongUse(f"task {self.bound.name} leaves no room for a question", why=why, fix=fix)
             contexts = scorer.tokenize([item.context for item in items])
             return [[] for _ in items], [max(0, len(ids) - room) for ids in contexts]
         questions = list(self._questions(items))
@@ -213,9 +223,9 @@ class _Asked:
         if kind in ("last_token", "rolling", "stream", "masked"):
             for ids in scorer.tokenize([item.text for item in items]):
                 if kind == "last_token":
-                    yield [Question(((ids[:-1] or (scorer.prefix,), ids[-1:]),))]
+                    yield [Question(((scorer.bos + ids[:-1] or (scorer.prefix,), ids[-1:]),))]
                 elif kind == "rolling":
-                    yield rolling(ids, scorer.window, scorer.prefix)
+                    yield rolling(scorer.bos + ids, scorer.window, scorer.prefix)
                 elif mask is not None and kind == "masked":
                     yield hidden(ids, scorer.window, mask, self.bound.task.hidden)
                 else:
@@ -242,6 +252,12 @@ class _Asked:
             yield from self.scorer.generate([self.items[number].context for number in numbers], task.until, task.max_tokens)
             return
         for batch in self.scorer.score([self.questions[number] for number in numbers]):
+            for place, scores in batch:
+                if not all(math.isfinite(score.logprob) for score in scores):
+                    where = self.items[self.owners[numbers[place]]].where
+                    why = "a log-probability is no finite number; among such the first choice would always win"
+                    fix = "look for NaN or overflow in its weights; evaluate an earlier checkpoint"
+                    raise Failed("the model predicts nothing", where=where, why=why, fix=fix)
             yield [(place, [_packed(score) for score in scores]) for place, scores in batch]
 
     def scores(self, answers: Answers) -> TaskScores:
@@ -261,15 +277,24 @@ class _Asked:
         for name in task.metrics:
             value, error = aggregate(name, [outcome[name] for outcome in outcomes])
             baseline = random_baseline(name, self.items)
-            metrics[name] = {"value": value, "stderr": error, "random": baseline, "higher_is_better": METRICS[name].higher}
+            how = METRICS[name]
+            metrics[name] = {
+                "value": value, "per": how.per, "stderr": error, "random": baseline, "higher_is_better": how.higher,
+            }  # fmt: skip
         summary = {
             "task": bound.name, "group": bound.group, "about": task.about, "kind": task.kind, "n": len(self.items),
             "metrics": metrics, "shots": self.settings.shots, "seed": self.settings.seed if self.settings.shots else None,
-            "prompt_hash": bound.prompt_hash, "stride": task.stride or None, "checked": task.checked,
+            "prompt_hash": bound.prompt_hash, "data_hash": self._data_hash(), "stride": task.stride or None,
+            "checked": task.checked,
             "truncated_records": sum(map(bool, self.lost)), "truncated_tokens": sum(self.lost), "skipped_records": self.skipped,
             "scorer": self.scorer.recipe,
         }  # fmt: skip
         return TaskScores(summary, samples)
+
+    def _data_hash(self) -> str:
+        """Identity of the records and examples as they were asked (12 hex digits)."""
+        asked = repr([(item.pairs, item.gold, item.text, item.answers) for item in self.items])
+        return hashlib.sha256(asked.encode()).hexdigest()[:12]
 
     def _outcome(self, item: Item, scores: list[Score], found: list[Any]) -> Outcome:
         kind = self.bound.task.kind
@@ -320,6 +345,8 @@ def group_means(scores: Sequence[TaskScores], groups: dict[str, bool]) -> list[d
             errors = [value["stderr"] for value in each]
             error = None if None in errors else sum(e * e for e in errors) ** 0.5 / len(each)
             metrics[name] = first | {"value": sum(value["value"] for value in each) / len(each), "stderr": error}
+            if None not in (guesses := [value["random"] for value in each]):
+                metrics[name]["random"] = sum(guesses) / len(each)
         made.append({
             **members[0], "task": group, "group": "", "members": len(members), "metrics": metrics,
             **{key: sum(member[key] for member in members) for key in counts},

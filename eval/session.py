@@ -1,6 +1,7 @@
 """One `throughline eval`: open the model, score the tasks, check, report; for one model or every checkpoint of a run."""
 
 import os
+import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,8 +53,24 @@ class Request:
 
     @property
     def home(self) -> Path:
-        """Where scores go: beside the model, never inside it (a run's manifest covers its directory)."""
-        return self.out or self.path.with_name(self.path.resolve().name + ".scores")
+        """Where scores go: beside the model or, of a checkpoint, beside its run, whose manifest covers all that lies inside it."""
+        if self.out is not None:
+            return self.out
+        if self._in_run:
+            run = Path(os.path.abspath(self.path)).parents[1]
+            home = run.with_name(run.name + ".scores")
+            return home if self.path.is_absolute() else Path(os.path.relpath(home))
+        named = self.path if self.path.name not in ("", "..") else self.path.resolve()
+        return named.with_name(self.path.resolve().name + ".scores")
+
+    @property
+    def scores(self) -> Path:
+        """The artifact of one model's scores; of a run's checkpoint it is where --all-checkpoints would write it."""
+        return self.home / (Path(os.path.abspath(self.path)).name if self.out is None and self._in_run else "scores")
+
+    @property
+    def _in_run(self) -> bool:
+        return Path(os.path.abspath(self.path)).parent.name == "checkpoints"
 
     def found_tasks(self) -> list[BoundTask]:
         return find_tasks([name.strip() for name in self.tasks.split(",") if name.strip()])
@@ -61,22 +78,24 @@ class Request:
 
 def evaluate_one(request: Request) -> tuple[dict[str, Any], list[str]] | None:
     """Score one model; returns (results, lines to print), or None on ranks other than 0."""
-    tasks = request.found_tasks()
+    tasks = _wanted(request)
     ranks = join_ranks()
+    forms = _open(request)
     with _owned(request.home, ranks):
-        results = _score(request, tasks, ranks, request.home / "scores")
-    return None if results is None else (results, [*lines_of(results), f"scores in {request.home / 'scores'}"])
+        results = _score(request, forms, tasks, ranks, request.scores)
+    return None if results is None else (results, [*lines_of(results), f"scores in {request.scores}"])
 
 
 def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] | None:
     """Score every checkpoint of a run, oldest first; answers that are there already are not asked again."""
-    tasks = request.found_tasks()
+    tasks = _wanted(request)
     ranks = join_ranks()
     history: list[dict[str, Any]] = []
+    checkpoints = checkpoints_of(request.path)
     with _owned(request.home, ranks):
-        for checkpoint in checkpoints_of(request.path):
+        for checkpoint in checkpoints:
             one = replace(request, path=checkpoint, out=request.home)
-            results = _score(one, tasks, ranks, request.home / checkpoint.name, history)
+            results = _score(one, _open(one), tasks, ranks, request.home / checkpoint.name, history)
             if results is not None:
                 history.append(results)
     if ranks.rank:
@@ -90,12 +109,54 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
     return {"checkpoints": history}, [*table(("step", "task", "metric", "value", "stderr"), rows), f"curves in {last}"]
 
 
-def _score(
-    request: Request, tasks: list[BoundTask], ranks: Ranks, out: Path, history: list[dict[str, Any]] | None = None
-) -> dict[str, Any] | None:
+def _wanted(request: Request) -> list[BoundTask]:
+    """The tasks. Raises WrongUse when one of the checks asked for would have nothing to look at."""
+    tasks = request.found_tasks()
+    request.settings  # noqa: B018 - a missing --data-dir is said before a model is opened
+    if request.contamination is not None and not tasks:
+        raise WrongUse("--contamination has nothing to look for", why="it looks for the records of tasks", fix="give --tasks")
+    if request.against is not None and all(task.task.kind == "generate_until" for task in tasks):
+        why, fix = "it compares the probabilities of answers, and no task has any", "give --tasks, for example blimp"
+        raise WrongUse("--against has nothing to compare", why=why, fix=fix)
+    return tasks
+
+
+@dataclass(frozen=True)
+class _Forms:
+    """What an evaluation reads: the model, a second form of it, a store to search."""
+
+    opened: Opened
+    other: Opened | None
+    store: Any
+
+
+def _open(request: Request) -> _Forms:
     opened = open_scorer(request.path, request.options)
     other = None if request.against is None else open_scorer(request.against, request.options)
+    if other is not None:
+        _check_alike(opened, other)
     store = None if request.contamination is None else open_searched(request.contamination, opened.tokenizer)
+    return _Forms(opened, other, store)
+
+
+def _check_alike(one: Opened, other: Opened) -> None:
+    """Raises WrongUse when the two forms would be asked different questions."""
+    ours, theirs = one.scorer.recipe, other.scorer.recipe
+    differ = [f"{key} {ours[key]} and {theirs[key]}" for key in ("window", "bos") if ours.get(key) != theirs.get(key)]
+    if one.family != other.family:
+        differ = [f"a {one.family} and a {other.family}"]
+    elif one.tokenizer.vocab != other.tokenizer.vocab:
+        differ.append("tokenizers with other tokens")
+    if differ:
+        fix = "give two forms of one model; --window and --bos or --no-bos make both alike"
+        raise WrongUse("the two forms cannot be compared", where=other.input.path, why=", ".join(differ), fix=fix)
+
+
+def _score(
+    request: Request, forms: _Forms, tasks: list[BoundTask], ranks: Ranks, out: Path,
+    history: list[dict[str, Any]] | None = None,
+) -> dict[str, Any] | None:  # fmt: skip
+    opened, other, store = forms.opened, forms.other, forms.store
     validation = validation_figures(opened, needed=not tasks) if ranks.rank == 0 else {}
     scores = evaluate(opened.scorer, tasks, request.settings, request.home / "answers", ranks)
     against = None
@@ -123,7 +184,7 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
 
     Empty for foreign models; without tasks (`needed`) their absence is an error, since nothing would be measured.
     """
-    run = Path(opened.input.path).parents[1] if opened.step is not None else None
+    run = Path(opened.input.path).absolute().parents[1] if opened.step is not None else None
     if run is None or not (run / "recipe.toml").is_file():
         if needed:
             raise WrongUse("nothing to evaluate", why="no tasks, and not a run with a validation split", fix="give --tasks")
@@ -151,6 +212,8 @@ def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, boun
     worst: dict[str, float] = {}
     for first, second in zip(ours, theirs, strict=True):
         task = first.summary["task"]
+        if first.summary["kind"] == "generate_until":  # text has no probabilities; that of two equal models may part at a near tie
+            continue
         worst[task] = 0.0
         for one, other in zip(first.samples, second.samples, strict=True):
             for a, b in zip(_token_logprobs(one), _token_logprobs(other), strict=True):
@@ -200,14 +263,19 @@ def join_ranks() -> Ranks:
 
 
 def own_gpu(device: str) -> str:
-    """Under a launcher `cuda` is the GPU of this process. Raises WrongUse when the machine has fewer than processes."""
-    if device != "cuda":
+    """Under a launcher `cuda` is the GPU of this process. Raises WrongUse for a device that the machine has not, or has fewer of
+    than processes."""
+    if device == "cpu":
         return device
     import torch
 
     from ..train.parallel.mesh import own_device
 
-    return str(own_device(torch.device(device)))
+    if not re.fullmatch(r"cuda(:\d+)?", device):
+        raise WrongUse(f"no device is called {device!r}", where="--device", fix="give cpu or cuda")
+    if not torch.cuda.is_available():
+        raise WrongUse("no CUDA device here", where="--device", fix="leave --device out, or see: throughline doctor")
+    return str(own_device(torch.device(device))) if device == "cuda" else device
 
 
 def task_listing() -> tuple[dict[str, Any], list[str]]:

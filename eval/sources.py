@@ -4,20 +4,19 @@ Local files come first and need no network code at all. A record remembers its f
 it can name them.
 """
 
-import bz2
 import csv
-import gzip
 import io
 import json
 import lzma
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
 from ..core.errors import Failed, WrongUse
+from ..data.streams import open_blocks
 
 COMPRESSION = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".tokens")
@@ -33,17 +32,25 @@ class Record:
 
 @dataclass(frozen=True)
 class TextLayout:
-    """How a .txt file is cut into records: `lines` a record, or WikiText `pages`; otherwise the whole file is one."""
+    """How a .txt file is cut into records: `lines` a record, WikiText `pages`, rows of a table (`tabs`); else the whole is one."""
 
     lines: int = 0
     pages: bool = False
+    tabs: bool = False
 
 
 def find_files(patterns: Sequence[str], roots: Sequence[Path]) -> list[Path]:
-    """The files of the first pattern that matches anything, below the first root that has it; sorted. Empty if none."""
+    """The files of the first pattern that matches anything, below the first root that has it; sorted. Empty if none.
+
+    Raises WrongUse for what cannot be a pattern below a directory, such as an absolute path.
+    """
     for root in roots:
         for pattern in patterns:
-            found = sorted(path for path in root.glob(pattern) if path.is_file() and _format(path) in FORMATS)
+            try:
+                found = sorted(path for path in root.glob(pattern) if path.is_file() and _format(path) in FORMATS)
+            except (ValueError, NotImplementedError) as error:
+                fix = "name files by their place below --data-dir, for example piqa/valid*.jsonl"
+                raise WrongUse(f"no pattern of files: {pattern!r}", why=str(error), fix=fix) from None
             if found:
                 return _one_form(found)
     return []
@@ -85,22 +92,19 @@ def _read(path: Path, layout: TextLayout) -> Iterator[Record]:
     try:
         with _open(path) as file:
             yield from readers[kind](file, path)
-    except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError) as error:
+    except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError, csv.Error) as error:
         raise Failed("cannot read the data file", where=path, why=str(error), fix="check that the file is whole") from error
 
 
 def _open(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    if path.suffix == ".bz2":
-        return bz2.open(path, "rt", encoding="utf-8", newline="")
+    """A UTF-8 file as text, line ends as they are; a byte order mark at its beginning is no part of it."""
     if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8", newline="")
-    if path.suffix == ".zst":
-        import zstandard
-
-        return io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(path.open("rb")), encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+        return lzma.open(path, "rt", encoding="utf-8-sig", newline="")
+    if path.suffix in COMPRESSION:
+        with open_blocks(str(path), path.suffix[1:], 0, lambda _: None) as blocks:
+            whole = io.BytesIO(b"".join(blocks))
+        return io.TextIOWrapper(whole, encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
 
 
 def _jsonl(file: TextIO, path: Path) -> Iterator[Record]:
@@ -140,7 +144,7 @@ def _table(file: TextIO, path: Path, delimiter: str) -> Iterator[Record]:
     else:
         rows = csv.reader(file, delimiter=delimiter)
     header = next(rows, [])
-    for row in rows:
+    for row in filter(None, rows):  # blank lines are no rows
         if len(row) != len(header):
             why = f"{len(row)} cells, the header has {len(header)}"
             raise Failed("a row of another width", where=f"{path}:{rows.line_num}", why=why, fix="mend that line")
@@ -158,23 +162,28 @@ def _text(file: TextIO, path: Path, layout: TextLayout) -> Iterator[Record]:
             number += layout.lines
     elif layout.pages:
         yield from _pages(file, path)
+    elif layout.tabs:
+        yield from _table(file, path, "\t")
     else:
         yield Record(f"{path}:1", {"text": file.read()})
 
 
-_TITLE = re.compile(r" = [^=].* = \n")
+_TITLE = re.compile("= (?!=).*(?<!=) =")  # one sign on each side: two and more are sections of an article
 
 
 def _pages(file: TextIO, path: Path) -> Iterator[Record]:
-    """WikiText's articles: each begins at a top-level title (" = Title = ") that has a blank line on both sides."""
-    lines = list(file)
-    blank = [not line.strip() for line in lines]
-    starts = [
-        i for i, line in enumerate(lines)
-        if _TITLE.fullmatch(line) and (i == 0 or blank[i - 1]) and (i + 1 == len(lines) or blank[i + 1])
-    ]  # fmt: skip
-    for start, stop in zip(starts, [*starts[1:], len(lines)]):
-        yield Record(f"{path}:{start + 1}", {"page": "".join(lines[start:stop])})
+    """WikiText's articles as lm-evaluation-harness's data set parts them: one begins at every line that looks like a top-level
+    title (" = Title = "), two lines of prose in the test split among them. Blank lines alone are no article."""
+    lines = file.read().replace("\r\n", "\n").split("\n")
+    starts = [number for number, line in enumerate(lines) if _is_title(line)]
+    for start, stop in pairwise([0, *starts, len(lines)]):
+        page = "\n".join(lines[start:stop])
+        if page.strip():
+            yield Record(f"{path}:{start + 1}", {"page": page})
+
+
+def _is_title(line: str) -> bool:
+    return _TITLE.fullmatch(line.strip()) is not None
 
 
 def _parquet(path: Path) -> Iterator[Record]:

@@ -8,7 +8,7 @@ repackaged file); the first block whose `fields` a record has is used. Templates
 import difflib
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -16,27 +16,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..core.errors import Failed, WrongUse
+from ..core.errors import WrongUse
 from ..core.files import sha256_json
 from ..core.recipe import Section, build_recipe
+from .items import Item, item_of, joined
 from .sources import Record, TextLayout, find_files, hub_records, read_records
-from .textops import FILTERS
 
 Kind = Literal[
     "multiple_choice", "partial", "loglikelihood", "last_token", "rolling", "stream", "generate_until", "cloze", "masked"
 ]  # fmt: skip
 
-# What each kind's prompt block must give.
-NEEDED: dict[str, tuple[str, ...]] = {
-    "multiple_choice": ("choices", "gold"),
-    "partial": ("contexts", "target", "gold"),
-    "loglikelihood": ("context", "target"),
-    "last_token": ("text",),
-    "rolling": ("text",),
-    "stream": ("text",),
-    "generate_until": ("context", "answers"),
-    "cloze": ("context", "answers"),
-    "masked": ("text",),
+# What each kind's prompt block must give, and what the kind measures.
+CHOICE = ("acc", "acc_norm", "acc_bytes", "f1", "f1_macro")
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "multiple_choice": (("choices", "gold"), CHOICE),
+    "partial": (("contexts", "target", "gold"), CHOICE),
+    "loglikelihood": (("context", "target"), ("acc", "perplexity")),
+    "last_token": (("text",), ("acc", "perplexity")),
+    "rolling": (("text",), ("word_perplexity", "byte_perplexity", "bits_per_byte", "token_perplexity")),
+    "stream": (("text",), ("adjusted_perplexity", "token_perplexity", "bits_per_byte")),
+    "generate_until": (("context", "answers"), ("exact_match",)),
+    "cloze": (("context", "answers"), ("p_at_1", "p_at_10")),
+    "masked": (("text",), ("mlm_accuracy", "mlm_perplexity")),
 }
 
 
@@ -55,10 +56,12 @@ class Source(Section):
     """Its split that is evaluated."""
     fewshot_split: str = ""
     """Its split that few-shot examples are drawn from."""
-    lines: int = 0
+    lines: Annotated[int, Field(ge=0)] = 0
     """Lines a record in a .txt file."""
     pages: bool = False
     """A .txt file is WikiText: one record an article."""
+    tabs: bool = False
+    """A .txt file is a table: tab-separated, with a header."""
 
 
 class Prompt(Section):
@@ -98,9 +101,9 @@ class Task(Section):
     """Put between context and choice."""
     until: list[str] = []
     """Kind generate_until: strings that end an answer."""
-    max_tokens: int = 32
+    max_tokens: Annotated[int, Field(gt=0)] = 32
     """Kind generate_until: longest answer in tokens."""
-    stride: int = 0
+    stride: Annotated[int, Field(ge=0)] = 0
     """Kind stream: new targets per window; 0 = windows do not overlap."""
     hidden: Annotated[float, Field(gt=0, le=1)] = 0.15
     """Kind masked: tokens of each window that are hidden at once."""
@@ -113,30 +116,6 @@ class Task(Section):
 
 
 @dataclass(frozen=True)
-class Item:
-    """A record turned into a question; which fields are filled depends on the kind."""
-
-    where: str
-    pairs: tuple[tuple[str, str], ...] = ()  # (context, continuation) texts
-    choices: tuple[str, ...] = ()  # as acc_norm measures them: without the delimiter
-    gold: int = 0
-    text: str = ""
-    original: str = ""
-    answers: tuple[str, ...] = ()
-
-    @property
-    def context(self) -> str:
-        """The one context of kinds that have one."""
-        return self.pairs[0][0]
-
-    @property
-    def solved(self) -> str:
-        """The text of the question with its right answer, as a few-shot example shows it."""
-        context, continuation = self.pairs[self.gold] if self.gold < len(self.pairs) else self.pairs[0]
-        return context + continuation
-
-
-@dataclass(frozen=True)
 class BoundTask:
     """A task by its own name (a member of a group, or a plain task) with its source filled in."""
 
@@ -144,6 +123,7 @@ class BoundTask:
     group: str
     task: Task
     source: Source
+    named: bool = False  # the user asked for it itself, not for its group
 
     @property
     def prompt_hash(self) -> str:
@@ -162,7 +142,7 @@ class BoundTask:
         """The records of the task (or those few-shot examples come from). Raises WrongUse when there are none."""
         source = self.source
         if paths := self.files(data_dir, fewshot=fewshot):
-            records = read_records(paths, TextLayout(source.lines, source.pages), limit)
+            records = read_records(paths, TextLayout(source.lines, source.pages, source.tabs), limit)
             if not records:
                 raise WrongUse(f"no records for task {self.name}", where=paths[0], why="the file is empty")
             return records
@@ -178,8 +158,9 @@ class BoundTask:
         )
 
     def items(self, records: Sequence[Record]) -> list[Item]:
-        """Questions of the records. Raises Failed naming file, line and field of the first bad one."""
-        return [_item(self, record) for record in records]
+        """Questions of the records; a stream is one. Raises Failed naming file, line and field of the first bad record."""
+        items = [item_of(self, record) for record in records]
+        return [item_of(self, joined(records))] if self.task.kind == "stream" and len(items) > 1 else items
 
 
 def _roots(data_dir: Path | None) -> list[Path]:
@@ -200,24 +181,38 @@ def shipped_tasks() -> dict[str, Path]:
 @cache
 def load_task(path: Path) -> Task:
     """Read and check a task file. Raises WrongUse with every problem at once."""
-    text = path.read_text()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongUse("cannot read the task file", where=path, why=str(error), fix="a task is TOML in UTF-8") from None
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise WrongUse("the task file is not valid TOML", where=path, why=str(error), fix="mend that line") from None
-    task = build_recipe(tree, Task, where=path, text=text)
-    for number, prompt in enumerate(task.prompt, 1):
-        for key in NEEDED[task.kind]:
-            if not getattr(prompt, key):
-                why = f"tasks of kind {task.kind} need {', '.join(NEEDED[task.kind])}"
-                raise WrongUse(f"prompt {number} of the task lacks {key!r}", where=path, why=why, fix="add it")
+    fix = f"the shipped task files are examples: {Path(str(resources.files(__package__))) / 'tasks'}"
+    task = build_recipe(tree, Task, where=path, text=text, what="the task file", fix=fix)
+    if problems := list(_problems(task)):
+        raise WrongUse(f"the task cannot be one of kind {task.kind}", where=path, why="\n".join(problems), fix="mend the file")
     return task
+
+
+def _problems(task: Task) -> Iterator[str]:
+    needed, measured = KINDS[task.kind]
+    for name, given in (("[[prompt]]", task.prompt), ("metrics", task.metrics)):
+        if not given:
+            yield f"{name}: at least one is needed"
+    for number, prompt in enumerate(task.prompt, 1):
+        if missing := [key for key in needed if not getattr(prompt, key)]:
+            yield f"prompt {number} lacks {', '.join(missing)}"
+    for name in task.metrics:
+        if name not in measured:
+            yield f"metrics: {name!r} is none of {', '.join(measured)}"
 
 
 def find_tasks(names: Sequence[str]) -> list[BoundTask]:
     """The tasks of these names: shipped tasks, groups (all members), single members, or paths of task files.
 
-    Raises WrongUse naming the nearest known task.
+    Raises WrongUse naming the nearest known task, and for two tasks of one name.
     """
     found: list[BoundTask] = []
     for name in names:
@@ -229,12 +224,21 @@ def find_tasks(names: Sequence[str]) -> list[BoundTask]:
             continue
         known = _known()
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.5)
+            near = difflib.get_close_matches(name.lower(), known, 1, 0.5)
             fix = (f"did you mean {near[0]}? " if near else "") + "list them with: throughline eval --list"
             raise WrongUse(f"unknown task {name!r}", fix=fix)
         group = known[name]
-        found += [bound for bound in _members(group, load_task(shipped_tasks()[group])) if name in (group, bound.name)]
-    return list({bound.name: bound for bound in found}.values())
+        members = _members(group, load_task(shipped_tasks()[group]))
+        found += [replace(bound, named=name == bound.name) for bound in members if name in (group, bound.name)]
+    chosen: dict[str, BoundTask] = {}
+    for bound in found:
+        first = chosen.setdefault(bound.name, bound)
+        if bound.named:
+            chosen[bound.name] = bound
+        if first.task is not bound.task:
+            why, fix = "scores go by that name, which is the task file's", "rename one of the files"
+            raise WrongUse(f"two tasks are called {bound.name}", why=why, fix=fix)
+    return list(chosen.values())
 
 
 def _known() -> dict[str, str]:
@@ -258,126 +262,8 @@ def _members(group: str, task: Task) -> Iterator[BoundTask]:
 def _fill(value: Any, fill: dict[str, str]) -> Any:
     if isinstance(value, list):
         return [_fill(part, fill) for part in value]
-    return value.format_map(fill) if isinstance(value, str) else value
-
-
-@cache
-def _environment() -> Any:
-    from jinja2 import StrictUndefined
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters.update(FILTERS)
-    return environment
-
-
-@cache
-def _template(text: str) -> Any:
-    return _environment().from_string(text)
-
-
-@cache
-def _expression(text: str) -> Any:
-    return _environment().compile_expression(text, undefined_to_none=False)
-
-
-def _item(bound: BoundTask, record: Record) -> Item:
-    task = bound.task
-    prompt = next((prompt for prompt in task.prompt if all(field in record.data for field in prompt.fields)), None)
-    if prompt is None:
-        missing = [field for field in task.prompt[0].fields if field not in record.data]
-        raise Failed(
-            f"the record lacks the field {missing[0]!r}", where=record.where,
-            why=f"task {bound.name} reads " + " or ".join("{" + ", ".join(p.fields) + "}" for p in task.prompt)
-            + f"; the record has {{{', '.join(record.data)}}}",
-            fix="mend the record, or give a task file with a [[prompt]] for this form",
-        )  # fmt: skip
-    return _Builder(bound, prompt, record).item()
-
-
-class _Builder:
-    """Fills one prompt block from one record."""
-
-    def __init__(self, bound: BoundTask, prompt: Prompt, record: Record) -> None:
-        self.bound, self.prompt, self.record = bound, prompt, record
-
-    def item(self) -> Item:
-        kind, where = self.bound.task.kind, self.record.where
-        if kind == "multiple_choice":
-            context = self.text("context")
-            choices = self.texts("choices")
-            pairs = tuple((context, self.bound.task.delimiter + choice) for choice in choices)
-            return Item(where, pairs, choices, self.gold(len(choices)))
-        if kind == "partial":
-            contexts = self.texts("contexts")
-            target = self.filled("target")
-            pairs = tuple((context, self.bound.task.delimiter + target) for context in contexts)
-            return Item(where, pairs, contexts, self.gold(len(contexts)))
-        if kind == "loglikelihood":
-            return Item(where, ((self.text("context"), self.filled("target")),))
-        if kind in ("generate_until", "cloze"):
-            answers = self.evaluate("answers")
-            if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-                raise self.bad("answers", f"{answers!r} is not a list of accepted answers")
-            context = self.text("context")
-            return Item(where, ((context, self.bound.task.delimiter + answers[0]),), answers=tuple(answers))
-        text = self.text("text")
-        return Item(where, text=text, original=self.text("original") if self.prompt.original else text)
-
-    def text(self, key: str) -> str:
-        return self.render(key, getattr(self.prompt, key))
-
-    def filled(self, key: str) -> str:
-        text = self.text(key)
-        if not text.strip():
-            raise self.bad(key, "it is empty")
-        return text
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        given = getattr(self.prompt, key)
-        texts = self.evaluate(key) if isinstance(given, str) else [self.render(key, template) for template in given]
-        if not isinstance(texts, list) or not texts:
-            raise self.bad(key, f"{texts!r} is not a list of texts")
-        for number, text in enumerate(texts):
-            if not isinstance(text, str) or not text.strip():
-                raise self.bad(f"{key}[{number}]", "it is empty" if isinstance(text, str) else f"{text!r} is not a text")
-        return tuple(texts)
-
-    def gold(self, choices: int) -> int:
-        value = self.evaluate("gold")
-        if isinstance(value, str) and value.strip().lstrip("-").isdigit():
-            value = int(value)
-        if not isinstance(value, int) or not 0 <= value < choices:
-            raise self.bad("gold", f"{value!r} is not the index of one of the {choices} choices")
-        return int(value)
-
-    def render(self, key: str, template: str) -> str:
-        return self.guarded(key, lambda: _template(template).render(self.record.data))
-
-    def evaluate(self, key: str) -> Any:
-        text = getattr(self.prompt, key)
-        return self.guarded(key, lambda: _settled(_expression(text)(self.record.data)))
-
-    def guarded(self, key: str, action: Any) -> Any:
-        from jinja2.exceptions import TemplateError
-
-        try:
-            return action()
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError, SyntaxError) as error:
-            raise self.bad(key, str(error)) from error
-
-    def bad(self, key: str, why: str) -> Failed:
-        fields = ", ".join(self.prompt.fields)
-        return Failed(
-            f"cannot make the {key} of a question", where=self.record.where,
-            why=f"{why} (task {self.bound.name}, made from the fields {fields})", fix="mend the record",
-        )  # fmt: skip
-
-
-def _settled(value: Any) -> Any:
-    """Raises for an undefined value, which an expression would otherwise return as an object."""
-    from jinja2 import StrictUndefined
-
-    if isinstance(value, StrictUndefined):
-        str(value)
-    return list(value) if isinstance(value, tuple) else value
+    try:
+        return value.format_map(fill) if isinstance(value, str) else value
+    except (KeyError, ValueError, IndexError) as error:
+        why, fix = f"{error} is not among {', '.join(fill)}", "give it to every member in [members]"
+        raise WrongUse(f"cannot fill in {value!r} for a member of the group", why=why, fix=fix) from None

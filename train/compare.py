@@ -34,7 +34,8 @@ def compare_runs(first: Path | str, second: Path | str) -> list[Difference]:
     tables = []
     for run in (first, second):
         if not (Path(run) / FILE).is_file():
-            raise WrongUse("no metrics to compare", where=run, fix=f"give the directory of a run, which has a {FILE}")
+            fix = f"give the directory of a run, which has a {FILE}, or scores: the directory that `throughline eval` names"
+            raise WrongUse("no metrics to compare", where=run, fix=fix)
         tables.append({record["step"]: record for record in read_metrics(run) if "loss" in record})
     steps = sorted(set(tables[0]) & set(tables[1]))
     if not steps:

@@ -1,5 +1,6 @@
 """What a recipe's data section names, opened and checked: token stores, or text that is tokenised while it is read."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 
 from ..core.artifact import MANIFEST, Input, input_record, read_manifest
 from ..core.errors import Refused, WrongUse
+from ..core.files import sha256_file, sha256_json
 from ..data.readers import ReadOptions
 from ..data.store import TokenStore
 from ..data.stream import Text
@@ -47,11 +49,26 @@ def _stores(recipe: Recipe) -> Corpus:
         cut = 1 - data.validation_fraction
         train, validation = [store.view(0.0, cut) for store in stores], [store.view(cut, 1.0) for store in stores]
     every = [*stores, *(validation if data.validation else [])]
-    vocab_size = _one_vocabulary(recipe, [store.facts for store in every], paths)
+    vocab_size = _one_vocabulary(recipe, [_facts(store) for store in every], paths)
     file = Path(paths[0]) / "tokenizer.json"
     content = file.read_bytes() if file.is_file() else None
     tokenizer = None if content is None else Tokenizer.load(file)
-    return Corpus(train, validation, vocab_size, tokenizer, content, [input_record(path) for path in paths])
+    return Corpus(train, validation, vocab_size, tokenizer, content, [_record(path) for path in paths])
+
+
+def _facts(store: TokenStore) -> dict[str, Any]:
+    """What a store says of itself, and the largest id of one that says nothing: a pass over it, faster than the hash of it."""
+    facts = store.facts
+    if facts.get("foreign"):
+        facts["largest_id"] = max(int(shard.data.max()) for shard in store.shards if shard.tokens)
+    return facts
+
+
+def _record(path: str) -> Input:
+    """The record of a store: also of a Megatron prefix, which is no path itself."""
+    if os.path.exists(path):
+        return input_record(path)
+    return Input(os.path.abspath(path), "foreign", sha256_json([sha256_file(f"{path}{suffix}") for suffix in (".bin", ".idx")]))
 
 
 def _text(recipe: Recipe) -> Corpus:

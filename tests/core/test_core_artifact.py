@@ -1,13 +1,16 @@
 """Artifacts appear whole or not at all, name what they were made from, and notice any changed byte."""
 
+import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from throughline.core.artifact import chain, create_artifact, input_record, read_manifest, verify_artifact
+from throughline.core import artifact
+from throughline.core.artifact import Input, chain, create_artifact, input_record, read_manifest, verify_artifact
 from throughline.core.errors import Failed, Refused, WrongUse
+from throughline.core.files import write_atomic
 from throughline.core.workspace import Workspace, read_records
 
 
@@ -118,6 +121,17 @@ def test_chain_reaches_foreign_text_and_sees_changes(tmp_path: Path) -> None:
     assert chain(tmp_path / "run")[1][2] is None
 
 
+def test_chain_does_not_hash_terabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beyond the bound is not said to be the same, nor changed; an input that was never hashed neither."""
+    for name, size in (("large", 9), ("a", 5), ("b", 6), ("c", 3)):
+        (tmp_path / name).write_text("x" * size)
+    inputs = [input_record(tmp_path / name) for name in ("large", "a", "b", "c")] + [Input(str(tmp_path / "c"), "foreign", "")]
+    make(tmp_path / "tokens", inputs=tuple(inputs))
+    assert [same for *_, same in chain(tmp_path / "tokens")] == [True, True, True, True, None]
+    monkeypatch.setattr(artifact, "CHECK_BYTES", 8)
+    assert [same for *_, same in chain(tmp_path / "tokens")] == [None, True, None, True, None]
+
+
 def test_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     """A real write beyond the file-size limit: our error, nothing left behind."""
     code = (
@@ -134,6 +148,20 @@ def test_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     )
     assert "cannot write" in out.stdout and "file-size limit" in out.stdout, out.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_writers_of_one_file_do_not_take_each_others_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two machines both may have the same process number: the second writes, whole, while the first is about to rename."""
+    real = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", real)
+        write_atomic(tmp_path / "plan", "second")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    write_atomic(tmp_path / "plan", "first")
+    assert (tmp_path / "plan").read_text() == "first" and os.listdir(tmp_path) == ["plan"]
 
 
 def test_workspace_lock_and_records(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def files_hash(store: Path) -> dict[str, str]:
 
 def emit(place: Path, *options: str) -> str:
     inputs = [str(place / "my corpus"), "--tokenizer", str(place / "tok")]
-    command = ["data", "tokenize", *inputs, "--out", "tokens", "--shard-bytes", str(SHARD)]
+    command = ["data", "tokenize", *inputs, "--out", "my tokens", "--shard-bytes", str(SHARD)]
     done = CliRunner().invoke(main, ["launch", *options, "--", *command])
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -64,8 +64,9 @@ def test_an_emitted_job_array_makes_the_same_store(place: Path, tmp_path: Path, 
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     if tool := shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck"):
         subprocess.run([tool, "--severity=warning", "-"], input=script, text=True, check=True)
+    assert "#SBATCH --job-name=tokenize-my-tokens\n" in script
     assert "#SBATCH --array=0-2\n" in script and "#SBATCH --cpus-per-task=1\n" in script
-    out = tmp_path / "tokens"
+    out = tmp_path / "my tokens"
 
     def element(index: int, **more: str) -> int:
         variables = cluster | {"SLURM_ARRAY_TASK_ID": str(index)} | more
@@ -85,7 +86,7 @@ def test_elements_may_run_at_once(place: Path, tmp_path: Path, cluster: dict[str
     each = [cluster | {"SLURM_ARRAY_TASK_ID": str(index)} for index in range(2)]
     running = [subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL) for env in each]
     assert [process.wait(120) for process in running] == [0, 0]
-    assert files_hash(tmp_path / "tokens") == files_hash(place / "plain")
+    assert files_hash(tmp_path / "my tokens") == files_hash(place / "plain")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import time
 from itertools import pairwise
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -36,4 +37,18 @@ def test_a_task_that_always_kills_its_worker_is_an_error(tmp_path: Path, monkeyp
     """Twice and no more: the message names the task and says that finished work is kept."""
     monkeypatch.setattr(executors, "_worker", os._exit)  # called with wrong arguments: the process ends at once
     with pytest.raises(Failed, match=r"worker of task 7 died(.|\n)*2 times(.|\n)*are kept"):
+        executors.run_processes(tmp_path, [Task(7, (), 0)], 1, "tokenizers", lambda _: None)
+
+
+def test_a_worker_that_is_gone_before_its_task_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken pipe is no error by itself: the death is counted and the task tried again."""
+    monkeypatch.setattr(executors, "_worker", os._exit)
+    real = SpawnProcess.start
+
+    def start(self: SpawnProcess) -> None:
+        real(self)
+        self.join()
+
+    monkeypatch.setattr(SpawnProcess, "start", start)
+    with pytest.raises(Failed, match=r"worker of task 7 died(.|\n)*2 times"):
         executors.run_processes(tmp_path, [Task(7, (), 0)], 1, "tokenizers", lambda _: None)

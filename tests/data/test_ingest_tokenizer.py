@@ -108,12 +108,20 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "encoder.json").write_text('{"a": 0, "b": 1}')
     (tmp_path / "gpt" / "vocab.bpe").write_text("#version: 0.2\na b\n")
-    for path in ("vocab.txt", "bad", "gpt", "nothing", "."):
+    (tmp_path / "latin").mkdir()
+    (tmp_path / "latin" / "vocab.txt").write_bytes(b"[PAD]\n\xe9\n")
+    for path in ("vocab.txt", "bad", "gpt", "latin", "nothing", "."):
         with pytest.raises(ThroughlineError) as error:
             import_tokenizer(tmp_path / path if path != "." else tmp_path / "..")
         assert error.value.fix or error.value.why
     with pytest.raises(WrongUse, match="no tokenizer here"):
         Tokenizer.load(tmp_path)
+    (tmp_path / "bad" / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(Refused, match="not a tokenizer"):
+        Tokenizer.load(tmp_path / "bad")
+    (tmp_path / "model.bin").write_bytes(bytes(range(256)))
+    with pytest.raises(Refused, match="not a tokenizer"):
+        Tokenizer.load(tmp_path / "model.bin")
 
 
 def test_sample_keeps_to_its_budget_and_reaches_every_file(tmp_path: Path) -> None:
@@ -128,6 +136,48 @@ def test_sample_keeps_to_its_budget_and_reaches_every_file(tmp_path: Path) -> No
         assert 0.1 < size[name] / source.bytes < 0.5
     assert int(found[-1].split()[-1]) > 180_000
     assert found == list(sample(sources, ReadOptions(), total // 4, Counter()))
+
+
+def test_many_small_files_keep_to_the_budget(tmp_path: Path) -> None:
+    for number in range(200):
+        (tmp_path / f"{number:03d}.txt").write_text(f"{number:03d} 在这里，在这里，在这里\n\n" * 500)
+    sources = expand_inputs([str(tmp_path)])
+    total = sum(source.bytes for source in sources)
+    found = list(sample(sources, ReadOptions(), total // 10, Counter()))
+    assert 0.05 < sum(len(text.encode()) for text in found) / total < 0.12
+    assert len({text[:3] for text in found}) > 15, "of every tenth file"
+    whole = sample(sources, ReadOptions(documents="file"), total // 10, Counter())
+    assert 0.05 < sum(len(text.encode()) for text in whole) / total < 0.12
+
+
+def test_what_has_no_document_in_most_stripes_gives_its_beginning(tmp_path: Path) -> None:
+    """One sentence a line and no blank line, read as blocks; a parquet file of one row group."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    lines = [f"this is line {i:07d} of the text" for i in range(120_000)]
+    (tmp_path / "t.txt").write_text("\n".join(lines))
+    pq.write_table(pa.table({"text": lines}), tmp_path / "t.parquet", compression="none", use_dictionary=False)
+    for name in ("t.txt", "t.parquet"):
+        [source] = expand_inputs([str(tmp_path / name)])
+        assert source.bytes > 3 << 20
+        found = list(sample([source], ReadOptions(), source.bytes // 2, Counter()))
+        assert found[0].startswith(lines[0]) and 0.3 < sum(map(len, found)) / source.bytes < 0.9
+
+
+def test_a_dataset_of_unknown_size_gives_the_budget_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": f"row {i:04d}"}) + "\n" for i in range(1000)))
+    sources = expand_inputs([f"datasets:{tmp_path}"])
+    found = list(sample(sources, ReadOptions(), 2000, Counter()))
+    assert found[0] == "row 0000" and 2000 < sum(map(len, found)) < 3000
+
+
+def test_a_sample_of_invalid_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_bytes("déjà vu ".encode("latin1") + b"and more plain words after it " * 40)
+    sources = expand_inputs([str(tmp_path / "t.txt")])
+    with pytest.raises(Failed, match="too many characters"):
+        list(sample(sources, ReadOptions(), 10**6, Counter()))
+    assert len(list(sample(sources, ReadOptions(), 10**6, Counter(), max_replaced=0.1))) == 1
 
 
 class Wrong:

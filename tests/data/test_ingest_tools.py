@@ -5,6 +5,8 @@ import os
 import pickle
 import subprocess
 import sys
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +15,18 @@ import pytest
 import zstandard
 from click.testing import CliRunner
 from throughline.cli.data import BACKENDS as CLI_BACKENDS
-from throughline.cli.data import command, parse_bytes
-from throughline.core.errors import WrongUse
+from throughline.cli.data import parse_bytes
+from throughline.cli.main import main
+from throughline.core.artifact import read_manifest
+from throughline.core.errors import Failed, WrongUse
+from throughline.data import dedup as dedup_module
 from throughline.data.backends import BACKENDS
 from throughline.data.dedup import dedup
 from throughline.data.export import export_store
 from throughline.data.inspect import inspect_store
 from throughline.data.readers import ReadOptions
 from throughline.data.sentences import split_sentences
-from throughline.data.store import TokenStore
+from throughline.data.store import TokenStore, write_index
 from throughline.data.tokenize import tokenize
 from throughline.data.train_tokenizer import import_tokenizer, train_tokenizer
 
@@ -69,6 +74,13 @@ def test_exports_hold_the_same_tokens(store: Path, tmp_path: Path) -> None:
     assert rows == [every[a:b].tolist() for a, b in zip(opened.document_starts, opened.document_starts[1:])]
     with pytest.raises(WrongUse, match="already exists"):
         export_store(store, "olmo", tmp_path / "olmo")
+    with pytest.raises(WrongUse, match="no part for validation"):
+        export_store(store, "olmo", tmp_path / "other", val_fraction=0.1)
+    np.arange(5).tofile(tmp_path / "wide.bin")
+    write_index(tmp_path / "wide.idx", np.array([5]), np.array([0, 1]), "int64")
+    with pytest.raises(WrongUse, match="does not read"):
+        export_store(tmp_path / "wide", "llmc", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def near_copy(text: str) -> str:
@@ -97,6 +109,28 @@ def test_dedup_keeps_the_first_and_counts_per_source(tmp_path: Path) -> None:
     assert dedup(inputs, None, options, dry_run=True)["near"] == 0
 
 
+def test_dedup_holds_to_the_policy_for_dirty_text(tmp_path: Path) -> None:
+    """What it writes is clean, so that what was replaced must be said here: afterwards nobody can."""
+    (tmp_path / "t.txt").write_bytes(b"good text " * 200 + b"\xff\n\nmore")
+    assert dedup([str(tmp_path / "t.txt")], tmp_path / "out", ReadOptions())["counts"]["replaced"] == 1
+    (tmp_path / "t.txt").write_bytes(b"good text " * 20 + b"\xff\xff\xff\n\nmore")
+    with pytest.raises(Failed, match="too many characters"):
+        dedup([str(tmp_path / "t.txt")], tmp_path / "two", ReadOptions())
+    assert dedup([str(tmp_path / "t.txt")], None, ReadOptions(), dry_run=True, max_replaced=0.1)["counts"]["replaced"] == 3
+    assert sorted(os.listdir(tmp_path)) == ["out", "t.txt"]
+
+
+def test_near_duplicates_of_a_long_document_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [f"w{i}" for i in np.random.default_rng(0).integers(0, 10**6, 100_000)]
+    tracemalloc.start()
+    found = dedup_module._bands(words, 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30 << 20, "112 hashes of 8 bytes for each of its grams would take 90 MB"
+    monkeypatch.setattr(dedup_module, "GRAMS_AT_ONCE", 10**9)
+    assert np.array_equal(dedup_module._bands(words, 3), found)
+
+
 def test_sentences_end_where_a_reader_would_end_them() -> None:
     cases = {
         'He left. "Why?" she asked. Nobody knew!': ["He left.", '"Why?" she asked.', "Nobody knew!"],
@@ -116,18 +150,28 @@ def test_sentences_end_where_a_reader_would_end_them() -> None:
         assert "".join("".join(found).split()) == "".join(text.split())
 
 
+@pytest.mark.parametrize("marks", [".", "!?", "।", '."', ". ", "\n ", "("])
+def test_long_runs_of_marks_take_no_time(marks: str) -> None:
+    """A quarter of a megabyte in well under a second; ten seconds of CPU time are for slow machines (it was an hour)."""
+    text = "He left." + marks * (250_000 // len(marks)) + "x"
+    start = time.process_time()
+    assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
+    assert time.process_time() - start < 10
+
+
 def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
     """The four commands a user types, each with --json, in the exit codes of the design."""
     (tmp_path / "t.txt").write_text("\n\n".join(DOCUMENTS))
     run = CliRunner()
 
     def call(*arguments: str) -> dict:
-        done = run.invoke(command, [*arguments, "--json"])
+        done = run.invoke(main, ["data", *arguments, "--json"])
         assert done.exit_code == 0, done.output
         return json.loads(done.stdout)
 
     text, tok, out = (str(tmp_path / name) for name in ("t.txt", "tok", "out"))
-    assert call("tokenizer", text, "--vocab-size", "300", "--out", tok)["vocab_size"] == 300
+    trained = call("tokenizer", text, "--vocab-size", "300", "--out", tok)
+    assert trained["vocab_size"] == 300 and trained["counts"]["replaced"] == 0
     made = call("tokenize", text, "--tokenizer", tok, "--out", out, "--workers", "1")
     assert made["complete"] and made["tokens"] > 1000 and made["counts"]["replaced"] == 0
     assert call("inspect", out)["tokens"] == made["tokens"]
@@ -141,10 +185,29 @@ def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
         (["tokenize", text, "--tokenizer", tok, "--out", out + "2", "--task-index", "1"], 2, "go together"),
         (["inspect", str(tmp_path / "olmo")], 2, "no token store"),
         (["dedup", text], 2, "no output given"),
+        (["tokenize", text, "--tokenizer", tok, "--out", text + "/2"], 2, "a part of the path is a file"),
+        (["tokenizer", text, "--vocab-size", "300", "--out", text + "/2"], 2, "a part of the path is a file"),
+        (["dedup", text, "--out", text + "/2"], 2, "something else has that name"),
+        (["tokenizer", text, "--uncased", "--out", out + "2"], 2, "keeps text as it is"),
     ):
-        done = run.invoke(command, arguments)
+        done = run.invoke(main, ["data", *arguments])
         assert done.exit_code == code and said in done.output, done.output
     assert not list(tmp_path.glob("*2*"))
+    for arguments in (["export", out, "--to", "olmo"], ["dedup", text]):  # which have no --overwrite
+        done = run.invoke(main, ["data", *arguments, "--out", tok])
+        assert done.exit_code == 2 and "already exists" in done.output and "--overwrite" not in done.output
+    name = os.fsdecode(b"no \xff UTF-8.txt")
+    (tmp_path / name).write_text("some text")
+    assert r"no \udcff UTF-8.txt" in run.invoke(main, ["data", "dedup", str(tmp_path / name), "--dry-run"]).output
+
+
+def test_a_sample_of_a_large_text_does_not_hash_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("throughline.core.artifact.CHECK_BYTES", 1000)
+    (tmp_path / "t.txt").write_text("\n\n".join(DOCUMENTS))
+    run = CliRunner()
+    made = run.invoke(main, ["data", "tokenizer", str(tmp_path / "t.txt"), "--type", "char", "--out", str(tmp_path / "tok")])
+    assert made.exit_code == 0 and read_manifest(tmp_path / "tok").inputs[0].hash == ""
+    assert "t.txt    (too large to hash again here)" in run.invoke(main, ["show", str(tmp_path / "tok")]).output
 
 
 def test_sizes_and_backends_of_the_command_line() -> None:

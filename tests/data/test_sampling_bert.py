@@ -1,10 +1,11 @@
 """BERT rows: google-research's rules for pairs, packed and unpacked rows of the same samples, any batch size, any restart."""
 
 import json
+import resource
 
 import numpy as np
 import pytest
-from throughline.core.errors import WrongUse
+from throughline.core.errors import Failed, WrongUse
 from throughline.data.cache import computed_once
 from throughline.data.options import DatasetOptions
 from throughline.data.pairs import PAIR
@@ -241,3 +242,15 @@ def test_the_index_is_not_computed_when_it_is_kept(tmp_path):
 
     second = computed_once(tmp_path, {"a": 1}, (PAIR, np.dtype("<i8")), never())
     assert all(np.array_equal(a, b) for a, b in zip(first, second))
+
+
+def test_a_full_disk_under_the_index_is_said(store, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(Failed, match="file-size limit"):
+            open_dataset(store, options(), cache=tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "cache").iterdir())
+    assert open_dataset(store, options(), cache=tmp_path / "cache").rows

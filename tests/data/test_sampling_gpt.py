@@ -1,5 +1,7 @@
 """GPT rows: the right tokens, each sample once an epoch, the same rows for any batch size, rank count and restart."""
 
+import queue
+
 import numpy as np
 import pytest
 from throughline.core.errors import WrongUse
@@ -149,6 +151,22 @@ def test_resume_on_other_rank_counts_reads_the_same_samples(store):
     third, position = run(position, 1, 4)
     assert position == end == 128
     assert np.array_equal(np.stack(whole), np.stack(first + second + third))
+
+
+def test_batches_are_made_before_they_are_asked_for():
+    """Two workers with two ahead each: with the first batch taken, four more are made while nobody asks."""
+    made: queue.Queue[int] = queue.Queue()
+
+    class Tells:
+        rows = 10
+
+        def batch(self, position, count):
+            made.put(position)
+            return {"x": np.arange(position, position + count)}
+
+    with Loader(Tells(), 2, workers=2, ahead=2) as loader:
+        next(loader)
+        assert sorted(made.get(timeout=60) for _ in range(5)) == [0, 2, 4, 6, 8] and made.empty()
 
 
 def test_an_error_in_a_worker_arrives_in_its_turn(store):

@@ -50,3 +50,11 @@ def test_each_dataset_is_read_in_its_order_whatever_the_batches():
 def test_wrong_weights_are_refused(weights):
     with pytest.raises(WrongUse, match="weight"):
         Mixture([Counter(), Counter()], weights)
+
+
+def test_a_share_that_has_to_be_rounded_is_said(capsys):
+    Mixture([Counter(), Counter()], [0.7, 0.3])
+    Mixture([Counter(), Counter()], [0.123456789, 0.7654321])
+    assert not capsys.readouterr().err
+    Mixture([Counter(), Counter()], [1e-6, 1])
+    assert "a share of 1e-06 in the mixture is rounded to 0.0001" in capsys.readouterr().err

@@ -167,6 +167,17 @@ def test_dirty_text_is_held_to_the_policy(corpus, words, capsys):
         open_stream(corpus, words).batch(0, 200)
 
 
+def test_a_unit_that_holds_little_but_the_end_of_a_long_document(corpus, words):
+    """Of the second thousand bytes only a document of five words begins there: it gives no row, and training goes on."""
+    long = ("w1 " * 700)[:1989]
+    (corpus / "t.txt").write_text(f"{long}\nw5 w6 w7 w8 w9\n" + "w11 w12 w13 w14 w15 w16 w17\n" * 100)
+    text = Text([str(corpus / "t.txt")], words, LINES, sequence_length=16)
+    assert text.store([text.tasks[1]]).tokens == 6
+    stream = TextStream(text, DatasetOptions("gpt", 16))
+    batch = stream.batch(0, 200)
+    assert stream.rows < 200 and (batch["input_ids"] == 11).any() and not (batch["input_ids"] == 5).any()
+
+
 def test_limits_are_said(corpus, words, monkeypatch):
     with pytest.raises(WrongUse, match="too little text"):
         text = Text([str(corpus / "c.txt.gz")], words, LINES, sequence_length=16)

@@ -142,6 +142,20 @@ def test_shards_read_as_one_stream(three_shards, monkeypatch, in_memory):
             store.read(*wrong)
 
 
+def test_a_store_made_anew_is_read_anew(tmp_path):
+    for number in (1, 2):
+        write_shard(tmp_path / "next", [[[number] * 5]])
+        for suffix in (".bin", ".idx"):
+            os.replace(tmp_path / f"next{suffix}", tmp_path / f"00000{suffix}")
+        assert TokenStore.open(tmp_path / "00000").read(0, 5).tolist() == [number] * 5
+
+
+def test_shards_beyond_99999_come_last(tmp_path):
+    for number in (99_998, 99_999, 100_000, 100_001):
+        write_shard(tmp_path / f"{number:05d}", [[[number % 1000]]])
+    assert TokenStore.open(tmp_path).read(0, 4).tolist() == [998, 999, 0, 1]
+
+
 def test_parts_of_a_store_share_nothing_and_cut_at_documents(three_shards):
     path, documents = three_shards
     store, flat = TokenStore.open(path), flatten(documents)
@@ -157,6 +171,17 @@ def test_parts_of_a_store_share_nothing_and_cut_at_documents(three_shards):
         rejoined = [part.read(0, part.tokens).tolist() for _, part in right.parts()]
         assert list(itertools.chain(*rejoined)) == right.read(0, right.tokens).tolist()
         assert [sum(map(len, rejoined[:n])) for n in range(len(rejoined))] == [first for first, _ in right.parts()]
+
+
+def test_a_part_of_a_store_of_many_documents_is_cut_without_its_whole_index(three_shards, monkeypatch):
+    """A billion documents would take 8 GB in every process of a run that holds out its end."""
+    path, _ = three_shards
+    fractions = [(0, 0.1), (0.1, 0.9), (0.3, 0.4), (0.5, 0.58), (0.9, 1)]
+    expected = [TokenStore.open(path).view(*pair)._cuts for pair in fractions]
+    monkeypatch.setattr(store_module, "DOCUMENTS_IN_MEMORY", 0)
+    for name in ("sequence_starts", "document_bounds", "document_starts"):
+        monkeypatch.setattr(TokenStore, name, property(lambda self: pytest.fail("the whole index was read")))
+    assert [TokenStore.open(path).view(*pair)._cuts for pair in fractions] == expected
 
 
 def test_one_document_is_cut_at_a_sequence_or_a_token(tmp_path):
@@ -201,7 +226,8 @@ def test_a_damaged_store_is_refused_by_name(tmp_path, how, ours):
         with create_artifact(path, "tokens") as draft:
             write_shard(draft.path / "00000", some_documents(4, 10))
             draft.facts["vocab_size"] = 500
-        assert TokenStore.open(path).facts["vocab_size"] == 500
+        write_shard(path / "00001", some_documents(5, 3))  # no file of the artifact
+        assert TokenStore.open(path).facts["vocab_size"] == 500 and TokenStore.open(path).documents == 10
     else:
         path.mkdir()
         write_shard(path / "00000", some_documents(4, 10))

@@ -31,6 +31,19 @@ def gpt2_tokenizer(samples: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
+def bos_tokenizer(samples: Path) -> Tokenizer:
+    """A small vocabulary whose file puts <s> before every text, as Llama's does."""
+    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    made = ByteLevelBPETokenizer()
+    text = (samples / "tinyshakespeare" / "input.txt").read_text()[:50_000]
+    made.train_from_iterator(text.splitlines(keepends=True), vocab_size=600, special_tokens=["</s>", "<s>"], show_progress=False)
+    made._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return Tokenizer(made.to_str())
+
+
+@pytest.fixture(scope="session")
 def bert_tokenizer(samples: Path) -> Tokenizer:
     from tokenizers import Tokenizer as Library
     from tokenizers import models, normalizers, pre_tokenizers
@@ -79,4 +92,16 @@ def gpt_directory(tmp_path_factory: pytest.TempPathFactory, gpt2_tokenizer: Toke
     (path / "tokenizer.json").write_text(gpt2_tokenizer.to_json())
     special = '"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"'
     (path / "tokenizer_config.json").write_text(f'{{"tokenizer_class": "PreTrainedTokenizerFast", {special}}}')
+    return path
+
+
+@pytest.fixture(scope="session")
+def small_directory(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: Tokenizer) -> Path:
+    """The same with a small vocabulary: opened and scored in a moment."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    path = tmp_path_factory.mktemp("models") / "small"
+    shape = {"vocab_size": bos_tokenizer.vocab_size, "n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 128}
+    spread(GPT2LMHeadModel(GPT2Config(**shape)), 4).save_pretrained(path)
+    (path / "tokenizer.json").write_text(bos_tokenizer.to_json())
     return path

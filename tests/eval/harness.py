@@ -58,15 +58,16 @@ def load(folder: Path, records: dict[str, list[dict[str, Any]]]) -> tuple[Any, d
         made = {
             "include": str(task_file(name)), "task": f"local_{name}", "dataset_path": "json", "dataset_name": None,
             "dataset_kwargs": {"data_files": {"test": str(file)}},
-            "training_split": None, "validation_split": None, "test_split": "test",
+            "training_split": None, "validation_split": None, "test_split": "test", "fewshot_split": "test",
         }  # fmt: skip
         names[name] = made["task"]
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(made))
     return TaskManager(include_path=str(folder), include_defaults=False), names
 
 
-def requests(folder: Path, records: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """What the harness asks for each record: its requests' arguments, its choices and its idea of the right answer."""
+def requests(folder: Path, records: dict[str, list[dict[str, Any]]], shots: int = 0) -> dict[str, list[dict[str, Any]]]:
+    """What the harness asks for each record: its requests' arguments, its choices and its idea of the right answer. Examples
+    (`shots`) are drawn from the other records."""
     manager, names = load(folder, records)
     loaded = manager.load(list(names.values()))["tasks"]
     asked: dict[str, list[dict[str, Any]]] = {}
@@ -74,7 +75,7 @@ def requests(folder: Path, records: dict[str, list[dict[str, Any]]]) -> dict[str
         task = loaded[theirs]
         asked[name] = []
         for doc in task.eval_docs:
-            made = task.construct_requests(doc, task.fewshot_context(doc, 0))
+            made = task.construct_requests(doc, task.fewshot_context(doc, shots))
             asked[name].append({
                 "arguments": [one.args for one in (made if isinstance(made, list) else [made])],
                 "gold": task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc),

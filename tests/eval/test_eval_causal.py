@@ -125,7 +125,15 @@ def test_pairs_are_tokenised_whole_and_then_split(gpt2_tokenizer, small_gpt) -> 
         assert scorer.encode([[pair]])[0].pairs == (wanted,)
 
 
-def test_bos_is_put_before_every_text_when_asked(bert_tokenizer, gpt2_tokenizer, small_gpt) -> None:
+def test_bos_is_put_before_every_text_when_asked(bos_tokenizer, gpt2_tokenizer, small_gpt) -> None:
+    """By the file's own habit or by wish; an empty context is the BOS alone. Without such a token the wish is refused."""
+    assert bos_tokenizer.puts_bos and not gpt2_tokenizer.puts_bos
+    scorer = CausalScorer(small_gpt, bos_tokenizer, bos=True)
+    plain = CausalScorer(small_gpt, bos_tokenizer)
+    bos = bos_tokenizer.bos_id
+    for pair in (("Hello there", " you"), ("", "Alone")):
+        ((with_bos,), (without,)) = (found.encode([[pair]])[0].pairs for found in (scorer, plain))
+        assert with_bos == (((bos, *without[0]), without[1]) if pair[0] else without) and with_bos[0][0] == bos
     with pytest.raises(WrongUse, match="no BOS"):
         CausalScorer(small_gpt, gpt2_tokenizer, bos=True)
 
@@ -200,3 +208,14 @@ def test_greedy_text_equals_argmax_steps(small_gpt, gpt2_tokenizer) -> None:
                 break
             ids.append(step)
         assert found[number] == gpt2_tokenizer.decode(ids[start:])
+
+
+def test_written_answers_keep_to_the_window(small_gpt, gpt2_tokenizer) -> None:
+    """A narrower window cuts the question on its left to what the answer leaves, as the report counts it."""
+    narrow, wide = (CausalScorer(small_gpt, gpt2_tokenizer, window=window) for window in (24, None))
+    ids = gpt2_tokenizer.encode("It was the best of times, it was the worst of times, it was the age of wisdom, it was the age")
+    context, kept = (gpt2_tokenizer.decode(part) for part in (ids, ids[-19:]))
+    assert len(ids) > 19 and gpt2_tokenizer.encode(kept).tolist() == ids[-19:].tolist()
+    assert list(narrow.generate([context], [], 5)) == list(wide.generate([kept], [], 5)) != list(wide.generate([context], [], 5))
+    with pytest.raises(WrongUse, match="no room for a question"):
+        list(narrow.generate([context], [], 24))

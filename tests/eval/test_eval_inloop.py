@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from throughline.cli.main import main
 from throughline.core.recipe import load_recipe
+from throughline.data.tokenizer import Tokenizer
 from throughline.eval.inloop import TaskEvaluator
+from throughline.models.config import GPTConfig
+from throughline.models.gpt import GPT
 from throughline.train.build import plan_run
 from throughline.train.loop import train
 from throughline.train.metrics import read_metrics
@@ -111,6 +115,15 @@ def test_what_cannot_be_scored_is_refused_before_the_first_step(recipe: str, tmp
         result = call("train", recipe, *(word for change in changes for word in ("--set", change)))
         assert (result.exit_code, complaint in result.stderr) == (code, True), result.stderr
         assert not (tmp_path / "runs").exists()
+
+
+def test_bos_is_put_where_eval_puts_it(bos_tokenizer: Tokenizer) -> None:
+    """A tokenizer whose file puts BOS before a text does so inside a run too."""
+    evaluation = SimpleNamespace(tasks=["blimp_wh_island"], data_dir=None, limit=2, every_steps=1)
+    recipe = SimpleNamespace(evaluation=evaluation, train=SimpleNamespace(steps=1))
+    config = GPTConfig(layers=1, width=16, heads=1, sequence_length=64)
+    inside = TaskEvaluator(SimpleNamespace(tokenizer=bos_tokenizer, config=config, recipe=recipe))
+    assert inside._scorer(GPT(config)).recipe["bos"] is True
 
 
 def test_the_split_is_measured_on_any_machine(recipe: str, tmp_path: Path) -> None:

@@ -171,8 +171,18 @@ def test_accuracy_at_hidden_tokens_of_a_task(bert, bert_tokenizer, gpt, gpt2_tok
         evaluate(CausalScorer(gpt, gpt2_tokenizer), [task], Settings(data_dir=tmp_path))
 
 
-def test_wrong_tokenizer_and_generation_are_refused(bert, gpt2_tokenizer, bert_tokenizer) -> None:
+def test_wrong_tokenizer_and_generation_are_refused(bert, gpt2_tokenizer, bert_tokenizer, tmp_path, monkeypatch) -> None:
+    """Also before the other tasks of the same command are scored, and a window without room."""
     with pytest.raises(WrongUse, match="does not belong to a BERT"):
         MaskedScorer(bert, gpt2_tokenizer)
     with pytest.raises(WrongUse, match="cannot write"):
         next(MaskedScorer(bert, bert_tokenizer).generate(["x"], [], 3))
+    file = tmp_path / "triviaqa" / "triviaqa_sm_sub.jsonl"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"context": "Question: Who?\nAnswer:", "answer": "Ann", "aliases": ["Ann"]}) + "\n")
+    scorer = MaskedScorer(bert, bert_tokenizer)
+    monkeypatch.setattr(scorer, "score", lambda questions: pytest.fail("scored before the refusal"))
+    with pytest.raises(WrongUse, match="cannot write"):
+        evaluate(scorer, find_tasks(["blimp_wh_island", "triviaqa"]), Settings(tmp_path, limit=2))
+    with pytest.raises(WrongUse, match="no room for a text"):
+        MaskedScorer(bert, bert_tokenizer, window=2)

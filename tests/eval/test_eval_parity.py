@@ -76,6 +76,26 @@ def test_a_handful_of_records_equals_the_harness(samples: Path, tmp_path: Path, 
     compare(small_model(tmp_path / "model", text[:200_000], steps=0), rows, tmp_path / "harness", monkeypatch)
 
 
+def test_a_tokenizer_that_puts_bos_equals_the_harness(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Llama's file says: before contexts, not before an answer without one, and before documents, where it is predicted too."""
+    text = (samples / "tinyshakespeare" / "input.txt").read_text()
+    model = small_model(tmp_path / "model", text[:100_000], steps=0)
+    made = json.loads((model / "tokenizer.json").read_text())
+    name = "<|endoftext|>"
+    made["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {name: {"id": name, "ids": [0], "tokens": [name]}},
+    }  # fmt: skip
+    (model / "tokenizer.json").write_text(json.dumps(made))
+    lambada = [json.loads(line) for line in (samples / "lambada" / "lambada_test.jsonl").read_text().splitlines()[:4]]
+    blimp = [{"sentence_good": "Who sleeps here?", "sentence_bad": "Who sleep here?"}]
+    rows = {"lambada_openai": lambada, "blimp_wh_island": blimp, "wikitext_2": [{"page": text[:3000]}, {"page": "Short . "}]}
+    assert open_scorer(model).scorer.recipe["bos"]
+    compare(model, rows, tmp_path / "harness", monkeypatch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 120], ids=["random", "trained"])
 def test_all_tasks_equal_the_harness(
@@ -88,7 +108,7 @@ def test_all_tasks_equal_the_harness(
     compare(small_model(tmp_path / "model", text, steps=steps), rows, tmp_path / "harness", monkeypatch)
 
 
-def test_the_adapter_gives_the_harness_our_scores(samples: Path, tmp_path: Path) -> None:
+def test_the_adapter_gives_the_harness_our_scores(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness driving our scorer reports what it reports of the same weights through transformers."""
     from lm_eval.api.instance import Instance
     from throughline.eval.adapter import ThroughlineLM
@@ -102,6 +122,11 @@ def test_the_adapter_gives_the_harness_our_scores(samples: Path, tmp_path: Path)
         question = model.scorer.encode([[pair]])
         (score,) = next(iter(model.scorer.score(question)))[0][1]
         assert (logprob, greedy) == (pytest.approx(score.logprob, abs=1e-4), score.greedy)
+    grouped, encode = [], model.scorer.encode
+    monkeypatch.setattr(model.scorer, "encode", lambda groups: (grouped.extend(map(len, groups)), encode(groups))[1])
+    records = [("blimp", record, 1) for record in (0, 0, 1, 1, 2, 2)]
+    model.loglikelihood([Instance("loglikelihood", {}, ("", f"Word {i}"), i % 2, record) for i, record in enumerate(records)])
+    assert grouped == [2, 2, 2], "records without a context are no single question"
     (document,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("The king is dead. " * 80,), 0)])
     assert document < -1000
     written = model.generate_until([Instance("generate_until", {}, ("The king", {"until": ["\n"], "max_gen_toks": 4}), 0)])

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from throughline.eval.fewshot import with_examples
+from throughline.eval.items import Item
 from throughline.eval.sources import Record
-from throughline.eval.task import Item, find_tasks, load_task, shipped_tasks
+from throughline.eval.task import find_tasks, load_task, shipped_tasks
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")
 
@@ -97,6 +99,23 @@ def test_prompts_equal_the_harness(name: str, asked) -> None:
             if item.choices:
                 assert list(item.choices) == theirs["choices"]
                 assert item.gold == (theirs["choices"].index(gold) if isinstance(gold, str) else gold)
+
+
+def test_examples_have_the_form_of_the_harness(tmp_path: Path) -> None:
+    """One example out of two records can only be the other one, so both draw it: every task's context with it, every character."""
+    two = {name: (records * 2)[:2] for name, records in RECORDS.items() if name != "wikitext_2"}
+    for name, (one, other) in two.items():
+        if one == other:  # tell them apart by a word in a text of theirs
+            key = next(key for key in ("sentence_good", "premise", "question", "goal", "text", "passage", "sentence1", "sentence",
+                                       "question_stem", "ctx_a", "article") if key in other)  # fmt: skip
+            two[name] = [one, other | {key: f"Also {other[key]}"}]
+    asked = _harness().requests(tmp_path, two, shots=1)
+    for name, records in two.items():
+        (bound,) = find_tasks([name])
+        items = bound.items([Record(f"{name}:{number}", record) for number, record in enumerate(records)])
+        for item, theirs in zip(with_examples(name, items, None, 1, 0), asked[name], strict=True):
+            wanted = [pair[0] for pair in theirs["arguments"]]
+            assert [context for context, _ in item.pairs[: len(wanted)]] == wanted, name
 
 
 def test_every_task_of_the_harness_is_checked_or_run() -> None:

@@ -13,11 +13,11 @@ import torch
 from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.artifact import read_manifest
-from throughline.core.errors import Refused
+from throughline.core.errors import Refused, WrongUse
 from throughline.core.recipe import dump_toml
 from throughline.data import stream
 from throughline.data.train_tokenizer import train_tokenizer
-from throughline.train.build import Plan
+from throughline.train.build import Plan, training_rows
 from throughline.train.checkpoint import load_model
 from throughline.train.evaluate import Validation
 from throughline.train.loop import train
@@ -149,6 +149,28 @@ def test_validation_is_that_of_a_store_of_the_same_text(
 def test_text_of_another_tokenizer_is_refused(from_text: Callable[..., Plan], gpt_store: Path) -> None:
     with pytest.raises(Refused, match="different tokenizers"):
         from_text("gpt", data={"validation": str(gpt_store)})
+
+
+def test_a_bert_on_tokens_without_its_marks_is_told_what_it_needs(make_plan: Callable[..., Plan], gpt_store: Path) -> None:
+    with pytest.raises(WrongUse, match=r"\[MASK\]: data tokenizer --type wordpiece"):
+        training_rows(make_plan("bert", data={"train": str(gpt_store)}, objective={"sentences": "none"}))
+
+
+def test_a_megatron_prefix_is_trained_on(make_plan: Callable[..., Plan], gpt_store: Path, tmp_path: Path) -> None:
+    """PREFIX.bin and PREFIX.idx: no path of that name is there, and a run still knows both files by their content."""
+    prefix = tmp_path / "corpus_text_document"
+    for suffix in (".bin", ".idx"):
+        Path(f"{prefix}{suffix}").write_bytes((gpt_store / f"00000{suffix}").read_bytes())
+    model = {"overrides": {"layers": 2, "width": 32, "heads": 2, "vocab_size": 64}}
+    plan = make_plan(data={"train": str(prefix)}, model=model)
+    assert plan.train_stores[0].facts["foreign"] and plan.tokenizer is None
+    raw = bytearray(Path(f"{prefix}.bin").read_bytes())
+    raw[100] ^= 1
+    Path(f"{prefix}.bin").write_bytes(raw)
+    other = make_plan(data={"train": str(prefix)}, model=model)
+    with pytest.raises(Refused, match=r"do not fit(.|\n)*vocab_size to at least"):
+        make_plan(data={"train": str(prefix)}, model={"overrides": model["overrides"] | {"vocab_size": 5}})
+    assert [item.path for item in plan.inputs] == [str(prefix)] and plan.inputs[0].hash != other.inputs[0].hash
 
 
 @pytest.fixture

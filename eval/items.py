@@ -1,0 +1,185 @@
+"""Questions: one prompt block of a task filled in from one record, every complaint naming file, line and field."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import Failed
+from .sources import Record
+from .textops import FILTERS
+
+if TYPE_CHECKING:
+    from .task import BoundTask, Prompt
+
+
+@dataclass(frozen=True)
+class Item:
+    """A record turned into a question; which fields are filled depends on the kind."""
+
+    where: str
+    pairs: tuple[tuple[str, str], ...] = ()  # (context, continuation) texts
+    choices: tuple[str, ...] = ()  # as acc_norm measures them: without the delimiter
+    gold: int = 0
+    text: str = ""
+    original: str = ""
+    answers: tuple[str, ...] = ()
+    gap: str = ""  # between context and continuation of an example alone: the harness delimits it there too (LAMBADA)
+
+    @property
+    def context(self) -> str:
+        """The one context of kinds that have one."""
+        return self.pairs[0][0]
+
+    @property
+    def solved(self) -> str:
+        """The text of the question with its right answer."""
+        return "".join(self._right)
+
+    @property
+    def example(self) -> str:
+        """The same as a few-shot example shows it."""
+        return self.gap.join(self._right)
+
+    @property
+    def _right(self) -> tuple[str, str]:
+        return self.pairs[self.gold] if self.gold < len(self.pairs) else self.pairs[0]
+
+
+@cache
+def _environment() -> Any:
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True, finalize=_given)
+    environment.filters.update(FILTERS)
+    return environment
+
+
+def _given(value: Any) -> Any:
+    """What a template prints; a null would be printed as the word "None"."""
+    if value is None:
+        raise ValueError("a field is null")
+    return value
+
+
+@cache
+def _template(text: str) -> Any:
+    return _environment().from_string(text)
+
+
+@cache
+def _expression(text: str) -> Any:
+    return _environment().compile_expression(text, undefined_to_none=False)
+
+
+def item_of(bound: "BoundTask", record: Record) -> Item:
+    """The question that a record becomes. Raises Failed naming its file, line and field."""
+    task = bound.task
+    prompt = next((prompt for prompt in task.prompt if all(field in record.data for field in prompt.fields)), None)
+    if prompt is None:
+        missing = [field for field in task.prompt[0].fields if field not in record.data]
+        raise Failed(
+            f"the record lacks the field {missing[0]!r}", where=record.where,
+            why=f"task {bound.name} reads " + " or ".join("{" + ", ".join(p.fields) + "}" for p in task.prompt)
+            + f"; the record has {{{', '.join(record.data)}}}",
+            fix="mend the record, or give a task file with a [[prompt]] for this form",
+        )  # fmt: skip
+    return _Builder(bound, prompt, record).item()
+
+
+def joined(records: Sequence[Record]) -> Record:
+    """All records as one, at the first one's place: its texts, each of which ends its line, behind one another."""
+    texts = [key for key, value in records[0].data.items() if isinstance(value, str)]
+    parts = {key: [record.data[key] for record in records if isinstance(record.data.get(key), str)] for key in texts}
+    whole = {key: "".join(part if part.endswith("\n") else f"{part}\n" for part in some) for key, some in parts.items()}
+    return Record(records[0].where, whole)
+
+
+class _Builder:
+    """Fills one prompt block from one record."""
+
+    def __init__(self, bound: "BoundTask", prompt: "Prompt", record: Record) -> None:
+        self.bound, self.prompt, self.record = bound, prompt, record
+
+    def item(self) -> Item:
+        kind, where = self.bound.task.kind, self.record.where
+        if kind == "multiple_choice":
+            context = self.text("context")
+            choices = self.texts("choices")
+            pairs = tuple((context, self.bound.task.delimiter + choice) for choice in choices)
+            return Item(where, pairs, choices, self.gold(len(choices)))
+        if kind == "partial":
+            contexts = self.texts("contexts")
+            target = self.filled("target")
+            pairs = tuple((context, self.bound.task.delimiter + target) for context in contexts)
+            return Item(where, pairs, contexts, self.gold(len(contexts)))
+        if kind == "loglikelihood":
+            return Item(where, ((self.text("context"), self.filled("target")),), gap=self.bound.task.delimiter)
+        if kind in ("generate_until", "cloze"):
+            answers = self.evaluate("answers")
+            if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+                raise self.bad("answers", f"{answers!r} is not a list of accepted answers")
+            context = self.text("context")
+            return Item(where, ((context, self.bound.task.delimiter + answers[0]),), answers=tuple(answers))
+        text = self.text("text")
+        return Item(where, text=text, original=self.text("original") if self.prompt.original else text)
+
+    def text(self, key: str) -> str:
+        return self.render(key, getattr(self.prompt, key))
+
+    def filled(self, key: str) -> str:
+        text = self.text(key)
+        if not text.strip():
+            raise self.bad(key, "it is empty")
+        return text
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        given = getattr(self.prompt, key)
+        texts = self.evaluate(key) if isinstance(given, str) else [self.render(key, template) for template in given]
+        if not isinstance(texts, list) or not texts:
+            raise self.bad(key, f"{texts!r} is not a list of texts")
+        for number, text in enumerate(texts):
+            if not isinstance(text, str) or not text.strip():
+                raise self.bad(f"{key}[{number}]", "it is empty" if isinstance(text, str) else f"{text!r} is not a text")
+        return tuple(texts)
+
+    def gold(self, choices: int) -> int:
+        value = self.evaluate("gold")
+        if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]+\s*", value):
+            value = int(value)
+        if not isinstance(value, int) or not 0 <= value < choices:
+            raise self.bad("gold", f"{value!r} is not the index of one of the {choices} choices")
+        return int(value)
+
+    def render(self, key: str, template: str) -> str:
+        return self.guarded(key, lambda: _template(template).render(self.record.data))
+
+    def evaluate(self, key: str) -> Any:
+        text = getattr(self.prompt, key)
+        return self.guarded(key, lambda: _settled(_expression(text)(self.record.data)))
+
+    def guarded(self, key: str, action: Any) -> Any:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return action()
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError, SyntaxError) as error:
+            raise self.bad(key, str(error)) from error
+
+    def bad(self, key: str, why: str) -> Failed:
+        fields = ", ".join(self.prompt.fields)
+        return Failed(
+            f"cannot make the {key} of a question", where=self.record.where,
+            why=f"{why} (task {self.bound.name}, made from the fields {fields})", fix="mend the record, or the task's prompt",
+        )  # fmt: skip
+
+
+def _settled(value: Any) -> Any:
+    """Raises for an undefined value, which an expression would otherwise return as an object."""
+    from jinja2 import StrictUndefined
+
+    if isinstance(value, StrictUndefined):
+        str(value)
+    return list(value) if isinstance(value, tuple) else value

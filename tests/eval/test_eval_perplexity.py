@@ -1,0 +1,129 @@
+"""Protocols of perplexity and Megatron-LM's forms of tasks against plain readings of their definitions."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from throughline.eval.causal import CausalScorer
+from throughline.eval.masked import MaskedScorer
+from throughline.eval.perplexity import stream
+from throughline.eval.report import rows_of
+from throughline.eval.runner import Settings, evaluate
+from throughline.eval.sources import Record
+from throughline.eval.task import find_tasks
+
+TEXT = (
+    " = Title = \n \n The cat , which had sat on the mat , left . \n"
+    " It was the age of wisdom and it was the age of foolishness . \n"
+) * 2
+
+
+def megatron(ids: list[int], window: int, stride: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """(what is read, what is predicted) of every target that counts, by Megatron-LM's zero-shot data set: windows begin every
+    `stride` tokens, the first counts whole, later ones by their last `stride` places, padding never."""
+    targets = max(len(ids) - 1 - stride, 0)
+    for number in range(max(math.ceil(targets / stride) + 1, 1)):
+        piece = ids[number * stride : number * stride + window + 1]
+        for place in range(window):
+            counts = number == 0 or stride == window or place >= window - stride
+            if counts and place + 1 < len(piece):
+                yield tuple(piece[: place + 1]), piece[place + 1]
+
+
+@pytest.mark.parametrize("stride", [32, 20, 0])
+@pytest.mark.parametrize("tokens", [2, 63, 64, 65, 66, 100, 129, 333])
+def test_a_stream_is_cut_as_megatron_cuts_it(tokens: int, stride: int) -> None:
+    """Every target once, each after exactly the tokens that it has there, in the last window too."""
+    ids = list(range(tokens))
+    found = []
+    for question in stream(tuple(ids), 64, stride):
+        ((context, targets),) = question.pairs
+        found += [((context + targets)[: len(context) + place], target) for place, target in enumerate(targets)]
+    assert found == list(megatron(ids, 64, stride or 64))
+    assert [target for _, target in found] == ids[1:]
+
+
+def test_wikitext_by_megatron_is_normalised_by_original_words(small_gpt, gpt2_tokenizer, tmp_path: Path) -> None:
+    """exp of the sum over the original's words less one; the report's line says per what, and the stride."""
+    (tmp_path / "wikitext-2").mkdir()
+    (tmp_path / "wikitext-2" / "wiki.test.tokens").write_text(TEXT)
+    scorer = CausalScorer(small_gpt, gpt2_tokenizer, window=48)
+    (task,) = find_tasks(["wikitext_megatron_2"])
+    (scores,) = evaluate(scorer, [task], Settings(tmp_path))
+    (item,) = task.items(task.records(tmp_path, None))
+    ids = gpt2_tokenizer.encode(item.text).tolist()
+    total = 0.0
+    for read, target in megatron(ids, 48, 32):
+        with torch.no_grad():
+            total += float(torch.log_softmax(small_gpt(torch.tensor([read]))[0, -1].float(), -1)[target])
+    metrics = scores.summary["metrics"]
+    assert metrics["adjusted_perplexity"]["value"] == pytest.approx(math.exp(-total / (len(TEXT.strip().split(" ")) - 1)), rel=1e-4)
+    assert metrics["token_perplexity"]["value"] == pytest.approx(math.exp(-total / (len(ids) - 1)), rel=1e-4)
+    results = {"tasks": [scores.summary], "groups": []}
+    assert rows_of(results)[0][:3] == ("wikitext_megatron_2", "adjusted_perplexity", "word, stride 32")
+
+
+def test_lambada_by_megatron(small_gpt, gpt2_tokenizer) -> None:
+    """Lax: the text's last token alone. Strict: all tokens of the last word, whatever white space is before it."""
+    text = "He spoke of the \n antidisestablishmentarians"
+    lax, strict, harness = find_tasks(["lambada_megatron", "lambada_megatron_strict", "lambada_openai"])
+    (item,) = lax.items([Record("x:1", {"text": text})])
+    assert item.text == text
+    assert strict.items([Record("x:1", {"text": text})])[0].pairs == (("He spoke of the", " antidisestablishmentarians"),)
+    assert harness.items([Record("x:1", {"text": text})])[0].pairs == (("He spoke of the \n", " antidisestablishmentarians"),)
+    scorer = CausalScorer(small_gpt, gpt2_tokenizer, keep_tokens=True)
+    (scores,) = evaluate(scorer, [lax], Settings(limit=3))
+    for record, sample in zip(lax.records(None, 3), scores.samples, strict=True):
+        ids = gpt2_tokenizer.encode(record.data["text"])[-(scorer.window + 1) :].tolist()
+        with torch.no_grad():
+            logits = small_gpt(torch.tensor([ids[:-1]]))[0, -1]
+        ((logprob, right, tokens, *_),) = sample["answers"][0]
+        assert logprob == pytest.approx(float(torch.log_softmax(logits, -1)[ids[-1]]), abs=1e-4)
+        assert (tokens, right) == (1, int(logits.argmax() == ids[-1]))
+
+
+def test_pseudo_perplexity_masks_each_token_once(bert, bert_tokenizer, tmp_path: Path) -> None:
+    """Of a BERT a document's perplexity is that of its tokens, each masked alone in its window; the last window is filled up."""
+    (tmp_path / "wikitext-2").mkdir()
+    (tmp_path / "wikitext-2" / "test.txt").write_text(TEXT * 2)
+    (task,) = find_tasks(["wikitext_2"])
+    scorer = MaskedScorer(bert, bert_tokenizer, pll="original", window=13)
+    (scores,) = evaluate(scorer, [task], Settings(tmp_path, limit=1))
+    ids = bert_tokenizer.encode(task.items(task.records(tmp_path, 1))[0].text).tolist()
+    room, total = 11, 0.0
+    assert 2 * room < len(ids) and len(ids) % room
+    for place, token in enumerate(ids):
+        start = place // room * room
+        start = min(start, len(ids) - room)
+        row = [bert_tokenizer.cls_id, *ids[start : start + room], bert_tokenizer.sep_id]
+        row[1 + place - start] = bert_tokenizer.mask_id
+        with torch.no_grad():
+            total += float(torch.log_softmax(bert(torch.tensor([row]))[0, 1 + place - start], -1)[token])
+    metrics = scores.summary["metrics"]
+    assert metrics["token_perplexity"]["value"] == pytest.approx(math.exp(-total / len(ids)), rel=1e-4)
+
+
+def test_cloze_counts_the_first_and_the_first_ten(bert, bert_tokenizer, tmp_path: Path) -> None:
+    """P@1 and P@10 of the words that the model has first, last of the first ten, and next after them."""
+    prompt = "The capital of France is [MASK] ."
+    (tmp_path / "own.toml").write_text(
+        'about = "own"\nkind = "cloze"\nmetrics = ["p_at_1", "p_at_10"]\n[source]\nfiles = ["own.jsonl"]\n'
+        '[[prompt]]\nfields = ["a", "c"]\ncontext = "{{ c }}"\nanswers = "[a]"\n'
+    )
+    scorer = MaskedScorer(bert, bert_tokenizer)
+    ((context, _),) = scorer.encode([[(prompt, "x")]])[0].pairs
+    row = [bert_tokenizer.cls_id, *context, bert_tokenizer.sep_id]
+    with torch.no_grad():
+        logits = bert(torch.tensor([row]))[0, row.index(bert_tokenizer.mask_id)]
+    names = {number: word for word, number in bert_tokenizer.vocab.items()}
+    whole = [names[i] for i in logits.argsort(descending=True).tolist()]
+    ranked = [place for place, word in enumerate(whole) if word.isalpha() and bert_tokenizer.encode(word).size == 1]
+    chosen = [ranked[0], [place for place in ranked if place < 10][-1], next(place for place in ranked if place >= 10)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"a": whole[place], "c": prompt}) + "\n" for place in chosen))
+    (scores,) = evaluate(scorer, find_tasks([str(tmp_path / "own.toml")]), Settings(tmp_path))
+    assert [sample["metrics"]["p_at_1"] for sample in scores.samples] == [[float(place < 1)] for place in chosen]
+    assert [sample["metrics"]["p_at_10"] for sample in scores.samples] == [[float(place < 10)] for place in chosen]
+    assert {place < 10 for place in chosen} == {True, False}
