@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from ..core import console
-from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ThroughlineError
+from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, Failed, ThroughlineError
 
 LATER_S = 2.0
 
@@ -52,14 +52,8 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except (click.exceptions.Exit, SystemExit):
             raise
-        except Exception as error:  # a fault of ours: say so in one line, keep the traceback for --debug
-            if debug:
-                traceback.print_exc()
-            click.echo(
-                f"error: {type(error).__name__}: {error}\n  fix:   a fault in throughline; run again with --debug",
-                err=True,
-            )
-            sys.exit(EXIT_FAILED)
+        except Exception as error:
+            _fail(_unforeseen(error), json_output, debug)
         finally:
             _on_sigterm(before)
             console.configure()
@@ -86,6 +80,14 @@ def _tell_launcher(code: int, kind: str = "done") -> None:
         Path(file).write_text(f"{code} {kind}")
 
 
+def _unforeseen(error: Exception) -> Failed:
+    """A path that the system refuses is the user's to mend; anything else is a fault of ours, in one line without --debug."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        fix = "check the path, its owner and its permissions; --debug shows what needed it"
+        return Failed(error.strerror.lower(), where=error.filename, fix=fix)
+    return Failed(f"{type(error).__name__}: {error}", fix="a fault in throughline; run again with --debug")
+
+
 def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(LATER_S)  # what all processes meet is said by the first, which then ends this one
@@ -97,6 +99,11 @@ def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
     if getattr(error, "at_once", False):  # a run whose other processes stand still: an orderly end would wait for them
         os._exit(error.exit_code)
     sys.exit(error.exit_code)
+
+
+def read_stdin() -> str:
+    """All of standard input as UTF-8, whatever the locale; bytes that are none become replacement characters, as in files."""
+    return sys.stdin.buffer.read().decode("utf-8-sig", "replace")
 
 
 def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:

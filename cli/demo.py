@@ -15,7 +15,8 @@ import click
 
 from ..core import console
 from ..core.artifact import is_artifact, read_manifest
-from ..core.errors import Failed
+from ..core.errors import Failed, WrongUse
+from ..core.files import sha256_file, walk_files
 from .common import throughline_command
 
 PACKAGE = __package__.rsplit(".", 1)[0]
@@ -36,7 +37,9 @@ def command(out: Path, text: Path | None) -> None:
     """
     start = time.monotonic()
     samples = Path(str(resources.files(PACKAGE).joinpath("recipes", "samples")))
-    stages = road(out, text or samples / "tinyshakespeare" / "input.txt")
+    text = text or samples / "tinyshakespeare" / "input.txt"
+    stages = road(out, text)
+    check_text(out, text)
     seconds = {made: run_stage(words, out / made) for made, words in stages}
     answers = ask(out)
     lines = summary(out, seconds, answers, time.monotonic() - start)
@@ -60,6 +63,18 @@ def road(out: Path, text: Path) -> list[tuple[str, list[str]]]:
             (f"{family}-onnx", ["export", run, "--to", "onnx", "--out", str(out / f"{family}-onnx")]),
         ]
     return stages
+
+
+def check_text(out: Path, text: Path) -> None:
+    """Refuse a directory whose kept stages were made from another text: their figures would be taken for this one's."""
+    made = out / "gpt-tokenizer"
+    if not is_artifact(made):
+        return
+    here = {sha256_file(file) for file in ([text] if text.is_file() else walk_files(text))}
+    others = [item.path for item in read_manifest(made).inputs if item.hash and item.hash not in here]
+    if others:
+        why, fix = f"{made} was made from {others[0]}", "choose another --out, or remove that directory"
+        raise WrongUse("the demo there is of another text", where=out, why=why, fix=fix)
 
 
 def run_stage(words: list[str], made: Path) -> float | None:
@@ -128,6 +143,7 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
             spent = next(value for made, value in seconds.items() if made.split("/")[0] == f"{family}-{name}")
             time_text = "kept" if spent is None else console.duration(spent)
             rows.append((f"{family}-{name}", text, time_text, rate.get(name, "")))
+    place = shlex.quote(str(out))
     words = ", ".join(choice["text"] for choice in answers["fill_mask"]["data"][0]["candidates"][:3])
     gpt = (PROMPT + answers["completion"]).splitlines()
     return [
@@ -139,9 +155,9 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
         f"  BERT  my lord, the [MASK] is here.  ->  {words}",
         "",
         f"done in {console.duration(total)}. Next:",
-        f"  throughline serve gpt={out}/gpt-onnx bert={out}/bert-onnx      # then open http://127.0.0.1:8000/",
-        f"  throughline generate {out}/gpt-onnx --prompt 'JULIET:'",
-        f"  throughline show {out}/gpt-onnx                                 # what it was made from, back to the text",
+        f"  throughline serve gpt={place}/gpt-onnx bert={place}/bert-onnx      # then open http://127.0.0.1:8000/",
+        f"  throughline generate {place}/gpt-onnx --prompt 'JULIET:'",
+        f"  throughline show {place}/gpt-onnx                                 # what it was made from, back to the text",
         "  throughline demo --text your.txt --out runs/mine                # the same road on your own text",
     ]
 

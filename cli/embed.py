@@ -1,15 +1,14 @@
 """`throughline embed PATH FILE`: embeddings of texts with a BERT."""
 
 import json
-import sys
 from pathlib import Path
 
 import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from ..core.files import write_atomic
-from .common import throughline_command
+from ..core.files import full_disk, write_atomic
+from .common import read_stdin, throughline_command
 
 
 @click.command()
@@ -29,13 +28,16 @@ def command(path: str, file: str, out: str | None) -> None:
 
     if file != "-" and not Path(file).is_file():
         raise WrongUse("no such file", where=file, fix="give a text file with one text per line, or - for standard input")
-    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8", errors="replace")
-    texts = [line for line in text.splitlines() if line.strip()]
+    text = read_stdin() if file == "-" else Path(file).read_bytes().decode("utf-8-sig", "replace")
+    # not splitlines(), which cuts at form feeds and at Unicode's line separators too
+    texts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not texts:
         raise WrongUse("there is no text to embed", where=file, fix="give a file with one text per line")
-    rows = [{"text": text, "embedding": vector.tolist()} for text, vector in zip(texts, embed_texts(path, texts))]
+    rows = [{"text": line, "embedding": vector.tolist()} for line, vector in zip(texts, embed_texts(path, texts))]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     if out is not None:
+        with full_disk(out):
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, "\n".join(lines) + "\n")
         console.result({"path": out, "texts": len(texts)}, [f"{len(texts)} embeddings written: {out}"])
     else:

@@ -1,5 +1,7 @@
 """`throughline export PATH --to onnx|huggingface`: hand a model over, compared with the original."""
 
+import shlex
+
 import click
 
 from ..core import console
@@ -33,5 +35,6 @@ def command(path: str, target: str, out: str, overwrite: bool) -> None:
     lines = [*console.table(header, rows), f"bound: {report['bound']:g} of {report['bound_of']}"]
     if "greedy_tokens" in report:
         lines.append("greedy tokens equal to torch's: {equal} of {asked}".format(**report["greedy_tokens"]))
-    lines += ["", *console.table(*latency_lines(report["latency"])), "", f"written: {out}", f"try it:  throughline serve {out}"]
+    lines += ["", *console.table(*latency_lines(report["latency"]))]
+    lines += ["", f"written: {out}", f"try it:  throughline serve {shlex.quote(out)}"]
     console.result({"path": str(out), "to": target, **report}, lines)

@@ -1,12 +1,10 @@
 """`throughline generate PATH`: continue a text with a GPT."""
 
-import sys
-
 import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from .common import throughline_command
+from .common import read_stdin, throughline_command
 
 
 @click.command()
@@ -34,19 +32,18 @@ def command(
     from ..inference.sampling import Sampling
     from ..inference.texts import continue_text
 
-    if prompt is None:
-        prompt = sys.stdin.read()
+    prompt = read_stdin() if prompt is None else prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     seeds = [None if seed is None else seed + number for number in range(samples)]
     settings = [Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed) for seed in seeds]
     if not all(stop):
         raise WrongUse("a stop text is empty", where="--stop", fix="give at least one character")
     answers = [""] * samples
     live = samples == 1
-    if live:
-        console.stream(prompt)
+    shown = prompt  # with the first piece: an error has its line to itself
     for number, piece in continue_text(path, prompt, settings, max_tokens, stop):
         answers[number] += piece.text
         if live:
-            console.stream(piece.text)
+            console.stream(shown + piece.text)
+            shown = ""
     lines = [""] if live else [f"--- {number + 1}\n{prompt}{answer}" for number, answer in enumerate(answers)]
     console.result({"prompt": prompt, "answers": answers}, lines)

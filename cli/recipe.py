@@ -20,7 +20,7 @@ def list_recipes() -> None:
     \b
     Example:  throughline recipe list
     """
-    rows = [(name, path.read_text().splitlines()[0].lstrip("# ")) for name, path in shipped_recipes().items()]
+    rows = [(name, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")) for name, path in shipped_recipes().items()]
     console.result({"recipes": dict(rows)}, [f"{name:<28}{note}" for name, note in rows])
 
 
@@ -34,7 +34,7 @@ def show(name: str | None) -> None:
     Example:  throughline recipe show gpt-shakespeare
     """
     if name:
-        text = find_recipe(name).read_text()
+        text = find_recipe(name).read_text(encoding="utf-8")
         console.result({"recipe": name, "text": text}, text.splitlines())
         return
     from ..train.recipe import Recipe

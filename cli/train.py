@@ -69,7 +69,10 @@ def command(
     summary = train(plan, directory, resume=resume, evaluators=evaluators, profile=profile)
     if running_processes()[0] > 0:
         return  # the first process says it
+    from ..train.report import figure_text
+
     figures = {"loss": summary["loss"], **{figure_name(name): value for name, value in summary["validation"].items()}}
-    lines = [f"{name:<26}{value:,.4f}" if isinstance(value, float) else f"{name:<26}{value}" for name, value in figures.items()]
+    figures |= {"steps skipped": summary["skipped_steps"]} if summary["skipped_steps"] else {}
+    lines = [f"{name:<26}{figure_text(value)}" for name, value in figures.items()]
     lines += [f"{'tokens/s':<26}{summary['tokens_per_s']:,.0f}", f"run in {directory}; report: {directory / 'report.html'}"]
     console.result(summary, lines)

@@ -99,7 +99,7 @@ def create_artifact(
     Failed when the disk is full.
     """
     assert kind in KINDS, kind
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # a link stays, what it names is written
     check_free(path, overwrite)
     staging = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
     draft = Draft(staging, inputs=list(inputs))
@@ -153,6 +153,9 @@ def check_free(path: Path | str, overwrite: bool | None = None) -> None:
     `overwrite` is None where there is no --overwrite.
     """
     path = Path(path)
+    if path.is_dir() and ((here := path.samefile(".")) or os.path.ismount(path)):
+        why = f"it is {'the current directory' if here else 'a mount point'}, and an output is renamed into its place"
+        raise WrongUse("the output cannot be this directory", where=path, why=why, fix=f"a new one in it: {path / 'NAME'}")
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not overwrite:
@@ -181,7 +184,8 @@ def _move_into_place(staging: Path, path: Path, overwrite: bool) -> None:
 
 def command_line() -> str:
     """The command that is running, as a person would type it."""
-    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    program = Path(sys.argv[0] if sys.argv else "")
+    name = "throughline" if program.parts[-2:] == ("cli", "main.py") else program.name or "python"  # python -m throughline.cli.main
     return shlex.join([name, *sys.argv[1:]])
 
 

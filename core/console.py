@@ -76,11 +76,12 @@ def duration(seconds: float) -> str:
     """Seconds as a person says them: 0.52 s, 41 s, 3 min 20 s, 2 h 05 min."""
     if seconds < 10:
         return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
+    seconds = round(seconds)  # here, so that no 59.7 becomes 60 beside its minutes
     if seconds < 120:
-        return f"{seconds:.0f} s"
+        return f"{seconds} s"
     if seconds < 7200:
-        return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
-    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
+        return f"{seconds // 60} min {seconds % 60:02} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60:02} min"
 
 
 def amount(value: float, unit: str) -> str:

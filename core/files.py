@@ -72,6 +72,7 @@ def full_disk(path: Path | str) -> Iterator[None]:
             raise WrongUse("cannot write there", where=error.filename or path, why=names[error.errno], fix=fix) from error
         reasons = {
             errno.ENOSPC: "the disk is full",
+            errno.EPERM: "not permitted there",
             errno.EDQUOT: "the quota is used up",
             errno.EFBIG: "the file-size limit is reached",
             errno.EROFS: "the file system is read-only",

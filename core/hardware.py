@@ -140,7 +140,7 @@ def _gpus() -> tuple[Gpu, ...]:
     gpus = []
     for line in out.splitlines():
         index, name, capability, mib, driver = (part.strip() for part in line.split(","))
-        size = int(float(mib) * 2**20)
+        size = int(float(mib) * 2**20) if mib[:1].isdigit() else 0  # [N/A] where the memory is the CPU's
         gpus.append(Gpu(int(index), name, capability, size, driver, find_chip(name, size)))
     return tuple(gpus)
 

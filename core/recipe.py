@@ -23,9 +23,9 @@ from .files import sha256_json
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, strict (no "3" for 3), unknown keys refused, docstrings under fields are their help."""
+    """A part of a recipe: frozen, strict (no "3" for 3, no inf), unknown keys refused, docstrings under fields are their help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def build_recipe(
     try:
         recipe = model.model_validate(tree)
     except ValidationError as error:
-        problems = [_from_pydantic(item, model) for item in error.errors()]
+        problems = list(_from_pydantic(error.errors(), model))
     if recipe is not None:
         problems = [problem for rule in rules for problem in rule(recipe)]
     if problems or recipe is None:
@@ -143,7 +143,7 @@ def describe(model: type[Section], prefix: str = "") -> list[tuple[str, str, str
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise WrongUse("the recipe is not a text file", where=path, fix="a recipe is TOML in UTF-8") from None
 
@@ -185,28 +185,55 @@ def _section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
-def _from_pydantic(item: Any, model: type[Section]) -> Problem:
-    path = [str(part) for part in item["loc"]]
-    key = ".".join(path)
-    if item["type"] == "extra_forbidden":
-        section: type[Section] | None = model
-        for part in path[:-1]:
-            field = section.model_fields.get(part) if section else None
-            section = _section_of(field.annotation) if field else None
-        known = list(section.model_fields) if section else []
-        near = difflib.get_close_matches(path[-1], known, 1, 0.5)
-        return Problem(key, "unknown key", f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(known))
-    if item["type"] == "missing":
-        return Problem(key, "missing")
-    return Problem(key, f"{item['msg'][0].lower()}{item['msg'][1:]}, not {item['input']!r}")
+def _from_pydantic(items: Iterable[Any], model: type[Section]) -> Iterable[Problem]:
+    """One problem a key; where a value may be of several kinds, of the kind that came furthest."""
+    found: dict[str, tuple[type[Section] | None, list[Any]]] = {}
+    for item in items:
+        path, section = _place(item["loc"], model)
+        found.setdefault(".".join(path), (section, []))[1].append(item)
+    for key, (section, wrong) in found.items():
+        if any(other.startswith(f"{key}.") for other in found):
+            continue
+        if wrong[0]["type"] == "extra_forbidden":
+            known = list(section.model_fields) if section else []
+            near = difflib.get_close_matches(key.rpartition(".")[2], known, 1, 0.5)
+            yield Problem(key, "unknown key", f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(known))
+        elif wrong[0]["type"] == "missing":
+            yield Problem(key, "missing")
+        else:
+            texts = dict.fromkeys(f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in wrong)
+            yield Problem(key, f"{' or '.join(texts)}, not {wrong[0]['input']!r}")
+
+
+def _place(loc: Sequence[str | int], model: type[Section]) -> tuple[list[str], type[Section] | None]:
+    """The key at a pydantic location, without the names of a union's kinds that stand in it, and the section that holds it."""
+    path: list[str] = []
+    section: type[Section] | None = model
+    kinds: Any = model
+    for part in loc:
+        field = section.model_fields.get(str(part)) if section else None
+        if field is not None:
+            kinds, section = field.annotation, _section_of(field.annotation)
+        elif section is None and isinstance(part, str) and typing.get_origin(kinds) is not dict:
+            section = next((kind for kind in _sections_in(kinds) if kind.__name__ == part), None)
+            continue
+        path.append(str(part))
+    return path, section
+
+
+def _sections_in(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in typing.get_args(annotation) for section in _sections_in(part)]
 
 
 def _lines(problems: Sequence[Problem], where: object, text: str, overridden: frozenset[str]) -> list[str]:
     lines = []
     source = text.splitlines()
     for problem in problems:
-        number = None if problem.key in overridden else line_of(text, problem.key)
-        place = "--set" if problem.key in overridden else f"{where}:{number}" if number else f"{where}"
+        given = any(f"{problem.key}.".startswith(f"{key}.") for key in overridden)
+        number = None if given else line_of(text, problem.key)
+        place = "--set" if given else f"{where}:{number}" if number else f"{where}"
         lines.append(f"{place}: [{problem.key}] {problem.text}" + (f"; {problem.fix}" if problem.fix else ""))
         if number:
             lines.append(f"    {source[number - 1].strip()}")

@@ -26,29 +26,31 @@ class Encoding:
     tell: Callable[[dict[str, np.ndarray] | Failed], None] | None = None  # where an engine sends the answer
 
 
-def frame(tokenizer: Tokenizer, text: str | Sequence[int], context: int, vocab_size: int) -> np.ndarray:
-    """Ids of a text (or the given ids) with [CLS] before and [SEP] behind, int64 (S,).
+def frame(
+    tokenizer: Tokenizer, text: str | Sequence[int], context: int, vocab_size: int, where: str = "input"
+) -> np.ndarray:
+    """Ids of a text (or the given ids) with [CLS] before and [SEP] behind, int64 (S,). `where` is named in errors.
 
     Raises WrongUse for a text that is empty or longer than the context and for ids outside the vocabulary.
     """
     ids = tokenizer.encode(text) if isinstance(text, str) else text
-    check_ids(ids, vocab_size)
+    check_ids(ids, vocab_size, where)
     before = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
     behind = [] if tokenizer.sep_id is None else [tokenizer.sep_id]
     framed = np.array([*before, *ids, *behind], np.int64)
     if len(framed) > context:
         why = f"{len(framed)} tokens with the special ones > {context}"
-        raise WrongUse("the text is longer than the model's context", where="input", why=why, fix="split the text")
+        raise WrongUse("the text is longer than the model's context", where=where, why=why, fix="split the text")
     return framed
 
 
-def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> None:
+def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "input") -> None:
     """Refuse an empty text and ids that the model has no embedding for."""
     if len(ids) == 0:
-        raise WrongUse("the text is empty", where="input", fix="give at least one token of text")
+        raise WrongUse("the text is empty", where=where, fix="give at least one token of text")
     if outside := [int(i) for i in ids if not 0 <= i < vocab_size]:
         why = f"{outside[0]} is not in 0 … {vocab_size - 1}"
-        raise WrongUse("a token id is outside the vocabulary", where="input", why=why)
+        raise WrongUse("a token id is outside the vocabulary", where=where, why=why)
 
 
 def encode_batch(backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int) -> list[dict[str, np.ndarray]]:

@@ -54,12 +54,15 @@ class Piece:
 
 
 class TextStream:
-    """Text from token ids as they arrive. `decode` turns a list of ids into text (the tokenizer's)."""
+    """Text from token ids as they arrive. `decode` turns a list of ids into text (the tokenizer's).
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...] = ()) -> None:
+    `before`: the last token of what is continued. Many decoders write a word's space only after another word.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...] = (), before: list[int] | None = None) -> None:
         self._decode, self._stop = decode, stop
-        self._ids: list[int] = []  # the last certain token as context, and those after it
-        self._given = 0  # characters of decode(_ids) already taken
+        self._ids = before or []  # the last certain token as context, and those after it
+        self._given = len(decode(self._ids)) if before else 0  # characters of decode(_ids) already taken
         self._held = ""  # decoded, but it may become a stop string
         self.stopped = False
 
@@ -148,7 +151,8 @@ class SlotBatch:
     def add(self, request: Request) -> Sequence:
         """Take a request in. Raises WrongUse when it cannot fit the model's context."""
         check_fit(request, self.backend.context)
-        sequence = Sequence(request, TextStream(self._decode, request.stop), request.sampling.generator())
+        stream = TextStream(self._decode, request.stop, [int(i) for i in request.prompt_ids[-1:]])
+        sequence = Sequence(request, stream, request.sampling.generator())
         if request.sampling.repetition_penalty != 1:
             sequence.seen_V = np.zeros(self._vocab_size, bool)
             sequence.seen_V[request.prompt_ids[request.prompt_ids < self._vocab_size]] = True

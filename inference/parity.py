@@ -107,10 +107,10 @@ def _encoder_outputs(backend: EncoderBackend, case: Case) -> Outputs:
 def row_of(case: str, output: str, ours: np.ndarray, theirs: np.ndarray, bound: float) -> dict[str, Any]:
     """One line of the report."""
     error = np.abs(ours - theirs)  # fp32: 1,024 positions of GPT-2's vocabulary are 200 MB; near values subtract exactly
-    scale = max(1.0, float(np.abs(ours).max()))
+    scale = float(np.maximum(1.0, np.abs(ours).max()))  # NaN stays NaN, and infinity is no bound
     row: dict[str, Any] = {"case": case, "output": output, "scale": scale}
     row |= {"max_abs": float(error.max()), "mean_abs": float(error.mean(dtype=np.float64))}
-    row["passed"] = bool(error.max() <= bound * scale)  # false for NaN
+    row["passed"] = bool(error.max() <= bound * scale < np.inf)  # false for NaN
     if "logits" in output:
         row["top1_agreement"] = float((ours.argmax(-1) == theirs.argmax(-1)).mean())
         one_tie = 1 - 1 / len(ours)
@@ -148,12 +148,16 @@ def require(report: dict[str, Any], what: str) -> None:
     if report["passed"]:
         return
     bad = next(row for row in report["cases"] if not row["passed"])
+    where = f"{bad['output']}, case {bad['case']}"
+    if not np.isfinite(bad["scale"]):
+        fix = "export an earlier checkpoint; metrics.jsonl of its run says where the loss left the finite numbers"
+        raise Refused("the torch model itself gives numbers that are not finite", where=where, fix=fix)
     numbers = f"largest error {bad['max_abs']:.3g} > {report['bound']:g} x {bad['scale']:.3g}"
     if "top1_agreement" in bad:
         numbers += f", top-1 agreement {bad['top1_agreement']:.2%}"
     raise Refused(
         f"{what} does not compute what the torch model computes",
-        where=f"{bad['output']}, case {bad['case']}",
+        where=where,
         why=numbers,
         fix="nothing was written; report this with the model's model.json",
     )

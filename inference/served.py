@@ -96,7 +96,9 @@ class ServedModel:
     def jobs(self, body: CompletionBody) -> tuple[list[Request], list[str]]:
         """The requests of a completion body, prompts times `n`, and the prompt text of each."""
         requests, texts = [], []
-        for prompt in _as_list(body.prompt):
+        prompts = _as_list(body.prompt)
+        _check_count(len(prompts) * body.n, self.limits.queue, "prompt")
+        for prompt in prompts:
             ids = self._prompt_ids(prompt)
             text = prompt if isinstance(prompt, str) else self._decode(prompt)
             for number in range(body.n):
@@ -104,7 +106,6 @@ class ServedModel:
                 sampling = Sampling(body.temperature, body.top_k, body.top_p, body.min_p, body.repetition_penalty, seed)
                 requests.append(Request(ids, body.max_tokens, sampling, body.stops(), self.tokenizer.eos_id, body.logprobs))
                 texts.append(text)
-        _check_count(len(requests), self.limits.queue)
         return requests, texts
 
     async def generate(self, requests: list[Request], whole: bool = False) -> Pieces:
@@ -153,14 +154,16 @@ class ServedModel:
             eos_id = self.tokenizer.eos_id
             # Nothing to continue: the model begins a document, as it does after an end-of-text token.
             return np.array([eos_id]) if len(ids) == 0 and eos_id is not None else ids
-        check_ids(prompt, self.loaded.config.vocab_size)
+        check_ids(prompt, self.loaded.config.vocab_size, "prompt")
         return np.array(prompt, np.int64)
 
     # --- encoder endpoints ---
 
     async def embed(self, body: EmbeddingBody) -> tuple[list[list[float] | str], int]:
         """An embedding per input, of length 1, as numbers or base64 (float32, little end first), and the tokens read."""
-        rows = [frame(self.tokenizer, prompt, *self._sizes) for prompt in _as_list(body.input)]
+        prompts = _as_list(body.input)
+        _check_count(len(prompts), self.limits.queue, "input")
+        rows = await asyncio.to_thread(lambda: [frame(self.tokenizer, prompt, *self._sizes) for prompt in prompts])
         answers = await self._encode([Encoding(row) for row in rows])
         vectors = [unit(answer["sentence_embedding"]) for answer in answers]
         if body.encoding_format == "base64":
@@ -169,7 +172,7 @@ class ServedModel:
 
     async def fill_mask(self, body: FillMaskBody) -> tuple[dict[str, Any], int]:
         """For every mask in the text its most probable tokens, the text with the best ones, and the tokens read."""
-        text = mask_text(self.tokenizer, body.input, *self._sizes)
+        text = await asyncio.to_thread(mask_text, self.tokenizer, body.input, *self._sizes)
         (answer,) = await self._encode([text])
         return fill(self.tokenizer, text, answer["mlm_logits"], body.top_k), len(text.ids)
 
@@ -179,7 +182,6 @@ class ServedModel:
 
     async def _encode(self, texts: list[Encoding]) -> list[dict[str, np.ndarray]]:
         assert self.encoder is not None
-        _check_count(len(texts), self.limits.queue)
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in texts]
 
@@ -211,9 +213,9 @@ def _as_list(texts: Any) -> list[Prompt]:
     return [texts] if single else texts
 
 
-def _check_count(count: int, limit: int) -> None:
+def _check_count(count: int, limit: int, where: str) -> None:
     if count > limit:
-        raise WrongUse("too many texts in one request", where="input", why=f"{count} > {limit}", fix="send them in parts")
+        raise WrongUse("too many texts in one request", where=where, why=f"{count} > {limit}", fix="send them in parts")
 
 
 def load_served(specs: Sequence[str], limits: Limits, threads: int | None = None) -> list[ServedModel]:
@@ -223,6 +225,8 @@ def load_served(specs: Sequence[str], limits: Limits, threads: int | None = None
         name, equals, path = spec.partition("=")
         if not equals or Path(spec).exists():
             path, name = spec, Path(spec).resolve().name
+        if not (name and path):
+            raise WrongUse("a model needs a name and a path", where=spec, fix="give NAME=PATH, or PATH alone")
         if name in models:
             raise WrongUse(f"two models are called {name!r}", where=path, fix="give names: NAME=PATH")
         models[name] = ServedModel(name, open_backend(path, threads), limits)

@@ -8,6 +8,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import signal
 import socket
@@ -171,7 +172,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         problems: dict[str, list[str]] = {}  # by field: a field of several possible types has a message for each
         for item in error.errors():
-            problems.setdefault(str(item["loc"][1]) if len(item["loc"]) > 1 else "body", []).append(item["msg"])
+            field = item["loc"][1] if len(item["loc"]) > 1 else "body"
+            problems.setdefault(field if isinstance(field, str) else "body", []).append(item["msg"])  # a number: where JSON ends
         message = "; ".join(f"{field}: {' or '.join(dict.fromkeys(texts))}" for field, texts in problems.items())
         return JSONResponse(error_body(message, "invalid_request_error", next(iter(problems))), 400)
 
@@ -237,9 +239,11 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
+        other_port = "give another port with --port (0 = any free one)"
+        fix = {errno.EADDRINUSE: f"stop what is using it, or {other_port}", errno.EACCES: other_port}
         raise WrongUse(
             f"cannot listen on port {port}", where=f"{host}:{port}", why=(error.strerror or str(error)).lower(),
-            fix="stop what is using it, or give another port with --port (0 = any free one)",
+            fix=fix.get(error.errno or 0, "give an address of this machine with --host"),
         ) from error  # fmt: skip
     return listener
 
@@ -272,5 +276,8 @@ def run(models: list[ServedModel], limits: Limits, listener: socket.socket) -> N
     host, port = listener.getsockname()[:2]
     say(f"serving {', '.join(model.name for model in models)} at http://{f'[{host}]' if ':' in host else host}:{port}/")
     began_s = time.monotonic()
-    asyncio.run(DrainingServer(config).serve(sockets=[listener]))
+    try:
+        asyncio.run(DrainingServer(config).serve(sockets=[listener]))
+    except SystemExit as error:  # of uvicorn, with a code that means something else here
+        raise Failed("the server did not start", why="a model failed on its first input; the message is above") from error
     say(f"served for {time.monotonic() - began_s:.0f} s")

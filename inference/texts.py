@@ -41,7 +41,7 @@ def embed_texts(path: Path | str, texts: Sequence[str]) -> np.ndarray:
     loaded, tokenizer = _open(path, "bert")
     assert loaded.encoder is not None
     sizes = (loaded.config.sequence_length, loaded.config.vocab_size)
-    rows = [frame(tokenizer, text, *sizes) for text in texts]
+    rows = [frame(tokenizer, text, *sizes, f"text {number}: {text[:60]}") for number, text in enumerate(texts, 1)]
     return embed(loaded.encoder, rows, tokenizer.pad_id or 0)
 
 

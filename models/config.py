@@ -9,7 +9,7 @@ Letters: L layers, W width, A heads, G key-value heads, D head width, F feed-for
 import dataclasses
 import difflib
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from ..core.errors import WrongUse
 
@@ -27,8 +27,6 @@ class AttentionPattern:
     def validate(self) -> list[str]:
         """Everything that is wrong with it, one sentence each."""
         problems = []
-        if self.kind not in ("sliding", "fixed"):
-            problems.append(f"attention_kind is {self.kind!r}; it must be sliding or fixed")
         if self.window < 1 or self.block < 1 or min(self.global_blocks, self.random_blocks) < 0:
             problems.append("attention_window and attention_block must be at least 1, global and random blocks at least 0")
         elif self.kind == "fixed" and self.random_blocks:
@@ -74,6 +72,19 @@ class AttentionPattern:
     def widest(self, length: int) -> int:
         """Columns of the band that the pattern leaves of a (length, length) square; global tokens count as one stripe."""
         return min(length, 2 * self.window + (self.global_blocks + self.random_blocks) * self.block)
+
+
+def _wrong_kind(field: dataclasses.Field, value: Any) -> str:
+    """What is wrong with the kind of a field's value, "" when nothing is: no "12" for 12, no 1 for true, no inf."""
+    if allowed := get_args(field.type):
+        return "" if value in allowed else f"{field.name} is {value!r}; it must be one of {', '.join(allowed)}"
+    if field.type is bool:
+        right, wanted = isinstance(value, bool), "true or false"
+    else:
+        whole = field.type is int
+        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+        wanted = "a whole number" if whole else "a number"
+    return "" if right else f"{field.name} is {value!r}; it must be {wanted}"
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,8 @@ class TransformerConfig:
 
     def validate(self) -> list[str]:
         """Everything that is wrong with this shape, one sentence each; empty when it can be built."""
+        if problems := [text for field in dataclasses.fields(self) if (text := _wrong_kind(field, getattr(self, field.name)))]:
+            return problems
         problems = [
             f"{name} is {getattr(self, name)}; it must be at least 1"
             for name in ("vocab_size", "sequence_length", "layers", "width", "heads")
@@ -165,9 +178,6 @@ class TransformerConfig:
             problems.append(f"norm_epsilon is {self.norm_epsilon}; it must be above 0")
         if (pattern := self.attention_pattern) is not None:
             problems += pattern.validate()
-        for name, allowed in (("activation", ("gelu", "gelu_tanh", "silu")), ("norm", ("layernorm", "rmsnorm"))):
-            if getattr(self, name) not in allowed:
-                problems.append(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         return problems
 
     def parameter_count(self) -> int:
@@ -212,9 +222,7 @@ class GPTConfig(TransformerConfig):
 
     def validate(self) -> list[str]:
         problems = super().validate()
-        if self.positions not in ("learned", "rotary"):
-            problems.append(f"positions is {self.positions!r}; it must be one of learned, rotary")
-        elif self.positions == "rotary" and not problems and self.head_size % 2:
+        if not problems and self.positions == "rotary" and self.head_size % 2:
             problems.append(f"rotary positions turn pairs of numbers; the head width {self.head_size} is odd")
         return problems
 
@@ -250,11 +258,14 @@ class BERTConfig(TransformerConfig):
     relative_distance: int = 128  # distances beyond this share the last bucket
 
     def validate(self) -> list[str]:
-        problems = super().validate()
+        if problems := super().validate():
+            return problems
         if self.token_types < 0:
             problems.append(f"token_types is {self.token_types}; it must be 0 or more")
         if self.relative_buckets and (self.relative_buckets < 4 or self.relative_buckets % 2):
             problems.append(f"relative_buckets is {self.relative_buckets}; it must be 0 or an even number from 4 on")
+        elif self.relative_buckets and self.relative_distance <= self.relative_buckets // 4:
+            problems.append(f"relative_distance is {self.relative_distance}; it must be above relative_buckets / 4")
         return problems
 
     def parameter_count(self) -> int:

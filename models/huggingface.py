@@ -60,6 +60,8 @@ def from_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise Failed("config.json is not valid JSON", where=path, why=str(error)) from error
+    if not isinstance(fields, dict):
+        raise Failed("config.json is no table of fields", where=path)
     state = _read_tensors(directory)
     config = read_config(fields, state, str(path))
     model = empty_model(config, "cpu", dtype)
@@ -182,6 +184,8 @@ def read_config(fields: dict[str, Any], state: Mapping[str, Tensor], where: str)
             raise Refused(f"models of type {kind!r} cannot be read", where=where, fix="GPT-2, Llama and BERT can")
     except KeyError as error:
         raise Failed(f"config.json has no field {error}", where=where) from error
+    except (TypeError, ValueError) as error:
+        raise Failed("config.json holds a value of the wrong kind", where=where, why=str(error)) from error
     if problems := config.validate():
         raise Failed("config.json describes a model that cannot be built", where=where, why="\n".join(problems))
     return config

@@ -54,6 +54,20 @@ def test_packages_listed_and_inits_empty() -> None:
     assert listed == found
 
 
+def test_every_data_file_is_in_the_wheel() -> None:
+    """Recipes, samples, presets, tasks, chips and pages are package data, each matched by a pattern of its package."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    listed = {ROOT.joinpath(*package.split(".")[1:]): patterns for package, patterns in data.items()}
+    files = [path for top in (*FLOORS, "recipes") for path in (ROOT / top).rglob("*") if path.is_file()]
+    missing = [
+        str(path.relative_to(ROOT))
+        for path in files
+        if path.suffix not in (".py", ".pyc")
+        and not any(path in folder.glob(pattern) for folder, patterns in listed.items() for pattern in patterns)
+    ]
+    assert len(files) > 100 and missing == []
+
+
 def imported_after(code: str) -> set[str]:
     """Top-level modules present after running `code` in a fresh interpreter."""
     out = subprocess.run(

@@ -22,6 +22,7 @@ from .attention import fit_attention
 from .compile import maybe_compile
 from .corpus import open_corpus
 from .memory import check_memory
+from .metrics import check_sinks
 from .objective import LOSSES, StepBatch, prepare, real_tokens
 from .optimizers import build_optimizer
 from .parallel.context import cut_rows
@@ -93,9 +94,11 @@ class Plan:
 def plan_run(recipe: Recipe) -> Plan:
     """Open and check everything that a resolved recipe names.
 
-    Raises WrongUse for what is missing or does not fit together, Refused for a damaged store, a precision that the device
-    lacks and a model larger than memory.
+    Raises WrongUse for what is missing (a dashboard's package too) or does not fit together, Refused for a damaged store, a
+    precision that the device lacks and a model larger than memory.
     """
+    if running_processes()[0] == 0:  # the one that writes to them
+        check_sinks(recipe.log.sinks)
     device = own_device(pick_device(recipe.train.device, recipe.train.precision))
     plan = validation_plan(recipe, device)
     train_section = recipe.train
@@ -140,6 +143,10 @@ def dataset_options(plan: Plan) -> DatasetOptions:
     if tokenizer is None:
         where = data.sources()[0].path
         raise WrongUse("a BERT needs the tokenizer of its tokens", where=where, fix="put its tokenizer.json beside them")
+    if missing := [name for name in ("cls", "sep", "mask") if getattr(tokenizer, f"{name}_id") is None]:
+        fix = "throughline data tokenizer --type wordpiece, then data tokenize --sentences"
+        why = f"it has no {', '.join(f'[{name.upper()}]' for name in missing)}: it is of type {tokenizer.type}"
+        raise WrongUse("a BERT cannot be trained with this tokenizer", where=data.sources()[0].path, why=why, fix=fix)
     return DatasetOptions(
         "bert",
         recipe.train.sequence_length,

@@ -183,6 +183,8 @@ class Run:
                 while trainer.step < recipe.train.steps and not self._agree_to_stop():
                     self._step(batches, bar)
                     self._between_steps()
+                if self.profile is not None:
+                    self.profile.close()
                 if not self._agree_to_stop():
                     self._evaluate()
                 if self._agree_to_stop():
@@ -282,8 +284,7 @@ class Run:
             record["gradient_bytes"] = result.gradient_bytes
         if watch:
             record["memory"] = self.memory.record()
-        self.metrics.add(record)
-        self.last = record
+        self.last = self.metrics.add(record)
 
     def _between_steps(self) -> None:
         """What is due after this step: an evaluation, a checkpoint. The last step has both at the end."""
@@ -306,8 +307,8 @@ class Run:
             return
         self.pulse.mark("an evaluation")
         if figures:
-            self.validation = figures
-            self.metrics.add({"step": self.trainer.step, "validation": figures, "eval_s": round(time.perf_counter() - start, 3)})
+            record = {"step": self.trainer.step, "validation": figures, "eval_s": round(time.perf_counter() - start, 3)}
+            self.validation = self.metrics.add(record)["validation"]
 
     def _save(self) -> None:
         if self.trainer.step == self.saved_step and self.trainer.step:
@@ -369,8 +370,6 @@ class Run:
             "skipped_steps": self.trainer.skipped,
             "memory_bytes": {"predicted": sum(self.plan.memory.values()), "measured": self.memory.peak},
         }
-        if self.profile is not None:
-            self.profile.close()
         self._event("finished", **summary)
         if self.crew.leads:
             from .report import write_report

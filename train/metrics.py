@@ -6,9 +6,10 @@ sent to sum the gradients of copies of the model, and every now and then memory 
 (`read_metrics`).
 """
 
+import importlib.util
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,13 @@ class Metrics:
         self._written = time.monotonic()
         self._sinks = [SINKS[sink](workspace.path, name) for sink in sinks]
 
-    def add(self, record: Record) -> None:
-        """Keep a record; numbers that are not finite become null, as JSON has none."""
-        self._buffer.append({key: None if _not_finite(value) else value for key, value in record.items()})
+    def add(self, record: Record) -> Record:
+        """Keep a record, and give it back as it is kept: numbers that are not finite become null, as JSON has none."""
+        kept = _finite(record)
+        self._buffer.append(kept)
         if time.monotonic() - self._written > FLUSH_EVERY_S:
             self.flush()
+        return kept
 
     def flush(self) -> None:
         """Write what is buffered."""
@@ -45,13 +48,15 @@ class Metrics:
         self._written = time.monotonic()
         if records:
             self._workspace.append(FILE, *records)
-        for sink in self._sinks:
-            for record in records:
-                sink(record)
+            for sink in self._sinks:
+                sink(records)
 
 
-def _not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _finite(record: Record) -> Record:
+    return {
+        key: _finite(value) if isinstance(value, dict) else None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
 
 
 def read_metrics(run: Path | str) -> list[Record]:
@@ -73,30 +78,43 @@ def flat(record: Record) -> dict[str, float]:
     return numbers
 
 
-def _tensorboard(run: Path, name: str) -> Callable[[Record], None]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise MissingExtra("tensorboard", "the sink tensorboard", "tensorboard") from None
+Sink = Callable[[Sequence[Record]], None]
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Raise MissingExtra for a dashboard whose package is not here, before anything is written."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise MissingExtra(name, f"the sink {name}", name)
+
+
+def _tensorboard(run: Path, name: str) -> Sink:
+    from torch.utils.tensorboard import SummaryWriter
+
     writer = SummaryWriter(str(run / "tensorboard"))
 
-    def sink(record: Record) -> None:
-        for key, value in flat(record).items():
-            writer.add_scalar(key, value, record["step"])
+    def sink(records: Sequence[Record]) -> None:
+        for record in records:
+            for key, value in flat(record).items():
+                writer.add_scalar(key, value, record["step"])
+        writer.flush()  # its own thread writes every two minutes, and what it holds is lost with the process
 
     return sink
 
 
-def _wandb(run: Path, name: str) -> Callable[[Record], None]:
-    try:
-        import wandb
-    except ImportError:
-        raise MissingExtra("wandb", "the sink wandb", "wandb") from None
+def _wandb(run: Path, name: str) -> Sink:
+    import wandb
+
     session = wandb.init(project="throughline", name=name, dir=str(run))
-    return lambda record: session.log(flat(record), step=record["step"])
+
+    def sink(records: Sequence[Record]) -> None:
+        for record in records:
+            session.log(flat(record), step=record["step"])
+
+    return sink
 
 
-SINKS: dict[str, Callable[[Path, str], Callable[[Record], None]]] = {"tensorboard": _tensorboard, "wandb": _wandb}
+SINKS: dict[str, Callable[[Path, str], Sink]] = {"tensorboard": _tensorboard, "wandb": _wandb}
 
 
 class PhaseMemory:

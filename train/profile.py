@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ..core.console import say, table
+from ..core.console import say, table, warn
 
 SKIPPED, WARMUP, ACTIVE = 3, 1, 5  # steps: the first ones compile and allocate
 CLASSES = (  # the first pattern found in an operator's or kernel's name decides
@@ -50,11 +50,12 @@ class Profile:
             record_shapes=True,
         )
         self._profile.start()
-        self._open = True
+        self._open, self._steps = True, 0
 
     def step(self) -> None:
         """A step ended."""
         if self._open:
+            self._steps += 1
             self._profile.step()
 
     def close(self) -> None:
@@ -62,11 +63,16 @@ class Profile:
         if self._open:
             self._profile.stop()
             self._open = False
+            if self._steps <= SKIPPED + WARMUP:
+                warn(f"no profile: the first {SKIPPED + WARMUP} steps are left out, and there were {self._steps}")
 
     def _ready(self, profiled: Any) -> None:
         self._open = False
+        active = self._steps - SKIPPED - WARMUP
+        if active < 1:
+            return
         profiled.export_chrome_trace(str(self.directory / "trace.json"))
-        rows = time_per_class(profiled.key_averages(), self._cuda)
+        rows = time_per_class(profiled.key_averages(), self._cuda, active)
         (self.directory / "kernels.json").write_text(json.dumps(rows, indent=1) + "\n")
         if self._cuda:
             torch.cuda.memory._dump_snapshot(str(self.directory / "memory.pickle"))
@@ -76,8 +82,8 @@ class Profile:
         say(f"trace in {self.directory / 'trace.json'}")
 
 
-def time_per_class(averages: Any, cuda: bool) -> list[dict[str, Any]]:
-    """Own time of all operators (on a GPU: of its kernels) per class and step, largest first."""
+def time_per_class(averages: Any, cuda: bool, steps: int) -> list[dict[str, Any]]:
+    """Own time of all operators (on a GPU: of its kernels) per class and step of `steps`, largest first."""
     times: dict[str, list[float]] = {}
     for event in averages:
         own = event.self_device_time_total if cuda else event.self_cpu_time_total
@@ -87,7 +93,7 @@ def time_per_class(averages: Any, cuda: bool) -> list[dict[str, Any]]:
             entry[1] += event.count
     total = sum(entry[0] for entry in times.values()) or 1.0
     rows = [
-        {"class": kind, "ms": us / 1000 / ACTIVE, "share": 100 * us / total, "calls": round(count / ACTIVE)}
+        {"class": kind, "ms": us / 1000 / steps, "share": 100 * us / total, "calls": round(count / steps)}
         for kind, (us, count) in times.items()
     ]
     return sorted(rows, key=lambda row: -row["ms"])

@@ -29,8 +29,9 @@ def write_report(run: Path | str) -> Path:
     records, events = read_metrics(run), list(read_records(run / "events.jsonl"))
     template = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
+    places = [event["run"] for event in events if event["event"] == "finished"]  # moved since, it makes the same page again
     html = page.render(
-        name=run.resolve().name,
+        name=Path(places[-1]).name if places else run.resolve().name,
         summary=summary_rows(records, events),
         charts=[(title, Markup(chart(series))) for title, series in curves(records) if any(p for _, p in series)],
         environment=environment_rows(events),
@@ -48,8 +49,7 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     if steps and steps[-1]["loss"] is not None:
         rows.append(("training loss", f"{steps[-1]['loss']:.4f}"))
     validation: dict[str, Any] = next((record["validation"] for record in reversed(records) if record.get("validation")), {})
-    rows += [(figure_name(name).replace("_", " "), f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")
-             for name, value in validation.items()]  # fmt: skip
+    rows += [(figure_name(name).replace("_", " "), figure_text(value)) for name, value in validation.items()]
     rates = sorted(record["tokens_per_s"] for record in steps)
     if rates:
         rows.append(("tokens/s, median step", f"{rates[len(rates) // 2]:,.0f}"))
@@ -70,6 +70,11 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
 def figure_name(name: str) -> str:
     """What a figure of an evaluation is called: a task's score has a name of its own (`task/metric`)."""
     return name if "/" in name else f"validation {name}"
+
+
+def figure_text(value: float | None) -> str:
+    """A figure for people."""
+    return "not finite" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
 
 
 def environment_rows(events: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -22,8 +22,8 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "wsd":
-        length = schedule.decay_steps or max(steps // 5, 1)
-        start = max(steps - length, schedule.warmup_steps)
+        length = schedule.decay_steps or max(min(steps // 5, steps - schedule.warmup_steps), 1)
+        start = steps - length
     else:
         length = schedule.decay_steps or steps - schedule.warmup_steps
         start = schedule.warmup_steps

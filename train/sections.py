@@ -120,7 +120,7 @@ class TrainSection(Section):
     """torch.compile: auto uses it where a compiler answers and the run is long enough to pay."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPU when there is one."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Of initial weights, sample order, masks and dropout."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Bound on the global gradient norm; 0 = none."""

@@ -9,8 +9,10 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from throughline.cli.demo import check_text, road
 from throughline.cli.main import VERBS, main
-from throughline.core.artifact import create_artifact
+from throughline.core.artifact import create_artifact, input_record
+from throughline.core.errors import WrongUse
 
 
 def all_commands() -> list[list[str]]:
@@ -38,6 +40,33 @@ def test_unknown_verb_names_the_nearest() -> None:
     assert done.exit_code == 2 and "'train'" in done.output
 
 
+def test_every_stage_of_the_demo_is_a_command(tmp_path: Path) -> None:
+    """Parsed, not run: what `make demo` types exists, with these options."""
+    for _, words in road(tmp_path / "out", tmp_path / "text.txt"):
+        command: click.Command = main
+        context = click.Context(main)
+        while isinstance(command, click.Group):
+            found = command.get_command(context, words[0])
+            assert found is not None, words
+            command, words = found, words[1:]
+        command.make_context("throughline", words)
+
+
+def test_a_demo_keeps_nothing_of_another_text(tmp_path: Path) -> None:
+    text, folder, out = tmp_path / "a.txt", tmp_path / "texts", tmp_path / "out"
+    text.write_text("one")
+    check_text(out, text)
+    with create_artifact(out / "gpt-tokenizer", "tokenizer", inputs=[input_record(text)]) as draft:
+        (draft.path / "x").write_text("x")
+    check_text(out, text)
+    folder.mkdir()
+    (folder / "moved.txt").write_text("one")
+    check_text(out, folder)
+    text.write_text("two")
+    with pytest.raises(WrongUse, match="of another text"):
+        check_text(out, text)
+
+
 def test_show_and_verify(tmp_path: Path) -> None:
     with create_artifact(tmp_path / "a", "tokens") as draft:
         (draft.path / "x").write_text("x")
@@ -54,6 +83,22 @@ def test_show_and_verify(tmp_path: Path) -> None:
 def test_missing_path_is_wrong_use(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["show", str(tmp_path / "nowhere")])
     assert done.exit_code == 2 and "no such path" in done.stderr and "fix:" in done.stderr
+
+
+def test_what_nobody_foresaw_is_one_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that the system refuses is no fault of ours; both are one JSON object with --json, and no traceback."""
+    done = CliRunner().invoke(main, ["show", "x" * 300, "--json"])
+    found = json.loads(done.stdout)
+    assert done.exit_code == found["exit_code"] == 1
+    assert (found["error"], found["where"]) == ("file name too long", "x" * 300) and "Traceback" not in done.stderr
+
+    def broken(*_: object) -> None:
+        raise KeyError("gone")
+
+    monkeypatch.setattr("throughline.core.recipe.shipped_recipes", broken)
+    done = CliRunner().invoke(main, ["recipe", "show", "x", "--json"])
+    assert done.exit_code == 1 and json.loads(done.stdout)["fix"].startswith("a fault in throughline")
+    assert "Traceback" in CliRunner().invoke(main, ["recipe", "show", "x", "--debug"]).stderr
 
 
 def test_doctor_runs() -> None:

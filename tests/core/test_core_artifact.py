@@ -68,6 +68,36 @@ def test_taken_output_kept_unless_overwrite(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "keep").exists()
 
 
+def test_a_link_stays_and_what_it_names_is_written(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    for name in ("real", "absent"):
+        link = tmp_path / f"link to {name}"
+        link.symlink_to(name)
+        make(link)
+        assert link.is_symlink() and verify_artifact(tmp_path / name).facts == {"n": 3}
+    assert not leftovers(tmp_path)
+
+
+def test_a_directory_that_cannot_be_renamed_is_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before the work: a rename over a mount point fails, one over the current directory leaves the shell in nothing."""
+    monkeypatch.chdir(tmp_path)
+    for path, words in ((Path("."), "current directory"), (tmp_path, "current directory"), (Path("/"), "mount point")):
+        with pytest.raises(WrongUse) as caught, create_artifact(path, "tokens"):
+            pytest.fail("the work began")
+        assert words in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("started", "name"), [("/x/throughline/cli/main.py", "throughline"), ("/usr/bin/throughline", "throughline"), ("", "python")]
+)
+def test_the_command_is_what_a_person_types(monkeypatch: pytest.MonkeyPatch, started: str, name: str) -> None:
+    """Also where `python -m` started it, as the demo and the launcher do."""
+    from throughline.core.artifact import command_line
+
+    monkeypatch.setattr("sys.argv", [started, "train", "a b"])
+    assert command_line() == f"{name} train 'a b'"
+
+
 def test_wrong_kind_and_foreign_are_refused(tmp_path: Path) -> None:
     make(tmp_path / "a")
     with pytest.raises(WrongUse, match="expected checkpoint, found tokens"):

@@ -1,5 +1,7 @@
 """Chips are found by the names drivers print; a card is refused what it cannot compute, with the alternative named."""
 
+from types import SimpleNamespace
+
 import pytest
 from throughline.core import hardware
 from throughline.core.errors import Refused
@@ -32,6 +34,16 @@ def test_t4_refuses_bf16_and_names_fp16() -> None:
     assert "use fp16" in caught.value.fix
     hardware.check_dtype("fp16", "cuda", capability="7.5")
     hardware.check_dtype("bf16", "cpu")
+
+
+def test_a_gpu_without_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CPU and GPU share one memory the driver prints [N/A]."""
+    rows = "0, NVIDIA GB10, 12.1, [N/A], 580.95\n1, Tesla T4, 7.5, 15360, 580.95\n"
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: name)
+    monkeypatch.setattr(hardware.subprocess, "run", lambda *words, **settings: SimpleNamespace(stdout=rows))
+    first, second = hardware._gpus()
+    assert (first.name, first.memory_bytes) == ("NVIDIA GB10", 0)
+    assert second.memory_bytes == 15360 * 2**20 and second.chip is not None
 
 
 def test_this_machine() -> None:

@@ -20,6 +20,7 @@ class Tree(Section):
     version: int = 1
     inner: Inner = Inner()
     names: list[str] = []
+    parts: str | list[str | Inner] = []
 
 
 def even(recipe: Tree) -> Iterable[Problem]:
@@ -40,6 +41,26 @@ def test_all_problems_at_once_with_lines_and_suggestions(tmp_path: Path) -> None
     assert "3 problems" in text
     assert f"{path}:2: [inner.step] unknown key; did you mean 'steps'?" in text and "step = 5" in text
     assert f"{path}:3: [inner.rate]" in text and f"{path}:4: [inner.kind]" in text
+
+
+def test_a_value_of_several_kinds_has_one_problem_and_its_own_key(tmp_path: Path) -> None:
+    """pydantic tells every kind that it is not, under keys that name the kinds."""
+    with pytest.raises(WrongUse, match=r"1 problem\b") as caught:
+        load_recipe(write(tmp_path, 'names = []\nparts = ["x", { step = 5 }]\n'), Tree)
+    assert "r.toml:2: [parts.1.step] unknown key; did you mean 'steps'?" in caught.value.why
+    with pytest.raises(WrongUse, match=r"1 problem\b") as caught:
+        load_recipe(tmp_path / "r.toml", Tree, ["parts=3"])
+    assert caught.value.why == "--set: [parts] input should be a valid string or input should be a valid list, not 3"
+    with pytest.raises(WrongUse) as caught:
+        load_recipe(tmp_path / "r.toml", Tree, ["parts=[{stepz=1}]"])
+    assert caught.value.why.startswith("--set: [parts.0.stepz] unknown key")
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_numbers_are_finite(tmp_path: Path, value: str) -> None:
+    """What a resolved recipe could not say again (JSON's Infinity is no TOML)."""
+    with pytest.raises(WrongUse, match="finite number"):
+        load_recipe(write(tmp_path, f"[inner]\nrate = {value}\n"), Tree)
 
 
 def test_rules_and_overrides(tmp_path: Path) -> None:

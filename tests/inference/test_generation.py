@@ -4,11 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from throughline.core.errors import WrongUse
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.backends import open_backend
 from throughline.inference.generation import Piece, Request, SlotBatch, TextStream, generate, open_stop
 from throughline.inference.sampling import Sampling
+from tokenizers import decoders, models
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,21 @@ def test_streamed_text_of_any_ids_adds_up_to_the_whole(tokenizer: Tokenizer) -> 
         for _ in range(40):
             ids = rng.integers(0, tokenizer.vocab_size, length).tolist()  # mostly broken characters
             assert "".join(pieces_of(TextStream(tokenizer.decode), ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "wordpiece"])
+def test_an_answer_continues_the_prompt_with_its_space(kind: str) -> None:
+    """Llama's decoder strips the first space of a text and WordPiece's writes none before it: the answer is no text's beginning."""
+    words = {"the": 0, "cat": 1, "sat": 2, "##s": 3}
+    if kind == "metaspace":
+        words = {f"\u2581{word}" if "##" not in word else "s": i for word, i in words.items()}
+        library = tokenizers.Tokenizer(models.WordLevel(words, unk_token="s"))
+        library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    else:
+        library = tokenizers.Tokenizer(models.WordPiece(words, unk_token="the"))
+        library.decoder = decoders.WordPiece()
+    stream = TextStream(library.decode, (), [0])
+    assert pieces_of(stream, [1, 3, 2]) == [" cat", "s", " sat", ""]
 
 
 def test_nothing_of_a_stop_string_is_given_out(tokenizer: Tokenizer) -> None:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from throughline.cli.main import main
 
 
-def run(*arguments: str | Path, text: str | None = None) -> tuple[int, str]:
+def run(*arguments: str | Path, text: str | bytes | None = None) -> tuple[int, str]:
     result = CliRunner().invoke(main, [str(argument) for argument in arguments], input=text)
     return result.exit_code, result.stdout + result.stderr
 
@@ -48,6 +48,14 @@ def test_generate_says_what_is_wrong(bert_onnx: Path, gpt_onnx: Path) -> None:
     ):
         code, text = run("generate", *arguments)
         assert code == 2 and message in text
+        assert text.startswith("error:"), "the prompt stands before the message"
+
+
+def test_generate_takes_bytes_that_are_no_text(gpt_onnx: Path) -> None:
+    """From standard input and from an argument, which Python hands over with surrogates."""
+    for arguments, given in ((("--prompt", "ab\udcff"), None), ((), b"ab\xff")):
+        code, text = run("generate", gpt_onnx, "--max-tokens", 2, *arguments, text=given)
+        assert code == 0 and text.startswith("ab\ufffd"), text
 
 
 def test_embed_writes_a_line_per_text(bert_onnx: Path, tmp_path: Path) -> None:
@@ -62,6 +70,20 @@ def test_embed_writes_a_line_per_text(bert_onnx: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(vectors[0], vectors[2], atol=1e-4)
     code, text = run("embed", bert_onnx, "-", text=texts[1])
     assert code == 0 and json.loads(text)["embedding"] == pytest.approx(rows[1]["embedding"], abs=1e-4)
+
+
+def test_embed_reads_lines_and_names_the_one_that_is_wrong(bert_onnx: Path, tmp_path: Path) -> None:
+    """A line ends at a line feed alone; a missing directory is made; the message says which text it is about."""
+    text = tmp_path / "in.txt"
+    text.write_bytes("\ufeffA model\r\n\r\nreads\u2028text\x0cagain\n".encode() + b"\xff")
+    out = tmp_path / "new" / "out.jsonl"
+    code, said = run("embed", bert_onnx, text, "--out", out)
+    assert code == 0, said
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert [row["text"] for row in rows] == ["A model", "reads\u2028text\x0cagain", "\ufffd"]
+    text.write_text("A model\n" + "word " * 100)
+    code, said = run("embed", bert_onnx, text, "--out", tmp_path / "none" / "out.jsonl")
+    assert code == 2 and "text 2: word word" in said and not (tmp_path / "none").exists()
 
 
 def test_bench_latency_prints_a_table(bert_onnx: Path, bert_dir: Path) -> None:
@@ -79,6 +101,8 @@ def test_a_taken_port_is_one_clear_error(gpt_onnx: Path) -> None:
         port = taken.getsockname()[1]
         code, text = run("serve", gpt_onnx, "--port", port)
     assert code == 2 and f"cannot listen on port {port}" in text and "address already in use" in text and "--port" in text
+    code, text = run("serve", gpt_onnx, "--port", 0, "--host", "192.0.2.1")  # of nobody: RFC 5737
+    assert code == 2 and "--host" in text and "stop what is using it" not in text
 
 
 def test_serve_answers_and_drains_on_sigterm(gpt_onnx: Path, bert_onnx: Path, start_server) -> None:

@@ -174,3 +174,14 @@ def test_not_a_number_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.norm.bias[0] = 0.0
     assert not compare(torch_backend(model, None, NOWHERE), candidate)["passed"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_torch_model_without_finite_outputs_is_told_apart(value: str, tmp_path: Path) -> None:
+    """The export is not to blame, and an infinite scale must not make every error small."""
+    model = opinionated_model(BERT)
+    candidate = exported(model, tmp_path)
+    with torch.no_grad():
+        model.mlm_bias[0] = float(value)
+    with pytest.raises(Refused, match="the torch model itself"):
+        require(compare(torch_backend(model, None, NOWHERE), candidate), "the graph")

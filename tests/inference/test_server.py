@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -11,9 +12,10 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from throughline.core.errors import WrongUse
+from throughline.core.errors import Failed, WrongUse
+from throughline.inference import served
 from throughline.inference.served import Limits, ServedModel, load_served
-from throughline.inference.server import build_app
+from throughline.inference.server import bind, build_app, run
 
 
 @asynccontextmanager
@@ -196,6 +198,8 @@ def test_wrong_requests_are_told_what_is_wrong(ask, path: str, fields: dict, sta
         answer = await client.post(f"/v1/{path}", json=fields)
         error = answer.json()["error"]
         assert answer.status_code == status and message in error["message"] and error["type"] == "invalid_request_error"
+        assert error["param"] in (None, "model", "prompt", "input", *fields), "no field of the request"
+        assert path != "completions" or error["param"] != "input"
 
     ask(body)
 
@@ -218,8 +222,29 @@ def test_broken_bodies_are_no_server_errors(ask, content: bytes, status: int) ->
         for given in (content, pieces()):
             answer = await client.post("/v1/completions", content=given, headers=headers)
             assert answer.status_code == status and "error" in answer.json(), answer.text
+            assert answer.json()["error"]["param"] in (None, "body", "prompt")
 
     ask(body)
+
+
+def test_long_texts_are_tokenised_beside_the_event_loop(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megabytes of text take a second, in which health checks and other answers must go on; too many are refused before it."""
+    threads = []
+
+    def watched(name: str) -> None:
+        original = getattr(served, name)
+        monkeypatch.setattr(served, name, lambda *a: threads.append(threading.current_thread()) or original(*a))
+
+    async def body(client, models) -> None:
+        watched("frame"), watched("mask_text")
+        assert (await client.post("/v1/embeddings", json={"input": "A model"})).status_code == 200
+        assert (await client.post("/v1/fill-mask", json={"input": "A [MASK]"})).status_code == 200
+        assert len(threads) == 2 and threading.current_thread() not in threads
+        many = await client.post("/v1/embeddings", json={"input": ["x"] * 10})
+        assert many.status_code == 400 and "too many texts" in many.json()["error"]["message"]
+        assert len(threads) == 2
+
+    ask(body, queue=9)
 
 
 def test_a_full_queue_is_429_and_every_accepted_request_is_answered(ask) -> None:
@@ -313,9 +338,25 @@ def test_draining_answers_what_was_accepted_and_refuses_the_rest(gpt_onnx: Path)
     asyncio.run(main())
 
 
+def test_a_server_whose_model_does_not_answer_ends_with_an_error(gpt_onnx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with 0, as after a drain."""
+    limits = Limits()
+    (model,) = load_served([str(gpt_onnx)], limits)
+
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(model.loaded.causal, "forward", broken)
+    with bind("127.0.0.1", 0) as listener, pytest.raises(Failed, match="did not start"):
+        run([model], limits, listener)
+
+
 def test_two_models_of_one_name_are_refused(gpt_onnx: Path) -> None:
     with pytest.raises(WrongUse, match="two models are called"):
         load_served([str(gpt_onnx), str(gpt_onnx)], Limits())
+    for spec in ("=" + str(gpt_onnx), "gpt="):
+        with pytest.raises(WrongUse, match="a name and a path"):
+            load_served([spec], Limits())
 
 
 def test_ids_beyond_the_tokenizer_are_a_prompt_like_any_other(ask) -> None:

@@ -209,7 +209,6 @@ def test_wrong_patterns_are_told() -> None:
         AttentionPattern(global_blocks=-1),
         AttentionPattern("fixed", window=100, block=16),
         AttentionPattern("fixed", window=32, block=16, global_blocks=3),
-        AttentionPattern("strided"),  # type: ignore[arg-type]
         AttentionPattern(random_blocks=-1),
         AttentionPattern("fixed", window=32, block=16, random_blocks=1),
     ):

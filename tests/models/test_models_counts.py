@@ -148,3 +148,32 @@ def test_mistakes_are_named():
     assert GPTConfig(width=12, heads=4, positions="rotary").validate() == [
         "rotary positions turn pairs of numbers; the head width 3 is odd"
     ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("layers", "4", "layers is '4'; it must be a whole number"),
+        ("layers", 2.5, "a whole number"),
+        ("heads", True, "heads is True; it must be a whole number"),
+        ("dropout", "x", "dropout is 'x'; it must be a number"),
+        ("dropout", float("nan"), "dropout is nan; it must be a number"),
+        ("norm_epsilon", float("inf"), "a number"),
+        ("bias", "no", "bias is 'no'; it must be true or false"),
+        ("gated", 1, "true or false"),
+        ("norm", ["layernorm"], "one of layernorm, rmsnorm"),
+        ("attention_kind", "slide", "one of sliding, fixed"),
+        ("positions", "rope", "one of learned, rotary"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named(field, value, words):
+    """Overrides come from recipes and config.json, which check no kinds: "no" must not count as true, nor 2.5 layers be built."""
+    with pytest.raises(WrongUse) as caught:
+        GPTConfig.from_dict({field: value})
+    assert words in caught.value.why and len(caught.value.why.splitlines()) == 1
+
+
+def test_relative_distances_reach_beyond_the_exact_buckets():
+    (problem,) = BERTConfig(relative_buckets=32, relative_distance=8).validate()
+    assert problem == "relative_distance is 8; it must be above relative_buckets / 4"
+    assert not BERTConfig(relative_buckets=32, relative_distance=9).validate()

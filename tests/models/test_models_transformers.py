@@ -173,10 +173,15 @@ def test_what_cannot_be_read_is_said(tmp_path):
         ({"n_embd": 96}, Failed, "does not fit"),
         ({"n_layer": 4}, Failed, "tensors are missing"),
         ({"n_layer": 2}, Refused, "parts that ours do not"),
+        ({"n_layer": "3"}, Failed, "cannot be built"),
+        ({"n_embd": None}, Failed, "value of the wrong kind"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(fields | change))
         with pytest.raises(error, match=text):
             from_huggingface(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(Failed, match="no table of fields"):
+        from_huggingface(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     half = (tmp_path / "model.safetensors").read_bytes()[:2000]
     (tmp_path / "model.safetensors").write_bytes(half)

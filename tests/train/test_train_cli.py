@@ -37,7 +37,9 @@ def test_trains_reports_and_compares(recipe: str, tmp_path: Path) -> None:
     result = call("compare", "runs/small", "other", "--bound", "1e-12")
     assert result.exit_code == 3
     assert "differ by more than" in result.stderr
-    assert call("verify", "runs/small").exit_code == 0
+    (tmp_path / "runs/small").rename(tmp_path / "moved")
+    assert call("report", "moved").exit_code == 0
+    assert call("verify", "moved").exit_code == 0
 
 
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(recipe: str, tmp_path: Path) -> None:
@@ -69,6 +71,19 @@ def test_the_profile_has_a_trace_and_time_per_class(recipe: str, tmp_path: Path)
     assert sum(row["share"] for row in classes.values()) == pytest.approx(100)
 
 
+def test_a_run_shorter_than_what_is_profiled(recipe: str, tmp_path: Path) -> None:
+    """Two profiled steps of six are counted as two (as often called as in a longer run); of four there is none."""
+    calls = {}
+    for steps in (6, 12):
+        assert call("train", recipe, "--profile", "--set", f"train.steps={steps}", "--run-dir", str(steps)).exit_code == 0
+        rows = json.loads((tmp_path / str(steps) / "profile" / "kernels.json").read_text())
+        calls[steps] = {row["class"]: row["calls"] for row in rows}["attention"]
+    assert calls[6] == calls[12]
+    result = call("train", recipe, "--profile", "--set", "train.steps=4", "--run-dir", "4")
+    assert result.exit_code == 0 and "no profile" in result.stderr
+    assert list((tmp_path / "4" / "profile").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("settings", "code", "words"),
     [
@@ -93,6 +108,13 @@ def test_bad_input_is_one_clear_error_and_leaves_nothing(
     assert "Traceback" not in result.stderr
     assert "fix:" in result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_bert_on_tokens_without_its_special_ones_is_told_how_to_make_them(recipe: str, tmp_path: Path) -> None:
+    result = call("train", recipe, "--set", "model.family=bert", "--run-dir", "bert")
+    assert result.exit_code == 2
+    assert "no [CLS], [SEP], [MASK]: it is of type char" in result.stderr and "--type wordpiece" in result.stderr
+    assert not (tmp_path / "bert").exists()
 
 
 def test_a_flipped_byte_in_a_store_is_refused(recipe: str, tmp_path: Path, gpt_store: Path) -> None:

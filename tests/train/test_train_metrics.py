@@ -1,20 +1,27 @@
 """What a run writes down, how two runs are compared, and that memory stays flat."""
 
+import importlib.util
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from throughline.core.errors import Failed, Refused, WrongUse
+from click.testing import CliRunner
+from throughline.cli.main import main
+from throughline.core.errors import Failed, MissingExtra, Refused, WrongUse
+from throughline.core.recipe import dump_toml
 from throughline.core.workspace import Workspace, read_records
 from throughline.train.build import Plan
 from throughline.train.compare import check_bound, compare_runs
 from throughline.train.evaluate import Validation
 from throughline.train.loop import train
 from throughline.train.metrics import Metrics, flat, read_metrics
+from throughline.train.recipe import Recipe
 from throughline.train.report import POINTS, chart, thin, write_report
 
 
@@ -46,9 +53,61 @@ def test_numbers_that_are_not_finite_are_null_and_the_later_record_counts(tmp_pa
         metrics.add({"step": 2, "loss": 3.0})
         metrics.add({"step": 2, "validation": {"loss": 4.0}})
         metrics.add({"step": 2, "loss": 2.0})
+        kept = metrics.add({"step": 3, "validation": {"loss": float("inf"), "tokens": 5}})
+        assert kept == {"step": 3, "validation": {"loss": None, "tokens": 5}}
         metrics.flush()
-    assert "NaN" not in (tmp_path / "run/metrics.jsonl").read_text()
-    assert read_metrics(tmp_path / "run") == [{"step": 1, "loss": None}, {"step": 2, "loss": 2.0, "validation": {"loss": 4.0}}]
+    text = (tmp_path / "run/metrics.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    first, second, third = read_metrics(tmp_path / "run")
+    assert (first, second) == ({"step": 1, "loss": None}, {"step": 2, "loss": 2.0, "validation": {"loss": 4.0}})
+    assert third == kept
+
+
+def test_a_run_that_left_the_finite_numbers_says_so(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Every step but the first is skipped: the command says how many, and no file of the run holds what JSON cannot."""
+    (tmp_path / "r.toml").write_text(dump_toml(make_recipe("gpt", optimizer={"learning_rate": 1e30})))
+    done = CliRunner().invoke(main, ["train", str(tmp_path / "r.toml"), "--run-dir", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"^validation loss +not finite$", done.stdout, re.M)
+    assert re.search(r"^steps skipped +5$", done.stdout, re.M)
+    for name in ("metrics.jsonl", "events.jsonl", "manifest.json", "report.html"):
+        assert not re.search(r"\b(NaN|nan|Infinity)\b", (tmp_path / "run" / name).read_text()), name
+
+
+def test_dashboards_have_every_record_when_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensorboard's writer keeps what it is given for two minutes and loses it with the process, unless it is flushed."""
+    written: dict[str, list[tuple]] = {}
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            self.folder, self.held = folder, []
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.held.append((name, value, step))
+
+        def flush(self) -> None:
+            written.setdefault(self.folder, []).extend(self.held)
+            self.held = []
+
+    session = SimpleNamespace(log=lambda numbers, step: written.setdefault("wandb", []).append((numbers, step)))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: session))
+    with Workspace(tmp_path / "run") as workspace:
+        metrics = Metrics(workspace, ["tensorboard", "wandb"], "run")
+        for step in (1, 2):
+            metrics.add({"step": step, "loss": 3.0 - step})
+        metrics.flush()
+    assert written[str(tmp_path / "run" / "tensorboard")] == [("loss", 2.0, 1), ("loss", 1.0, 2)]
+    assert written["wandb"] == [({"loss": 2.0}, 1), ({"loss": 1.0}, 2)]
+
+
+def test_a_dashboard_that_is_not_installed_is_said_before_the_run(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest))
+    with pytest.raises(MissingExtra, match="wandb"):
+        make_plan("gpt", log={"sinks": ["wandb"]})
 
 
 def test_dashboards_get_flat_numbers() -> None:

@@ -52,6 +52,9 @@ def test_a_resolved_recipe_is_valid_input_and_resolves_to_itself() -> None:
         ({"train": {"stepz": 5}}, "train.stepz", "did you mean 'steps'"),
         ({"train": {"precision": "bf17"}}, "train.precision", "bf16"),
         ({"train": {"steps": "100"}}, "train.steps", "integer"),
+        ({"train": {"seed": 2**63}}, "train.seed", "less than"),
+        ({"data": {"train": [{"path": "tokens", "wait": 2}]}}, "data.train.0.wait", "did you mean 'weight'"),
+        ({"model": {"overrides": {"layers": "3"}}}, "model", "layers is '3'; it must be a whole number"),
     ],
 )
 def test_each_rule_names_the_field_and_the_way_out(sections: dict, key: str, words: str) -> None:

@@ -43,3 +43,9 @@ def test_wsd_is_stable_until_its_decay() -> None:
     values = factors(kind="wsd", warmup_steps=10, decay_steps=20, final_fraction=0.0)
     assert values[10:80] == [1.0] * 70
     assert values[90] == pytest.approx(0.5)
+
+
+def test_wsd_after_a_long_warm_up_decays_over_what_is_left() -> None:
+    """A fifth of the run would end beyond it."""
+    values = factors(kind="wsd", warmup_steps=90, final_fraction=0.0)
+    assert values[90:] == pytest.approx([1 - step / 10 for step in range(10)])

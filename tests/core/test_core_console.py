@@ -1,0 +1,83 @@
+"""What people and scripts read: one JSON object or lines, progress as a live line on a terminal and as plain lines elsewhere."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from throughline.core import console
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.5249, "0.52 s"), (9.94, "9.9 s"), (59.7, "60 s"), (119.4, "119 s"), (119.7, "2 min 00 s"), (179.7, "3 min 00 s"),
+        (200, "3 min 20 s"), (7199.7, "2 h 00 min"), (7500, "2 h 05 min"),
+    ],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    """Rounded once: no minute has 60 seconds."""
+    assert console.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [(0, "B", "0 B"), (1536, "B", "1.50 KiB"), (5 * 2**30, "B", "5.00 GiB"), (12_345, "tokens", "12.3 ktokens"), (3, "", "3 ")],
+)
+def test_amounts(value: float, unit: str, text: str) -> None:
+    assert console.amount(value, unit) == text
+
+
+def test_a_table_is_aligned_with_numbers_to_the_right() -> None:
+    lines = console.table(("name", "n"), [("a", 1), ("long", 2000), ("none", None)])
+    assert lines == ["name      n", "----  -----", "a         1", "long  2,000", "none      -"]
+    assert console.table(("name",), []) == ["name", "----"]
+
+
+def test_with_json_standard_output_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    console.configure(json_output=True)
+    try:
+        console.say("for the person")
+        console.stream("a piece")
+        console.result({"a": 1}, ["not shown"])
+    finally:
+        console.configure()
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"a": 1} and err == "for the person\n"
+    console.result({"a": 1}, ["one", "two"])
+    assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_progress_elsewhere_is_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work of an earlier run counts as done and not in the rate."""
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    with console.progress("read", 1000, "B") as bar:
+        bar.start_at(500)
+        for _ in range(4):
+            now[0] += 5
+            bar.advance(50, "loss 3")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "read   60%  600 B of 1000 B  10 B/s  10 s < 40 s  loss 3",
+        "read   70%  700 B of 1000 B  10 B/s  20 s < 30 s  loss 3",
+    ]
+
+
+def test_progress_on_a_terminal_is_one_line_that_goes() -> None:
+    code = (
+        "from throughline.core.console import progress\n"
+        "with progress('read', 3) as bar:\n"
+        "    for _ in range(3):\n"
+        "        bar._last = 0.0\n"
+        "        bar.advance(1)\n"
+    )
+    ours, theirs = os.openpty()
+    environment = os.environ | {"TERM": "xterm"}
+    subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, env=environment)
+    os.close(theirs)
+    shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert "100%" in shown and "\n" not in shown and shown.endswith("\r\x1b[2K")
