@@ -72,7 +72,5 @@ class DatasetOptions:
             if self.pair_copies < 1:
                 problems.append(f"pair_copies = {self.pair_copies} is less than 1")
         if problems:
-            no_bert = self.family == "bert" and self.mask_id is None
-            fix = "a BERT needs a tokenizer with [CLS], [SEP] and [MASK]: data tokenizer --type wordpiece" if no_bert else ""
-            raise WrongUse("the dataset's options do not fit together", why="; ".join(problems), fix=fix)
+            raise WrongUse("the dataset's options do not fit together", why="; ".join(problems))
         return self

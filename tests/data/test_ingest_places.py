@@ -88,14 +88,14 @@ def test_workers_that_are_ended_leave_nothing(place: Path, tmp_path: Path, monke
 
 
 def test_a_store_traces_back_from_anywhere(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative inputs, a saved dataset among them, and an --out that is the current directory."""
+    """Relative inputs, a saved dataset among them, and a relative --out."""
     import datasets
 
     (tmp_path / "t.txt").write_text("some text")
     datasets.Dataset.from_dict({"text": ["a row", "another"]}).save_to_disk(str(tmp_path / "saved"))
-    (tmp_path / "tokens").mkdir()
-    monkeypatch.chdir(tmp_path / "tokens")
-    tokenize(["../t.txt", "../saved"], os.path.relpath(place / "bpe"), ".")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    tokenize(["../t.txt", "../saved"], os.path.relpath(place / "bpe"), "../tokens")
     monkeypatch.chdir("/")
     assert [(item.path, same) for _, item, same in chain(tmp_path / "tokens")] == [
         (str(place / "bpe"), True), (str(tmp_path / "t.txt"), True), (str(tmp_path / "saved"), True),

@@ -13,11 +13,11 @@ import torch
 from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.artifact import read_manifest
-from throughline.core.errors import Refused, WrongUse
+from throughline.core.errors import Refused
 from throughline.core.recipe import dump_toml
 from throughline.data import stream
 from throughline.data.train_tokenizer import train_tokenizer
-from throughline.train.build import Plan, training_rows
+from throughline.train.build import Plan
 from throughline.train.checkpoint import load_model
 from throughline.train.evaluate import Validation
 from throughline.train.loop import train
@@ -150,10 +150,6 @@ def test_text_of_another_tokenizer_is_refused(from_text: Callable[..., Plan], gp
     with pytest.raises(Refused, match="different tokenizers"):
         from_text("gpt", data={"validation": str(gpt_store)})
 
-
-def test_a_bert_on_tokens_without_its_marks_is_told_what_it_needs(make_plan: Callable[..., Plan], gpt_store: Path) -> None:
-    with pytest.raises(WrongUse, match=r"\[MASK\]: data tokenizer --type wordpiece"):
-        training_rows(make_plan("bert", data={"train": str(gpt_store)}, objective={"sentences": "none"}))
 
 
 def test_a_megatron_prefix_is_trained_on(make_plan: Callable[..., Plan], gpt_store: Path, tmp_path: Path) -> None:
