@@ -177,3 +177,38 @@ def test_every_group_of_a_layout_has_the_time_limit() -> None:
     """Groups that torch makes by itself would wait for its 30 minutes."""
     for found in run_ranks(8, limits):
         assert set(found) == {77}
+
+
+def first_takes_long() -> tuple[int, float]:
+    """The first process needs longer than the time limit of a collective, in both forms; what the others waited."""
+    crew = Crew.start(Layout(data=3), torch.device("cpu"), 1)
+    begun = time.monotonic()
+    with crew:
+        with crew.one_first():
+            if crew.leads:
+                time.sleep(2)
+        answer = crew.first_decides(lambda: time.sleep(2) or 7)
+    return answer, time.monotonic() - begun
+
+
+def test_what_the_first_process_prepares_has_no_time_limit() -> None:
+    """An index of a large store, the hashes of a large checkpoint."""
+    for answer, seconds in run_ranks(3, first_takes_long):
+        assert answer == 7 and seconds >= 4
+
+
+def first_fails() -> str:
+    crew = Crew.start(Layout(data=2), torch.device("cpu"), LIMIT_S)
+    try:
+        with crew, crew.one_first():
+            if crew.leads:
+                raise ValueError("of the first process alone")
+    except ValueError:
+        return ""
+    except Lost as lost:
+        return lost.what
+    raise AssertionError("nobody was lost")
+
+
+def test_who_waits_for_a_first_process_that_fails_ends() -> None:
+    assert "first process of the run has failed" in run_ranks(2, first_fails)[1]

@@ -28,9 +28,10 @@ from .pulse import Pulse
 
 Decision = TypeVar("Decision")
 # what gloo and NCCL say when a peer is gone or stalled
-LOST = re.compile("Connection closed|Connection reset|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|remote process exited")
+LOST = re.compile("Connection (was likely )?closed|Connection reset|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|remote process exited")
 STALLED = re.compile("[Tt]imed out|[Tt]imeout")
 HANDOVER_SECONDS = 2.0  # in which the processes of a launcher that was just killed have ended
+LOOK_EVERY_S = 0.5  # whether the first process has let the others go
 OWNER = ".owner"  # the token of the start that writes the run's directory
 
 
@@ -121,6 +122,7 @@ class Crew:
         self.mesh, self.timeout_seconds = mesh, timeout_seconds
         self.token = self.share(os.urandom(4).hex())  # of this start: tells what it writes from remains of another
         self.behind: list[str] = []  # who the others waited for when a collective failed
+        self._turns = 0  # of the first process before the others
 
     @classmethod
     def start(cls, layout: Layout, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> "Crew":
@@ -157,6 +159,7 @@ class Crew:
         When it raises an error of a user, the first process raises it and the others end silently with its exit code.
         """
         if not self.leads:
+            self._wait_for_first()
             good, answer = self.share(None)
             if not good:
                 raise SystemExit(answer)
@@ -164,8 +167,10 @@ class Crew:
         try:
             answer = decide()
         except ThroughlineError as error:
+            self._let_others_go()
             self.share((False, error.exit_code))
             raise
+        self._let_others_go()
         self.share((True, answer))
         return answer
 
@@ -226,7 +231,32 @@ class Crew:
     def one_first(self) -> Iterator[None]:
         """The first process does this before the others, who then find what it wrote. Collective."""
         if not self.leads:
-            self.wait()
-        yield
+            self._wait_for_first()
+        try:
+            yield
+        except BaseException:
+            if self.leads:
+                self._let_others_go("failed")
+                time.sleep(0 if self.alone else 2 * LOOK_EVERY_S)  # the store ends with this process
+            raise
         if self.leads:
-            self.wait()
+            self._let_others_go()
+
+    # At the store of the groups and not in a collective, whose time limit is none for the index or the checkpoint of a large run.
+    def _wait_for_first(self) -> None:
+        self._turns += 1
+        turn, pause_s = f"turn/{self._turns}", 0.01
+        while not _store().check([turn]):  # in pieces: a signal is heard in between
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOOK_EVERY_S)
+        if _store().get(turn) == b"failed":
+            raise Lost("the first process of the run has failed", fix="its message says why")
+
+    def _let_others_go(self, how: str = "") -> None:
+        self._turns += 1
+        if not self.alone:
+            _store().set(f"turn/{self._turns}", how)
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
