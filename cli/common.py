@@ -16,9 +16,13 @@ from typing import Any
 import click
 
 from ..core import console
-from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, Failed, ThroughlineError
+from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Failed, ThroughlineError
 
 LATER_S = 2.0
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: it unwinds like Ctrl-C, so that half-written output is removed, and ends with a code of its own."""
 
 
 def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,10 +45,12 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
         except ThroughlineError as error:
             _tell_launcher(error.exit_code, type(error).__name__)
             _fail(error, json_output, debug)
-        except KeyboardInterrupt:
-            _tell_launcher(EXIT_INTERRUPTED)
-            click.echo("interrupted", err=True)
-            sys.exit(EXIT_INTERRUPTED)
+        except KeyboardInterrupt as signalled:
+            by_sigterm = isinstance(signalled, _Terminated)
+            code, said = (EXIT_STOPPED, "stopped by SIGTERM") if by_sigterm else (EXIT_INTERRUPTED, "interrupted")
+            _tell_launcher(code)
+            click.echo(said, err=True)
+            sys.exit(code)
         except BrokenPipeError:  # who read our output (`| head`) wants no more of it; nor does the interpreter's last flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(EXIT_FAILED)
@@ -69,8 +75,7 @@ def _on_sigterm(handler: Any) -> Any:
 
 
 def _terminated(number: int, frame: object) -> None:
-    """SIGTERM unwinds like Ctrl-C, so that half-written output is removed."""
-    raise KeyboardInterrupt
+    raise _Terminated
 
 
 def _tell_launcher(code: int, kind: str = "done") -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from throughline.cli.common import throughline_command
 from throughline.cli.demo import check_text, road
 from throughline.cli.main import VERBS, main
 from throughline.core.artifact import create_artifact, input_record
@@ -114,3 +116,16 @@ def test_a_reader_that_goes_away_is_no_fault() -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_before_the_work_has_begun_ends_with_its_code(number: signal.Signals, code: int) -> None:
+    """A scheduler that stops a job while it loads is told what it is told later: the same command continues."""
+
+    @click.command()
+    @throughline_command
+    def loads() -> None:
+        os.kill(os.getpid(), number)
+
+    done = CliRunner().invoke(loads)
+    assert done.exit_code == code and "Traceback" not in done.output
