@@ -137,6 +137,22 @@ def test_each_start_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "starts").read_text().split() == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize(("code", "starts", "answer"), [(2, 1, 2), (3, 1, 3), (1, 2, 1)])
+def test_a_users_error_on_any_process_is_final(
+    code: int, starts: int, answer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the user has to mend is not tried again, also when only the second process met it; a failure is."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    program = tmp_path / "program"
+    program.write_text(
+        f"#!/bin/sh\ntest $RANK = 1 || exec sleep 100\necho $TORCHELASTIC_RESTART_COUNT >> {tmp_path}/starts\nexit {code}\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert launch.run_processes(2, ["train"], restarts=1) == answer
+    assert len((tmp_path / "starts").read_text().split()) == starts
+
+
 def test_a_dry_run_is_said_once(store: Path, tmp_path: Path) -> None:
     out, errors = start(store, tmp_path, "parallel.data=2", "--dry-run").communicate(timeout=150)
     assert out.count("parameters on cpu") == 1, errors

@@ -24,11 +24,12 @@ EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # the first process writes there what becam
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # that the others get to say why and end, after one has ended
 STEADY_SECONDS = 60.0  # a start that lived this long was a good one: the count of failures begins again
+FINAL = (EXIT_WRONG_USE, EXIT_REFUSED)  # exit codes of what the user has to mend
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> int:
-    """Run `throughline ARGUMENTS` on that many processes; the exit code of the first one.
+    """Run `throughline ARGUMENTS` on that many processes; the exit code of the first one, or of the one that met a user's error.
 
     After a process was lost all start again, at most `restarts` times in a row; a user's error or a finished command is final.
     SIGTERM and Ctrl-C go to the processes, which save and end.
@@ -51,7 +52,7 @@ def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> in
 
 
 def _run_once(processes: int, arguments: Sequence[str], start: int) -> tuple[int | None, bool, str]:
-    """One start: the exit code of the first process, None when one was lost; whether a signal asked to stop; which was lost."""
+    """One start: the exit code if it is final, None when a process was lost; whether a signal asked to stop; which was lost."""
     with tempfile.TemporaryDirectory(prefix="throughline-") as directory:
         file, port = Path(directory) / "exit", free_port()
         command = [sys.executable, "-m", "throughline.cli.main", *arguments]
@@ -79,6 +80,9 @@ def _run_once(processes: int, arguments: Sequence[str], start: int) -> tuple[int
         said = _said(file)
         if said is not None and codes[0] in (said, -signal.SIGKILL):  # killed here when it took its time to end
             return said, stopped, ""
+        if codes[first] in FINAL:
+            warn(f"process {first} ended with exit code {codes[first]}, which another start would not mend")
+            return codes[first], stopped, ""
         ended = f"was lost ({signal.Signals(-codes[first]).name})" if codes[first] < 0 else f"ended with exit code {codes[first]}"
         return None, stopped, f"process {first} {ended}"
 
@@ -102,7 +106,7 @@ def _watch(running: Sequence[subprocess.Popen], file: Path) -> tuple[list[int], 
         if first < 0 and failed:
             first = min(failed, key=lambda rank: running[rank].returncode)  # of several at once the one that was killed
             first_end = time.monotonic()
-        refused = running[0].returncode in (EXIT_WRONG_USE, EXIT_REFUSED) and _said(file) == running[0].returncode
+        refused = running[0].returncode in FINAL and _said(file) == running[0].returncode
         if first >= 0 and (refused or time.monotonic() - first_end > GRACE_SECONDS):
             _signal(running, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
