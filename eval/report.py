@@ -6,8 +6,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..core.artifact import Input, create_artifact, read_manifest
+from ..core.artifact import Input, check_free, create_artifact, is_artifact, read_manifest
 from ..core.console import table
+from ..core.errors import WrongUse
 from .runner import TaskScores
 
 HEADER = ("task", "metric", "per", "value", "stderr", "random", "n", "shots", "cut", "skipped", "prompt")
@@ -155,6 +156,14 @@ def curves(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         ]
         plots.append({"name": name, "points": placed, "low": f"{low:.4g}", "high": f"{high:.4g}", "first": first, "last": last})
     return plots
+
+
+def check_place(path: Path) -> None:
+    """Raises WrongUse when something else than earlier scores stands at `path`: writing would refuse it, or replace an artifact."""
+    check_free(path, overwrite=True)
+    if is_artifact(path) and (kind := read_manifest(path).kind) != "scores":
+        why, fix = f"an artifact of kind {kind} is there, which they would replace", "choose another --out"
+        raise WrongUse("the place of the scores is taken", where=path, why=why, fix=fix)
 
 
 def write_scores(
