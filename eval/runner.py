@@ -154,6 +154,9 @@ class _Asked:
 
     def _items(self) -> list[Item]:
         bound, settings = self.bound, self.settings
+        if settings.shots and bound.task.kind == "cloze":
+            why, fix = "a solved example would have masks too", "leave --shots out"
+            raise WrongUse(f"task {bound.name} takes no examples", why=why, fix=fix)
         items = bound.items(bound.records(settings.data_dir, settings.limit))
         pool = None
         if settings.shots and (bound.source.fewshot_files or bound.source.fewshot_split):
@@ -180,7 +183,10 @@ class _Asked:
                 fix = "--overlong truncate cuts contexts on their left, --overlong skip leaves such records out"
                 raise Failed("the record's context is too long for the model", where=where, why=why, fix=fix)
             for question in questions:
-                check_question(question, self.scorer.window, where, fields)
+                check_question(question, self.scorer.window, where, fields, self.scorer.mask)
+            if not questions and not self.written:
+                why = "the tokenizer makes no token of it that could be predicted"
+                raise Failed("nothing to score: text has no tokens", where=where, why=why, fix="mend or remove the record")
             kept.append((number, item, questions, lost))
         if not kept:
             fix = "evaluate a model with a longer window, or cut contexts with --overlong truncate"
@@ -224,7 +230,7 @@ class _Asked:
                     yield stream(ids, scorer.window, self.bound.task.stride)
         else:
             for question in scorer.encode([item.pairs for item in items]):
-                yield [question]
+                yield [_of_one_length(question, mask) if kind == "cloze" and mask is not None else question]
 
     def answer(self, answers: Answers, mine: Callable[[str], bool]) -> None:
         """Ask what is not answered yet and belongs to this rank; equal questions are asked once."""
@@ -301,7 +307,8 @@ class _Asked:
         if kind == "masked":
             return hidden_outcome(scores)
         if kind == "cloze":
-            return {"p_at_1": [float(scores[0].rank < 1)], "p_at_10": [float(scores[0].rank < 10)]}
+            best = min(score.rank for score in scores)  # of the accepted answers
+            return {"p_at_1": [float(best < 1)], "p_at_10": [float(best < 10)]}
         return loglikelihood_outcome(scores)
 
 
@@ -310,6 +317,12 @@ def answer_fields(kind: str, item: Item) -> list[str]:
     if kind in ("multiple_choice", "cloze", "generate_until"):
         return [f"{'choices' if kind == 'multiple_choice' else 'answers'}[{number}]" for number in range(len(item.pairs))]
     return ["target"] * len(item.pairs) if item.pairs else ["text"]
+
+
+def _of_one_length(question: Question, mask: int) -> Question:
+    """A cloze question with those of its accepted answers that its masks can spell; with all of them, to be refused, if none."""
+    pairs = tuple(pair for pair in question.pairs if pair[0].count(mask) == len(pair[1]))
+    return Question(pairs) if pairs else question
 
 
 def _packed(score: Score) -> list[Any]:
