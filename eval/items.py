@@ -60,8 +60,8 @@ def _environment() -> Any:
 
 
 def _given(value: Any) -> Any:
-    """What a template prints; a null would be printed as the word "None"."""
-    if value is None:
+    """What a template prints; a null would be printed as the word "None", one of pandas as "nan"."""
+    if value is None or (isinstance(value, float) and value != value):
         raise ValueError("a field is null")
     return value
 
@@ -159,11 +159,11 @@ class _Builder:
         return int(value)
 
     def render(self, key: str, template: str) -> str:
-        return self.guarded(key, lambda: _template(template).render(self.record.data))
+        return self.guarded(key, lambda: _encodable(_template(template).render(self.record.data)))
 
     def evaluate(self, key: str) -> Any:
         text = getattr(self.prompt, key)
-        return self.guarded(key, lambda: _settled(_expression(text)(self.record.data)))
+        return self.guarded(key, lambda: _encodable(_settled(_expression(text)(self.record.data))))
 
     def guarded(self, key: str, action: Any) -> Any:
         from jinja2.exceptions import TemplateError
@@ -179,6 +179,14 @@ class _Builder:
             f"cannot make the {key} of a question", where=self.record.where,
             why=f"{why} (task {self.bound.name}, made from the fields {fields})", fix="mend the record, or the task's prompt",
         )  # fmt: skip
+
+
+def _encodable(value: Any) -> Any:
+    """Raises ValueError for half a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str):
+            text.encode()
+    return value
 
 
 def _settled(value: Any) -> Any:

@@ -126,7 +126,7 @@ def _jsonl(file: TextIO, path: Path) -> Iterator[Record]:
 def _object(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Failed("not a JSON record", where=where, why=str(error), fix="every line must be one JSON object") from error
     if not isinstance(value, dict):
         raise Failed("not a JSON record", where=where, why=f"a {type(value).__name__}, not an object", fix="give named fields")
@@ -137,7 +137,7 @@ def _json(file: TextIO, path: Path) -> Iterator[Record]:
     """A JSON file: a list of records, or an object with one under `data` or `rows`."""
     try:
         tree = json.load(file)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Failed("not valid JSON", where=path, why=str(error), fix="give one record a line in a .jsonl file") from error
     if isinstance(tree, dict):
         tree = tree.get("data", tree.get("rows"))
