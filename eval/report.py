@@ -16,11 +16,12 @@ FILE = "results.json"
 
 
 def rows_of(results: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """One line per metric of every task and group, in HEADER's columns."""
+    """One line per metric of every task and group, in HEADER's columns; a group says of how many tasks it is the mean."""
     return [
         (
-            s["task"], name, m["per"] + (f", stride {s['stride']}" if s["stride"] else ""), m["value"], m["stderr"], m["random"],
-            s["n"], s["shots"], s["truncated_records"], s["skipped_records"], s["prompt_hash"],
+            s["task"] + (f" ({s['members']} tasks)" if "members" in s else ""), name,
+            m["per"] + (f", stride {s['stride']}" if s["stride"] else ""), m["value"], m["stderr"], m["random"], s["n"],
+            s["shots"], s["truncated_records"], s["skipped_records"], s["prompt_hash"],
         )
         for s in (*results["tasks"], *results["groups"])
         for name, m in s["metrics"].items()

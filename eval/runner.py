@@ -282,8 +282,8 @@ class _Asked:
         summary = {
             "task": bound.name, "group": bound.group, "about": task.about, "kind": task.kind, "n": len(self.items),
             "metrics": metrics, "shots": self.settings.shots, "seed": self.settings.seed if self.settings.shots else None,
-            "prompt_hash": bound.prompt_hash, "data_hash": self._data_hash(), "stride": task.stride or None,
-            "checked": task.checked,
+            "prompt_hash": bound.prompt_hash, "data_hash": self._data_hash(), "checked": task.checked,
+            "stride": min(task.stride, self.scorer.window) or None,
             "truncated_records": sum(map(bool, self.lost)), "truncated_tokens": sum(self.lost), "skipped_records": self.skipped,
             "scorer": self.scorer.recipe,
         }  # fmt: skip

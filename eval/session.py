@@ -150,10 +150,11 @@ def _open(request: Request) -> _Forms:
 def _check_alike(one: Opened, other: Opened) -> None:
     """Raises WrongUse when the two forms would be asked different questions."""
     ours, theirs = one.scorer.recipe, other.scorer.recipe
-    differ = [f"{key} {ours[key]} and {theirs[key]}" for key in ("window", "bos") if ours.get(key) != theirs.get(key)]
     if one.family != other.family:
         differ = [f"a {one.family} and a {other.family}"]
-    elif one.tokenizer.vocab != other.tokenizer.vocab:
+    else:
+        differ = [f"{key} {ours[key]} and {theirs[key]}" for key in ("window", "bos") if ours.get(key) != theirs.get(key)]
+    if one.family == other.family and one.tokenizer.vocab != other.tokenizer.vocab:
         differ.append("tokenizers with other tokens")
     if differ:
         fix = "give two forms of one model; --window and --bos or --no-bos make both alike"

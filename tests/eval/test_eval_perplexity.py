@@ -66,6 +66,8 @@ def test_wikitext_by_megatron_is_normalised_by_original_words(small_gpt, gpt2_to
     assert metrics["token_perplexity"]["value"] == pytest.approx(math.exp(-total / (len(ids) - 1)), rel=1e-4)
     results = {"tasks": [scores.summary], "groups": []}
     assert rows_of(results)[0][:3] == ("wikitext_megatron_2", "adjusted_perplexity", "word, stride 32")
+    (narrow,) = evaluate(CausalScorer(small_gpt, gpt2_tokenizer, window=20), [task], Settings(tmp_path))
+    assert narrow.summary["stride"] == 20, "a window has no more new targets than tokens"
 
 
 def test_lambada_by_megatron(small_gpt, gpt2_tokenizer) -> None:

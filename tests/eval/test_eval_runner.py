@@ -13,7 +13,7 @@ from throughline.eval.compare import mcnemar, paired_test
 from throughline.eval.contamination import shared_runs
 from throughline.eval.fewshot import with_examples
 from throughline.eval.metrics import aggregate
-from throughline.eval.report import curves
+from throughline.eval.report import curves, rows_of
 from throughline.eval.runner import Ranks, Settings, evaluate, group_means, present
 from throughline.eval.task import find_tasks
 
@@ -96,6 +96,8 @@ def test_a_group_is_the_mean_of_its_members(wanted) -> None:
     errors = [score.summary["metrics"]["acc"]["stderr"] for score in wanted[1:]]
     assert group["metrics"]["acc"]["value"] == pytest.approx(np.mean(values)) and group["n"] == 2 * LIMIT
     assert group["metrics"]["acc"]["stderr"] == pytest.approx(np.hypot(*errors) / 2)
+    lines = rows_of({"tasks": [], "groups": [group]})
+    assert lines[0][0] == "blimp (2 tasks)", "a mean of some members must not pass for the whole group's"
 
 
 def test_truncation_is_counted(small_gpt, gpt2_tokenizer) -> None:
@@ -131,7 +133,11 @@ def test_records_that_are_too_long_are_cut_refused_or_left_out(small_gpt, gpt2_t
         ('{"query": "Q", "choices": [], "gold": 0}', "choices"),
         ('{"query": "Q", "gold": 0}', "lacks the field"),
         ('{"query": "Q", "choices": ["a", "' + "word " * 300 + '"], "gold": 0}', r"choices\[1\] is longer than the model's window"),
+        ('{"query": "Q \\ud800", "choices": ["a", "b"], "gold": 0}', "the context of a question"),
+        ('{"query": "Q", "choices": ["a", "b \\udfff"], "gold": 0}', "the choices of a question"),
+        ('{"query": NaN, "choices": ["a", "b"], "gold": 0}', "a field is null"),
         ("{broken", "not a JSON record"),
+        ("[" * 100_000, "not a JSON record"),
     ],
 )
 def test_a_bad_record_is_named(scorer, tmp_path: Path, line: str, complaint: str) -> None:
