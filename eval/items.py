@@ -170,7 +170,7 @@ class _Builder:
 
         try:
             return action()
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError, SyntaxError) as error:
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError) as error:
             raise self.bad(key, str(error)) from error
 
     def bad(self, key: str, why: str) -> Failed:

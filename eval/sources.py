@@ -20,6 +20,7 @@ from ..data.streams import open_blocks
 
 COMPRESSION = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".tokens", ".raw")
+KNOWN = f"known: {', '.join(FORMATS)}, each also {'/'.join(COMPRESSION)}"
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,22 @@ def find_files(patterns: Sequence[str], roots: Sequence[Path]) -> list[Path]:
     """
     for root in roots:
         for pattern in patterns:
-            try:
-                found = sorted(path for path in root.glob(pattern) if path.is_file() and _format(path) in FORMATS)
-            except (ValueError, NotImplementedError) as error:
-                fix = "name files by their place below --data-dir, for example piqa/valid*.jsonl"
-                raise WrongUse(f"no pattern of files: {pattern!r}", why=str(error), fix=fix) from None
-            if found:
+            if found := [path for path in _matching(pattern, root) if _format(path) in FORMATS]:
                 return _one_form(found)
     return []
+
+
+def unknown_files(patterns: Sequence[str], roots: Sequence[Path]) -> list[Path]:
+    """Files that match, and are of no known format."""
+    return [path for root in roots for pattern in patterns for path in _matching(pattern, root) if _format(path) not in FORMATS]
+
+
+def _matching(pattern: str, root: Path) -> list[Path]:
+    try:
+        return sorted(path for path in root.glob(pattern) if path.is_file())
+    except (ValueError, NotImplementedError) as error:
+        fix = "name files by their place below --data-dir, for example piqa/valid*.jsonl"
+        raise WrongUse(f"no pattern of files: {pattern!r}", why=str(error), fix=fix) from None
 
 
 def _one_form(paths: list[Path]) -> list[Path]:
@@ -92,8 +101,7 @@ def _read(path: Path, layout: TextLayout) -> Iterator[Record]:
         ".raw": lambda file, path: _text(file, path, layout),
     }
     if kind not in readers:
-        fix = f"known: {', '.join(FORMATS)}, each also {'/'.join(COMPRESSION)}"
-        raise WrongUse("unknown data format", where=path, fix=fix)
+        raise WrongUse("unknown data format", where=path, fix=KNOWN)
     try:
         with _open(path) as file:
             yield from readers[kind](file, path)
