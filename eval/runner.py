@@ -162,8 +162,9 @@ class _Asked:
         if settings.shots and (bound.source.fewshot_files or bound.source.fewshot_split):
             try:
                 pool = bound.items(bound.records(settings.data_dir, None, fewshot=True))
-            except WrongUse:
-                say(f"{bound.name}: no training records at hand; examples are drawn from the evaluated ones")
+            except WrongUse as error:
+                why = error.why or error.what
+                say(f"{bound.name}: no training records at hand ({why}); examples are drawn from the evaluated ones")
         if settings.shots and pool is None and settings.limit:
             pool_items = bound.items(bound.records(settings.data_dir, None))  # the draw does not depend on --limit
             return with_examples(bound.name, pool_items, None, settings.shots, settings.seed)[: settings.limit]

@@ -162,6 +162,9 @@ def _table(file: TextIO, path: Path, delimiter: str) -> Iterator[Record]:
     else:
         rows = csv.reader(file, delimiter=delimiter)
     header = next(rows, [])
+    if twice := next((name for name in header if name and header.count(name) > 1), ""):
+        why = "the later one would take the first one's place"
+        raise Failed(f"two columns are called {twice!r}", where=f"{path}:1", why=why, fix="rename one of them")
     for row in filter(None, rows):  # blank lines are no rows
         if len(row) != len(header):
             why = f"{len(row)} cells, the header has {len(header)}"

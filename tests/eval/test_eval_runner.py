@@ -186,6 +186,21 @@ def test_a_record_is_no_example_of_itself(tmp_path: Path) -> None:
         with_examples("own", items, pool, 4, 0)
 
 
+def test_why_examples_come_from_the_evaluated_records_is_said(
+    scorer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pattern that is none is not taken for a file that is not there."""
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"q": f"Q{number}"}) + "\n" for number in range(3)))
+    for name, pattern, why in (("one", "/train.jsonl", "Non-relative patterns"), ("two", "train.jsonl", "none of these is there")):
+        (tmp_path / f"{name}.toml").write_text(
+            f'about = "own"\nkind = "multiple_choice"\nmetrics = ["acc"]\n[source]\nfiles = ["own.jsonl"]\n'
+            f'fewshot_files = ["{pattern}"]\n'
+            '[[prompt]]\nfields = ["q"]\ncontext = "{{ q }}"\nchoices = ["no", "yes"]\ngold = "1"\n'
+        )
+        evaluate(scorer, find_tasks([str(tmp_path / f"{name}.toml")]), Settings(tmp_path, shots=1))
+        assert why in capsys.readouterr().err
+
+
 def test_missing_data_and_wrong_names_are_named(scorer, tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="no data for task piqa") as caught:
         evaluate(scorer, find_tasks(["piqa"]), Settings(tmp_path))
