@@ -247,16 +247,20 @@ def _owned(home: Path, ranks: Ranks) -> AbstractContextManager[Any]:
 
 
 def join_ranks() -> Ranks:
-    """The processes that a launcher (torchrun, `throughline launch`) started with RANK and WORLD_SIZE; one without."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
+    """The processes that a launcher (torchrun, `throughline launch`) started with RANK and WORLD_SIZE; one without. Raises WrongUse
+    when the environment has not all that it takes to meet."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return Ranks()
     from datetime import timedelta
 
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may wait long for the slowest one
+    try:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may wait long for the slowest one
+    except ValueError as error:
+        fix = "start them with `throughline launch --nproc N -- eval …`, or unset WORLD_SIZE"
+        raise WrongUse("the processes cannot find each other", where="WORLD_SIZE", why=str(error), fix=fix) from None
     from ..train.parallel.crew import Lost
 
     def meet() -> None:
@@ -268,7 +272,7 @@ def join_ranks() -> Ranks:
                 fix="the same command asks what is not answered yet",
             ) from error
 
-    return Ranks(dist.get_rank(), world, meet)
+    return Ranks(dist.get_rank(), dist.get_world_size(), meet)
 
 
 def own_gpu(device: str) -> str:

@@ -14,7 +14,7 @@ from throughline.core.errors import Refused, WrongUse
 from throughline.data.readers import ReadOptions
 from throughline.data.tokenize import tokenize
 from throughline.eval.compare import compare_scores
-from throughline.eval.session import Request, evaluate_checkpoints, evaluate_one, own_gpu
+from throughline.eval.session import Request, evaluate_checkpoints, evaluate_one, join_ranks, own_gpu
 
 
 def test_scores_artifact_reports_and_comparison(gpt_directory: Path, tmp_path: Path) -> None:
@@ -222,6 +222,15 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert [own_gpu(name) for name in ("cpu", "cuda", "cuda:1")] == ["cpu", "cuda", "cuda:1"]
     with pytest.raises(WrongUse, match="no cuda:2 here"):
         own_gpu("cuda:2")
+
+
+@pytest.mark.parametrize("world", ["2", "two"])
+def test_one_process_that_is_told_of_others_is_named(monkeypatch: pytest.MonkeyPatch, world: str) -> None:
+    """WORLD_SIZE left over in the environment, without what else a launcher sets."""
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(WrongUse, match="cannot find each other"):
+        join_ranks()
 
 
 def test_scores_without_the_records_found_in_training_data(
