@@ -161,10 +161,14 @@ def curves(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def check_place(path: Path) -> None:
     """Raises WrongUse when something else than earlier scores stands at `path`: writing would refuse it, or replace an artifact."""
+    if is_artifact(path):
+        kind = read_manifest(path).kind
+        why = "" if kind == "scores" else f"an artifact of kind {kind} is there, which they would replace"
+    else:
+        why = "what is there is no artifact" if path.is_file() or (path.is_dir() and any(path.iterdir())) else ""
+    if why:
+        raise WrongUse("the place of the scores is taken", where=path, why=why, fix="choose another --out")
     check_free(path, overwrite=True)
-    if is_artifact(path) and (kind := read_manifest(path).kind) != "scores":
-        why, fix = f"an artifact of kind {kind} is there, which they would replace", "choose another --out"
-        raise WrongUse("the place of the scores is taken", where=path, why=why, fix=fix)
 
 
 def write_scores(
