@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from throughline.core.errors import Failed, ThroughlineError, WrongUse
 from throughline.eval.sources import Record, find_files, read_records
-from throughline.eval.task import find_tasks
+from throughline.eval.task import find_tasks, shipped_tasks
 
 ROWS = [{"text": "one, \"two\"", "label": "0"}, {"text": "Zürich — 東京", "label": "1"}, {"text": "last", "label": "0"}]
 
@@ -125,6 +125,32 @@ def test_local_files_ask_what_the_harness_is_asked(shared: Path) -> None:
     for name in ("wsc273", "triviaqa"):
         (task,) = find_tasks([name])
         assert len(task.items(task.records(shared / "data", None))) > 200
+
+
+@pytest.mark.parametrize("group", shipped_tasks())
+def test_a_copy_of_the_hub_s_repository_is_read_by_its_configuration(tmp_path: Path, group: str) -> None:
+    """Other languages, sizes and forms that lie beside it in the same repository are not evaluated with it."""
+    for task in find_tasks([group]):
+        source = task.source
+        repository = tmp_path / task.name / source.dataset.rpartition("/")[2]
+        names = [source.config, "aa-other", "zz-other"] if source.config else ["data"]
+        for name in names:
+            file = repository / name / f"{source.split}-00000-of-00001.parquet"
+            file.parent.mkdir(parents=True)
+            file.write_bytes(b"")
+        wanted = repository / names[0] / f"{source.split}-00000-of-00001.parquet"
+        assert task.files(tmp_path / task.name) == [wanted], task.name
+
+
+@pytest.mark.parametrize("name", ["mrpc", "rte", "sst2"])
+def test_tasks_of_glue_are_found_in_its_repository(tmp_path: Path, name: str) -> None:
+    """RTE's prompt is SuperGLUE's, and its records are also those of GLUE, under other names."""
+    (task,) = find_tasks([name])
+    for split, fewshot in (("validation", False), ("train", True)):
+        file = tmp_path / "glue" / name / f"{split}-00000-of-00001.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"")
+        assert task.files(tmp_path, fewshot=fewshot) == [file]
 
 
 ORIGINAL = {
