@@ -11,7 +11,7 @@ from .common import throughline_command
 
 @click.command()
 @click.argument("path", type=click.Path(), required=False)
-@click.option("--tasks", default="", help="Tasks, groups or task files, comma-separated; see --list.")
+@click.option("--tasks", multiple=True, help="Tasks, groups or task files, comma-separated; see --list. Repeatable.")
 @click.option("--list", "listing", is_flag=True, help="List the tasks and the files they look for.")
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Directory with the tasks' files; nothing is then fetched.")
 @click.option("--limit", type=click.IntRange(min=1), help="Records a task; by default all.")
@@ -38,7 +38,7 @@ from .common import throughline_command
 @click.option("--contamination", type=click.Path(), help="A token store: report scores with and without records found in it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory of the scores; by default PATH.scores.")
 @throughline_command
-def command(path: str | None, listing: bool, all_checkpoints: bool, **given: Any) -> None:
+def command(path: str | None, tasks: tuple[str, ...], listing: bool, all_checkpoints: bool, **given: Any) -> None:
     """Score a run (its latest checkpoint), a checkpoint, a model directory or an ONNX artifact.
 
     \b
@@ -52,7 +52,7 @@ def command(path: str | None, listing: bool, all_checkpoints: bool, **given: Any
         return
     if path is None:
         raise click.UsageError("give the PATH of a model, or --list")
-    request = Request(Path(path), **given)
+    request = Request(Path(path), ",".join(tasks), **given)
     found = evaluate_checkpoints(request) if all_checkpoints else evaluate_one(request)
     if found is not None:
         console.result(*found)

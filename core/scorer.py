@@ -44,13 +44,18 @@ class Score:
 Scored = list[tuple[int, tuple[Score, ...]]]
 
 
-def check_question(question: Question, window: int, where: str = "", fields: Sequence[str] = ()) -> None:
+def check_question(
+    question: Question, window: int, where: str = "", fields: Sequence[str] = (), mask: int | None = None
+) -> None:
     """Raise Failed when a continuation has no tokens or does not fit the window; contexts are cut, continuations never.
 
-    `fields` are the names of the continuations in the task, for the message.
+    A context with a `mask` in it is not cut either, and has one mask for each token of its answer. `fields` are the names of the
+    continuations in the task, for the message.
     """
-    for number, (_, continuation) in enumerate(question.pairs):
+    for number, (context, continuation) in enumerate(question.pairs):
         name = fields[number] if fields else "a continuation"
+        if mask is not None and mask in context:
+            _check_cloze(context.count(mask), len(context), len(continuation), window, name, where)
         if not continuation:
             why = "the tokenizer makes no token of it, or merges it into the context"
             raise Failed(f"nothing to score: {name} has no tokens", where=where, why=why, fix="mend the record")
@@ -60,6 +65,16 @@ def check_question(question: Question, window: int, where: str = "", fields: Seq
                 why=f"{len(continuation):,} tokens, the window has {window:,}",
                 fix="shorten or remove the record, leave it out with --overlong skip, or evaluate a model with a longer window",
             )  # fmt: skip
+
+
+def _check_cloze(masks: int, tokens: int, asked: int, window: int, name: str, where: str) -> None:
+    if masks != asked:
+        why, fix = f"{masks} [MASK], and {name} has {asked} tokens", "give contexts with one [MASK] for each token of the answer"
+        raise Failed("not a cloze question", where=where, why=why, fix=fix)
+    if tokens > window:
+        why = f"{tokens:,} tokens, the window has {window:,}"
+        fix = "shorten or remove the record, or leave it out with --overlong skip"
+        raise Failed("a cloze question is longer than the model's window", where=where, why=why, fix=fix)
 
 
 class Scorer(Protocol):

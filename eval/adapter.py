@@ -5,26 +5,61 @@
 is its own command with this model known; in a program, importing this module is enough. Needs the extra `eval`.
 """
 
+import sys
 from typing import Any
 
 import torch
-from lm_eval.api.model import LM
-from lm_eval.api.registry import register_model
 
+from ..core.console import say
+from ..core.errors import MissingExtra, ThroughlineError, WrongUse
 from ..core.scorer import Question, Scorer, check_question
 from .opening import ScorerOptions, open_scorer
 from .perplexity import rolling
 
+try:
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+except ImportError:
+    missing = MissingExtra("lm_eval", "the adapter", "throughline[eval]")
+    if __name__ != "__main__":
+        raise missing from None
+    say(f"error: {missing}")
+    sys.exit(missing.exit_code)
+
+PLL = ("within_word_l2r", "original")
+
 
 @register_model("throughline")
 class ThroughlineLM(LM):
-    """The harness's model interface over a `Scorer`; `path` is anything that `throughline eval` takes."""
+    """The harness's model interface over a `Scorer`; `path` is anything that `throughline eval` takes, and the other arguments are
+    its options. The harness's batch sizes mean nothing here. Raises WrongUse for an argument that is none."""
 
-    def __init__(self, path: str = "", device: str = "cpu", batch_size: Any = None, scorer: Scorer | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        path: str = "",
+        device: str = "cpu",
+        scorer: Scorer | None = None,
+        *,
+        bos: bool | None = None,
+        window: int | None = None,
+        batch_tokens: int | None = None,
+        pll: str = PLL[0],
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        **unknown: Any,
+    ) -> None:
         super().__init__()
+        known = "path, bos, window, batch_tokens, pll"
+        if unknown:
+            raise WrongUse(f"no argument of the model is called {next(iter(unknown))!r}", where="--model_args", fix=f"give {known}")
+        if pll not in PLL:
+            raise WrongUse(f"no pseudo-log-likelihood is called {pll!r}", where="--model_args", fix=f"give {' or '.join(PLL)}")
+        if scorer is None and not path:
+            raise WrongUse("no model is given", where="--model_args", fix="give path=DIRECTORY")
         if not torch.cuda.is_available():  # the harness asks for cuda unless told otherwise
             device = "cpu"
-        self.scorer = scorer or open_scorer(path, ScorerOptions(device=device or "cpu")).scorer
+        options = ScorerOptions(device or "cpu", bos, window, batch_tokens, pll=pll)
+        self.scorer = scorer or open_scorer(path, options).scorer
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Requests of one record that follow one another with one context are one question, so that its tokens are computed once.
@@ -71,4 +106,8 @@ def _stops(request: Any) -> list[str]:
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except ThroughlineError as error:
+        say(f"error: {error}")
+        sys.exit(error.exit_code)

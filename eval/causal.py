@@ -205,7 +205,7 @@ def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ..
     """Answer a batch; when memory runs out, its halves. Raises Failed when one question alone does not fit."""
     try:
         found = answer(batch)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except Exception as error:  # onnxruntime's own classes derive from Exception alone
         if not _out_of_memory(error):
             raise
         found = None
@@ -221,6 +221,12 @@ def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ..
         yield from halving(half, answer)
 
 
-def _out_of_memory(error: BaseException) -> bool:
-    # torch's CPU allocator raises a plain RuntimeError
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)
+# What torch's allocator (a plain RuntimeError on the CPU), CUDA and ONNX Runtime write where memory ends.
+OUT_OF_MEMORY = (
+    "can't allocate memory", "not enough memory", "Failed to allocate memory", "bad_alloc", "CUDA error: out of memory",
+    "STATUS_ALLOC_FAILED",
+)  # fmt: skip
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)

@@ -75,11 +75,16 @@ def paired_test(metric: str, first: Sequence[Sequence[float]], second: Sequence[
     differences = b[:, 0] - a[:, 0]
     count = len(differences)
     error = float(differences.std(ddof=1) / math.sqrt(count)) if count > 1 else None
-    if set(np.unique(differences)) <= {-1.0, 0.0, 1.0} and how.mean:
+    p: float | None
+    if not differences.any():
+        p = 1.0
+    elif count < 2:  # a stream is one record, of which nothing can be said
+        p = None
+    elif set(np.unique(differences)) <= {-1.0, 0.0, 1.0} and how.mean:
         p = mcnemar(int((differences > 0).sum()), int((differences < 0).sum()))
     else:
-        p = math.erfc(abs(differences.mean()) / error / math.sqrt(2)) if error else 1.0
-    better = "-" if p >= 0.05 else ("second" if differences.mean() > 0 else "first")
+        p = math.erfc(abs(differences.mean()) / error / math.sqrt(2)) if error else 0.0
+    better = "-" if p is None or p >= 0.05 else ("second" if differences.mean() > 0 else "first")
     return {
         "first": values[0], "second": values[1], "difference": float(differences.mean()), "stderr": error, "p": p, "better": better,
     }  # fmt: skip

@@ -7,11 +7,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import Failed
-from .sources import Record
+from .sources import Record, whole_line
 from .textops import FILTERS
 
 if TYPE_CHECKING:
     from .task import BoundTask, Prompt
+
+MASK = "[MASK]"  # in the context of a cloze question: what a BERT is to name
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ def _environment() -> Any:
 
 
 def _given(value: Any) -> Any:
-    """What a template prints; a null would be printed as the word "None"."""
-    if value is None:
+    """What a template prints; a null would be printed as the word "None", one of pandas as "nan"."""
+    if value is None or (isinstance(value, float) and value != value):
         raise ValueError("a field is null")
     return value
 
@@ -93,7 +95,7 @@ def joined(records: Sequence[Record]) -> Record:
     """All records as one, at the first one's place: its texts, each of which ends its line, behind one another."""
     texts = [key for key, value in records[0].data.items() if isinstance(value, str)]
     parts = {key: [record.data[key] for record in records if isinstance(record.data.get(key), str)] for key in texts}
-    whole = {key: "".join(part if part.endswith("\n") else f"{part}\n" for part in some) for key, some in parts.items()}
+    whole = {key: "".join(map(whole_line, some)) for key, some in parts.items()}
     return Record(records[0].where, whole)
 
 
@@ -122,7 +124,10 @@ class _Builder:
             if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
                 raise self.bad("answers", f"{answers!r} is not a list of accepted answers")
             context = self.text("context")
-            return Item(where, ((context, self.bound.task.delimiter + answers[0]),), answers=tuple(answers))
+            if kind == "cloze" and MASK not in context:
+                raise self.bad("context", f"it has no {MASK}")
+            asked = answers if kind == "cloze" else answers[:1]
+            return Item(where, tuple((context, self.bound.task.delimiter + answer) for answer in asked), answers=tuple(answers))
         text = self.text("text")
         return Item(where, text=text, original=self.text("original") if self.prompt.original else text)
 
@@ -154,18 +159,18 @@ class _Builder:
         return int(value)
 
     def render(self, key: str, template: str) -> str:
-        return self.guarded(key, lambda: _template(template).render(self.record.data))
+        return self.guarded(key, lambda: _encodable(_template(template).render(self.record.data)))
 
     def evaluate(self, key: str) -> Any:
         text = getattr(self.prompt, key)
-        return self.guarded(key, lambda: _settled(_expression(text)(self.record.data)))
+        return self.guarded(key, lambda: _encodable(_settled(_expression(text)(self.record.data))))
 
     def guarded(self, key: str, action: Any) -> Any:
         from jinja2.exceptions import TemplateError
 
         try:
             return action()
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError, SyntaxError) as error:
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError) as error:
             raise self.bad(key, str(error)) from error
 
     def bad(self, key: str, why: str) -> Failed:
@@ -174,6 +179,14 @@ class _Builder:
             f"cannot make the {key} of a question", where=self.record.where,
             why=f"{why} (task {self.bound.name}, made from the fields {fields})", fix="mend the record, or the task's prompt",
         )  # fmt: skip
+
+
+def _encodable(value: Any) -> Any:
+    """Raises ValueError for half a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str):
+            text.encode()
+    return value
 
 
 def _settled(value: Any) -> Any:

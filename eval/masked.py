@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.errors import Failed, WrongUse
+from ..core.errors import WrongUse
 from ..core.files import sha256_json
 from ..core.scorer import Ids, Question, Score, Scored, check_question
 from ..models.bert import BERT
 from ..models.linear import one_kernel
 from .causal import batches, default_batch_tokens, halving
+from .items import MASK
 from .logits import token_logprobs, whole_blocks
-
-MASK = "[MASK]"
 
 
 class MaskedText:
@@ -92,7 +91,7 @@ class MaskedText:
         """Answers; questions of one batch have rows of the same length. Raises Failed as `check_question` does."""
         rows = {}
         for index, question in enumerate(questions):
-            check_question(question, self.window)
+            check_question(question, self.window, mask=self.mask)
             rows[index] = [self._row(context, continuation) for context, continuation in question.pairs]
         sizes = {index: sum(len(row.ids) * row.lines for row in row_list) for index, row_list in rows.items()}
         for batch in batches(sizes, self.batch_tokens):
@@ -100,7 +99,9 @@ class MaskedText:
 
     def lost(self, question: Question) -> int:
         """See `core.scorer.Scorer.lost`."""
-        return max(max(0, len(context) + len(answer) - self.window) for context, answer in question.pairs)
+        return max(
+            max(0, len(context) + (0 if self.mask in context else len(answer)) - self.window) for context, answer in question.pairs
+        )
 
     def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[list[tuple[int, str]]]:
         """A BERT writes nothing."""
@@ -110,12 +111,6 @@ class MaskedText:
     def _row(self, context: Ids, continuation: Ids) -> "Row":
         tokenizer = self.tokenizer
         if tokenizer.mask_id in context:
-            if context.count(tokenizer.mask_id) != len(continuation):
-                why = f"{context.count(tokenizer.mask_id)} masks, an answer of {len(continuation)} tokens"
-                raise Failed("not a cloze question", why=why, fix="give contexts with one [MASK] for each token of the answer")
-            if len(context) > self.window:
-                why, fix = f"{len(context):,} tokens, the window has {self.window:,}", "shorten or remove the record"
-                raise Failed("a cloze question is longer than the model's window", why=why, fix=fix)
             ids = np.array([tokenizer.cls_id, *context, tokenizer.sep_id], np.int64)
             asked = np.flatnonzero(ids == tokenizer.mask_id)
             return Row(ids, asked, np.array(continuation, np.int64), 0, given=True)

@@ -71,8 +71,8 @@ def _f1_of(rows: Rows, label: int) -> np.ndarray:
 
 
 def _f1_macro(rows: Rows) -> np.ndarray:
-    """Mean F1 over the three labels of CommitmentBank."""
-    return np.mean([_f1_of(rows, label) for label in range(3)], axis=0)
+    """Mean F1 over all labels; lines are (gold, predicted, choices)."""
+    return np.mean([_f1_of(rows, label) for label in range(int(rows[..., 2].max()))], axis=0)
 
 
 METRICS: dict[str, Metric] = {
@@ -106,7 +106,7 @@ def choice_outcome(item: Item, scores: Sequence[Score]) -> dict[str, list[float]
     picks = {"acc": sums, "acc_norm": sums / characters, "acc_bytes": sums / size}
     found = {name: [float(np.argmax(values) == item.gold)] for name, values in picks.items()}
     labels = [float(item.gold), float(np.argmax(sums))]
-    return found | {"f1": labels, "f1_macro": labels}
+    return found | {"f1": labels, "f1_macro": [*labels, float(len(scores))]}
 
 
 def loglikelihood_outcome(scores: Sequence[Score]) -> dict[str, list[float]]:

@@ -6,8 +6,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..core.artifact import Input, create_artifact, read_manifest
+from ..core.artifact import Input, check_free, create_artifact, is_artifact, read_manifest
 from ..core.console import table
+from ..core.errors import WrongUse
 from .runner import TaskScores
 
 HEADER = ("task", "metric", "per", "value", "stderr", "random", "n", "shots", "cut", "skipped", "prompt")
@@ -15,11 +16,12 @@ FILE = "results.json"
 
 
 def rows_of(results: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """One line per metric of every task and group, in HEADER's columns."""
+    """One line per metric of every task and group, in HEADER's columns; a group says of how many tasks it is the mean."""
     return [
         (
-            s["task"], name, m["per"] + (f", stride {s['stride']}" if s["stride"] else ""), m["value"], m["stderr"], m["random"],
-            s["n"], s["shots"], s["truncated_records"], s["skipped_records"], s["prompt_hash"],
+            s["task"] + (f" ({s['members']} tasks)" if "members" in s else ""), name,
+            m["per"] + (f", stride {s['stride']}" if s["stride"] else ""), m["value"], m["stderr"], m["random"], s["n"],
+            s["shots"], s["truncated_records"], s["skipped_records"], s["prompt_hash"],
         )
         for s in (*results["tasks"], *results["groups"])
         for name, m in s["metrics"].items()
@@ -155,6 +157,18 @@ def curves(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         ]
         plots.append({"name": name, "points": placed, "low": f"{low:.4g}", "high": f"{high:.4g}", "first": first, "last": last})
     return plots
+
+
+def check_place(path: Path) -> None:
+    """Raises WrongUse when something else than earlier scores stands at `path`: writing would refuse it, or replace an artifact."""
+    if is_artifact(path):
+        kind = read_manifest(path).kind
+        why = "" if kind == "scores" else f"an artifact of kind {kind} is there, which they would replace"
+    else:
+        why = "what is there is no artifact" if path.is_file() or (path.is_dir() and any(path.iterdir())) else ""
+    if why:
+        raise WrongUse("the place of the scores is taken", where=path, why=why, fix="choose another --out")
+    check_free(path, overwrite=True)
 
 
 def write_scores(

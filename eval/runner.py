@@ -154,13 +154,17 @@ class _Asked:
 
     def _items(self) -> list[Item]:
         bound, settings = self.bound, self.settings
+        if settings.shots and bound.task.kind == "cloze":
+            why, fix = "a solved example would have masks too", "leave --shots out"
+            raise WrongUse(f"task {bound.name} takes no examples", why=why, fix=fix)
         items = bound.items(bound.records(settings.data_dir, settings.limit))
         pool = None
         if settings.shots and (bound.source.fewshot_files or bound.source.fewshot_split):
             try:
                 pool = bound.items(bound.records(settings.data_dir, None, fewshot=True))
-            except WrongUse:
-                say(f"{bound.name}: no training records at hand; examples are drawn from the evaluated ones")
+            except WrongUse as error:
+                why = error.why or error.what
+                say(f"{bound.name}: no training records at hand ({why}); examples are drawn from the evaluated ones")
         if settings.shots and pool is None and settings.limit:
             pool_items = bound.items(bound.records(settings.data_dir, None))  # the draw does not depend on --limit
             return with_examples(bound.name, pool_items, None, settings.shots, settings.seed)[: settings.limit]
@@ -180,7 +184,10 @@ class _Asked:
                 fix = "--overlong truncate cuts contexts on their left, --overlong skip leaves such records out"
                 raise Failed("the record's context is too long for the model", where=where, why=why, fix=fix)
             for question in questions:
-                check_question(question, self.scorer.window, where, fields)
+                check_question(question, self.scorer.window, where, fields, self.scorer.mask)
+            if not questions and not self.written:
+                why = "the tokenizer makes no token of it that could be predicted"
+                raise Failed("nothing to score: text has no tokens", where=where, why=why, fix="mend or remove the record")
             kept.append((number, item, questions, lost))
         if not kept:
             fix = "evaluate a model with a longer window, or cut contexts with --overlong truncate"
@@ -224,7 +231,7 @@ class _Asked:
                     yield stream(ids, scorer.window, self.bound.task.stride)
         else:
             for question in scorer.encode([item.pairs for item in items]):
-                yield [question]
+                yield [_of_one_length(question, mask) if kind == "cloze" and mask is not None else question]
 
     def answer(self, answers: Answers, mine: Callable[[str], bool]) -> None:
         """Ask what is not answered yet and belongs to this rank; equal questions are asked once."""
@@ -276,8 +283,8 @@ class _Asked:
         summary = {
             "task": bound.name, "group": bound.group, "about": task.about, "kind": task.kind, "n": len(self.items),
             "metrics": metrics, "shots": self.settings.shots, "seed": self.settings.seed if self.settings.shots else None,
-            "prompt_hash": bound.prompt_hash, "data_hash": self._data_hash(), "stride": task.stride or None,
-            "checked": task.checked,
+            "prompt_hash": bound.prompt_hash, "data_hash": self._data_hash(), "checked": task.checked,
+            "stride": min(task.stride, self.scorer.window) or None,
             "truncated_records": sum(map(bool, self.lost)), "truncated_tokens": sum(self.lost), "skipped_records": self.skipped,
             "scorer": self.scorer.recipe,
         }  # fmt: skip
@@ -301,7 +308,8 @@ class _Asked:
         if kind == "masked":
             return hidden_outcome(scores)
         if kind == "cloze":
-            return {"p_at_1": [float(scores[0].rank < 1)], "p_at_10": [float(scores[0].rank < 10)]}
+            best = min(score.rank for score in scores)  # of the accepted answers
+            return {"p_at_1": [float(best < 1)], "p_at_10": [float(best < 10)]}
         return loglikelihood_outcome(scores)
 
 
@@ -310,6 +318,12 @@ def answer_fields(kind: str, item: Item) -> list[str]:
     if kind in ("multiple_choice", "cloze", "generate_until"):
         return [f"{'choices' if kind == 'multiple_choice' else 'answers'}[{number}]" for number in range(len(item.pairs))]
     return ["target"] * len(item.pairs) if item.pairs else ["text"]
+
+
+def _of_one_length(question: Question, mask: int) -> Question:
+    """A cloze question with those of its accepted answers that its masks can spell; with all of them, to be refused, if none."""
+    pairs = tuple(pair for pair in question.pairs if pair[0].count(mask) == len(pair[1]))
+    return Question(pairs) if pairs else question
 
 
 def _packed(score: Score) -> list[Any]:

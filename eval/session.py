@@ -12,7 +12,7 @@ from ..core.errors import Refused, WrongUse
 from ..core.workspace import Workspace
 from .contamination import contaminated, open_searched
 from .opening import Opened, ScorerOptions, checkpoints_of, open_scorer
-from .report import lines_of, write_scores
+from .report import check_place, lines_of, write_scores
 from .runner import Ranks, Settings, TaskScores, evaluate, group_means
 from .task import BoundTask, find_tasks, load_task, shipped_tasks
 
@@ -79,6 +79,7 @@ class Request:
 def evaluate_one(request: Request) -> tuple[dict[str, Any], list[str]] | None:
     """Score one model; returns (results, lines to print), or None on ranks other than 0."""
     tasks = _wanted(request)
+    check_place(request.scores)
     ranks = join_ranks()
     forms = _open(request)
     with _owned(request.home, ranks):
@@ -92,6 +93,8 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
     ranks = join_ranks()
     history: list[dict[str, Any]] = []
     checkpoints = checkpoints_of(request.path)
+    for checkpoint in checkpoints:
+        check_place(request.home / checkpoint.name)
     with _owned(request.home, ranks):
         for checkpoint in checkpoints:
             one = replace(request, path=checkpoint, out=request.home)
@@ -113,6 +116,11 @@ def _wanted(request: Request) -> list[BoundTask]:
     """The tasks. Raises WrongUse when one of the checks asked for would have nothing to look at."""
     tasks = request.found_tasks()
     request.settings  # noqa: B018 - a missing --data-dir is said before a model is opened
+    model = Path(os.path.realpath(request.path))
+    inside = model.parents[1] if model.parent.name == "checkpoints" else model
+    if request.out is not None and Path(os.path.realpath(request.out)).is_relative_to(inside):
+        why = f"the files of {inside} are hashed: with scores among them it would count as changed, and nothing be found again"
+        raise WrongUse("scores cannot lie inside what is scored", where=request.out, why=why, fix="choose another --out")
     if request.contamination is not None and not tasks:
         raise WrongUse("--contamination has nothing to look for", why="it looks for the records of tasks", fix="give --tasks")
     if request.against is not None and all(task.task.kind == "generate_until" for task in tasks):
@@ -142,10 +150,11 @@ def _open(request: Request) -> _Forms:
 def _check_alike(one: Opened, other: Opened) -> None:
     """Raises WrongUse when the two forms would be asked different questions."""
     ours, theirs = one.scorer.recipe, other.scorer.recipe
-    differ = [f"{key} {ours[key]} and {theirs[key]}" for key in ("window", "bos") if ours.get(key) != theirs.get(key)]
     if one.family != other.family:
         differ = [f"a {one.family} and a {other.family}"]
-    elif one.tokenizer.vocab != other.tokenizer.vocab:
+    else:
+        differ = [f"{key} {ours[key]} and {theirs[key]}" for key in ("window", "bos") if ours.get(key) != theirs.get(key)]
+    if one.family == other.family and one.tokenizer.vocab != other.tokenizer.vocab:
         differ.append("tokenizers with other tokens")
     if differ:
         fix = "give two forms of one model; --window and --bos or --no-bos make both alike"
@@ -238,16 +247,20 @@ def _owned(home: Path, ranks: Ranks) -> AbstractContextManager[Any]:
 
 
 def join_ranks() -> Ranks:
-    """The processes that a launcher (torchrun, `throughline launch`) started with RANK and WORLD_SIZE; one without."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
+    """The processes that a launcher (torchrun, `throughline launch`) started with RANK and WORLD_SIZE; one without. Raises WrongUse
+    when the environment has not all that it takes to meet."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return Ranks()
     from datetime import timedelta
 
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may wait long for the slowest one
+    try:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may wait long for the slowest one
+    except ValueError as error:
+        fix = "start them with `throughline launch --nproc N -- eval …`, or unset WORLD_SIZE"
+        raise WrongUse("the processes cannot find each other", where="WORLD_SIZE", why=str(error), fix=fix) from None
     from ..train.parallel.crew import Lost
 
     def meet() -> None:
@@ -259,7 +272,7 @@ def join_ranks() -> Ranks:
                 fix="the same command asks what is not answered yet",
             ) from error
 
-    return Ranks(dist.get_rank(), world, meet)
+    return Ranks(dist.get_rank(), dist.get_world_size(), meet)
 
 
 def own_gpu(device: str) -> str:
@@ -275,6 +288,9 @@ def own_gpu(device: str) -> str:
         raise WrongUse(f"no device is called {device!r}", where="--device", fix="give cpu or cuda")
     if not torch.cuda.is_available():
         raise WrongUse("no CUDA device here", where="--device", fix="leave --device out, or see: throughline doctor")
+    number, there = int(device.partition(":")[2] or 0), torch.cuda.device_count()
+    if number >= there:
+        raise WrongUse(f"no {device} here", where="--device", why=f"the machine has {there}, counted from 0", fix="give another")
     return str(own_device(torch.device(device))) if device == "cuda" else device
 
 

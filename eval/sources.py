@@ -19,7 +19,8 @@ from ..core.errors import Failed, WrongUse
 from ..data.streams import open_blocks
 
 COMPRESSION = (".gz", ".bz2", ".xz", ".zst")
-FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".tokens")
+FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".tokens", ".raw")
+KNOWN = f"known: {', '.join(FORMATS)}, each also {'/'.join(COMPRESSION)}"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class Record:
 
 @dataclass(frozen=True)
 class TextLayout:
-    """How a .txt file is cut into records: `lines` a record, WikiText `pages`, rows of a table (`tabs`); else the whole is one."""
+    """How a .txt file is cut into records: `lines` a record, WikiText `pages`, rows of a table (`tabs`); else the whole is one.
+
+    With `pages` the lines of WikiText as records of their own are put together to the same pages.
+    """
 
     lines: int = 0
     pages: bool = False
@@ -46,14 +50,22 @@ def find_files(patterns: Sequence[str], roots: Sequence[Path]) -> list[Path]:
     """
     for root in roots:
         for pattern in patterns:
-            try:
-                found = sorted(path for path in root.glob(pattern) if path.is_file() and _format(path) in FORMATS)
-            except (ValueError, NotImplementedError) as error:
-                fix = "name files by their place below --data-dir, for example piqa/valid*.jsonl"
-                raise WrongUse(f"no pattern of files: {pattern!r}", why=str(error), fix=fix) from None
-            if found:
+            if found := [path for path in _matching(pattern, root) if _format(path) in FORMATS]:
                 return _one_form(found)
     return []
+
+
+def unknown_files(patterns: Sequence[str], roots: Sequence[Path]) -> list[Path]:
+    """Files that match, and are of no known format."""
+    return [path for root in roots for pattern in patterns for path in _matching(pattern, root) if _format(path) not in FORMATS]
+
+
+def _matching(pattern: str, root: Path) -> list[Path]:
+    try:
+        return sorted(path for path in root.glob(pattern) if path.is_file())
+    except (ValueError, NotImplementedError) as error:
+        fix = "name files by their place below --data-dir, for example piqa/valid*.jsonl"
+        raise WrongUse(f"no pattern of files: {pattern!r}", why=str(error), fix=fix) from None
 
 
 def _one_form(paths: list[Path]) -> list[Path]:
@@ -70,7 +82,8 @@ def read_records(paths: Sequence[Path], layout: TextLayout = TextLayout(), limit
 
     Raises WrongUse for a format that is not known and Failed for a damaged file, naming file and line.
     """
-    return list(islice((record for path in paths for record in _read(path, layout)), limit))
+    records = (record for path in paths for record in _read(path, layout))
+    return list(islice(_articles(records) if layout.pages else records, limit))
 
 
 def _read(path: Path, layout: TextLayout) -> Iterator[Record]:
@@ -85,10 +98,10 @@ def _read(path: Path, layout: TextLayout) -> Iterator[Record]:
         ".tsv": lambda file, path: _table(file, path, "\t"),
         ".txt": lambda file, path: _text(file, path, layout),
         ".tokens": lambda file, path: _text(file, path, layout),
+        ".raw": lambda file, path: _text(file, path, layout),
     }
     if kind not in readers:
-        fix = f"known: {', '.join(FORMATS)}, each also {'/'.join(COMPRESSION)}"
-        raise WrongUse("unknown data format", where=path, fix=fix)
+        raise WrongUse("unknown data format", where=path, fix=KNOWN)
     try:
         with _open(path) as file:
             yield from readers[kind](file, path)
@@ -98,13 +111,18 @@ def _read(path: Path, layout: TextLayout) -> Iterator[Record]:
 
 def _open(path: Path) -> TextIO:
     """A UTF-8 file as text, line ends as they are; a byte order mark at its beginning is no part of it."""
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8-sig", newline="")
     if path.suffix in COMPRESSION:
-        with open_blocks(str(path), path.suffix[1:], 0, lambda _: None) as blocks:
-            whole = io.BytesIO(b"".join(blocks))
-        return io.TextIOWrapper(whole, encoding="utf-8-sig", newline="")
+        return io.TextIOWrapper(_unpacked(path), encoding="utf-8-sig", newline="")
     return path.open(encoding="utf-8-sig", newline="")
+
+
+def _unpacked(path: Path) -> io.BytesIO:
+    """A compressed file, unpacked in memory."""
+    if path.suffix == ".xz":
+        with lzma.open(path, "rb") as file:
+            return io.BytesIO(file.read())
+    with open_blocks(str(path), path.suffix[1:], 0, lambda _: None) as blocks:
+        return io.BytesIO(b"".join(blocks))
 
 
 def _jsonl(file: TextIO, path: Path) -> Iterator[Record]:
@@ -116,7 +134,7 @@ def _jsonl(file: TextIO, path: Path) -> Iterator[Record]:
 def _object(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Failed("not a JSON record", where=where, why=str(error), fix="every line must be one JSON object") from error
     if not isinstance(value, dict):
         raise Failed("not a JSON record", where=where, why=f"a {type(value).__name__}, not an object", fix="give named fields")
@@ -127,7 +145,7 @@ def _json(file: TextIO, path: Path) -> Iterator[Record]:
     """A JSON file: a list of records, or an object with one under `data` or `rows`."""
     try:
         tree = json.load(file)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Failed("not valid JSON", where=path, why=str(error), fix="give one record a line in a .jsonl file") from error
     if isinstance(tree, dict):
         tree = tree.get("data", tree.get("rows"))
@@ -144,6 +162,9 @@ def _table(file: TextIO, path: Path, delimiter: str) -> Iterator[Record]:
     else:
         rows = csv.reader(file, delimiter=delimiter)
     header = next(rows, [])
+    if twice := next((name for name in header if name and header.count(name) > 1), ""):
+        why = "the later one would take the first one's place"
+        raise Failed(f"two columns are called {twice!r}", where=f"{path}:1", why=why, fix="rename one of them")
     for row in filter(None, rows):  # blank lines are no rows
         if len(row) != len(header):
             why = f"{len(row)} cells, the header has {len(header)}"
@@ -182,6 +203,34 @@ def _pages(file: TextIO, path: Path) -> Iterator[Record]:
             yield Record(f"{path}:{start + 1}", {"page": page})
 
 
+def _articles(records: Iterator[Record]) -> Iterator[Record]:
+    """The hub's other form of WikiText, a line a record, as the articles of `_pages`; records before a title as they are."""
+    lines: list[str] = []
+    where = ""
+    for record in records:
+        line = record.data.get("text")
+        if len(record.data) > 1 or not isinstance(line, str):
+            yield record
+        elif _is_title(line):
+            yield from _article(where, "".join(lines).removesuffix("\n"))
+            lines, where = [whole_line(line)], record.where
+        elif lines:
+            lines.append(whole_line(line))
+        elif line.strip():
+            yield record
+    yield from _article(where, "".join(lines))
+
+
+def whole_line(text: str) -> str:
+    """The text with its line end. An empty one is a blank line of WikiText, whose blank (a word to Megatron-LM) the hub drops."""
+    return text if text.endswith("\n") else f"{text}\n" if text else " \n"
+
+
+def _article(where: str, page: str) -> Iterator[Record]:
+    if page.strip():
+        yield Record(where, {"page": page})
+
+
 def _is_title(line: str) -> bool:
     return _TITLE.fullmatch(line.strip()) is not None
 
@@ -191,13 +240,13 @@ def _parquet(path: Path) -> Iterator[Record]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(_unpacked(path) if path.suffix in COMPRESSION else path) as file:
             number = 0
             for batch in file.iter_batches(1024):
                 for row in batch.to_pylist():
                     number += 1
                     yield Record(f"{path}:{number}", row)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
         raise Failed("cannot read the parquet file", where=path, why=str(error), fix="check that the file is whole") from error
 
 

@@ -20,7 +20,7 @@ from ..core.errors import WrongUse
 from ..core.files import sha256_json
 from ..core.recipe import Section, build_recipe
 from .items import Item, item_of, joined
-from .sources import Record, TextLayout, find_files, hub_records, read_records
+from .sources import KNOWN, Record, TextLayout, find_files, hub_records, read_records, unknown_files
 
 Kind = Literal[
     "multiple_choice", "partial", "loglikelihood", "last_token", "rolling", "stream", "generate_until", "cloze", "masked"
@@ -150,6 +150,8 @@ class BoundTask:
         if data_dir is None and source.dataset and split:
             return hub_records(source.dataset, source.config, split, limit)
         patterns = source.fewshot_files if fewshot else source.files
+        if others := unknown_files(patterns, _roots(data_dir)):
+            raise WrongUse(f"no data for task {self.name}", where=others[0], why="unknown data format", fix=KNOWN)
         raise WrongUse(
             f"no data for task {self.name}",
             where=" or ".join(str(root) for root in _roots(data_dir)),
@@ -204,6 +206,8 @@ def _problems(task: Task) -> Iterator[str]:
     for number, prompt in enumerate(task.prompt, 1):
         if missing := [key for key in needed if not getattr(prompt, key)]:
             yield f"prompt {number} lacks {', '.join(missing)}"
+    if "" in task.until:
+        yield "until: an empty string would end every answer before it begins"
     for name in task.metrics:
         if name not in measured:
             yield f"metrics: {name!r} is none of {', '.join(measured)}"

@@ -1,6 +1,7 @@
 """Causal scoring equals a plain forward per pair, whatever the tree, the batch and the memory."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,7 +157,21 @@ def test_a_tree_holds_the_common_prefix_once() -> None:
     assert [lines.tolist() for lines in tree.lines] == [[2, 3], [2, 4, 5], [2]]
 
 
-def test_out_of_memory_halves_the_batch(small_gpt, gpt2_tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def too_much_for_torch() -> None:
+    """As torch says it on a CPU."""
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def too_much_for_cuda() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def too_much_for_onnxruntime() -> None:
+    raise type("RuntimeException", (Exception,), {})("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : std::bad_alloc")
+
+
+@pytest.mark.parametrize("full", [too_much_for_torch, too_much_for_cuda, too_much_for_onnxruntime])
+def test_out_of_memory_halves_the_batch(small_gpt, gpt2_tokenizer, monkeypatch: pytest.MonkeyPatch, full: Any) -> None:
     scorer = CausalScorer(small_gpt, gpt2_tokenizer, batch_tokens=100_000)
     questions = scorer.encode(QUESTIONS)
     wanted = answers(scorer, questions)
@@ -165,13 +180,13 @@ def test_out_of_memory_halves_the_batch(small_gpt, gpt2_tokenizer, monkeypatch: 
     def small(trees):
         sizes.append(len(trees))
         if len(trees) > 2:
-            raise torch.OutOfMemoryError("out of memory")
+            full()
         return real(trees)
 
     monkeypatch.setattr(scorer, "_answer", small)
     assert answers(scorer, questions) == wanted
     assert sizes[0] == len(QUESTIONS) and max(sizes[1:]) <= 3
-    monkeypatch.setattr(scorer, "_answer", lambda trees: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    monkeypatch.setattr(scorer, "_answer", lambda trees: full())
     with pytest.raises(Failed, match="single question"):
         answers(scorer, questions)
 

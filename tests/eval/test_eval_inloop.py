@@ -11,6 +11,10 @@ from throughline.cli.main import main
 from throughline.core.recipe import load_recipe
 from throughline.data.tokenizer import Tokenizer
 from throughline.eval.inloop import TaskEvaluator
+from throughline.eval.masked import MaskedScorer
+from throughline.eval.runner import Settings, evaluate
+from throughline.eval.task import find_tasks
+from throughline.models.bert import BERT
 from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
 from throughline.train.build import plan_run
@@ -124,6 +128,25 @@ def test_bos_is_put_where_eval_puts_it(bos_tokenizer: Tokenizer) -> None:
     config = GPTConfig(layers=1, width=16, heads=1, sequence_length=64)
     inside = TaskEvaluator(SimpleNamespace(tokenizer=bos_tokenizer, config=config, recipe=recipe))
     assert inside._scorer(GPT(config)).recipe["bos"] is True
+
+
+def test_a_bert_scores_its_tasks_inside_a_run(bert: BERT, bert_tokenizer: Tokenizer) -> None:
+    """Pseudo-log-likelihoods as `throughline eval` takes them, at its own steps alone; a model in training stays so."""
+    evaluation = SimpleNamespace(tasks=["blimp_wh_island", "lambada_openai"], data_dir=None, limit=3, every_steps=2)
+    recipe = SimpleNamespace(evaluation=evaluation, train=SimpleNamespace(steps=9))
+    inside = TaskEvaluator(SimpleNamespace(tokenizer=bert_tokenizer, config=bert.config, recipe=recipe))
+    assert inside(bert, 3) == {}
+    alone = evaluate(MaskedScorer(bert, bert_tokenizer), find_tasks(evaluation.tasks), Settings(limit=3))
+    bert.train()
+    try:
+        found = inside(bert, 4)
+        assert bert.training
+    finally:
+        bert.eval()
+    assert found == {
+        f"{score.summary['task']}/{name}": metric["value"] for score in alone for name, metric in score.summary["metrics"].items()
+    }
+    assert len(found) == 3
 
 
 def test_the_split_is_measured_on_any_machine(recipe: str, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_an_exported_bert_scores_like_the_module(bert, bert_tokenizer, tmp_path)
                 assert abs(a.rank - b.rank) <= 10, "of 30,522 tokens few are 1e-4 from the answer"
 
 
-def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, tmp_path) -> None:
+def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, gpt_directory, tmp_path) -> None:
     """From a Hugging Face directory to an ONNX artifact, both scored in one command: tokens agree, BLiMP's score too."""
     from safetensors.torch import save_file
     from throughline.eval.session import Request, evaluate_one
@@ -113,6 +113,9 @@ def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, tmp_path) -> Non
     asked = {"tasks": "blimp_wh_island,copa", "limit": 6, "data_dir": tmp_path / "data"}
     payload, _ = evaluate_one(Request(tmp_path / "bert", **asked, against=str(tmp_path / "onnx"), bound=1e-4))
     assert set(payload["against"]["largest_difference"]) == {"blimp_wh_island", "copa"}
+    with pytest.raises(WrongUse, match="cannot be compared") as caught:
+        evaluate_one(Request(tmp_path / "bert", **asked, against=str(gpt_directory)))
+    assert caught.value.why == "a bert and a gpt"
     alone, _ = evaluate_one(Request(tmp_path / "onnx", **asked))
     assert [task["metrics"] for task in alone["tasks"]] == [task["metrics"] for task in payload["against"]["scores"]]
 

@@ -28,8 +28,8 @@ def test_f1_is_that_of_scikit_learn() -> None:
         rows = np.stack([gold, predicted], axis=1).tolist()
         if labels == 2:
             assert aggregate("f1", rows)[0] == pytest.approx(metrics.f1_score(gold, predicted))
-        each = [metrics.f1_score(gold == label, predicted == label, zero_division=0) for label in range(3)]
-        assert aggregate("f1_macro", rows)[0] == pytest.approx(np.mean(each))
+        each = [metrics.f1_score(gold == label, predicted == label, zero_division=0) for label in range(labels)]
+        assert aggregate("f1_macro", [[*row, labels] for row in rows])[0] == pytest.approx(np.mean(each))
 
 
 def test_standard_errors() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from throughline.core.errors import WrongUse
 from throughline.eval.opening import open_scorer
 from throughline.eval.runner import Settings, evaluate
 from throughline.eval.sources import Record
@@ -131,6 +132,37 @@ def test_the_adapter_gives_the_harness_our_scores(samples: Path, tmp_path: Path,
     assert document < -1000
     written = model.generate_until([Instance("generate_until", {}, ("The king", {"until": ["\n"], "max_gen_toks": 4}), 0)])
     assert len(written) == 1 and "\n" not in written[0]
+
+
+def test_arguments_of_the_adapter_are_options_of_eval(samples: Path, tmp_path: Path) -> None:
+    """They reach the scorer; a misspelt one is refused, not ignored."""
+    from throughline.eval.adapter import ThroughlineLM
+
+    text = (samples / "tinyshakespeare" / "input.txt").read_text()[:20_000]
+    model = small_model(tmp_path / "model", text, steps=0)
+    extra = {"batch_size": "auto", "max_batch_size": 64, "device": "cpu"}  # what the harness gives to every model
+    made = ThroughlineLM.create_from_arg_string(f"path={model},window=64,bos=true", extra)
+    assert (made.scorer.window, made.scorer.recipe["bos"]) == (64, True)
+    for arguments, complaint in ((f"path={model},windw=64", "windw"), ("window=64", "no model"), (f"path={model},pll=x", "'x'")):
+        with pytest.raises(WrongUse, match=complaint):
+            ThroughlineLM.create_from_arg_string(arguments, extra)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@pytest.mark.parametrize(("missing", "complaint"), [(True, "pip install throughline[eval]"), (False, "no such model")])
+def test_the_adapter_s_command_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: bool, complaint: str
+) -> None:
+    """One error and exit code 2, as of every command of ours: without the harness, and without the model."""
+    import runpy
+
+    monkeypatch.setattr("lm_eval.api.registry.register_model", lambda name: lambda model: model)  # it is known already
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: open_scorer("nowhere"))
+    if missing:
+        monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("throughline.eval.adapter", run_name="__main__")
+    assert caught.value.code == 2 and complaint in capsys.readouterr().err
 
 
 @pytest.mark.slow

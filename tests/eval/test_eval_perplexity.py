@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from throughline.core.errors import Failed, WrongUse
 from throughline.eval.causal import CausalScorer
 from throughline.eval.masked import MaskedScorer
 from throughline.eval.perplexity import stream
@@ -64,6 +66,8 @@ def test_wikitext_by_megatron_is_normalised_by_original_words(small_gpt, gpt2_to
     assert metrics["token_perplexity"]["value"] == pytest.approx(math.exp(-total / (len(ids) - 1)), rel=1e-4)
     results = {"tasks": [scores.summary], "groups": []}
     assert rows_of(results)[0][:3] == ("wikitext_megatron_2", "adjusted_perplexity", "word, stride 32")
+    (narrow,) = evaluate(CausalScorer(small_gpt, gpt2_tokenizer, window=20), [task], Settings(tmp_path))
+    assert narrow.summary["stride"] == 20, "a window has no more new targets than tokens"
 
 
 def test_lambada_by_megatron(small_gpt, gpt2_tokenizer) -> None:
@@ -127,3 +131,52 @@ def test_cloze_counts_the_first_and_the_first_ten(bert, bert_tokenizer, tmp_path
     assert [sample["metrics"]["p_at_1"] for sample in scores.samples] == [[float(place < 1)] for place in chosen]
     assert [sample["metrics"]["p_at_10"] for sample in scores.samples] == [[float(place < 10)] for place in chosen]
     assert {place < 10 for place in chosen} == {True, False}
+
+
+def cloze_task(folder: Path, *records: dict) -> list:
+    (folder / "own.toml").write_text(
+        'about = "own"\nkind = "cloze"\nmetrics = ["p_at_1", "p_at_10"]\n[source]\nfiles = ["own.jsonl"]\n'
+        '[[prompt]]\nfields = ["a", "c"]\ncontext = "{{ c }}"\nanswers = "a"\n'
+    )
+    (folder / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return find_tasks([str(folder / "own.toml")])
+
+
+def test_every_accepted_answer_of_a_cloze_question_counts(bert, bert_tokenizer, tmp_path: Path) -> None:
+    """The most probable word is right wherever it stands among the accepted ones; one that the mask cannot spell is none."""
+    scorer = MaskedScorer(bert, bert_tokenizer)
+    prompt = "The capital of France is [MASK] ."
+    ((context, _),) = scorer.encode([[(prompt, "x")]])[0].pairs
+    row = [bert_tokenizer.cls_id, *context, bert_tokenizer.sep_id]
+    with torch.no_grad():
+        logits = bert(torch.tensor([row]))[0, row.index(bert_tokenizer.mask_id)]
+    names = {number: word for word, number in bert_tokenizer.vocab.items()}
+    whole = [names[number] for number in logits.argsort(descending=True).tolist()]
+    ranked = [place for place, word in enumerate(whole) if word.isalpha() and bert_tokenizer.encode(word).size == 1]
+    best, worst = whole[ranked[0]], whole[ranked[-1]]
+    tasks = cloze_task(tmp_path, {"c": prompt, "a": [worst, "reinterpretations", best]}, {"c": prompt, "a": [worst]})
+    (scores,) = evaluate(scorer, tasks, Settings(tmp_path))
+    assert [sample["metrics"]["p_at_10"] for sample in scores.samples] == [[1.0], [0.0]] and ranked[0] < 10
+
+
+def test_a_cloze_question_without_an_answer_is_named(bert, bert_tokenizer, tmp_path: Path) -> None:
+    """By file and line; a text as long as the window is no cut one, a longer one is skipped on demand, examples are refused."""
+    scorer = MaskedScorer(bert, bert_tokenizer)
+    good = {"c": "The capital of France is [MASK] .", "a": ["paris"]}
+    full = {"c": "[MASK] " + "word " * (scorer.window - 1), "a": ["paris"]}
+    long = {"c": "[MASK] " + "word " * scorer.window, "a": ["paris"]}
+    (found,) = evaluate(scorer, cloze_task(tmp_path, good, full), Settings(tmp_path, overlong="error"))
+    assert (found.summary["n"], found.summary["truncated_records"]) == (2, 0)
+    for wrong, complaint in (
+        ({"c": "It is [MASK] .", "a": ["reinterpretations"]}, "not a cloze question"),
+        ({"c": "It is .", "a": ["paris"]}, "no [MASK]"),
+        (long, "longer than the model's window"),
+    ):
+        tasks = cloze_task(tmp_path, good, wrong)
+        with pytest.raises(Failed, match=re.escape(complaint)) as caught:
+            evaluate(scorer, tasks, Settings(tmp_path))
+        assert "own.jsonl:2" in caught.value.where
+    (found,) = evaluate(scorer, tasks, Settings(tmp_path, overlong="skip"))
+    assert (found.summary["n"], found.summary["skipped_records"]) == (1, 1)
+    with pytest.raises(WrongUse, match="takes no examples"):
+        evaluate(scorer, tasks, Settings(tmp_path, shots=1))

@@ -11,8 +11,9 @@ from throughline.core.errors import Failed, WrongUse
 from throughline.eval.causal import CausalScorer
 from throughline.eval.compare import mcnemar, paired_test
 from throughline.eval.contamination import shared_runs
+from throughline.eval.fewshot import with_examples
 from throughline.eval.metrics import aggregate
-from throughline.eval.report import curves
+from throughline.eval.report import curves, rows_of
 from throughline.eval.runner import Ranks, Settings, evaluate, group_means, present
 from throughline.eval.task import find_tasks
 
@@ -95,6 +96,8 @@ def test_a_group_is_the_mean_of_its_members(wanted) -> None:
     errors = [score.summary["metrics"]["acc"]["stderr"] for score in wanted[1:]]
     assert group["metrics"]["acc"]["value"] == pytest.approx(np.mean(values)) and group["n"] == 2 * LIMIT
     assert group["metrics"]["acc"]["stderr"] == pytest.approx(np.hypot(*errors) / 2)
+    lines = rows_of({"tasks": [], "groups": [group]})
+    assert lines[0][0] == "blimp (2 tasks)", "a mean of some members must not pass for the whole group's"
 
 
 def test_truncation_is_counted(small_gpt, gpt2_tokenizer) -> None:
@@ -130,7 +133,11 @@ def test_records_that_are_too_long_are_cut_refused_or_left_out(small_gpt, gpt2_t
         ('{"query": "Q", "choices": [], "gold": 0}', "choices"),
         ('{"query": "Q", "gold": 0}', "lacks the field"),
         ('{"query": "Q", "choices": ["a", "' + "word " * 300 + '"], "gold": 0}', r"choices\[1\] is longer than the model's window"),
+        ('{"query": "Q \\ud800", "choices": ["a", "b"], "gold": 0}', "the context of a question"),
+        ('{"query": "Q", "choices": ["a", "b \\udfff"], "gold": 0}', "the choices of a question"),
+        ('{"query": NaN, "choices": ["a", "b"], "gold": 0}', "a field is null"),
         ("{broken", "not a JSON record"),
+        ("[" * 100_000, "not a JSON record"),
     ],
 )
 def test_a_bad_record_is_named(scorer, tmp_path: Path, line: str, complaint: str) -> None:
@@ -140,6 +147,58 @@ def test_a_bad_record_is_named(scorer, tmp_path: Path, line: str, complaint: str
     with pytest.raises(Failed, match=complaint) as caught:
         evaluate(scorer, find_tasks(["piqa"]), Settings(tmp_path))
     assert f"{file}:2" in caught.value.where
+
+
+@pytest.mark.parametrize("kind", ["rolling", "stream", "last_token"])
+def test_a_document_of_no_tokens_is_named(scorer, tmp_path: Path, kind: str) -> None:
+    """Nothing over nothing is no perplexity, and in some resamples of the standard error there would be no other document."""
+    metric = "acc" if kind == "last_token" else "token_perplexity"
+    (tmp_path / "own.toml").write_text(
+        f'about = "own"\nkind = "{kind}"\nmetrics = ["{metric}"]\n[source]\nfiles = ["own.jsonl"]\n'
+        '[[prompt]]\nfields = ["text"]\ntext = "{{ text.strip() }}"\n'
+    )
+    (tmp_path / "own.jsonl").write_text('{"text": "Some words to predict."}\n{"text": ""}\n')
+    tasks = find_tasks([str(tmp_path / "own.toml")])
+    if kind == "stream":
+        (found,) = evaluate(scorer, tasks, Settings(tmp_path))
+        assert found.summary["n"] == 1, "lines of one stream may be blank"
+        (tmp_path / "own.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(Failed, match="text has no tokens") as caught:
+        evaluate(scorer, tasks, Settings(tmp_path))
+    assert f"own.jsonl:{1 if kind == 'stream' else 2}" in caught.value.where
+
+
+def test_a_record_is_no_example_of_itself(tmp_path: Path) -> None:
+    """A task whose examples come from the file that is evaluated would show every answer to some of its questions."""
+    (tmp_path / "own.toml").write_text(
+        'about = "own"\nkind = "multiple_choice"\nmetrics = ["acc"]\n[source]\nfiles = ["own.jsonl"]\n'
+        'fewshot_files = ["o*.jsonl"]\n'
+        '[[prompt]]\nfields = ["q"]\ncontext = "{{ q }}"\nchoices = ["no", "yes"]\ngold = "1"\n'
+    )
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"q": f"Q{number}"}) + "\n" for number in range(4)))
+    (task,) = find_tasks([str(tmp_path / "own.toml")])
+    items = task.items(task.records(tmp_path, None))
+    pool = task.items(task.records(tmp_path, None, fewshot=True))
+    for number, item in enumerate(with_examples("own", items, pool, 3, 0)):
+        shown = [example.split()[0] for example in item.context.split("\n\n")]
+        assert shown[-1] == f"Q{number}" and sorted(shown) == ["Q0", "Q1", "Q2", "Q3"]
+    with pytest.raises(WrongUse, match="4 examples asked for, 3 to choose from"):
+        with_examples("own", items, pool, 4, 0)
+
+
+def test_why_examples_come_from_the_evaluated_records_is_said(
+    scorer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pattern that is none is not taken for a file that is not there."""
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"q": f"Q{number}"}) + "\n" for number in range(3)))
+    for name, pattern, why in (("one", "/train.jsonl", "Non-relative patterns"), ("two", "train.jsonl", "none of these is there")):
+        (tmp_path / f"{name}.toml").write_text(
+            f'about = "own"\nkind = "multiple_choice"\nmetrics = ["acc"]\n[source]\nfiles = ["own.jsonl"]\n'
+            f'fewshot_files = ["{pattern}"]\n'
+            '[[prompt]]\nfields = ["q"]\ncontext = "{{ q }}"\nchoices = ["no", "yes"]\ngold = "1"\n'
+        )
+        evaluate(scorer, find_tasks([str(tmp_path / f"{name}.toml")]), Settings(tmp_path, shots=1))
+        assert why in capsys.readouterr().err
 
 
 def test_missing_data_and_wrong_names_are_named(scorer, tmp_path: Path) -> None:
@@ -187,6 +246,10 @@ def test_paired_tests() -> None:
     base = generator.normal(-3, 1, (200, 1))
     assert paired_test("perplexity", base, base + 0.3 + generator.normal(0, 0.5, base.shape))["better"] == "second"
     assert paired_test("perplexity", base, base + generator.normal(0, 0.5, base.shape))["better"] == "-"
+    for metric, one, other in (("adjusted_perplexity", [[-900.0, 100.0]], [[-400.0, 100.0]]), ("acc", [[0.0]], [[1.0]])):
+        alone = paired_test(metric, one, other)
+        assert (alone["p"], alone["better"]) == (None, "-"), "one record is no sign of equality"
+        assert paired_test(metric, one, one)["p"] == 1.0
 
 
 def test_a_page_of_one_word_has_a_perplexity_that_json_can_hold() -> None:

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from throughline.core.artifact import verify_artifact
+from throughline.core.artifact import create_artifact, verify_artifact
 from throughline.core.errors import Refused, WrongUse
 from throughline.data.readers import ReadOptions
 from throughline.data.tokenize import tokenize
 from throughline.eval.compare import compare_scores
-from throughline.eval.session import Request, evaluate_checkpoints, evaluate_one
+from throughline.eval.session import Request, evaluate_checkpoints, evaluate_one, join_ranks, own_gpu
 
 
 def test_scores_artifact_reports_and_comparison(gpt_directory: Path, tmp_path: Path) -> None:
@@ -132,6 +132,36 @@ def test_scores_of_a_checkpoint_lie_beside_its_run(small_directory: Path, tmp_pa
         assert Path(lines[-1].removeprefix("scores in ")).resolve() == tmp_path / "run.scores" / "step-00000010"
 
 
+def test_scores_take_no_other_artifact_s_place(small_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--out RUN/checkpoints would put a report in the place of every checkpoint, --out runs one of a run that is called scores."""
+    import shutil
+
+    with create_artifact(tmp_path / "runs" / "scores", "checkpoint") as draft:
+        shutil.copytree(small_directory, draft.path, dirs_exist_ok=True)
+    run = tmp_path / "runs" / "scores"
+    steps = [tmp_path / name / "checkpoints" / "step-00000010" for name in ("one", "two")]
+    for step in steps:
+        shutil.copytree(run, step)
+    asked = {"tasks": "blimp_wh_island", "limit": 2}
+    for found, request, complaint in (
+        (evaluate_one, Request(run, **asked, out=run.parent), "place of the scores is taken"),
+        (evaluate_checkpoints, Request(tmp_path / "one", **asked, out=steps[1].parent), "place of the scores is taken"),
+        (evaluate_checkpoints, Request(tmp_path / "one", **asked, out=steps[0].parent), "cannot lie inside"),
+        (evaluate_one, Request(steps[0], **asked, out=tmp_path / "one" / "eval"), "cannot lie inside"),
+        (evaluate_one, Request(small_directory, **asked, out=small_directory / "eval"), "cannot lie inside"),
+    ):
+        with pytest.raises(WrongUse, match=complaint):
+            found(request)
+        assert not (request.home / "answers").exists()
+    for path in (run, *steps):
+        verify_artifact(path)
+    (tmp_path / "mine" / "scores").mkdir(parents=True)
+    (tmp_path / "mine" / "scores" / "notes").write_text("")
+    monkeypatch.setattr("throughline.eval.session.evaluate", lambda *_: pytest.fail("scored before the refusal"))
+    with pytest.raises(WrongUse, match="no artifact"):
+        evaluate_one(Request(small_directory, **asked, out=tmp_path / "mine"))
+
+
 def test_scores_of_other_records_are_not_compared(small_directory: Path, tmp_path: Path) -> None:
     """As many records by the same prompt, but one of them another."""
     for name, goal in (("one", "Warm up"), ("two", "Cool down")):
@@ -179,8 +209,28 @@ def test_the_command_lists_tasks_and_refuses_clearly(gpt_directory: Path, tmp_pa
         assert done.exit_code == 2 and complaint in done.stderr
     (tmp_path / "data" / "piqa").mkdir(parents=True)
     (tmp_path / "data" / "piqa" / "piqa.jsonl").write_text('{"query": "Q", "choices": ["a", "b"], "gold": 2}\n')
+    twice = ["--tasks", "PIQA", "--tasks", "piqa"]
+    done = CliRunner().invoke(main, ["eval", str(gpt_directory), *twice, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2 and "'PIQA'" in done.stderr, "no mention of --tasks takes the place of another"
     done = CliRunner().invoke(main, ["eval", str(gpt_directory), "--tasks", "piqa", "--data-dir", str(tmp_path / "data"), "--json"])
     assert done.exit_code == 1 and "piqa.jsonl:1" in json.loads(done.stdout)["where"]
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert [own_gpu(name) for name in ("cpu", "cuda", "cuda:1")] == ["cpu", "cuda", "cuda:1"]
+    with pytest.raises(WrongUse, match="no cuda:2 here"):
+        own_gpu("cuda:2")
+
+
+@pytest.mark.parametrize("world", ["2", "two"])
+def test_one_process_that_is_told_of_others_is_named(monkeypatch: pytest.MonkeyPatch, world: str) -> None:
+    """WORLD_SIZE left over in the environment, without what else a launcher sets."""
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(WrongUse, match="cannot find each other"):
+        join_ranks()
 
 
 def test_scores_without_the_records_found_in_training_data(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from throughline.core.errors import Failed, ThroughlineError, WrongUse
 from throughline.eval.sources import Record, find_files, read_records
-from throughline.eval.task import find_tasks
+from throughline.eval.task import find_tasks, shipped_tasks
 
 ROWS = [{"text": "one, \"two\"", "label": "0"}, {"text": "Zürich — 東京", "label": "1"}, {"text": "last", "label": "0"}]
 
@@ -57,15 +57,25 @@ def test_every_format_gives_the_same_records(tmp_path: Path, form: str, suffix: 
         assert all(record.where.startswith(f"{file}:") for record in records)
 
 
-def test_parquet_gives_the_same_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["", *COMPRESS])
+def test_parquet_gives_the_same_records(tmp_path: Path, suffix: str) -> None:
     import pyarrow
     import pyarrow.parquet
 
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
-    assert [record.data for record in read_records([tmp_path / "rows.parquet"])] == ROWS
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1 no more")
-    with pytest.raises(Failed, match="parquet"):
-        read_records([tmp_path / "rows.parquet"])
+    data = (tmp_path / "rows.parquet").read_bytes()
+    file = tmp_path / f"rows.parquet{suffix}"
+    for content in (data, b"PAR1 no more"):
+        file.write_bytes(COMPRESS[suffix](content) if suffix else content)
+        if content is data:
+            assert [record.data for record in read_records([file])] == ROWS
+            continue
+        with pytest.raises(Failed, match="parquet"):
+            read_records([file])
+    if suffix:
+        file.write_bytes(COMPRESS[suffix](data)[:-12])
+        with pytest.raises(Failed):
+            read_records([file])
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -84,7 +94,7 @@ def test_a_compressed_file_that_is_cut_or_damaged_is_refused(tmp_path: Path, suf
 
 
 def test_a_table_that_is_no_table_is_refused(tmp_path: Path) -> None:
-    for text, place in (("a,b\n1,2\n3\n", ":3"), ("a\n" + "x" * 200_000 + "\n", "")):
+    for text, place in (("a,b\n1,2\n3\n", ":3"), ("a\n" + "x" * 200_000 + "\n", ""), ("a,b,a\n1,2,3\n", ":1")):
         (tmp_path / "rows.csv").write_text(text)
         with pytest.raises(Failed) as caught:
             read_records([tmp_path / "rows.csv"])
@@ -117,6 +127,32 @@ def test_local_files_ask_what_the_harness_is_asked(shared: Path) -> None:
         assert len(task.items(task.records(shared / "data", None))) > 200
 
 
+@pytest.mark.parametrize("group", shipped_tasks())
+def test_a_copy_of_the_hub_s_repository_is_read_by_its_configuration(tmp_path: Path, group: str) -> None:
+    """Other languages, sizes and forms that lie beside it in the same repository are not evaluated with it."""
+    for task in find_tasks([group]):
+        source = task.source
+        repository = tmp_path / task.name / source.dataset.rpartition("/")[2]
+        names = [source.config, "aa-other", "zz-other"] if source.config else ["data"]
+        for name in names:
+            file = repository / name / f"{source.split}-00000-of-00001.parquet"
+            file.parent.mkdir(parents=True)
+            file.write_bytes(b"")
+        wanted = repository / names[0] / f"{source.split}-00000-of-00001.parquet"
+        assert task.files(tmp_path / task.name) == [wanted], task.name
+
+
+@pytest.mark.parametrize("name", ["mrpc", "rte", "sst2"])
+def test_tasks_of_glue_are_found_in_its_repository(tmp_path: Path, name: str) -> None:
+    """RTE's prompt is SuperGLUE's, and its records are also those of GLUE, under other names."""
+    (task,) = find_tasks([name])
+    for split, fewshot in (("validation", False), ("train", True)):
+        file = tmp_path / "glue" / name / f"{split}-00000-of-00001.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"")
+        assert task.files(tmp_path, fewshot=fewshot) == [file]
+
+
 ORIGINAL = {
     "hans": (
         "hans/heuristics_evaluation_set.txt",
@@ -143,14 +179,39 @@ def test_the_authors_own_files_ask_what_the_hub_s_form_asks(tmp_path: Path, name
     assert (found.pairs, found.choices, found.gold) == (wanted.pairs, wanted.choices, wanted.gold)
 
 
+def hub_lines(text: str) -> list[dict[str, str]]:
+    """WikiText in the hub's form: a line a record, blank ones emptied."""
+    return [{"text": line if line.strip() else ""} for line in text.splitlines(keepends=True)]
+
+
+@pytest.mark.parametrize("name", ["wikitext_2", "wikitext_masked_2"])
+def test_the_lines_of_wikitext_are_its_articles(tmp_path: Path, name: str) -> None:
+    """The authors' file, and the hub's with a line a record: the articles, to the last blank of the originals, and as many."""
+    import pyarrow
+    import pyarrow.parquet
+
+    text = " \n = One = \n \n A b , c . \n \n = = Part = = \n \n D e . \n \n \n = Two = \n \n F g . \n \n"
+    raw = tmp_path / "raw" / "wikitext-2-raw" / "wiki.test.raw"
+    lines = tmp_path / "lines" / "wikitext" / "wikitext-2-raw-v1" / "test-00000-of-00001.parquet"
+    raw.parent.mkdir(parents=True), lines.parent.mkdir(parents=True)
+    raw.write_text(text)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(hub_lines(text)), lines)
+    (task,) = find_tasks([name])
+    ours, theirs = (task.records(tmp_path / form, None) for form in ("raw", "lines"))
+    assert [record.data for record in theirs] == [record.data for record in ours] and len(ours) == 2
+    assert [record.where for record in theirs] == [f"{lines}:2", f"{lines}:11"]
+    assert [record.data for record in task.records(tmp_path / "lines", 1)] == [ours[0].data]
+
+
 def test_a_stream_is_one_whatever_its_file(tmp_path: Path) -> None:
-    """Megatron's WikiText from a text file, and the same lines as records of their own (the hub's form): one stream of one text."""
-    text = " = Title = \n \n A sentence , with words . \n Another one . \n"
+    """Megatron's WikiText from a text file, and the same lines as records of their own (the hub's form): one stream of one text,
+    of as many words."""
+    text = " \n = Title = \n \n A sentence , with words . \n Another one . \n"
     (stream,) = [task for task in find_tasks(["wikitext_megatron"]) if task.name == "wikitext_megatron_2"]
     found = []
     for name, data in (
         ("wiki.test.tokens", text),
-        ("test.jsonl", "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines(keepends=True))),
+        ("test.jsonl", "".join(json.dumps(line) + "\n" for line in hub_lines(text))),
     ):
         folder = tmp_path / name / "wikitext-2"
         folder.mkdir(parents=True)
@@ -174,6 +235,9 @@ def test_a_stream_is_one_whatever_its_file(tmp_path: Path) -> None:
         ('files = ["own.jsonl"]', 'files = ["/own.jsonl"]', "no pattern of files"),
         ('"{{ q }}"', '"{{ q"', "the task's prompt"),
         ('"{{ q }}"', '"{{ empty }}"', "a field is null"),
+        ('"{{ q }}"', '"{{ 1 / 0 }}"', "cannot make the context"),
+        ("[source]", 'until = ["\\n", ""]\n[source]', "until: an empty string"),
+        ('files = ["own.jsonl"]', 'files = ["own.toml"]', "unknown data format"),
         ("[[prompt]]", '[members]\nown_a = { place = "x" }\n[[prompt]]', None),
         ("[[prompt]]", '[members]\nown_a = { }\n[[prompt]]', "'place' is not among name"),
     ],
