@@ -180,10 +180,10 @@ def write_scores(
 ) -> None:
     """Write a scores artifact, in place of an earlier one of the same path."""
     with create_artifact(path, "scores", inputs=inputs, overwrite=True) as draft:
-        (draft.path / FILE).write_text(json.dumps(results, indent=1) + "\n")
-        (draft.path / "report.md").write_text(markdown(results))
-        (draft.path / "report.html").write_text(page(results, history))
-        with (draft.path / "samples.jsonl").open("w") as file:
+        (draft.path / FILE).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        (draft.path / "report.md").write_text(markdown(results), encoding="utf-8")
+        (draft.path / "report.html").write_text(page(results, history), encoding="utf-8")
+        with (draft.path / "samples.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(sample) + "\n" for score in scores for sample in score.samples)
         draft.facts |= {key: results[key] for key in ("model", "step", "scorer", "validation")}
         draft.facts["scores"] = {
