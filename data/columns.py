@@ -22,7 +22,8 @@ def parquet_rows(
             if column not in names:
                 raise _no_column(path, column, names)
             kind = file.schema_arrow.field(column).type
-            if kind not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+            kept = kind.value_type if pa.types.is_dictionary(kind) else kind  # categories, as pandas writes them
+            if kept not in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()):
                 what, why = f"column {column!r} holds no text", f"its type is {kind}"
                 raise WrongUse(what, where=path, why=why, fix="name another with --field")
             for group in range(file.num_row_groups):
@@ -31,7 +32,9 @@ def parquet_rows(
                     size = _column(facts, column).total_uncompressed_size
                     rows = max(1, min(4096, TARGET_BYTES * max(facts.num_rows, 1) // max(size, 1)))
                     for batch in file.iter_batches(rows, [group], [column]):
-                        yield batch.column(0).cast(pa.large_binary()).to_pylist()  # bytes: arrow does not check UTF-8
+                        values = batch.column(0)
+                        values = values.dictionary_decode() if kept is not kind else values
+                        yield values.cast(pa.large_binary()).to_pylist()  # bytes: arrow does not check UTF-8
                     on_bytes(sum(facts.column(i).total_compressed_size for i in range(facts.num_columns)))
     except (pa.ArrowInvalid, OSError) as error:
         fix = "copy or download the file again"
