@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Library
 from ..core.console import amount, progress, say, warn
 from ..core.errors import Failed, Refused, WrongUse
 from ..core.files import read_json
+from ..core.hardware import memory_limit_bytes
 from .inputs import Source
 from .readers import ReadOptions, read, splittable
 from .text import MAX_REPLACED, check_replaced
@@ -46,7 +47,8 @@ def sample(
     has documents longer than the stripes give their beginning, as much as their share. Raises Failed when more
     than `max_replaced` of the characters are invalid.
     """
-    sizes = [source.bytes * (COMPRESSED_RATIO if source.compression else 1) or budget for source in sources]
+    ratios = [COMPRESSED_RATIO if source.compression else 1 for source in sources]
+    sizes = [s.bytes * ratio or (budget if s.format == "dataset" else 0) for s, ratio in zip(sources, ratios)]
     share = min(1.0, budget / max(sum(sizes), 1))
     owed, taken = 0.0, 0  # bytes: what the stripes passed are to give less what they gave; all that was given
     with progress("sample", total=min(budget, sum(sizes)), unit="B") as bar:
@@ -194,7 +196,7 @@ def _repeated(words: Counter[str]) -> Iterator[str]:
 
 def check_memory(words: int) -> None:
     """Say how much memory merging this many distinct words takes; raise Failed when that is more than is free."""
-    needed, free = words * WORD_BYTES + (128 << 20), psutil.virtual_memory().available
+    needed, free = words * WORD_BYTES + (128 << 20), min(psutil.virtual_memory().available, memory_limit_bytes())
     say(f"merging {words:,} distinct words: about {amount(needed, 'B')} of memory at most, {amount(free, 'B')} are free")
     if needed > 0.9 * free:
         raise Failed(

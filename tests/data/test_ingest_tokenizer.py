@@ -286,3 +286,20 @@ def test_tokenizers_that_cross_spaces_are_known() -> None:
         {"normalizer": {"type": "Prepend", "prepend": "_"}},
     ):
         assert not Tokenizer(json.dumps(config | change)).splits_at_space
+
+
+def test_empty_files_take_no_share_of_a_sample(tmp_path: Path) -> None:
+    """A text below the budget is taken whole, whatever else lies beside it."""
+    line = "some words of a text\n\n"
+    (tmp_path / "t.txt").write_text(line * 150_000)
+    for number in range(9):
+        (tmp_path / f"{number}.txt").touch()
+    found = sample(expand_inputs([str(tmp_path)]), ReadOptions(), 10**7, Counter())
+    assert sum(1 for _ in found) == 150_000
+
+
+def test_memory_is_what_the_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's limit ends a training that the machine would have room for."""
+    monkeypatch.setattr("throughline.data.train_tokenizer.memory_limit_bytes", lambda: 100 << 20)
+    with pytest.raises(Failed, match=r"100\.0 MiB are free"):
+        train_tokenizer(TEXTS, "bpe", 1000)
