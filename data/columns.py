@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..core.errors import Failed, MissingExtra, WrongUse
+from ..core.errors import Failed, MissingExtra, ThroughlineError, WrongUse
 from .inputs import DATASET_PREFIX, is_saved_dataset
 
 TARGET_BYTES = 4 << 20  # of text per batch of rows
@@ -87,6 +87,8 @@ def dataset_rows(name: str, split: str, column: str, on_bytes: Callable[[int], N
                 raise WrongUse(what, where=name, why=why, fix="name another with --field")
             on_bytes(sum(len(value) for value in values if value))
             yield values
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        why, fix = str(error).partition("\n")[0], "check its name and the network"
+    except ThroughlineError:
+        raise
+    except Exception as error:  # of the network, of formats of every kind: the library has no root for them
+        why, fix = str(error).partition("\n")[0] or type(error).__name__, "check its name and the network"
         raise Failed("cannot read a dataset", where=name, why=why, fix=fix) from error

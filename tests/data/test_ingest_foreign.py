@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from throughline.core.artifact import chain
-from throughline.core.errors import Refused, WrongUse
+from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.core.files import write_atomic
 from throughline.data import backends, executors
 from throughline.data.backends import BACKENDS, open_backend
+from throughline.data.inputs import expand_inputs
 from throughline.data.inspect import inspect_store
 from throughline.data.plan import write_plan
-from throughline.data.readers import ReadOptions
+from throughline.data.readers import ReadOptions, read
 from throughline.data.store import TokenStore
 from throughline.data.tokenize import Work, make_plan, tokenize
 from throughline.data.tokenizer import CONFIG, FILE, Tokenizer
@@ -136,3 +138,30 @@ def test_text_columns_of_every_kind_are_read(place: Path, tmp_path: Path, kind: 
     manifest = tokenize([str(tmp_path / "t.parquet")], place / "model", tmp_path / "out")
     assert manifest is not None and manifest.facts["documents"] == len(TEXTS) and manifest.facts["counts"]["empty"] == 1
     assert manifest.facts["text_bytes"] == sum(map(len, TEXTS))
+
+
+def test_whatever_a_dataset_fails_with_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is cut is no OSError of the client that the library uses."""
+    import datasets
+    import httpx
+
+    class Cut:
+        column_names = None
+
+        def iter(self, batch_size: int):
+            yield {"text": ["a row"]}
+            raise httpx.RemoteProtocolError("peer closed connection")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Cut())
+    [source] = expand_inputs(["datasets:some/name"])
+    with pytest.raises(Failed, match=r"cannot read a dataset(.|\n)*peer closed connection"):
+        list(read(source, 0, None, ReadOptions(), Counter()))
+    with pytest.raises(WrongUse, match="no dataset is named"):
+        expand_inputs(["datasets:"])
+
+
+def test_a_damaged_saved_dataset_is_named(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text('{"_data_files": [')
+    with pytest.raises(Refused, match=r"damaged(.|\n)*state\.json"):
+        expand_inputs([str(tmp_path)])
