@@ -28,6 +28,7 @@ SAMPLE_BYTES = 1_000_000_000
 STRIPE_BYTES = 1 << 20  # a large file is sampled as stripes of this size, evenly spaced
 COMPRESSED_RATIO = 3.5  # text bytes per byte of a compressed file, for the shares of the sample only
 RUN = re.compile(r"\S{1000}")  # a longer run without space is broken for training: its pieces are no words anyway
+BLANKS = re.compile(r"(?<!\s)(\s{1000})\s+")  # nor is there more to learn from a longer run of white space: merging one takes hours
 EOT, UNK = "<|endoftext|>", "<|unk|>"
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUES = 0xF0000  # private-use code points stand for the continuing characters of a word (planes 15 and 16)
@@ -100,7 +101,8 @@ def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=alphabet, show_progress=False
     )
-    library.train_from_iterator((RUN.sub("\\g<0>\n", text) for text in _watched(texts)), trainer)
+    broken = (RUN.sub("\\g<0>\n", BLANKS.sub("\\1", text)) for text in _watched(texts))
+    library.train_from_iterator(broken, trainer)
     library.add_special_tokens([EOT])
     return _made(library, vocab_size)
 
