@@ -86,7 +86,7 @@ def _nanogpt(store: TokenStore, folder: Path, val_fraction: float, source: Path,
                 tokens = part.read(start, min(start + CHUNK, part.tokens))
                 file.write(tokens.astype("<u2").data)
                 bar.advance(len(tokens))
-    if (file := tokenizer_beside(source)).is_file() and not _is_gpt2(tokenizer := Tokenizer.load(file)):
+    if (place := tokenizer_beside(source)).is_file() and not _is_gpt2(tokenizer := Tokenizer.load(place)):
         texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
         first = {text: i for i, text in reversed(texts.items())}
         (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": tokenizer.vocab_size, "stoi": first, "itos": texts}))
