@@ -6,6 +6,7 @@ over words whose continuing characters are letters of their own.
 """
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -102,9 +103,27 @@ def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=alphabet, show_progress=False
     )
     broken = (RUN.sub("\\g<0>\n", BLANKS.sub("\\1", text)) for text in _watched(texts))
-    library.train_from_iterator(broken, trainer)
+    _train(library, broken, trainer)
     library.add_special_tokens([EOT])
     return _made(library, vocab_size)
+
+
+def _train(library: Library, texts: Iterable[str], trainer: trainers.Trainer) -> None:
+    """In a thread: the library hears no signal until it is done, and Ctrl-C should end a training of hours."""
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            library.train_from_iterator(texts, trainer)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    if failed:
+        raise failed[0]
 
 
 def _wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokenizer:
@@ -184,7 +203,7 @@ def _merge(library: Library, words: Counter[str], vocab_size: int, alphabet: lis
         limit_alphabet=len(alphabet),
         show_progress=False,
     )
-    library.train_from_iterator(_repeated(words), trainer)
+    _train(library, _repeated(words), trainer)
 
 
 def _repeated(words: Counter[str]) -> Iterator[str]:

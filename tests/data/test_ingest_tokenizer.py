@@ -1,8 +1,11 @@
 """Tokenizers: deterministic training, exact imports, no special token out of text, backends equal to the reference."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
 from throughline.data import backends
+from throughline.data import train_tokenizer as train_tokenizer_module
 from throughline.data.backends import BACKENDS, NASTY, difference, open_backend
 from throughline.data.inputs import expand_inputs
 from throughline.data.readers import ReadOptions
@@ -311,3 +315,19 @@ def test_a_long_run_of_white_space_takes_no_time() -> None:
     start = time.process_time()
     made = train_tokenizer([" " * 100_000 + "some text", "\n \t" * 50_000, *TEXTS], "bpe", 300)
     assert made.vocab_size == 300 and time.process_time() - start < 10
+
+
+def test_a_signal_ends_the_training_of_a_tokenizer() -> None:
+    """The library itself hears none until it is done: the thread that waits for it does."""
+
+    class Long:
+        def train_from_iterator(self, texts: object, trainer: object) -> None:
+            ready.set()
+            over.wait(60)
+
+    ready, over = threading.Event(), threading.Event()
+    threading.Thread(target=lambda: ready.wait(60) and os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer_module._train(Long(), [], None)  # type: ignore[arg-type]
+    assert not over.is_set()
+    over.set()
