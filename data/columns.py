@@ -74,6 +74,8 @@ def dataset_rows(name: str, split: str, column: str, on_bytes: Callable[[int], N
                     why = f"splits: {', '.join(rows)}"
                     raise WrongUse(f"no split {split!r}", where=name, why=why, fix="name one with --split")
                 rows = rows[split]
+            elif split not in ("train", str(rows.split)):  # the default says nothing
+                raise WrongUse(f"no split {split!r}", where=name, why="a single table was saved there", fix="leave --split out")
         if (names := rows.column_names) is not None:
             if column not in names:
                 raise _no_column(name, column, names)

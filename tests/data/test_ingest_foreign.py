@@ -165,3 +165,15 @@ def test_a_damaged_saved_dataset_is_named(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"_data_files": [')
     with pytest.raises(Refused, match=r"damaged(.|\n)*state\.json"):
         expand_inputs([str(tmp_path)])
+
+
+def test_a_split_of_a_single_table_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    for split in (None, "test"):
+        datasets.Dataset.from_dict({"text": ["a row"]}, split=split).save_to_disk(str(tmp_path / f"{split}"))
+        [source] = expand_inputs([str(tmp_path / f"{split}")])
+        assert next(read(source, 0, None, ReadOptions(), Counter())).texts == ["a row"]
+        with pytest.raises(WrongUse, match=r"no split 'valid'(.|\n)*single table"):
+            list(read(source, 0, None, ReadOptions(split="valid"), Counter()))
+    assert next(read(source, 0, None, ReadOptions(split="test"), Counter())).texts == ["a row"]
