@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..core import console
 from .common import throughline_command
@@ -62,11 +63,21 @@ def parse_bytes(text: str | None) -> int | None:
     unit = number.lstrip("0123456789.")
     try:
         value = int(float(number.removesuffix(unit)) * units[unit.strip()])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         raise click.BadParameter(f"{text!r} is no size; write for example 64M or 1GiB") from None
     if value <= 0:
         raise click.BadParameter(f"{text!r} is not above zero")
     return value
+
+
+def size_of(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    """An option's size; an error names the option."""
+    return parse_bytes(text)
+
+
+def is_given(name: str) -> bool:
+    """Whether the user gave this option of the running command."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 @command.command()
@@ -84,7 +95,11 @@ def parse_bytes(text: str | None) -> int | None:
     help="WordPiece: keep capitals and accents. Default: uncased; of an import: as it is.",
 )
 @click.option(
-    "--sample-bytes", default="1G", show_default=True, help="Text to train on; a larger input is sampled evenly."
+    "--sample-bytes",
+    default="1G",
+    show_default=True,
+    callback=size_of,
+    help="Text to train on; a larger input is sampled evenly.",
 )
 @out_options
 @throughline_command
@@ -93,7 +108,7 @@ def tokenizer(
     kind: str,
     vocab_size: int,
     cased: bool | None,
-    sample_bytes: str,
+    sample_bytes: int,
     max_replaced: float,
     out: str,
     overwrite: bool,
@@ -117,22 +132,27 @@ def tokenizer(
     if cased is not None and kind in ("bpe", "char"):
         raise WrongUse(f"{kind} keeps text as it is", where="--cased/--uncased", fix="leave it out, or use --type wordpiece")
     if kind == "import":
+        given = [name for name in ("vocab_size", "sample_bytes", "max_replaced", *text) if is_given(name)]
+        if given:
+            where = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise WrongUse("an import trains nothing", where=where, fix="leave it out, or train: --type bpe, wordpiece or char")
         if len(inputs) != 1:
             raise WrongUse(
                 "an import takes one path", why=f"{len(inputs)} were given", fix="name the directory of the vocabulary"
             )
         made, files = import_tokenizer(inputs[0], None if cased is None else not cased)
+        if cased is not None and files[0].suffix != ".txt":
+            raise WrongUse("this tokenizer says itself what it keeps", where="--cased/--uncased", fix="leave it out")
         records = [input_record(file) for file in files]
         facts: dict[str, Any] = {"trained": False, "counts": {}}
     else:
         sources, counts = expand_inputs(list(inputs)), Counter[str]()
-        budget = parse_bytes(sample_bytes) or 0
-        texts = sample(sources, read_options(**text), budget, counts, max_replaced)
+        texts = sample(sources, read_options(**text), sample_bytes, counts, max_replaced)
         made = train_tokenizer(texts, kind, vocab_size, lowercase=not cased)  # type: ignore[arg-type]
         small = sum(source.bytes for source in sources) <= CHECK_BYTES  # a sample is not worth hours of hashing what it is of
         paths = [source.path for source in sources if os.path.exists(source.path)]
         records = [input_record(path) if small else Input(os.path.abspath(path), "foreign", "") for path in paths]
-        facts = {"trained": True, "sample_bytes": budget, "counts": {key: counts[key] for key in COUNTS}}
+        facts = {"trained": True, "sample_bytes": sample_bytes, "counts": {key: counts[key] for key in COUNTS}}
     made.save(out, records, facts, overwrite)
     lines = [f"{made.type} tokenizer of {made.vocab_size:,} entries in {out}", *found_in_text(facts["counts"])]
     console.result({"path": out, **made.facts(), "counts": facts["counts"]}, lines)
@@ -161,14 +181,14 @@ def tokenizer(
 @click.option(
     "--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Who runs the tasks."
 )
-@click.option("--shard-bytes", help="Input per shard, e.g. 64M [default: 1/64 of the input, 8 MiB to 256 MiB].")
+@click.option("--shard-bytes", callback=size_of, help="Input per shard, e.g. 64M [default: 1/64 of the input, 8 MiB to 256 MiB].")
 @click.option("--task-index", type=click.IntRange(0), help="This process's number in a job array, from 0.")
 @click.option("--task-count", type=click.IntRange(1), help="Processes in the job array.")
 @out_options
 @throughline_command
 def tokenize(
     inputs: tuple[str, ...], tokenizer_path: str, append_eos: bool | None, sentences: bool, workers: int | None,
-    backend: str, executor: str, shard_bytes: str | None, max_replaced: float, task_index: int | None,
+    backend: str, executor: str, shard_bytes: int | None, max_replaced: float, task_index: int | None,
     task_count: int | None, out: str, overwrite: bool, **text: Any,
 ) -> None:  # fmt: skip
     """Tokenise text into a store of Megatron-compatible shards.
@@ -179,16 +199,19 @@ def tokenize(
     Example:  throughline data tokenize corpus/*.jsonl.zst --tokenizer tok --out tokens --workers 8
     """
     from ..core.errors import WrongUse
+    from ..core.hardware import usable_cores
     from ..data.tokenize import Work
     from ..data.tokenize import tokenize as run
 
     if (task_index is None) != (task_count is None):
         raise WrongUse("--task-index and --task-count go together", fix="give both or neither")
+    if executor == "ray" and workers is not None:
+        raise WrongUse("a Ray cluster has its own workers", where="--workers", fix="leave it out")
     share = None if task_index is None or task_count is None else (task_index, task_count)
-    work = Work(workers or os.cpu_count() or 1, executor, backend, share)  # type: ignore[arg-type]
+    work = Work(workers or usable_cores(), executor, backend, share)  # type: ignore[arg-type]
     manifest = run(
         inputs, tokenizer_path, out, options=read_options(**text), append_eos=append_eos, sentences=sentences,
-        shard_bytes=parse_bytes(shard_bytes), max_replaced=max_replaced, work=work, overwrite=overwrite,
+        shard_bytes=shard_bytes, max_replaced=max_replaced, work=work, overwrite=overwrite,
     )  # fmt: skip
     if manifest is None:
         console.result({"path": out, "complete": False}, [f"{out} is not complete yet"])

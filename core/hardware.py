@@ -109,8 +109,12 @@ def _cpu() -> Cpu:
                 flags = set(value.split())
                 break
     dtypes = ("fp32", *(dtype for dtype, needs in CPU_DTYPE_FLAGS.items() if flags.intersection(needs)))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Cpu(name, cores, memory_limit_bytes(), dtypes)
+    return Cpu(name, usable_cores(), memory_limit_bytes(), dtypes)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: in a job or a container fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_limit_bytes() -> int:

@@ -61,8 +61,11 @@ class Gigatoken:
     name = "gigatoken"
 
     def __init__(self, tokenizer: Tokenizer):
+        config = tokenizer.config
+        if any(not token["special"] for token in config.get("added_tokens") or []):
+            raise ValueError("the tokenizer has added tokens that are not special")
         # without its added tokens it has no special text to recognise
-        self._config = json.dumps(tokenizer.config | {"added_tokens": [], "post_processor": None})
+        self._config = json.dumps(config | {"added_tokens": [], "post_processor": None})
         self._few = FEW_TEXTS
         self._open()
 
@@ -144,6 +147,9 @@ def open_backend(tokenizer: Tokenizer, name: str = "auto", sample: Sequence[str]
             if name == "gigatoken":
                 raise MissingExtra("gigatoken", "this backend", "throughline[fast]") from error
             raise
+        except Exception as error:
+            what, fix = f"backend {name} cannot load this tokenizer", "use --backend auto or tokenizers"
+            raise WrongUse(what, where="--backend", why=str(error), fix=fix) from error
         if check and (why := difference(backend, tokenizer, sample)):
             what = f"backend {name} differs from the tokenizers library"
             raise Refused(what, why=why, fix="use --backend tokenizers")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..core.errors import Failed, MissingExtra, WrongUse
+from ..core.errors import Failed, MissingExtra, ThroughlineError, WrongUse
 from .inputs import DATASET_PREFIX, is_saved_dataset
 
 TARGET_BYTES = 4 << 20  # of text per batch of rows
@@ -22,7 +22,8 @@ def parquet_rows(
             if column not in names:
                 raise _no_column(path, column, names)
             kind = file.schema_arrow.field(column).type
-            if kind not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+            kept = kind.value_type if pa.types.is_dictionary(kind) else kind  # categories, as pandas writes them
+            if kept not in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()):
                 what, why = f"column {column!r} holds no text", f"its type is {kind}"
                 raise WrongUse(what, where=path, why=why, fix="name another with --field")
             for group in range(file.num_row_groups):
@@ -31,7 +32,9 @@ def parquet_rows(
                     size = _column(facts, column).total_uncompressed_size
                     rows = max(1, min(4096, TARGET_BYTES * max(facts.num_rows, 1) // max(size, 1)))
                     for batch in file.iter_batches(rows, [group], [column]):
-                        yield batch.column(0).cast(pa.large_binary()).to_pylist()  # bytes: arrow does not check UTF-8
+                        values = batch.column(0)
+                        values = values.dictionary_decode() if kept is not kind else values
+                        yield values.cast(pa.large_binary()).to_pylist()  # bytes: arrow does not check UTF-8
                     on_bytes(sum(facts.column(i).total_compressed_size for i in range(facts.num_columns)))
     except (pa.ArrowInvalid, OSError) as error:
         fix = "copy or download the file again"
@@ -71,6 +74,8 @@ def dataset_rows(name: str, split: str, column: str, on_bytes: Callable[[int], N
                     why = f"splits: {', '.join(rows)}"
                     raise WrongUse(f"no split {split!r}", where=name, why=why, fix="name one with --split")
                 rows = rows[split]
+            elif split not in ("train", str(rows.split)):  # the default says nothing
+                raise WrongUse(f"no split {split!r}", where=name, why="a single table was saved there", fix="leave --split out")
         if (names := rows.column_names) is not None:
             if column not in names:
                 raise _no_column(name, column, names)
@@ -84,6 +89,8 @@ def dataset_rows(name: str, split: str, column: str, on_bytes: Callable[[int], N
                 raise WrongUse(what, where=name, why=why, fix="name another with --field")
             on_bytes(sum(len(value) for value in values if value))
             yield values
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        why, fix = str(error).partition("\n")[0], "check its name and the network"
+    except ThroughlineError:
+        raise
+    except Exception as error:  # of the network, of formats of every kind: the library has no root for them
+        why, fix = str(error).partition("\n")[0] or type(error).__name__, "check its name and the network"
         raise Failed("cannot read a dataset", where=name, why=why, fix=fix) from error

@@ -56,7 +56,7 @@ def dedup(
     options = replace(options, piece_bytes=None)
     if not dry_run:
         check_free(out or "")
-    place = Path(out).parent if out else Path(tempfile.gettempdir())
+    place = Path(out).parent if out and not dry_run else Path(tempfile.gettempdir())
     with full_disk(place):
         place.mkdir(parents=True, exist_ok=True)
     with full_disk(place), tempfile.TemporaryDirectory(dir=place, prefix=".dedup.", suffix=".tmp") as scratch:
@@ -101,6 +101,7 @@ def _documents(
             for batch in read(source, 0, None, options, counts, bar.advance):
                 counts["characters"] += sum(map(len, batch.texts))
                 yield number, batch.texts
+            check_unchanged(source)
 
 
 def _hash_all(

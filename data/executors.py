@@ -101,6 +101,12 @@ def _judge_death(process: BaseProcess, index: int, tries: int, work: Path) -> No
     warn(f"a worker died with {how} in task {index}; trying the task again")
 
 
+def _open(folder: Path) -> tuple[Plan, Tokenizer]:
+    """The plan in a work directory and its tokenizer, whose roles are the plan's: a tokenizer.json alone does not say them."""
+    plan = read_plan(folder)
+    return plan, Tokenizer.load(folder / FILE, plan.special)
+
+
 def _worker(pipe: Connection, work: str, backend_name: str) -> None:
     """Run tasks from the pipe until None comes or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
@@ -108,7 +114,7 @@ def _worker(pipe: Connection, work: str, backend_name: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = Path(work)
     try:
-        plan, tokenizer = read_plan(folder), Tokenizer.load(folder / FILE)
+        plan, tokenizer = _open(folder)
         tasks = plan.tasks()
         backend = open_backend(tokenizer, backend_name, check=False)  # the parent has checked it
         while (index := pipe.recv()) is not None:
@@ -169,5 +175,6 @@ exit "$code"
 def _ray_task(work: str, index: int, backend_name: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = Path(work)
-    plan, tokenizer = read_plan(folder), Tokenizer.load(folder / FILE)
-    run_task(folder, plan, plan.tasks()[index], tokenizer, open_backend(tokenizer, backend_name, check=False))
+    plan, tokenizer = _open(folder)
+    backend = open_backend(tokenizer, backend_name)  # checked again: a node may have other packages
+    run_task(folder, plan, plan.tasks()[index], tokenizer, backend)

@@ -2,7 +2,7 @@
 
 | target  | files                              | made of                                                                 |
 |---------|------------------------------------|-------------------------------------------------------------------------|
-| nanogpt | train.bin, val.bin, meta.pkl       | raw uint16; val is the last `val_fraction`, cut at a document              |
+| nanogpt | train.bin, val.bin, meta.pkl       | raw uint16; val: the last `val_fraction`, cut at a document; meta: not of GPT-2 |
 | olmo    | NNNNN.npy                          | raw tokens without a header, despite the name: a link to the shard       |
 | llmc    | tokens_NNNNNN.bin                  | 256 int32 (magic, version, tokens), then the tokens                      |
 | parquet | NNNNN.parquet                      | one row a document, column `input_ids`                                   |
@@ -24,7 +24,7 @@ from ..core.console import progress
 from ..core.errors import WrongUse
 from ..core.files import full_disk, sync
 from .store import Shard, TokenStore
-from .tokenizer import FILE, Tokenizer
+from .tokenizer import Tokenizer, tokenizer_beside
 
 Target = Literal["nanogpt", "olmo", "llmc", "parquet"]
 CHUNK = 1 << 22  # tokens moved at a time
@@ -86,12 +86,15 @@ def _nanogpt(store: TokenStore, folder: Path, val_fraction: float, source: Path,
                 tokens = part.read(start, min(start + CHUNK, part.tokens))
                 file.write(tokens.astype("<u2").data)
                 bar.advance(len(tokens))
-    if (source / FILE).is_file():
-        tokenizer = Tokenizer.load(source)
-        meta: dict[str, object] = {"vocab_size": tokenizer.vocab_size}
-        if tokenizer.type == "char":  # what its sample.py decodes with
-            meta |= {"stoi": tokenizer.vocab, "itos": {i: token for token, i in tokenizer.vocab.items()}}
-        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    if (place := tokenizer_beside(source)).is_file() and not _is_gpt2(tokenizer := Tokenizer.load(place)):
+        texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
+        first = {text: i for i, text in reversed(texts.items())}
+        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": tokenizer.vocab_size, "stoi": first, "itos": texts}))
+
+
+def _is_gpt2(tokenizer: Tokenizer) -> bool:
+    """Whether it is the tokenizer that nanoGPT takes for granted where there is no meta.pkl."""
+    return tokenizer.vocab_size == 50257 and tokenizer.encode("Hello world").tolist() == [15496, 995]
 
 
 def _link(source: Path, target: Path) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..core.artifact import Input, input_record, seal
+from ..core.artifact import Input, seal
 from ..core.console import warn
 from ..core.errors import Failed
 from ..core.files import sha256_json, sync
@@ -17,7 +17,7 @@ from .plan import Plan, Task
 from .store import token_dtype
 from .tasks import STORE, read_record
 from .text import COUNTS, PIECE_BYTES, check_replaced
-from .tokenizer import FILE, Tokenizer
+from .tokenizer import FILE, Tokenizer, tokenizer_records
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def finalize(
         left.unlink()  # by an end that was killed
     shutil.copyfile(folder / FILE, store / FILE)
     hashes = {path: digest for record in records for path, digest in record["sources"].items()}
-    inputs = [input_record(tokenizer_path)]
+    inputs = tokenizer_records(tokenizer_path)
     inputs += [Input(_place(s.path), "foreign", hashes.get(s.path) or sha256_json(s.path)) for s in plan.sources]
     seal(store, "tokens", inputs, None, facts, {name: file["sha256"] for name, file in files.items()})
     if out.exists():  # an empty directory, or an artifact that the caller wants replaced

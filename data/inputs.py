@@ -1,7 +1,6 @@
 """What the user names as input - files, directories, globs, datasets - as a list of sources in a fixed order."""
 
 import glob
-import json
 import os
 import stat
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Literal
 
 from ..core.console import warn
 from ..core.errors import WrongUse
+from ..core.files import read_json
 
 FORMATS = {".txt": "txt", ".md": "txt", ".text": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 COMPRESSIONS = {".gz": "gz", ".bz2": "bz2", ".zst": "zst"}
@@ -38,6 +38,8 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
     sources: list[Source] = []
     for name in inputs:
         if name.startswith(DATASET_PREFIX):
+            if not name.removeprefix(DATASET_PREFIX).partition(":")[0]:
+                raise WrongUse("no dataset is named", where=name, fix="write datasets:NAME or datasets:NAME:CONFIG")
             sources.append(Source(name, 0, 0, "dataset"))
         elif os.path.isdir(name):
             sources += _directory(name)
@@ -127,5 +129,4 @@ def is_saved_dataset(path: str) -> bool:
     state = os.path.join(path, "state.json")
     if not (os.path.isfile(state) and os.path.isfile(os.path.join(path, "dataset_info.json"))):
         return False
-    with open(state) as file:
-        return "_data_files" in json.load(file)
+    return "_data_files" in read_json(state)

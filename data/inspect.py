@@ -8,7 +8,7 @@ import numpy as np
 
 from ..core.errors import WrongUse
 from .store import Shard, TokenStore
-from .tokenizer import FILE, Tokenizer
+from .tokenizer import Tokenizer, tokenizer_beside
 
 MOST_HASHED = 1_000_000  # documents looked at for repetitions; of a larger store every n-th
 SHOWN_TOKENS = 60
@@ -20,9 +20,10 @@ def inspect_store(path: Path | str, samples: int = 3, top: int = 3, tokenizer_pa
     Raises WrongUse and Refused as TokenStore.open does, and WrongUse for a foreign store without `tokenizer_path`.
     """
     store = TokenStore.open(path)
-    if tokenizer_path is None and not (Path(path) / FILE).is_file():
+    file = tokenizer_beside(path)
+    if tokenizer_path is None and not file.is_file():
         raise WrongUse("the store has no tokenizer of its own", where=path, fix="name one with --tokenizer")
-    tokenizer = Tokenizer.load(tokenizer_path or path)
+    tokenizer = Tokenizer.load(tokenizer_path or file)
     facts = store.facts
     histogram = np.zeros(64, np.int64)
     for shard in store.shards:

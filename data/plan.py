@@ -8,7 +8,7 @@ import json
 import math
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that decides the tokens, and the shard size. `tokenizer` is a fingerprint."""
+    """All that decides the tokens, and the shard size. `tokenizer` is a fingerprint, `special` the ids of its roles."""
 
     sources: tuple[Source, ...]
     options: ReadOptions
@@ -49,6 +49,7 @@ class Plan:
     append_eos: bool
     sentences: bool
     shard_bytes: int
+    special: dict[str, int] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -130,7 +131,7 @@ def write_plan(work: Path, plan: Plan) -> None:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What differs between two plans, in words."""
     found = []
-    for key in ("tokenizer", "append_eos", "sentences", "shard_bytes", "options"):
+    for key in ("tokenizer", "special", "append_eos", "sentences", "shard_bytes", "options"):
         if old.get(key) != new[key]:
             found.append(
                 f"{key} was {old.get(key)}, is {new[key]}" if key != "tokenizer" else "the tokenizer has changed"

@@ -102,7 +102,7 @@ def _whole(blocks: Iterable[bytes], options: ReadOptions, counts: Counter[str]) 
             carry, piece = _cut(carry, options, counts, going)
             going = True
             yield Batch([piece], continues=True)
-    text = clean(carry, counts, options.unwrap)
+    text = clean(carry, counts, options.unwrap, going)
     yield from _kept([text], counts, going)
 
 
@@ -111,7 +111,7 @@ def _cut(raw: bytes, options: ReadOptions, counts: Counter[str], going: bool) ->
     place, forced = cut_place(raw[: options.piece_bytes])
     counts["forced_cuts"] += forced
     counts["long"] += not going
-    return raw[place:], clean(raw[:place], counts, options.unwrap)
+    return raw[place:], clean(raw[:place], counts, options.unwrap, going)
 
 
 def _kept(texts: list[str], counts: Counter[str], going: bool = False) -> Iterator[Batch]:
@@ -136,13 +136,13 @@ def _split(
         nonlocal going
         while limit and (long := _first_long(raw, limit, separator)) is not None:
             if long:
-                yield from _kept(_texts(raw[:long], separator, options, counts), counts, going)
+                yield from _kept(_texts(raw[:long], separator, options, counts, going), counts, going)
                 raw, going = raw[long:], False
             raw, piece = _cut(raw, options, counts, going)
             going = True
             yield Batch([piece], continues=True)
         if raw:
-            yield from _kept(_texts(raw, separator, options, counts), counts, going)
+            yield from _kept(_texts(raw, separator, options, counts, going), counts, going)
             going = False
 
     waiting: list[bytes] = []
@@ -165,14 +165,18 @@ def _split(
         yield from take(carry if separator is LINE_END and carry.endswith(b"\n") else carry + ending)
 
 
-def _texts(raw: bytes, separator: re.Pattern[bytes], options: ReadOptions, counts: Counter[str]) -> list[str]:
-    """Documents that end in separators, as strings."""
+def _texts(
+    raw: bytes, separator: re.Pattern[bytes], options: ReadOptions, counts: Counter[str], going: bool
+) -> list[str]:
+    """Documents that end in separators, as strings; with `going` the first is the rest of one that was cut."""
     if separator is LINE_END:
         return clean(raw, counts).split("\n")[:-1]
     text = clean(raw, counts)
     plain = not any(run in text for run in ("\n\n\n", "\n ", "\n\t", "\n\r"))  # then a split does what the pattern does
     texts = (text.split("\n\n") if plain else _BLANK_LINES.split(text))[:-1]
-    return [clean(text.encode(), counts, True) for text in texts] if options.unwrap else texts
+    if not options.unwrap:
+        return texts
+    return [clean(text.encode(), counts, True, going and not place) for place, text in enumerate(texts)]
 
 
 def _last_end(raw: bytes, separator: re.Pattern[bytes]) -> int:

@@ -121,6 +121,7 @@ class Text:
             for batch in read(source, span.start, span.stop, self.plan.options, counts):
                 characters += sum(map(len, batch.texts))
                 parts.append(encode(batch))
+            check_unchanged(source)
         if counts["replaced"]:
             path = self.plan.sources[spans[0].source].path
             check_replaced(counts["replaced"], characters, MAX_REPLACED, f"{path}, from byte {spans[0].start:,}")

@@ -178,7 +178,9 @@ def run_task(
             for batch in _batches(plan, task, counts, tell):
                 size["characters"] += sum(map(len, batch.texts))
                 size["text_bytes"] += sum(len(text) if text.isascii() else len(text.encode()) for text in batch.texts)
-                writer.write(*encode(batch))
+                found = encode(batch)
+                counts["empty"] += len(batch.texts) - batch.continues - len(found[2])
+                writer.write(*found)
             record = {
                 "task": task.index,
                 "files": writer.commit(),
@@ -204,6 +206,7 @@ def _batches(plan: Plan, task: Task, counts: Counter[str], on_bytes: Callable[[i
         source = plan.sources[span.source]
         check_unchanged(source)
         yield from read(source, span.start, span.stop, plan.options, counts, on_bytes)
+        check_unchanged(source)
 
 
 def _hashes(plan: Plan, task: Task) -> dict[str, str]:

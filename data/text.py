@@ -27,6 +27,7 @@ COUNTS = ("bom", "crlf", "nul", "replaced", "unwrapped", "empty", "long", "force
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _HARD_WRAP = re.compile(r"(?<=\S)[ \t]*\n[ \t]*(?=\S)")
+_HARD_WRAP_GOING_ON = re.compile(r"(?:(?<=\S)|\A)[ \t]*\n[ \t]*(?=\S)")  # a piece is cut behind a character, before white space
 _MAGIC = {
     b"\x1f\x8b": "gzip data: name it .gz",
     b"\x28\xb5\x2f\xfd": "zstandard data: name it .zst",
@@ -39,8 +40,11 @@ _MAGIC = {
 }
 
 
-def clean(raw: bytes, counts: Counter[str], unwrap: bool = False) -> str:
-    """Decode a stretch of UTF-8 by the policy above. Clean ASCII passes at several GB/s: two scans and a copy."""
+def clean(raw: bytes, counts: Counter[str], unwrap: bool = False, going: bool = False) -> str:
+    """Decode a stretch of UTF-8 by the policy above; with `going` a document that was cut goes on in it.
+
+    Clean ASCII passes at several GB/s: two scans and a copy.
+    """
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -55,7 +59,7 @@ def clean(raw: bytes, counts: Counter[str], unwrap: bool = False) -> str:
         counts["crlf"] += text.count("\r\n")
         text = text.replace("\r\n", "\n")
     if unwrap:
-        text, joined = _HARD_WRAP.subn(" ", text)
+        text, joined = (_HARD_WRAP_GOING_ON if going else _HARD_WRAP).subn(" ", text)
         counts["unwrapped"] += joined
     return text
 

@@ -67,6 +67,9 @@ def tokenize(
     Raises WrongUse, Failed and Refused for the user's and the input's faults, Stopped on SIGTERM.
     """
     out = Path(os.path.realpath(out))  # a link leads to the disk that is meant
+    if overwrite and work.share is not None:
+        fix = "remove the old store, or choose another --out"
+        raise WrongUse("no element of a job array knows whether another has begun anew", where="--overwrite", fix=fix)
     tokenizer = Tokenizer.load(tokenizer_path)
     plan = make_plan(list(inputs), tokenizer, options, append_eos, sentences, shard_bytes)
     if plan.bytes > MOST_SHARDS * plan.shard_bytes:
@@ -77,7 +80,7 @@ def tokenize(
         say(f"{out} is complete already: same inputs, tokenizer and settings")
         return complete
     check_free(out, overwrite)
-    if overwrite and work.share is None:
+    if overwrite:
         shutil.rmtree(folder, ignore_errors=True)
     try:
         write_plan(folder, plan)  # refuses a directory in which another plan is being worked on
@@ -129,7 +132,7 @@ def make_plan(
         options = replace(options, piece_bytes=None)
     sources = tuple(expand_inputs(inputs))
     size = shard_bytes or default_shard_bytes(sum(source.bytes for source in sources))
-    return Plan(sources, options, tokenizer.fingerprint(), append_eos, sentences, size)
+    return Plan(sources, options, tokenizer.fingerprint(), append_eos, sentences, size, tokenizer.special)
 
 
 def _run(folder: Path, plan: Plan, tasks: list[Task], tokenizer: Tokenizer, work: Work) -> None:

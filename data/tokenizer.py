@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..core.artifact import MANIFEST, Input, create_artifact
+from ..core.artifact import MANIFEST, Input, create_artifact, input_record, is_artifact
 from ..core.errors import Refused, WrongUse
 from ..core.files import read_json, sha256_json
 
-FILE = "tokenizer.json"
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 ROLES = ("eos", "bos", "pad", "unk", "cls", "sep", "mask")
 # Names by which the tokens of a role are known where no manifest says so: GPT-2, Llama, BERT and ours.
 KNOWN = {
@@ -47,17 +47,23 @@ class Tokenizer:
         self._library.encode_special_tokens = True  # literal special text stays text
         self._text = text.encode()  # half of the str, which has two bytes a character for GPT-2's
         vocab = self.vocab
+        if not vocab:
+            raise Refused("not a tokenizer", where=where, why="its vocabulary is empty", fix="give one that was trained")
         self.vocab_size = max(vocab.values()) + 1
         self.special = _roles(vocab) if special is None else {role: special[role] for role in ROLES if role in special}
         if outside := {role: i for role, i in self.special.items() if not 0 <= i < self.vocab_size}:
             why = f"{outside} outside the vocabulary of {self.vocab_size:,}"
             raise Refused("a special token is no entry of the vocabulary", where=where, why=why)
+        added = self._library.get_added_tokens_decoder()
+        roles = {token.content for i in self.special.values() if (token := added.get(i)) and not token.special}
+        self._library.add_special_tokens(sorted(roles))  # whatever the file calls them: their text stays text
 
     @classmethod
-    def load(cls, path: Path | str) -> "Tokenizer":
+    def load(cls, path: Path | str, special: dict[str, int] | None = None) -> "Tokenizer":
         """Load from a tokenizer artifact, a store, a checkpoint, a model directory or a tokenizer.json.
 
-        Raises WrongUse when there is no tokenizer there and Refused when the file is damaged.
+        `special` has the ids of the roles where the place does not state them. Raises WrongUse when there is no tokenizer there
+        and Refused when the file is damaged.
         """
         path = Path(path)
         file = path / FILE if path.is_dir() else path
@@ -69,7 +75,7 @@ class Tokenizer:
         except UnicodeDecodeError as error:
             fix = "give a tokenizer.json in the Hugging Face format"
             raise Refused("not a tokenizer", where=file, why=str(error), fix=fix) from error
-        return cls(text, _stated_roles(file), str(file))
+        return cls(text, _stated_roles(file) if special is None else special, str(file))
 
     # Whoever needs these two parses anew: kept, the words and merges of GPT-2 would take 50 MB as Python objects.
     @property
@@ -214,6 +220,20 @@ class Tokenizer:
             draft.facts.update(self.facts() | (facts or {}))
 
 
+def tokenizer_records(path: Path | str) -> list[Input]:
+    """How an artifact names the tokenizer it was made with: ours, or of another's place the files that are read and no weights."""
+    if is_artifact(path):
+        return [input_record(path)]
+    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    return [input_record(found) for found in (file, file.parent / CONFIG) if found.is_file()]
+
+
+def tokenizer_beside(store: Path | str) -> Path:
+    """Where the tokenizer.json of a token store is if it has one: in its directory, or beside a Megatron prefix."""
+    store = Path(store)
+    return (store if store.is_dir() else store.parent) / FILE
+
+
 def _flatten(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
     if step is None:
         return []
@@ -231,7 +251,7 @@ def _stated_roles(file: Path) -> dict[str, int] | None:
         stated = read_json(manifest).get("facts", {}).get("special")
         if isinstance(stated, dict):
             return {str(role): int(i) for role, i in stated.items()}
-    config = file.parent / "tokenizer_config.json"
+    config = file.parent / CONFIG
     if not config.is_file():
         return None
     stated, tokenizer = read_json(config), read_json(file)

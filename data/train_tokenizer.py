@@ -6,6 +6,7 @@ over words whose continuing characters are letters of their own.
 """
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer as Library
 from ..core.console import amount, progress, say, warn
 from ..core.errors import Failed, Refused, WrongUse
 from ..core.files import read_json
+from ..core.hardware import memory_limit_bytes
 from .inputs import Source
 from .readers import ReadOptions, read, splittable
 from .text import MAX_REPLACED, check_replaced
@@ -27,6 +29,7 @@ SAMPLE_BYTES = 1_000_000_000
 STRIPE_BYTES = 1 << 20  # a large file is sampled as stripes of this size, evenly spaced
 COMPRESSED_RATIO = 3.5  # text bytes per byte of a compressed file, for the shares of the sample only
 RUN = re.compile(r"\S{1000}")  # a longer run without space is broken for training: its pieces are no words anyway
+BLANKS = re.compile(r"(?<!\s)(\s{1000})\s+")  # nor is there more to learn from a longer run of white space: merging one takes hours
 EOT, UNK = "<|endoftext|>", "<|unk|>"
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUES = 0xF0000  # private-use code points stand for the continuing characters of a word (planes 15 and 16)
@@ -46,7 +49,8 @@ def sample(
     has documents longer than the stripes give their beginning, as much as their share. Raises Failed when more
     than `max_replaced` of the characters are invalid.
     """
-    sizes = [source.bytes * (COMPRESSED_RATIO if source.compression else 1) or budget for source in sources]
+    ratios = [COMPRESSED_RATIO if source.compression else 1 for source in sources]
+    sizes = [s.bytes * ratio or (budget if s.format == "dataset" else 0) for s, ratio in zip(sources, ratios)]
     share = min(1.0, budget / max(sum(sizes), 1))
     owed, taken = 0.0, 0  # bytes: what the stripes passed are to give less what they gave; all that was given
     with progress("sample", total=min(budget, sum(sizes)), unit="B") as bar:
@@ -98,9 +102,28 @@ def _bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=alphabet, show_progress=False
     )
-    library.train_from_iterator((RUN.sub("\\g<0>\n", text) for text in _watched(texts)), trainer)
+    broken = (RUN.sub("\\g<0>\n", BLANKS.sub("\\1", text)) for text in _watched(texts))
+    _train(library, broken, trainer)
     library.add_special_tokens([EOT])
     return _made(library, vocab_size)
+
+
+def _train(library: Library, texts: Iterable[str], trainer: trainers.Trainer) -> None:
+    """In a thread: the library hears no signal until it is done, and Ctrl-C should end a training of hours."""
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            library.train_from_iterator(texts, trainer)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    if failed:
+        raise failed[0]
 
 
 def _wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokenizer:
@@ -180,7 +203,7 @@ def _merge(library: Library, words: Counter[str], vocab_size: int, alphabet: lis
         limit_alphabet=len(alphabet),
         show_progress=False,
     )
-    library.train_from_iterator(_repeated(words), trainer)
+    _train(library, _repeated(words), trainer)
 
 
 def _repeated(words: Counter[str]) -> Iterator[str]:
@@ -194,7 +217,7 @@ def _repeated(words: Counter[str]) -> Iterator[str]:
 
 def check_memory(words: int) -> None:
     """Say how much memory merging this many distinct words takes; raise Failed when that is more than is free."""
-    needed, free = words * WORD_BYTES + (128 << 20), psutil.virtual_memory().available
+    needed, free = words * WORD_BYTES + (128 << 20), min(psutil.virtual_memory().available, memory_limit_bytes())
     say(f"merging {words:,} distinct words: about {amount(needed, 'B')} of memory at most, {amount(free, 'B')} are free")
     if needed > 0.9 * free:
         raise Failed(

@@ -13,7 +13,7 @@ from ..core.files import sha256_file, sha256_json
 from ..data.readers import ReadOptions
 from ..data.store import TokenStore
 from ..data.stream import Text
-from ..data.tokenizer import Tokenizer
+from ..data.tokenizer import Tokenizer, tokenizer_beside, tokenizer_records
 from .parallel.mesh import running_processes
 from .recipe import Recipe
 
@@ -50,7 +50,7 @@ def _stores(recipe: Recipe) -> Corpus:
         train, validation = [store.view(0.0, cut) for store in stores], [store.view(cut, 1.0) for store in stores]
     every = [*stores, *(validation if data.validation else [])]
     vocab_size = _one_vocabulary(recipe, [_facts(store) for store in every], paths)
-    file = Path(paths[0]) / "tokenizer.json"
+    file = tokenizer_beside(paths[0])
     content = file.read_bytes() if file.is_file() else None
     tokenizer = None if content is None else Tokenizer.load(file)
     return Corpus(train, validation, vocab_size, tokenizer, content, [_record(path) for path in paths])
@@ -98,7 +98,7 @@ def _text(recipe: Recipe) -> Corpus:
     vocab_size = _one_vocabulary(recipe, [text.facts, *given], [data.tokenizer, data.validation])
     inputs = []
     if running_processes()[0] == 0:  # the one that writes them down: all the text is hashed, 1.5 GB/s
-        inputs = [input_record(path) for path in (data.tokenizer, *files)]
+        inputs = [*tokenizer_records(data.tokenizer), *map(input_record, files)]
     return Corpus([], validation, vocab_size, tokenizer, tokenizer.to_json().encode(), inputs, text)
 
 

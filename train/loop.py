@@ -313,7 +313,8 @@ class Run:
     def _save(self) -> None:
         if self.trainer.step == self.saved_step and self.trainer.step:
             return
-        facts = {"validation": self.validation} if self.validation else {}
+        facts: dict[str, Any] = {"validation": self.validation} if self.validation else {}
+        facts |= {"special": self.plan.tokenizer.special} if self.plan.tokenizer else {}
         self.metrics.flush()  # before the checkpoint can appear: a resume repeats no earlier step
         start = time.perf_counter()
         self._until_written()

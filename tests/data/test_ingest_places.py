@@ -8,11 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from throughline.core.artifact import chain
-from throughline.core.errors import Failed, WrongUse
+from throughline.core.errors import Failed, Refused, WrongUse
+from throughline.data import dedup as dedup_module
+from throughline.data import readers
+from throughline.data import stream as stream_module
 from throughline.data import tasks as tasks_module
 from throughline.data import tokenize as tokenize_module
 from throughline.data.backends import Reference
 from throughline.data.readers import Batch, ReadOptions
+from throughline.data.stream import Text
 from throughline.data.tasks import Encoder, run_task
 from throughline.data.text import PIECE_BYTES
 from throughline.data.tokenize import Work, make_plan, tokenize
@@ -153,3 +157,37 @@ def test_what_the_format_cannot_hold_is_refused(place: Path, tmp_path: Path, mon
     with pytest.raises(WrongUse, match=r"too many shards(.|\n)*give at least"):
         run(place, tmp_path / "out", shard_bytes=64)
     assert not os.listdir(tmp_path)
+
+
+def test_an_input_that_grows_while_it_is_read_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tokenising, by removing duplicates and by training on text; nothing of it is committed."""
+
+    def growing(*arguments, **more):
+        yield from readers.read(*arguments, **more)
+        with open(tmp_path / "t.txt", "a") as file:
+            file.write("and more")
+
+    tokenizer = Tokenizer.load(place / "bpe")
+
+    def text() -> Text:
+        return Text([str(tmp_path / "t.txt")], tokenizer, ReadOptions(), sequence_length=8)
+
+    (tmp_path / "t.txt").write_text("some text here\n\n" * 50)
+    opened = text()
+    for module, work in (
+        (tasks_module, lambda: tokenize([str(tmp_path / "t.txt")], place / "bpe", tmp_path / "out")),
+        (dedup_module, lambda: dedup_module.dedup([str(tmp_path / "t.txt")], tmp_path / "out", ReadOptions())),
+        (stream_module, lambda: text().beginning()),
+    ):
+        monkeypatch.setattr(module, "read", growing)
+        with pytest.raises(Refused, match=r"changed while it was read(.|\n)*t\.txt"):
+            work()
+    assert os.listdir(tmp_path) == ["t.txt"] and opened.bytes < (tmp_path / "t.txt").stat().st_size
+
+
+def test_documents_without_a_token_are_counted_as_empty(place: Path, tmp_path: Path) -> None:
+    """BERT's normaliser leaves nothing of a zero-width space: the document goes, and that is said."""
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("The cat.", "\u200b", " ", "A mat.")))
+    for sentences in (False, True):
+        manifest = tokenize([str(tmp_path / "t.jsonl")], place / "wp", tmp_path / f"out-{sentences}", sentences=sentences)
+        assert manifest.facts["documents"] == 2 and manifest.facts["counts"]["empty"] == 2

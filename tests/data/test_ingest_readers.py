@@ -301,3 +301,15 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "t.txt").unlink()
     with pytest.raises(ThroughlineError, match=r"cannot open an input(.|\n)*t\.txt"):
         list(read(source, 0, None, ReadOptions(), Counter()))
+
+
+@pytest.mark.parametrize("end", ["\n", " \r\n  "])
+@pytest.mark.parametrize("mode", ["file", "block"])
+def test_lines_of_a_long_document_join_where_it_is_cut_too(tmp_path: Path, mode: str, end: str) -> None:
+    lines = ["nine words of a line that is wrapped hard"] * 60
+    (tmp_path / "t.txt").write_text(end.join(lines), newline="")
+    whole, counts = documents(tmp_path / "t.txt", [], ReadOptions(mode, unwrap=True))
+    for size in range(90, 110):
+        cut, cut_counts = documents(tmp_path / "t.txt", [], ReadOptions(mode, unwrap=True, piece_bytes=size))
+        assert cut == whole == [" ".join(lines)] and cut_counts["long"] == 1
+        assert cut_counts["unwrapped"] == counts["unwrapped"] == 59

@@ -1,8 +1,12 @@
 """Tokenizers: deterministic training, exact imports, no special token out of text, backends equal to the reference."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
 from throughline.data import backends
+from throughline.data import train_tokenizer as train_tokenizer_module
 from throughline.data.backends import BACKENDS, NASTY, difference, open_backend
 from throughline.data.inputs import expand_inputs
 from throughline.data.readers import ReadOptions
@@ -286,3 +291,43 @@ def test_tokenizers_that_cross_spaces_are_known() -> None:
         {"normalizer": {"type": "Prepend", "prepend": "_"}},
     ):
         assert not Tokenizer(json.dumps(config | change)).splits_at_space
+
+
+def test_empty_files_take_no_share_of_a_sample(tmp_path: Path) -> None:
+    """A text below the budget is taken whole, whatever else lies beside it."""
+    line = "some words of a text\n\n"
+    (tmp_path / "t.txt").write_text(line * 150_000)
+    for number in range(9):
+        (tmp_path / f"{number}.txt").touch()
+    found = sample(expand_inputs([str(tmp_path)]), ReadOptions(), 10**7, Counter())
+    assert sum(1 for _ in found) == 150_000
+
+
+def test_memory_is_what_the_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's limit ends a training that the machine would have room for."""
+    monkeypatch.setattr("throughline.data.train_tokenizer.memory_limit_bytes", lambda: 100 << 20)
+    with pytest.raises(Failed, match=r"100\.0 MiB are free"):
+        train_tokenizer(TEXTS, "bpe", 1000)
+
+
+def test_a_long_run_of_white_space_takes_no_time() -> None:
+    """The trainer moves what is behind a pair at every merge, of 100,000 spaces 15 s of CPU time, of a megabyte hours."""
+    start = time.process_time()
+    made = train_tokenizer([" " * 100_000 + "some text", "\n \t" * 50_000, *TEXTS], "bpe", 300)
+    assert made.vocab_size == 300 and time.process_time() - start < 10
+
+
+def test_a_signal_ends_the_training_of_a_tokenizer() -> None:
+    """The library itself hears none until it is done: the thread that waits for it does."""
+
+    class Long:
+        def train_from_iterator(self, texts: object, trainer: object) -> None:
+            ready.set()
+            over.wait(60)
+
+    ready, over = threading.Event(), threading.Event()
+    threading.Thread(target=lambda: ready.wait(60) and os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer_module._train(Long(), [], None)  # type: ignore[arg-type]
+    assert not over.is_set()
+    over.set()

@@ -28,6 +28,7 @@ from throughline.data.readers import ReadOptions
 from throughline.data.sentences import split_sentences
 from throughline.data.store import TokenStore, write_index
 from throughline.data.tokenize import tokenize
+from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import import_tokenizer, train_tokenizer
 
 DOCUMENTS = [f"document {i} says hello " + "again and again " * (i % 9) for i in range(300)] + ["the same"] * 7
@@ -60,7 +61,9 @@ def test_exports_hold_the_same_tokens(store: Path, tmp_path: Path) -> None:
     assert names == ["meta.pkl", "train.bin", "val.bin"]
     train, val = (np.fromfile(tmp_path / "nano" / f"{part}.bin", np.uint16) for part in ("train", "val"))
     assert np.array_equal(np.concatenate([train, val]), every) and 0.15 < len(val) / len(every) < 0.25
-    assert pickle.loads((tmp_path / "nano" / "meta.pkl").read_bytes())["vocab_size"] == 300
+    meta = pickle.loads((tmp_path / "nano" / "meta.pkl").read_bytes())
+    assert meta["vocab_size"] == 300 and "".join(meta["itos"][i] for i in every[:9]) == Tokenizer.load(store).decode(every[:9])
+    assert meta["stoi"]["\n"] == Tokenizer.load(store).encode("\n")[0], "what nanoGPT's sample.py begins with"
     olmo = [np.fromfile(path, np.uint16) for path in export_store(store, "olmo", tmp_path / "olmo")]
     assert np.array_equal(np.concatenate(olmo), every)
     read = []
@@ -94,6 +97,7 @@ def test_dedup_keeps_the_first_and_counts_per_source(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join([*texts[:20], long, texts[3]]))
     (tmp_path / "b.txt").write_text("\n".join([texts[5].replace(" ", "   "), *texts[20:], near_copy(long)]))
     inputs, options = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], ReadOptions(documents="line")
+    assert dedup(inputs, tmp_path / "new" / "out", options, dry_run=True)["exact"] == 2
     counted = dedup(inputs, None, options, near=True, dry_run=True)
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.txt"]
     assert [(row["exact"], row["near"]) for row in counted["sources"]] == [(1, 0), (1, 1)]
@@ -189,6 +193,12 @@ def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
         (["tokenizer", text, "--vocab-size", "300", "--out", text + "/2"], 2, "a part of the path is a file"),
         (["dedup", text, "--out", text + "/2"], 2, "something else has that name"),
         (["tokenizer", text, "--uncased", "--out", out + "2"], 2, "keeps text as it is"),
+        (["tokenizer", text, "--sample-bytes", "0", "--out", out + "2"], 2, "'--sample-bytes'"),
+        (["tokenizer", tok, "--type", "import", "--vocab-size", "500", "--out", out + "2"], 2, "trains nothing"),
+        (["tokenizer", tok, "--type", "import", "--uncased", "--out", out + "2"], 2, "says itself"),
+        (["tokenize", text, "--tokenizer", tok, "--out", out + "2", "--shard-bytes", "9" * 400], 2, "'--shard-bytes'"),
+        (["tokenize", text, "--tokenizer", tok, "--out", out + "2", "--executor", "ray", "--workers", "2"], 2, "its own workers"),
+        (["tokenize", text, "--tokenizer", tok, "--out", out, "--task-index", "0", "--task-count", "2", "--overwrite"], 2, "anew"),
     ):
         done = run.invoke(main, ["data", *arguments])
         assert done.exit_code == code and said in done.output, done.output
@@ -257,3 +267,22 @@ def test_a_gigabyte_takes_less_than_600_mb(shared: Path, tmp_path: Path) -> None
             file.write(text + " " if 40 <= part < 50 else text.replace(" a", "\na") + "\n")
     assert (tmp_path / "t.txt").stat().st_size > 10**9
     assert peak_mb(tokenize_code(tmp_path / "t.txt", tmp_path / "gpt2", tmp_path / "out")) < 600
+
+
+def test_nanogpt_takes_gpt2_for_granted(samples: Path, tmp_path: Path) -> None:
+    """With a meta.pkl its sample.py would decode token by token, without one as GPT-2 does."""
+    tokenizer = import_tokenizer(samples / "gpt2-bpe")[0]
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    tokenizer.encode("Hello world").astype(np.uint16).tofile(tmp_path / "store" / "00000.bin")
+    write_index(tmp_path / "store" / "00000.idx", np.array([2]), np.array([0, 1]), "uint16")
+    assert [path.name for path in export_store(tmp_path / "store", "nanogpt", tmp_path / "nano")] == ["train.bin"]
+
+
+def test_a_worker_for_each_core_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job or a container has fewer than the machine."""
+    found: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
+    monkeypatch.setattr("throughline.data.tokenize.tokenize", lambda *_, work, **__: found.append(work.workers))
+    done = CliRunner().invoke(main, ["data", "tokenize", "x", "--tokenizer", "t", "--out", "o"])
+    assert done.exit_code == 0 and found == [1], done.output

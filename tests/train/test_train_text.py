@@ -1,5 +1,6 @@
 """Training straight from text: resumes to the last bit, says what it read, validates on the end, refuses what it cannot do."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from throughline.core.artifact import read_manifest
 from throughline.core.errors import Refused
 from throughline.core.recipe import dump_toml
 from throughline.data import stream
+from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
 from throughline.train.build import Plan
 from throughline.train.checkpoint import load_model
@@ -124,6 +126,25 @@ def test_data_that_moved_continue(from_text: Callable[..., Plan], place: Path, t
     assert trained(tmp_path / "whole")[0] == trained(tmp_path / "parts")[0]
 
 
+def test_the_end_of_text_of_a_model_directory_reaches_the_checkpoint(
+    from_text: Callable[..., Plan], place: Path, tmp_path: Path
+) -> None:
+    """Its tokenizer_config.json names the token, and is not kept; another one there is another text."""
+    config = json.loads((place / "bpe" / "tokenizer.json").read_text())
+    known = config["added_tokens"][0]
+    config["added_tokens"].append(known | {"id": known["id"] + 1, "content": "<|im_end|>"})
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_text(json.dumps(config))
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "pad_token": known["content"]}))
+    constant = {"kind": "constant"}
+    train(from_text("gpt", data={"tokenizer": str(model)}, train={"steps": 1}, schedule=constant), tmp_path / "run")
+    assert Tokenizer.load(load_model(tmp_path / "run")[1]).special == {"eos": known["id"] + 1, "pad": known["id"]}
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": known["content"]}))
+    with pytest.raises(Refused, match="data have changed"):
+        train(from_text("gpt", data={"tokenizer": str(model)}, train={"steps": 2}, schedule=constant), tmp_path / "run")
+
+
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_validation_is_that_of_a_store_of_the_same_text(
     from_text: Callable[..., Plan], make_plan: Callable[..., Plan], place: Path, tmp_path: Path, family: str
@@ -167,6 +188,8 @@ def test_a_megatron_prefix_is_trained_on(make_plan: Callable[..., Plan], gpt_sto
     with pytest.raises(Refused, match=r"do not fit(.|\n)*vocab_size to at least"):
         make_plan(data={"train": str(prefix)}, model={"overrides": model["overrides"] | {"vocab_size": 5}})
     assert [item.path for item in plan.inputs] == [str(prefix)] and plan.inputs[0].hash != other.inputs[0].hash
+    (tmp_path / "tokenizer.json").write_bytes((gpt_store / "tokenizer.json").read_bytes())
+    assert make_plan(data={"train": str(prefix)}, model=model).tokenizer is not None, "beside them, as the message says"
 
 
 @pytest.fixture
