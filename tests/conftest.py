@@ -24,6 +24,11 @@ if importlib.util.find_spec("hypothesis"):  # a bare GPU machine has none
     settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    usual = os.environ.get("THROUGHLINE_MEGATRON")
+    parser.addoption("--megatron", type=Path, default=usual, help="A Megatron-LM checkout, whose own reader and writer are tried.")
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository root."""

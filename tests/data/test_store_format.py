@@ -56,11 +56,11 @@ def test_a_reader_written_from_the_format_reads_ours(tmp_path, dtype):
     assert read_megatron(tmp_path / "a") == documents
 
 
-def test_megatron_lm_reads_ours_and_we_read_its(tmp_path, monkeypatch):
+def test_megatron_lm_reads_ours_and_we_read_its(tmp_path, monkeypatch, pytestconfig):
     """Byte for byte: the same documents written by Megatron-LM's builder and by us make the same two files."""
-    checkout = os.environ.get("THROUGHLINE_MEGATRON")
+    checkout = pytestconfig.getoption("--megatron")
     if not checkout:
-        pytest.skip("needs a Megatron-LM checkout (THROUGHLINE_MEGATRON)")
+        pytest.skip("needs a Megatron-LM checkout: pytest --megatron PATH")
     module = load_megatron(Path(checkout), monkeypatch)
     documents = some_documents(1, 30)
     write_shard(tmp_path / "ours", documents)
@@ -86,7 +86,7 @@ def load_megatron(checkout: Path, monkeypatch):
 
     path = checkout / "megatron" / "core" / "datasets" / "indexed_dataset.py"
     if not path.is_file():
-        pytest.skip(f"THROUGHLINE_MEGATRON has no {path.relative_to(checkout)}")
+        pytest.skip(f"{checkout} has no {path.relative_to(checkout)}")
     stubs = {
         "megatron": {}, "megatron.core": {}, "megatron.core.datasets": {},
         "megatron.core.datasets.object_storage_utils": dict.fromkeys(
