@@ -8,15 +8,19 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 pytest.importorskip("torch")
 
+from throughline.cli.common import EXIT_FILE, throughline_command
 from throughline.core.artifact import create_artifact, verify_artifact
 from throughline.data.store import write_index
 from throughline.train.metrics import read_metrics
 from throughline.train.parallel import launch
+from throughline.train.parallel.crew import Lost
 
 RECIPE = """
 version = 1
@@ -122,6 +126,45 @@ def test_one_that_is_done_hurries_nobody(tmp_path: Path, monkeypatch: pytest.Mon
     assert watched("time.sleep(2)", "", file=file)[0] == [0, 0]
     assert watched("time.sleep(100)", "exit(3)", file=file) == ([-signal.SIGKILL, 3], 1)
     assert watched("time.sleep(1); exit(1)", "", file=file) == ([1, 0], 0)
+
+
+@pytest.mark.parametrize("how", ["75 Stopped", "130 Interrupted", "1 Failed", "3 Refused"])
+def test_how_the_run_ended_is_said_once(how: str, tmp_path: Path) -> None:
+    """What the first process has said is final: the others, which would say it two seconds later, end at once."""
+    code, file = int(how.split()[0]), tmp_path / "exit"
+    begun = time.monotonic()
+    assert watched(f"open({str(file)!r}, 'w').write({how!r}); exit({code})", "time.sleep(100)", file=file) == ([code, -9], 0)
+    assert time.monotonic() - begun < launch.GRACE_SECONDS
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "interrupted\n"), ("1", "")])
+def test_an_interruption_is_said_once(rank: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command()
+    @throughline_command
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RANK", rank)
+    done = CliRunner().invoke(interrupted)
+    assert (done.exit_code, done.stderr) == (130, said)
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_start_that_is_lost_is_not_yet_the_answer(launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --json stdout has one object: that of the start that came to an end. Without a launcher there is no other start."""
+
+    @click.command()
+    @throughline_command
+    def lose() -> None:
+        raise Lost("the processes of the run no longer work together")
+
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.delenv(EXIT_FILE, raising=False)
+    if launched:
+        monkeypatch.setenv(EXIT_FILE, str(tmp_path / "exit"))
+    done = CliRunner().invoke(lose, ["--json"])
+    assert done.exit_code == 1 and "no longer work together" in done.stderr
+    assert (done.stdout == "") == launched
 
 
 def test_each_start_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
