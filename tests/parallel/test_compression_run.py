@@ -122,7 +122,7 @@ def test_goes_on_alone_with_whole_gradients(scheme: str, run: Callable[..., list
     found = run(tmp_path / "run", "none", processes=1)
     assert found[5:] == pytest.approx(uncompressed[5:], abs=0.2)
     assert not (tmp_path / "run" / ".pulse").exists()
-    with pytest.raises(RuntimeError, match="another recipe|SystemExit: 2"):  # as the first process says, or the other one
+    with pytest.raises(RuntimeError, match=r"another recipe|SystemExit: 2"):  # as the first process says, or the other one
         run(tmp_path / "run", scheme, steps=9)
 
 
