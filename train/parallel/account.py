@@ -118,7 +118,7 @@ def _tensor_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_
             sums[2 * targets * number] += n  # the normalisation and the logit of the target
             if isinstance(config, BERTConfig):
                 gathers[kept] += n
-                sums[batch.predicted * config.width * batch.kept] += n
+                sums[batch.predicted * config.width * COMPUTED[batch.precision]] += n
             else:
                 gathers[computed] += 2 * n
                 scatters[computed] += n
