@@ -142,7 +142,8 @@ def test_what_runs_on_cores_asks_for_no_gpus(kind: str, tmp_path: Path) -> None:
         done = CliRunner().invoke(main, ["launch", "--nproc", "16", "--emit", kind, "--", *words])
         assert done.exit_code == 0, done.output
         assert ("gpus-per-node=8" in done.stdout or "nvidia.com/gpu: 8" in done.stdout) == on_gpus, words
-        assert ("cpus-per-task=8" in done.stdout or "              cpu: 8" in done.stdout) != on_gpus, words
+        assert ("SBATCH --cpus-per-task=8" in done.stdout or "              cpu: 8" in done.stdout) != on_gpus, words
+        assert ("srun --kill-on-bad-exit=1 --cpus-per-task=8 bash" in done.stdout) == (kind == "slurm" and not on_gpus), words
 
 
 @pytest.mark.parametrize("per_machine", ["8", "16"])

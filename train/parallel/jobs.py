@@ -113,6 +113,8 @@ def slurm_script(job: Job) -> str:
 events={shlex.quote(f"{job.run_dir}/events.jsonl")}
 begun=$(date +%s)
 """
+    # srun asks for its cores itself (Slurm 22.05), and would give all processes of a machine one
+    cores = "" if job.gpus else f"--cpus-per-task={job.per_machine} "
     again = """\
 # stopped by this job with everything saved: the same command continues
 if [ -e "$events" ] && [ "$(stat -c %Y "$events")" -ge "$begun" ] && tail -n 1 "$events" | grep -q '"event": "stopped"'; then
@@ -134,7 +136,7 @@ set -uo pipefail
 {ENVIRONMENT}
 {begin if job.run_dir else ""}FIRST_MACHINE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export FIRST_MACHINE
-srun --kill-on-bad-exit=1 bash -c {shlex.quote("exec " + job.command('"$SLURM_NODEID"', '"$FIRST_MACHINE"'))}
+srun --kill-on-bad-exit=1 {cores}bash -c {shlex.quote("exec " + job.command('"$SLURM_NODEID"', '"$FIRST_MACHINE"'))}
 code=$?
 {again if job.run_dir else ""}exit "$code"
 """
