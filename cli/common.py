@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from ..core import console
-from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Failed, ThroughlineError
+from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Failed, Stopped, ThroughlineError
 
 LATER_S = 2.0
 EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # where a process that `throughline launch` started says what became of it
@@ -102,6 +102,8 @@ def _unforeseen(error: Exception) -> Failed:
 
 def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
     if not _speaks():
+        if isinstance(error, Stopped):  # they have agreed to stop, and the first says so
+            sys.exit(error.exit_code)
         time.sleep(LATER_S)  # what all processes meet is said by the first, which then ends this one
     if debug:
         traceback.print_exc()

@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 
 from throughline.cli.common import EXIT_FILE, throughline_command
 from throughline.core.artifact import create_artifact, verify_artifact
+from throughline.core.errors import Stopped
 from throughline.data.store import write_index
 from throughline.train.metrics import read_metrics
 from throughline.train.parallel import launch
@@ -128,8 +129,8 @@ def test_one_that_is_done_hurries_nobody(tmp_path: Path, monkeypatch: pytest.Mon
     assert watched("time.sleep(1); exit(1)", "", file=file) == ([1, 0], 0)
 
 
-@pytest.mark.parametrize("how", ["75 Stopped", "130 Interrupted", "1 Failed", "3 Refused"])
-def test_how_the_run_ended_is_said_once(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["1 Failed", "2 WrongUse", "3 Refused"])
+def test_why_a_command_failed_is_said_once(how: str, tmp_path: Path) -> None:
     """What the first process has said is final: the others, which would say it two seconds later, end at once."""
     code, file = int(how.split()[0]), tmp_path / "exit"
     begun = time.monotonic()
@@ -137,16 +138,24 @@ def test_how_the_run_ended_is_said_once(how: str, tmp_path: Path) -> None:
     assert time.monotonic() - begun < launch.GRACE_SECONDS
 
 
-@pytest.mark.parametrize(("rank", "said"), [("0", "interrupted\n"), ("1", "")])
-def test_an_interruption_is_said_once(rank: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
+@pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt(), 130), (Stopped("stopped by SIGTERM"), 75)], ids=["130", "75"])
+def test_where_all_were_stopped_is_said_once(
+    end: BaseException, code: int, rank: str, speaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first process; the others end at once and in order, with what they may have to close."""
+
     @click.command()
     @throughline_command
-    def interrupted() -> None:
-        raise KeyboardInterrupt
+    def stop() -> None:
+        raise end
 
     monkeypatch.setenv("RANK", rank)
-    done = CliRunner().invoke(interrupted)
-    assert (done.exit_code, done.stderr) == (130, said)
+    begun = time.monotonic()
+    done = CliRunner().invoke(stop, ["--json"])
+    assert (done.exit_code, bool(done.stderr)) == (code, speaks)
+    assert (done.stdout != "") == (speaks and code == 75)
+    assert time.monotonic() - begun < 1
 
 
 @pytest.mark.parametrize("launched", [True, False])
@@ -207,6 +216,7 @@ def test_sigterm_saves_on_all_and_exits_75(store: Path, tmp_path: Path) -> None:
     wait_for_a_checkpoint(tmp_path)
     process.send_signal(signal.SIGTERM)
     errors = finish(process, 75)
+    assert errors.count("stopped by SIGTERM") == 1, errors
     saved = int(re.search(r"at step ([\d,]+), saved", errors)[1].replace(",", ""))
     run = tmp_path / "run"
     assert (run / "checkpoints" / "latest").read_text().strip() == f"step-{saved:08d}"

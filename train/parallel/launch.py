@@ -97,8 +97,8 @@ def _watch(running: Sequence[subprocess.Popen], file: Path) -> tuple[list[int], 
     """Wait for all; once one has failed the others get a grace, then SIGKILL: exit codes, and which failed first.
 
     Those that are left have nothing to save without it, and a stopped one would not hear SIGTERM. When the first process has said
-    how the run ended (what the user did wrong, where it was stopped) there is no grace: the others would say it again. One that is
-    done hurries nobody: the first process closes the run after the others, and to hash a large one takes minutes.
+    why the command failed there is no grace: the others would say it again. One that is done hurries nobody: the first process
+    closes the run after the others, and to hash a large one takes minutes.
     """
     first_end, first = 0.0, -1
     while None in [worker.poll() for worker in running]:  # each is asked: the first may be the one that stands still
@@ -106,7 +106,7 @@ def _watch(running: Sequence[subprocess.Popen], file: Path) -> tuple[list[int], 
         if first < 0 and failed:
             first = min(failed, key=lambda rank: running[rank].returncode)  # of several at once the one that was killed
             first_end = time.monotonic()
-        told = bool(running[0].returncode) and _said(file) == running[0].returncode
+        told = running[0].returncode in (EXIT_FAILED, *FINAL) and _said(file) == running[0].returncode
         if first >= 0 and (told or time.monotonic() - first_end > GRACE_SECONDS):
             _signal(running, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
