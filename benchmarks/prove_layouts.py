@@ -24,6 +24,8 @@ def main() -> int:
     from throughline.benchmarks.layout_proof import BOUNDS, Prover, read_table
 
     cases = [case for case in read_table(TABLE) if given.only in case.name]
+    if not cases:
+        options.error(f"no row of {TABLE.name} has {given.only!r} in its name: nothing would be proven")
     if given.quick:
         cases = cases[::8]
     prover, rows, start = Prover(), [], time.monotonic()

@@ -16,9 +16,10 @@ from typing import Any
 import click
 
 from ..core import console
-from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Failed, ThroughlineError
+from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Failed, Stopped, ThroughlineError
 
 LATER_S = 2.0
+EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # where a process that `throughline launch` started says what became of it
 
 
 class _Terminated(KeyboardInterrupt):
@@ -49,7 +50,8 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
             by_sigterm = isinstance(signalled, _Terminated)
             code, said = (EXIT_STOPPED, "stopped by SIGTERM") if by_sigterm else (EXIT_INTERRUPTED, "interrupted")
             _tell_launcher(code)
-            click.echo(said, err=True)
+            if _speaks():
+                click.echo(said, err=True)
             sys.exit(code)
         except BrokenPipeError:  # who read our output (`| head`) wants no more of it; nor does the interpreter's last flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -67,6 +69,11 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _speaks() -> bool:
+    """Whether this is the first process, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _on_sigterm(handler: Any) -> Any:
     """Set the handler and return the one before; only a main thread may."""
     if threading.current_thread() is threading.main_thread():
@@ -80,8 +87,8 @@ def _terminated(number: int, frame: object) -> None:
 
 def _tell_launcher(code: int, kind: str = "done") -> None:
     """Under `throughline launch`: what became of the first process, by which it decides whether all start again."""
-    file = os.environ.get("THROUGHLINE_EXIT_FILE")
-    if file and os.environ.get("RANK", "0") == "0":
+    file = os.environ.get(EXIT_FILE)
+    if file and _speaks():
         Path(file).write_text(f"{code} {kind}")
 
 
@@ -94,14 +101,17 @@ def _unforeseen(error: Exception) -> Failed:
 
 
 def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
-    if os.environ.get("RANK", "0") != "0":
+    if not _speaks():
+        if isinstance(error, Stopped):  # they have agreed to stop, and the first says so
+            sys.exit(error.exit_code)
         time.sleep(LATER_S)  # what all processes meet is said by the first, which then ends this one
     if debug:
         traceback.print_exc()
     click.echo(f"error: {error}", err=True)
-    if json_output:
+    lost = getattr(error, "at_once", False)
+    if json_output and not (lost and EXIT_FILE in os.environ):  # the launcher starts all again: this is not yet the answer
         click.echo(json.dumps(error.as_dict()))
-    if getattr(error, "at_once", False):  # a run whose other processes stand still: an orderly end would wait for them
+    if lost:  # a run whose other processes stand still: an orderly end would wait for them
         os._exit(error.exit_code)
     sys.exit(error.exit_code)
 

@@ -20,7 +20,10 @@ def command(first: str, second: str, bound: float) -> None:
     Example:  throughline compare runs/one runs/two --bound 1e-6
     """
     from ..core.artifact import is_artifact, read_manifest
+    from ..core.errors import WrongUse
 
+    if not bound >= 0:  # NaN too: no difference is within it, not even none
+        raise WrongUse(f"{bound:g} is no bound", where="--bound", fix="a number from 0 on; 0 asks for the same to the last bit")
     if is_artifact(first) and read_manifest(first).kind == "scores":
         from ..eval.compare import compare_scores
 

@@ -1,6 +1,7 @@
 """`throughline launch -- COMMAND`: the command on several processes."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -42,14 +43,14 @@ def command(
     made = {"train": _train_job, "eval": _eval_job}.get(arguments[0])
     if made is None and (arguments[0] != "doctor" or emit is not None):
         raise WrongUse(f"launch does not run {arguments[0]!r}", fix=f"it takes: {LAUNCHED}")
-    processes, name, run_dir, about = made(nproc, arguments) if made else (nproc or _devices(), "doctor", None, "")
+    processes, name, run_dir, about, gpus = made(nproc, arguments) if made else (nproc or _devices(), "doctor", None, "", True)
     if emit is None:
         from ..train.parallel.launch import run_processes
 
         sys.exit(run_processes(processes, arguments, restarts if made else 0))
     from ..train.parallel.jobs import job_file, make_job
 
-    job = make_job(arguments, processes, per_machine, name, run_dir, about)
+    job = make_job(arguments, processes, per_machine, name, run_dir, about, restarts, gpus)
     text = job_file(emit, job, image)
     console.result({"kind": emit, "machines": job.machines, "processes": processes, "text": text}, text.splitlines())
 
@@ -61,23 +62,24 @@ def _devices() -> int:
     return max(len(machine().gpus), 2)
 
 
-def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str]:
-    """(processes, name, the run's directory, the layout in words)."""
+def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str, bool]:
+    """(processes, name, the run's directory, the layout in words, whether on GPUs)."""
     from ..core.recipe import find_recipe, load_recipe
     from ..train.parallel.layout import require_world
-    from ..train.recipe import RULES, Recipe, model_config, resolve
+    from ..train.recipe import RULES, Recipe, can_be_had, model_config, resolve
     from .train import command as train
 
     given = train.make_context("train", list(arguments[1:]), click.get_current_context()).params
     recipe = resolve(load_recipe(given["recipe"], Recipe, given["overrides"], RULES))
     layout, section = recipe.parallel.layout(), recipe.train
     rows = section.rows_per_step, section.rows_per_micro_batch
-    require_world(layout, nproc or layout.world, model_config(recipe), section.sequence_length, *rows)
+    allowed = partial(can_be_had, recipe)
+    require_world(layout, nproc or layout.world, model_config(recipe), section.sequence_length, *rows, allowed)
     name = find_recipe(given["recipe"]).stem
-    return layout.world, name, given["run_dir"] or f"runs/{name}", layout.describe()
+    return layout.world, name, given["run_dir"] or f"runs/{name}", layout.describe(), section.device != "cpu"
 
 
-def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str]:
+def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str, bool]:
     """The same of an evaluation, which has no run directory: started again it asks what is not answered yet."""
     from ..core.errors import WrongUse
     from .eval import command as evaluation
@@ -86,7 +88,8 @@ def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, 
     if given["path"] is None:
         raise WrongUse("nothing to evaluate", where="launch -- eval", fix="give the PATH of a model")
     processes = nproc or _devices()
-    return processes, f"eval-{Path(given['path']).name}", None, f"one evaluation, its questions shared by {processes} processes"
+    about = f"one evaluation, its questions shared by {processes} processes"
+    return processes, f"eval-{Path(given['path']).name}", None, about, given["device"] != "cpu"
 
 
 def _tokenize_array(processes: int, emit: str | None, per_machine: int, arguments: tuple[str, ...]) -> None:

@@ -178,6 +178,10 @@ class TransformerConfig:
             problems.append(f"norm_epsilon is {self.norm_epsilon}; it must be above 0")
         if (pattern := self.attention_pattern) is not None:
             problems += pattern.validate()
+        else:
+            fields = (field for field in dataclasses.fields(self) if field.name.startswith("attention_"))
+            shaping = [field.name for field in fields if getattr(self, field.name) != field.default]
+            problems += [f"{name} shapes a pattern, and attention_window is 0: there is none" for name in shaping]
         return problems
 
     def parameter_count(self) -> int:

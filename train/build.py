@@ -29,7 +29,7 @@ from .parallel.context import cut_rows
 from .parallel.layout import require_world
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .precision import AUTOCAST, LossScaler, pick_device, weight_dtype
-from .recipe import Recipe, model_config, model_family
+from .recipe import Recipe, can_be_had, model_config, model_family
 from .recompute import recompute
 from .sections import ObjectiveSection
 from .step import Trainer
@@ -104,7 +104,7 @@ def plan_run(recipe: Recipe) -> Plan:
     train_section = recipe.train
     require_world(
         recipe.parallel.layout(), running_processes()[1], plan.config,
-        train_section.sequence_length, train_section.rows_per_step, train_section.rows_per_micro_batch,
+        train_section.sequence_length, train_section.rows_per_step, train_section.rows_per_micro_batch, partial(can_be_had, recipe),
     )  # fmt: skip
     return replace(plan, memory=check_memory(plan.config, recipe, device))
 

@@ -31,7 +31,7 @@ from .corpus import check_inputs
 from .memory import out_of_memory
 from .metrics import Metrics, PhaseMemory, Record, peak_flops, read_metrics
 from .objective import TERMS
-from .parallel.crew import Crew, RunWorkspace
+from .parallel.crew import PULSE, Crew, RunWorkspace
 from .parallel.pulse import Pulse
 from .profile import Profile
 from .recipe import Recipe
@@ -76,10 +76,11 @@ def train(
         return Run(plan, workspace, trainer, evaluators, profile, crew).to_the_end()
 
 
-def _open(workspace: Workspace, plan: Plan, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
+def _open(workspace: RunWorkspace, plan: Plan, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
     """Make the directory ready for steps: the checkpoint to go on from, and the summary when there is nothing left to do."""
     recipe = plan.recipe
     claim(workspace, recipe, resume)
+    workspace.own()
     checkpoint = find_resumable(workspace.path / "checkpoints")
     if checkpoint is not None and is_artifact(workspace.path):
         done = read_manifest(workspace.path, "run").facts
@@ -104,7 +105,9 @@ def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
     if resume == "never":
         raise WrongUse("a run is already there", where=workspace.path, fix="--resume auto continues it; --run-dir starts elsewhere")
     before, now = (_leaves(_placeless(tree)) for tree in (load_recipe(file, Recipe), recipe))
-    changed = [key for key in sorted(before | now) if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE)]
+    # compression may end: a process that is left alone has nobody to send to
+    free = (*MAY_CHANGE, "compression.") if recipe.compression.scheme == "none" else MAY_CHANGE
+    changed = [key for key in sorted(before | now) if before.get(key) != now.get(key) and not key.startswith(free)]
     if changed:
         raise WrongUse(
             "the run there has another recipe",
@@ -175,7 +178,7 @@ class Run:
         loader = Loader(cast(Dataset, rows), own, position=trainer.samples, rank=data.rank, world=data.size, ahead=2)
         try:
             with (
-                self.crew.watch(self.workspace.path / ".pulse") as self.pulse,
+                self.crew.watch(self.workspace.path / PULSE) as self.pulse,
                 self.signals,
                 loader as batches,
                 self._progress() as bar,
@@ -254,10 +257,8 @@ class Run:
                 )
 
     def _note(self, result: StepResult, tokens_per_s: float) -> str:
-        note = f"step {self.trainer.step:,}  loss {result.loss:.4f}"
-        if self.peak:
-            note += f"  MFU {100 * tokens_per_s * self.flops_per_token / self.peak:.0f}%"
-        return note
+        mfu = f"  MFU {100 * tokens_per_s * self.flops_per_token / self.peak:.0f}%" if self.peak else ""
+        return f"step {self.trainer.step:,}  loss {result.loss:.4f}{mfu}"
 
     def _record(self, result: StepResult, factor: float, seconds: float, tokens: int, watch: bool) -> None:
         step = self.trainer.step

@@ -56,12 +56,12 @@ def _one_process(config: ModelConfig, recipe: Recipe, device: str) -> dict[str, 
     }
     if device == "cpu":
         terms["checkpoint copy"] = terms["weights"] + terms["optimizer"]  # while a save is written
+    if recipe.compression.scheme != "none":
+        terms["owed gradients"] = number * parameters  # what compression lost and sends later
     if train.offload:
         return terms | _offloaded(config, recipe, device)
     if train.precision in AUTOCAST:
         terms["cast weights"] = activation * matrices
-    if recipe.compression.scheme != "none":
-        terms["owed gradients"] = number * parameters  # what compression lost and sends later
     return terms
 
 

@@ -4,6 +4,8 @@ No torch here: a recipe is checked, shown and planned on a machine that cannot t
 """
 
 from collections.abc import Iterable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +13,7 @@ from ..core.errors import WrongUse
 from ..core.recipe import Problem, Section
 from ..models.config import FAMILIES, BERTConfig, ModelConfig, family_of
 from ..models.presets import preset, preset_names
-from .parallel.layout import AXES, default_micro_rows, layout_problems, nearest_layouts, set_options
+from .parallel.layout import AXES, Layout, default_micro_rows, layout_problems, nearest_layouts, set_options
 from .sections import (
     CheckpointSection,
     CompressionSection,
@@ -134,7 +136,7 @@ def model_rule(recipe: Recipe) -> Iterable[Problem]:
 
 
 def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
-    """The layout fits the model and the batch, and nothing in it is known to be wrong."""
+    """The degrees fit the model and the batch, and one another."""
     layout = recipe.parallel.layout()
     try:
         config = model_config(recipe)
@@ -147,9 +149,15 @@ def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
     for found in problems:
         key, fix = found.field if "." in found.field else f"parallel.{found.field}", found.fix
         if found is last:  # the degrees are judged together
-            near = [set_options(layout, other) for other in nearest_layouts(layout, layout.world, config, *batch)]
+            others = nearest_layouts(layout, layout.world, config, *batch, partial(can_be_had, recipe))
+            near = [set_options(layout, other) for other in others]
             fix = "; ".join(filter(None, (fix, f"{layout.product()}, nearest that fit: {' or '.join(near) or 'none'}")))
         yield Problem(key, found.text, fix)
+
+
+def spread_rule(recipe: Recipe) -> Iterable[Problem]:
+    """What else the recipe asks for can be had in its layout, and nothing of it is known to be wrong there."""
+    layout, rows, micro = recipe.parallel.layout(), recipe.train.rows_per_step, micro_rows(recipe)
     if layout.world > 1 and recipe.train.compile == "on":
         yield Problem("train.compile", "layouts of several processes run without it", 'leave it at "auto"')
     if recipe.train.offload and layout.pipeline > 1:
@@ -162,6 +170,14 @@ def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
         yield Problem("train.compile", "the weights of an offloaded model arrive while it runs", 'leave it at "auto"')
     if recipe.optimizer.name == "muon" and (layout.tensor > 1 or layout.shards > 1):
         yield Problem("optimizer.name", "muon needs whole matrices, and this layout cuts them", 'name = "adamw"')
+
+
+def can_be_had(recipe: Recipe, layout: Layout, micro: int) -> bool:
+    """Whether the optimizer, offload and compression of a recipe can be had in another layout."""
+    parallel = recipe.parallel.model_copy(update=asdict(layout) | {"layers_per_stage": list(layout.layers_per_stage)})
+    train = recipe.train.model_copy(update={"micro_batch_rows": micro, "compile": "auto"})
+    other = recipe.model_copy(update={"parallel": parallel, "train": train})
+    return not any(list(rule(other)) for rule in (spread_rule, compression_rule))
 
 
 def compression_rule(recipe: Recipe) -> Iterable[Problem]:
@@ -228,7 +244,9 @@ def model_config(recipe: Recipe, vocab_size: int | None = None) -> ModelConfig:
     return FAMILIES[family].from_dict(fields)
 
 
-RULES = (batch_rule, schedule_rule, family_rule, data_rule, model_rule, parallel_rule, compression_rule, evaluation_rule)
+RULES = (
+    batch_rule, schedule_rule, family_rule, data_rule, model_rule, parallel_rule, spread_rule, compression_rule, evaluation_rule,
+)  # fmt: skip
 
 
 def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:

@@ -85,6 +85,8 @@ def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, mark: Calla
         trainer.offload.discard()
     trainer.model.zero_grad()
     trainer.scaler.update(finite)
+    if not isinstance(trainer.model, nn.Module) and trainer.model.exchange is not None and trainer.scaler.scale != scale:
+        trainer.model.exchange.rescale(trainer.scaler.scale / scale)
     trainer.step += 1
     trainer.samples += batch.rows
     trainer.skipped += not finite

@@ -263,6 +263,10 @@ def test_a_config_with_a_wrong_pattern_cannot_be_built() -> None:
     with pytest.raises(WrongUse) as caught:
         GPTConfig.from_dict({"attention_window": 100, "attention_kind": "fixed", "attention_block": 16})
     assert "no whole number of blocks" in caught.value.why
+    for fields in ({"attention_kind": "fixed"}, {"attention_global_blocks": 1}, {"attention_block": 64}):
+        with pytest.raises(WrongUse, match="this GPTConfig cannot be built") as caught:  # it would have trained dense attention
+            GPTConfig.from_dict(fields)
+        assert "attention_window is 0" in caught.value.why
 
 
 def test_what_knows_no_pattern_refuses_it(tmp_path) -> None:

@@ -258,6 +258,37 @@ def test_one_bit_adam_continues_to_the_bit_from_its_state_and_errors() -> None:
     assert all(ranks(2, work))
 
 
+def test_what_is_owed_keeps_pace_with_the_loss_scale() -> None:
+    """fp16: gradients come multiplied by a scale that changes. Halved after the third of six sums, all that was put in is still all
+    that came out and what is held, each over the scale of its time."""
+
+    def work(wire: Wire) -> list:
+        answers = []
+        for total in (Bf16Sum(wire), PowerSum(wire, rank=2, dense_steps=0)):
+            scale, out = 1024.0, torch.zeros(40, 30, dtype=torch.float64)
+            for step in range(6):
+                gradient = scale * draw(step, wire.axis.rank, 40, 30).double()
+                total.sum_gradients([gradient])
+                out += gradient / scale
+                if step == 2:
+                    scale /= 2
+                    total.rescale(0.5)
+            if isinstance(total, PowerSum):
+                held = total.lost[0]
+            else:
+                own, part = total.errors()["own.0"].flatten(), total.errors()["sum.0"]
+                own[wire.axis.rank * len(part) :][: len(part)] += part
+                held = own.view(40, 30)
+            answers.append((out.numpy(), (held / scale).numpy()))
+        return answers
+
+    results = ranks(2, work)
+    put_in = sum(draw(step, rank, 40, 30).double() for step in range(6) for rank in range(2))
+    for scheme in (0, 1):
+        held = sum(torch.from_numpy(result[scheme][1]) for result in results)
+        assert (torch.from_numpy(results[0][scheme][0]) + held - put_in).abs().max() < 1e-10
+
+
 def test_alone_nothing_is_sent_and_nothing_is_lost() -> None:
     wire, gradient = Wire(Axis()), draw(0, 0, 40, 30)
     for total in (DenseSum(wire), Bf16Sum(wire), PowerSum(wire, dense_steps=0)):

@@ -9,15 +9,22 @@ torch = pytest.importorskip("torch")
 
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.benchmarks.layout_proof import LENGTH, ROWS, SEED, Case, own_rows  # noqa: E402
-from throughline.train.parallel.account import Batch, held, traffic  # noqa: E402
+from throughline.core.recipe import build_recipe  # noqa: E402
+from throughline.train.memory import estimate  # noqa: E402
+from throughline.train.parallel import plan  # noqa: E402
+from throughline.train.parallel.account import Batch, held, layout_report, traffic  # noqa: E402
+from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
 from throughline.train.parallel.engine import Engine  # noqa: E402
 from throughline.train.parallel.layout import Layout  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
+from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from throughline.train.parallel.plan import Place  # noqa: E402
+from throughline.train.recipe import RULES, Recipe, model_config, resolve  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 KINDS = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "send": "send"}
 KINDS |= {"all_gather_single_": "all-gather", "reduce_scatter_single_": "reduce-scatter"}
+KINDS |= {"alltoall_base_": "all-to-all", "allgather_": "all-gather"}
 SMALL = 64  # bytes: counts, losses and the norm
 
 
@@ -56,10 +63,89 @@ def count(case: Case) -> tuple[int, dict[str, int], dict[str, int], int]:
     return parameters, dict(seen.calls), dict(seen.bytes), predicted
 
 
+def compressed(case: Case, scheme: str) -> tuple[Counter[str], Counter[str], float, int]:
+    """Collectives of the gradients' sum, and of the momentum's, once the warm-up is over; bytes that `Wire` counted; copies."""
+    device = torch.device("cpu")
+    start_group(device, 60)
+    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
+    engine.fill()
+    optimizer = torch.optim.AdamW([parameter for _, parameter in engine.named_parameters()])
+    if scheme == "one-bit-adam":
+        named = list(engine.named_parameters())
+        plain = [parameter for name, parameter in named if parameter.dim() < 2 or "table" in name]
+        decayed = [parameter for name, parameter in named if not (parameter.dim() < 2 or "table" in name)]
+        groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+        engine.exchange = optimizer = OneBitAdam(groups, wire=engine.wire, warmup_steps=1)
+    else:
+        engine.exchange = Bf16Sum(engine.wire) if scheme == "bf16" else PowerSum(engine.wire, RANK, dense_steps=1)
+    for _ in range(2):
+        for leaf in engine.leaves:
+            leaf.value.grad = torch.ones_like(leaf.value)
+        before = engine.wire.bytes_sent
+        with Collectives() as seen:
+            engine.exchange.sum_gradients(engine.gradients())
+            engine.exchange.squared_norm(engine.gradients())
+            optimizer.step()
+        engine.zero_grad()
+    return seen.calls, seen.bytes, engine.wire.bytes_sent - before, engine.wire.axis.size
+
+
+RANK = 3
+COMPRESSED = [
+    ("bf16", Case("bf16", Layout(data=2), model={"vocab_size": 257})),
+    ("bf16", Case("bert bf16 x tensor", Layout(data=2, tensor=2), family="bert")),
+    ("powersgd", Case("powersgd", Layout(data=3), family="bert")),
+    ("powersgd", Case("powersgd x pipeline", Layout(data=2, pipeline=2))),
+    ("one-bit-adam", Case("one-bit", Layout(data=3), family="bert", model={"vocab_size": 257})),
+]
+
+
+@pytest.mark.parametrize(("scheme", "case"), COMPRESSED, ids=lambda given: getattr(given, "name", "").replace(" ", "-"))
+def test_compressed_gradients_are_printed_as_they_are_sent(scheme: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls and bytes of every collective, several buckets to a sum; and what a ring sends of them is what the metrics say."""
+    monkeypatch.setattr(plan.bucket_slices, "__defaults__", (100_000,))
+    warm()
+    layout = case.layout
+    for rank, (calls, sizes, sent, copies) in enumerate(run_ranks(layout.world, lambda: compressed(case, scheme))):
+        pipeline = rank // (layout.tensor * layout.context * layout.data)
+        batch = Batch(1, 2, LENGTH, 0, case.precision, scheme=scheme, rank=RANK)
+        printed = [entry for entry in traffic(case.config, layout, batch, pipeline) if entry.axis == "data"]
+        by_kind: dict[str, list[int]] = {}
+        for entry in printed:
+            known = by_kind.setdefault(entry.kind, [0, 0])
+            by_kind[entry.kind] = [known[0] + entry.calls, known[1] + entry.bytes]
+        assert dict(calls) == {kind: count for kind, (count, _) in by_kind.items()}
+        # what goes through the mode is a part of each gathered vector
+        found = {kind: size * (copies if kind == "all-gather" else 1) for kind, size in sizes.items()}
+        assert found == {kind: size for kind, (_, size) in by_kind.items()}
+        ring = (copies - 1) / copies
+        assert sent == pytest.approx(sum(size * ring * (2 if kind == "all-reduce" else 1) for kind, (_, size) in by_kind.items()))
+        assert scheme == "powersgd" or len(printed) >= 2
+
+
+def test_numbers_of_the_optimizer_are_those_of_the_recipe() -> None:
+    """Muon keeps one number for each of a matrix, AdamW two."""
+    tree = {
+        "data": {"train": "tokens"},
+        "model": {"overrides": {"layers": 2, "width": 64, "heads": 4, "vocab_size": 257}},
+        "train": {"steps": 1, "sequence_length": 32, "batch_rows": 16},
+        "parallel": {"data": 2},
+    }
+    sizes = {}
+    for name in ("adamw", "muon"):
+        recipe = resolve(build_recipe(tree | {"optimizer": {"name": name}}, Recipe, RULES))
+        facts, _ = layout_report(recipe, model_config(recipe))
+        sizes[name] = facts["processes"][0]["optimizer"]
+        assert sizes[name] == estimate(model_config(recipe), recipe)["optimizer"]
+    assert sizes["muon"] < sizes["adamw"]
+
+
 CASES = [
     Case("tensor", Layout(tensor=2)),
     Case("bert tensor", Layout(tensor=2), family="bert", micro_rows=16),
     Case("llama context x tensor", Layout(context=2, tensor=2), model={"gated": True, "kv_heads": 2, "positions": "rotary"}),
+    Case("bf16 bert tensor", Layout(tensor=2), family="bert", micro_rows=16, precision="bf16"),
+    Case("bf16 llama context", Layout(context=2), model={"kv_heads": 2, "positions": "rotary"}, precision="bf16"),
     Case("full", Layout(data=2, sharding="full")),
     Case("zero2 odd", Layout(data=3, sharding="zero2"), model={"vocab_size": 257}),
     Case("zero1 hybrid", Layout(data=4, sharding="zero1", replicas=2)),
@@ -96,10 +182,6 @@ def test_counted_is_printed(case: Case) -> None:
 
 def test_memory_falls_with_every_axis_that_cuts() -> None:
     """The estimate by which a run is refused: more processes on an axis never need more, and each cuts what it is for."""
-    from throughline.core.recipe import build_recipe
-    from throughline.train.memory import estimate
-    from throughline.train.recipe import RULES, Recipe, model_config, resolve
-
     def terms(**parallel: Any) -> dict[str, int]:
         train = {"steps": 1, "sequence_length": 256, "batch_rows": 16}
         tree = {"data": {"train": "tokens"}, "model": {"preset": "gpt2-124m"}, "train": train, "parallel": parallel}

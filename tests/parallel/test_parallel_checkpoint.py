@@ -39,8 +39,8 @@ def _warm() -> None:
 
 
 @functools.cache
-def expected() -> list[tuple[float, float]]:
-    return reference(CASE).steps
+def expected(family: str = "gpt") -> list[tuple[float, float]]:
+    return reference(replace(CASE, family=family)).steps
 
 
 def train(case: Case, directory: Path, first: int, last: int, save: bool) -> list[tuple[float, float]]:
@@ -65,9 +65,9 @@ def train(case: Case, directory: Path, first: int, last: int, save: bool) -> lis
 
 
 def run(
-    name: str, directory: Path, first: int, last: int, save: bool = False, dropout: float = 0.0
+    name: str, directory: Path, first: int, last: int, save: bool = False, dropout: float = 0.0, family: str = "gpt"
 ) -> list[tuple[float, float]]:
-    case = replace(CASE, layout=LAYOUTS[name], model=CASE.model | {"dropout": dropout})
+    case = replace(CASE, layout=LAYOUTS[name], model=CASE.model | {"dropout": dropout}, family=family)
     return run_ranks(case.layout.world, lambda: train(case, directory, first, last, save))[0]
 
 
@@ -78,24 +78,27 @@ def assert_close(found: list[tuple[float, float]], wanted: list[tuple[float, flo
 
 
 PAIRS = [
-    ("one", "pipeline x tensor"),
-    ("pipeline x tensor", "hybrid"),
-    ("context x full", "v"),
+    ("gpt", "one", "pipeline x tensor"),
+    ("gpt", "pipeline x tensor", "hybrid"),
+    ("gpt", "context x full", "v"),
+    ("bert", "pipeline x tensor", "one"),
+    ("bert", "one", "v"),
 ]
 
 
-@pytest.mark.parametrize(("saved", "resumed"), PAIRS, ids=lambda name: name.replace(" ", ""))
-def test_resumes_in_another_layout(saved: str, resumed: str, tmp_path: Path) -> None:
-    assert_close(run(saved, tmp_path, 0, 2, save=True), expected()[:2])
-    assert_close(run(resumed, tmp_path, 2, 4), expected()[2:])
+@pytest.mark.parametrize(("family", "saved", "resumed"), PAIRS, ids=lambda name: name.replace(" ", ""))
+def test_resumes_in_another_layout(family: str, saved: str, resumed: str, tmp_path: Path) -> None:
+    assert_close(run(saved, tmp_path, 0, 2, save=True, family=family), expected(family)[:2])
+    assert_close(run(resumed, tmp_path, 2, 4, family=family), expected(family)[2:])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "bert"])
 @pytest.mark.parametrize("saved", LAYOUTS)
-def test_resumes_in_every_layout(saved: str, tmp_path: Path) -> None:
-    run(saved, tmp_path, 0, 2, save=True)
+def test_resumes_in_every_layout(saved: str, family: str, tmp_path: Path) -> None:
+    run(saved, tmp_path, 0, 2, save=True, family=family)
     for resumed in LAYOUTS:
-        assert_close(run(resumed, tmp_path, 2, 4), expected()[2:])
+        assert_close(run(resumed, tmp_path, 2, 4, family=family), expected(family)[2:])
 
 
 def test_resumes_bitwise_in_the_same_layout_with_dropout(tmp_path: Path) -> None:

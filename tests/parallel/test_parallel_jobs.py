@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,44 @@ def test_kubernetes_job_has_a_pod_for_each_machine(tmp_path: Path) -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert "--node-rank=$JOB_COMPLETION_INDEX" in script
     assert f"--rdzv-endpoint={job['metadata']['name']}-0.{service['metadata']['name']}:" in script
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_what_runs_on_cores_asks_for_no_gpus(kind: str, tmp_path: Path) -> None:
+    """A recipe with train.device = "cpu" and an evaluation, whose device is the CPU unless told otherwise."""
+    recipe = tmp_path / "big.toml"
+    recipe.write_text(RECIPE.replace("steps = 10", 'steps = 10\ndevice = "cpu"'))
+    for words, on_gpus in (
+        (["train", str(recipe)], False),
+        (["train", str(recipe), "--set", "train.device=auto"], True),
+        (["eval", "runs/gpt", "--tasks", "blimp"], False),
+        (["eval", "runs/gpt", "--tasks", "blimp", "--device", "cuda"], True),
+    ):
+        done = CliRunner().invoke(main, ["launch", "--nproc", "16", "--emit", kind, "--", *words])
+        assert done.exit_code == 0, done.output
+        assert ("gpus-per-node=8" in done.stdout or "nvidia.com/gpu: 8" in done.stdout) == on_gpus, words
+        assert ("SBATCH --cpus-per-task=8" in done.stdout or "              cpu: 8" in done.stdout) != on_gpus, words
+        assert ("srun --kill-on-bad-exit=1 --cpus-per-task=8 bash" in done.stdout) == (kind == "slurm" and not on_gpus), words
+
+
+@pytest.mark.parametrize("per_machine", ["8", "16"])
+def test_a_job_restarts_as_often_as_it_is_told(per_machine: str, tmp_path: Path) -> None:
+    text = emit(tmp_path, "torchrun", "--per-machine", per_machine, "--restarts", "7")["text"]
+    assert ("--max-restarts=7" if per_machine == "8" else "launch --nproc 16 --restarts 7 -- train") in text
+
+
+def test_words_that_mean_something_in_yaml_stay_what_they_are(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    recipe = tmp_path / "big.toml"
+    recipe.write_text(RECIPE)
+    command = ["train", str(recipe), "--set", "parallel.layers_per_stage=[\n]", "--run-dir", "it's # here: 1"]
+    arguments = ["launch", "--emit", "kubernetes", "--image", "me/train #1", "--per-machine", "16", "--", *command]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    (container,) = list(yaml.safe_load_all(done.stdout))[1]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "me/train #1"
+    words = shlex.split(container["command"][-1].partition("exec ")[2])
+    assert words[words.index("--") + 1 :] == command
 
 
 def test_machines_are_filled() -> None:

@@ -8,15 +8,20 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 pytest.importorskip("torch")
 
+from throughline.cli.common import EXIT_FILE, throughline_command
 from throughline.core.artifact import create_artifact, verify_artifact
+from throughline.core.errors import Stopped
 from throughline.data.store import write_index
 from throughline.train.metrics import read_metrics
 from throughline.train.parallel import launch
+from throughline.train.parallel.crew import Lost
 
 RECIPE = """
 version = 1
@@ -124,6 +129,53 @@ def test_one_that_is_done_hurries_nobody(tmp_path: Path, monkeypatch: pytest.Mon
     assert watched("time.sleep(1); exit(1)", "", file=file) == ([1, 0], 0)
 
 
+@pytest.mark.parametrize("how", ["1 Failed", "2 WrongUse", "3 Refused"])
+def test_why_a_command_failed_is_said_once(how: str, tmp_path: Path) -> None:
+    """What the first process has said is final: the others, which would say it two seconds later, end at once."""
+    code, file = int(how.split()[0]), tmp_path / "exit"
+    begun = time.monotonic()
+    assert watched(f"open({str(file)!r}, 'w').write({how!r}); exit({code})", "time.sleep(100)", file=file) == ([code, -9], 0)
+    assert time.monotonic() - begun < launch.GRACE_SECONDS
+
+
+@pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
+@pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt(), 130), (Stopped("stopped by SIGTERM"), 75)], ids=["130", "75"])
+def test_where_all_were_stopped_is_said_once(
+    end: BaseException, code: int, rank: str, speaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first process; the others end at once and in order, with what they may have to close."""
+
+    @click.command()
+    @throughline_command
+    def stop() -> None:
+        raise end
+
+    monkeypatch.setenv("RANK", rank)
+    begun = time.monotonic()
+    done = CliRunner().invoke(stop, ["--json"])
+    assert (done.exit_code, bool(done.stderr)) == (code, speaks)
+    assert (done.stdout != "") == (speaks and code == 75)
+    assert time.monotonic() - begun < 1
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_start_that_is_lost_is_not_yet_the_answer(launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --json stdout has one object: that of the start that came to an end. Without a launcher there is no other start."""
+
+    @click.command()
+    @throughline_command
+    def lose() -> None:
+        raise Lost("the processes of the run no longer work together")
+
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.delenv(EXIT_FILE, raising=False)
+    if launched:
+        monkeypatch.setenv(EXIT_FILE, str(tmp_path / "exit"))
+    done = CliRunner().invoke(lose, ["--json"])
+    assert done.exit_code == 1 and "no longer work together" in done.stderr
+    assert (done.stdout == "") == launched
+
+
 def test_each_start_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchrun gives it: by it a run that may only begin (`--resume never`) goes on after a fault."""
     program = tmp_path / "program"
@@ -164,6 +216,7 @@ def test_sigterm_saves_on_all_and_exits_75(store: Path, tmp_path: Path) -> None:
     wait_for_a_checkpoint(tmp_path)
     process.send_signal(signal.SIGTERM)
     errors = finish(process, 75)
+    assert errors.count("stopped by SIGTERM") == 1, errors
     saved = int(re.search(r"at step ([\d,]+), saved", errors)[1].replace(",", ""))
     run = tmp_path / "run"
     assert (run / "checkpoints" / "latest").read_text().strip() == f"step-{saved:08d}"

@@ -2,24 +2,29 @@
 
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 from throughline.core.errors import WrongUse
-from throughline.core.recipe import build_recipe
+from throughline.core.recipe import build_recipe, dump_toml, load_recipe
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.train.parallel.context import head_tail_order
 from throughline.train.parallel.layout import (
+    AXES,
     Layout,
     _three_factors,
     default_micro_rows,
     layout_problems,
     nearest_layouts,
     require_world,
+    set_options,
 )
 from throughline.train.parallel.plan import Place, bucket_slices, even_part, parameter_shapes, pieces, sharded_part
-from throughline.train.recipe import RULES, Recipe
+from throughline.train.recipe import RULES, Recipe, can_be_had, resolve
 
 GPT = GPTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8)
 BERT = BERTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8, relative_buckets=8)
@@ -42,6 +47,9 @@ V = {"pipeline": 2, "schedule": "zero-bubble-v", "stages_per_process": 2}
         (Layout(**V, sharding="full", data=2), "sharding", "split backward"),
         (Layout(pipeline=8), "train.micro_batch_rows", "4 micro-batches for 8 stages"),
         (Layout(stages_per_process=2), "pipeline", "one pipeline process"),
+        (Layout(pipeline=2, layers_per_stage=(0, 8)), "layers_per_stage", "a stage of 0 layers"),
+        (Layout(pipeline=8, data=4), "pipeline", "train.batch_rows of at least 32"),  # no micro-batch is small enough
+        (Layout(data=8), "data", "train.micro_batch_rows = 2"),  # the batch may not change from start to start
         (Layout(tensor=2, layers_per_stage=(7,)), "pipeline", "one pipeline process"),  # it would train seven of eight layers
     ],
 )
@@ -80,6 +88,37 @@ def test_degrees_that_do_not_fit_are_shown_together_with_the_nearest_that_do() -
     assert "pipeline 1 x data 1 x context 1 x tensor 16 = 16" in caught.value.why
     assert "--set parallel.data=2 --set parallel.tensor=8" in caught.value.why
     assert next(_three_factors(10**9)) == (1, 1, 1)  # a slip of the finger is answered at once
+
+
+@pytest.mark.parametrize(
+    ("sections", "world", "nearest"),
+    [
+        ({"optimizer": {"name": "muon"}}, 4, [{"data": 4}, {"data": 2, "pipeline": 2}, {"pipeline": 4}]),
+        ({"train": {"offload": True}}, 2, [{"data": 2}, {"context": 2}, {"tensor": 2}]),
+        ({"compression": {"scheme": "one-bit-adam"}, "parallel": {"data": 2}}, 4, [{"data": 4}]),
+        ({"parallel": {"pipeline": 2, "layers_per_stage": [1, 7]}}, 1, [{}]),
+    ],
+    ids=["muon", "offload", "one-bit-adam", "one process"],
+)
+def test_the_nearest_layouts_can_be_had_with_the_rest_of_the_recipe(
+    sections: dict, world: int, nearest: list[dict], tmp_path: Path
+) -> None:
+    """Muon needs whole matrices, offload no pipeline, 1-bit Adam data processes alone: no layout is named that is refused next."""
+    train = {"steps": 10, "sequence_length": 64, "batch_rows": 16} | sections.get("train", {})
+    model = {"overrides": {"layers": 8, "width": 64, "heads": 8, "vocab_size": 257}}
+    given = build_recipe({"data": {"train": "tokens"}, "model": model} | sections | {"train": train}, Recipe, RULES)
+    recipe = resolve(given)
+    (tmp_path / "recipe.toml").write_text(dump_toml(given))
+    layout, rows = recipe.parallel.layout(), (recipe.train.rows_per_step, recipe.train.rows_per_micro_batch)
+    near = nearest_layouts(layout, world, GPT, 64, *rows, partial(can_be_had, recipe))
+    assert [{axis: getattr(found, axis) for axis in AXES if getattr(found, axis) > 1} for found in near] == nearest
+    for found in near:
+        options = shlex.split(set_options(layout, found))
+        assert options[::2] == ["--set"] * (len(options) // 2)
+        assert load_recipe(tmp_path / "recipe.toml", Recipe, options[1::2], RULES).parallel.layout() == found
+    with pytest.raises(WrongUse) as caught:
+        require_world(layout, world, GPT, 64, *rows, partial(can_be_had, recipe))
+    assert all(found.product() in caught.value.fix for found in near)
 
 
 def test_the_nearest_layout_of_a_plain_recipe_is_data_parallel() -> None:

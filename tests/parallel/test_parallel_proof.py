@@ -15,6 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from throughline.benchmarks import prove_layouts  # noqa: E402
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.benchmarks.layout_proof import BOUNDS, Case, Prover, make_trainer, own_rows, read_table  # noqa: E402
 from throughline.train.parallel.engine import Engine  # noqa: E402
@@ -63,6 +64,13 @@ def test_table_covers_what_is_promised(table: dict[str, Case]) -> None:
     single = [case for case in table.values() if case.precision == "fp32"]
     assert {(axis,) for axis in axes} <= {tuple(axis for axis in axes if getattr(case.layout, axis) > 1) for case in single}
     assert {case.precision for case in table.values()} == {"fp32", "fp64", "bf16"}
+
+
+def test_a_proof_of_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["prove_layouts.py", "--only", "no such row"])
+    with pytest.raises(SystemExit) as caught:
+        prove_layouts.main()
+    assert caught.value.code == 2
 
 
 @pytest.mark.parametrize("name", GRID)

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
+from throughline.benchmarks.layout_proof import Case, Prover  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.data.store import write_index  # noqa: E402
 from throughline.models.config import AttentionPattern  # noqa: E402
@@ -16,7 +17,17 @@ from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.checkpoint import load_model  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
+from throughline.train.parallel.layout import Layout  # noqa: E402
 from throughline.train.recipe import RULES, Recipe, resolve  # noqa: E402
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2), Layout(data=2, sharding="full")], ids=Layout.describe)
+def test_a_bert_equals_the_single_process(layout: Layout) -> None:
+    """Padded rows, a window, a global block and drawn ones, which depend on the layer's global number: as the proof of layouts."""
+    warm()
+    pattern = {"attention_window": 3, "attention_block": 4, "attention_global_blocks": 1, "attention_random_blocks": 1}
+    errors = Prover().prove(Case(layout.describe(), layout, family="bert", steps=2, model=pattern))
+    assert not errors.beyond("fp64"), errors
 
 
 def test_losses_equal_the_single_process(tmp_path: Path) -> None:

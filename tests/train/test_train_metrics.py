@@ -130,6 +130,14 @@ def test_compare_finds_the_largest_difference_and_judges_it(tmp_path: Path) -> N
     assert [(row.steps, row.alone) for row in cut] == [(1, 3)] * 2
 
 
+@pytest.mark.parametrize("bound", ["nan", "-1"])
+def test_compare_asks_for_a_bound_that_something_can_meet(bound: str, tmp_path: Path) -> None:
+    run = str(write(tmp_path / "a", {"step": 1, "loss": 1.0, "grad_norm": 2.0}))
+    done = CliRunner().invoke(main, ["compare", run, run, "--bound", bound])
+    assert done.exit_code == 2 and f"{bound} is no bound" in done.stderr
+    assert CliRunner().invoke(main, ["compare", run, run, "--bound", "0"]).exit_code == 0
+
+
 def test_compare_counts_a_skipped_step_of_one_run_alone(tmp_path: Path) -> None:
     first = write(tmp_path / "a", {"step": 1, "loss": None, "grad_norm": None})
     second = write(tmp_path / "b", {"step": 1, "loss": 1.0, "grad_norm": 1.0})

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from throughline.benchmarks.forked import run_ranks, warm
 from throughline.core.errors import WrongUse
-from throughline.train.build import Plan, build_trainer
+from throughline.train.build import Plan, build_trainer, plan_run
 from throughline.train.checkpoint import load_model
 from throughline.train.loop import train
 from throughline.train.metrics import read_metrics
@@ -40,6 +41,20 @@ def test_equals_the_run_without_it(
     (records, weights), (other_records, other_weights) = outcome(tmp_path / "plain"), outcome(tmp_path / "moved")
     assert records == other_records
     assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("parallel", [{"data": 2, "sharding": "zero1"}, {"tensor": 2}, {"context": 2}], ids=str)
+def test_a_bert_in_a_layout_equals_the_run_without_it(
+    parallel: dict[str, Any], make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """The pair head, which one process of a context has alone, and tables that all share: every step and weight to the bit."""
+    warm()
+    for name, offload in (("plain", False), ("moved", True)):
+        recipe = make_recipe("bert", train={"steps": 3, "micro_batch_rows": 2, "offload": offload}, parallel=parallel)
+        run_ranks(2, lambda recipe=recipe, name=name: train(plan_run(recipe), tmp_path / name)["step"])
+    (records, weights), (other_records, other_weights) = outcome(tmp_path / "plain"), outcome(tmp_path / "moved")
+    assert records == other_records and len(records) == 3
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 

@@ -43,7 +43,8 @@ def test_a_start_whose_token_was_replaced_saves_and_records_nothing_more(make_pl
 
 def test_a_directory_in_use_is_refused_and_one_just_left_is_taken(tmp_path: Path) -> None:
     """A start waits a moment for the processes of a launcher that was just killed, which still hold the lock."""
-    with RunWorkspace(tmp_path, "first"), pytest.raises(WrongUse, match="another process is working in this directory"):
+    with RunWorkspace(tmp_path, "first") as first, pytest.raises(WrongUse, match="another process is working in this directory"):
+        first.own()
         RunWorkspace(tmp_path, "second").__enter__()
     assert (tmp_path / OWNER).read_text() == "first"
     handle = os.open(tmp_path / ".lock", os.O_RDWR)
@@ -52,7 +53,24 @@ def test_a_directory_in_use_is_refused_and_one_just_left_is_taken(tmp_path: Path
     released.start()
     begun = time.monotonic()
     with RunWorkspace(tmp_path, "third") as workspace:
+        workspace.own()
         workspace.append("events.jsonl", {"step": 1})
     released.join()
     assert time.monotonic() - begun >= HANDOVER_SECONDS / 8
     assert (tmp_path / OWNER).read_text() == "third"
+
+
+def test_a_start_that_is_refused_takes_nothing_over(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+    """Where the lock does not reach, a slip (another seed, --resume never, files of somebody) would else end the run that lives."""
+    train(make_plan("gpt", train={"steps": 1}), tmp_path / "run")
+    (tmp_path / "run" / OWNER).write_text("the run that lives")
+    with pytest.raises(WrongUse, match="another recipe"):
+        train(make_plan("gpt", train={"steps": 2, "seed": 6}), tmp_path / "run")
+    with pytest.raises(WrongUse, match="already there"):
+        train(make_plan("gpt", train={"steps": 2}), tmp_path / "run", resume="never")
+    assert (tmp_path / "run" / OWNER).read_text() == "the run that lives"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/letter.txt").write_text("dear")
+    with pytest.raises(WrongUse, match="not a run's directory"):
+        train(make_plan("gpt"), tmp_path / "mine")
+    assert not (tmp_path / "mine" / OWNER).exists()

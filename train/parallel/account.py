@@ -16,7 +16,18 @@ from ...models.config import BERTConfig, ModelConfig, family_of
 from ..recipe import Recipe
 from .actions import pipeline_actions
 from .layout import Layout
-from .plan import Place, bucket_slices, is_tied, parameter_shapes, pieces, stage_holds, tensor_placement
+from .plan import (
+    SIGNS_PER_SCALE,
+    SKETCH,
+    Piece,
+    Place,
+    bucket_slices,
+    is_tied,
+    parameter_shapes,
+    pieces,
+    stage_holds,
+    tensor_placement,
+)
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of a weight, a gradient and an activation between layers, without offload
 COMPUTED = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of what enters and leaves a matrix product
@@ -34,6 +45,8 @@ class Batch:
     precision: str
     recompute: str = "none"
     halves: bool = False  # weights, gradients and what passes between layers in 16 bits, as with offload
+    scheme: str = "none"  # of compressed gradients, once their warm-up is over
+    rank: int = 4  # of PowerSGD's factors
 
     @property
     def kept(self) -> int:
@@ -105,7 +118,7 @@ def _tensor_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_
             sums[2 * targets * number] += n  # the normalisation and the logit of the target
             if isinstance(config, BERTConfig):
                 gathers[kept] += n
-                sums[batch.predicted * config.width * batch.kept] += n
+                sums[batch.predicted * config.width * COMPUTED[batch.precision]] += n
             else:
                 gathers[computed] += 2 * n
                 scatters[computed] += n
@@ -147,8 +160,7 @@ def _data_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_ra
     parts = list(pieces(config, dataclasses.replace(layout, sharding="replicated"), Place(pipeline_rank)))
     if layout.shards == 1:
         if layout.data * layout.context > 1:
-            sizes = [piece.box.numel * number for piece in parts]
-            yield Traffic("data", "all-reduce", len(bucket_slices(sizes)), sum(sizes), "gradients")
+            yield from _copies_traffic(parts, layout.data * layout.context, batch)
         return
     blocks: Counter[tuple[int, str]] = Counter()  # (stage, group) -> bytes, rounded up as each parameter is cut
     for piece in parts:
@@ -169,6 +181,37 @@ def _data_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_ra
         yield Traffic("data", "all-reduce", reduced * len(blocks), size, "gradients of the copies")
 
 
+def _copies_traffic(parts: list[Piece], copies: int, batch: Batch) -> Iterator[Traffic]:
+    """The sum of gradients over copies of the model, whole or by a scheme of `compression` (and `onebit`)."""
+
+    def summed(sizes: list[int], what: str) -> Traffic:
+        return Traffic("data", "all-reduce", len(bucket_slices(sizes)), sum(sizes), what)
+
+    shapes = [(piece.box.size[0], piece.box.numel // piece.box.size[0]) for piece in parts]
+    if batch.scheme == "none":
+        yield summed([piece.box.numel * batch.kept for piece in parts], "gradients")
+    elif batch.scheme == "powersgd":
+        pays = [len(piece.box.size) > 1 and (r + c) * batch.rank < r * c for piece, (r, c) in zip(parts, shapes)]
+        yield summed([piece.box.numel * batch.kept for piece, thin in zip(parts, pays) if not thin], "gradients of vectors")
+        for which in (0, 1):
+            sizes = [shape[which] * batch.rank * max(batch.kept, 4) for shape, thin in zip(shapes, pays) if thin]
+            yield summed(sizes, f"factors of {('rows', 'columns')[which]}")
+    else:
+        signs = batch.scheme == "one-bit-adam"
+        if signs:  # in the order of its groups: those that decay come first
+            parts = sorted(parts, key=lambda piece: len(piece.box.size) < 2 or "table" in piece.name)
+        sent = [piece.box.numel for piece in parts]
+        buckets = [sum(sent[bucket]) for bucket in bucket_slices([numel * batch.kept for numel in sent])]
+        unit = SIGNS_PER_SCALE if signs else 1
+        padded = [-(-numel // (copies * unit)) * copies * unit for numel in buckets]
+        size = sum(numel // 8 + 4 * numel // unit if signs else 2 * numel for numel in padded)
+        what = "signs of the momentum" if signs else "gradients in 16 bits"
+        yield Traffic("data", "all-to-all", len(buckets), size, what)
+        yield Traffic("data", "all-gather", len(buckets), size, what)
+        if signs:
+            yield Traffic("data", "all-reduce", 1, SKETCH * batch.kept, "sketch of the norm")
+
+
 def batch_of(recipe: Recipe) -> Batch:
     """The shape of a resolved recipe's step."""
     train = recipe.train
@@ -177,7 +220,7 @@ def batch_of(recipe: Recipe) -> Batch:
     predicted = micro * math.ceil(train.sequence_length // recipe.parallel.context * fraction)
     return Batch(
         train.rows_per_step // (recipe.parallel.data * micro), micro, train.sequence_length, predicted, train.precision,
-        train.recompute, halves=train.offload,
+        train.recompute, halves=train.offload, scheme=recipe.compression.scheme, rank=recipe.compression.rank,
     )  # fmt: skip
 
 
@@ -194,7 +237,8 @@ def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], 
         weights = count if layout.sharding == "full" and layout.pipeline == 1 else whole
         sizes = {"weights": weights * batch.kept, "gradients": gradients * batch.kept}
         # with offload: master and gradient beside the optimizer's numbers, on the host
-        sizes[held_names[-1]] = count * number * (OPTIMIZER_SLOTS + 2 * batch.halves)
+        slots = OPTIMIZER_SLOTS * count - (_muon_matrices(config, layout, place) if recipe.optimizer.name == "muon" else 0)
+        sizes[held_names[-1]] = number * (slots + 2 * count * batch.halves)
         processes.append(dataclasses.asdict(place) | {"parameters": count} | sizes)
     sent = {rank: traffic(config, layout, batch, rank) for rank in range(layout.pipeline)}
     facts: dict[str, Any] = {
@@ -210,7 +254,7 @@ def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], 
     lines += ["", "held in a step by one process of each place; its copies hold the same"]
     header = ("pipeline", "tensor", "shard", "parameters", *held_names)
     lines += table(header, [[row[name] if name in header[:4] else amount(row[name], "B") for name in header] for row in processes])
-    lines += ["", "sent by one process in a step"]
+    lines += ["", "sent by one process in a step" + ("" if batch.scheme == "none" else ", after the warm-up of compression")]
     rows = [
         (rank, entry.axis, entry.kind, entry.what, entry.calls, amount(entry.bytes, "B"))
         for rank, entries in sent.items()
@@ -221,6 +265,12 @@ def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], 
         lines += ["", "order of work: stage, forward or backward (I of inputs, W of weights), micro-batch"]
         lines += [f"{rank}: {shortened(actions)}" for rank, actions in enumerate(facts["actions"])]
     return facts, lines
+
+
+def _muon_matrices(config: ModelConfig, layout: Layout, place: Place) -> int:
+    """Numbers of a process that Muon moves, with a momentum and no square."""
+    mine = pieces(config, layout, place)
+    return sum(piece.box.numel for piece in mine if piece.name.startswith("blocks.") and len(piece.shape) > 1)
 
 
 def shortened(words: list[str], most: int = 24) -> str:

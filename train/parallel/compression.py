@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .mesh import Axis
+from .plan import SIGNS_PER_SCALE
 from .sharding import buckets
-
-SIGNS_PER_SCALE = 2048  # one fp32 scale to so many signs: 1.6 % more bytes, and a block is rarely wider than a layer
 
 
 class Wire:
@@ -162,6 +161,11 @@ class CompressedSums:
         """Go on with the errors of a checkpoint, before the first sum."""
         self._restored = errors
 
+    def rescale(self, factor: float) -> None:
+        """Multiply the errors, since what comes next is that much larger."""
+        for error in self.errors().values():
+            error.mul_(factor)
+
 
 class Exchange:
     """How the gradients of the copies of a model become one: what a layout's engine asks of a scheme."""
@@ -182,6 +186,9 @@ class Exchange:
 
     def load_errors(self, errors: dict[str, Tensor]) -> None:
         """Go on with what `errors` gave, before the first sum."""
+
+    def rescale(self, factor: float) -> None:
+        """fp16's loss scale, and with it every gradient to come, has become `factor` times as large: so do the errors."""
 
 
 class DenseSum(Exchange):
@@ -213,6 +220,9 @@ class Bf16Sum(Exchange):
     def load_errors(self, errors: dict[str, Tensor]) -> None:
         self.sums.load_errors(errors)
 
+    def rescale(self, factor: float) -> None:
+        self.sums.rescale(factor)
+
 
 class PowerSum(Exchange):
     """Gradients of matrices summed as a product of thin factors (Vogels et al. 2019, algorithm 1), the others as they are.
@@ -237,7 +247,8 @@ class PowerSum(Exchange):
         thin = [index for index, gradient in enumerate(gradients) if self.steps > self.dense_steps and self._pays(gradient)]
         self.dense.sum_gradients([gradient for index, gradient in enumerate(gradients) if index not in set(thin)])
         if thin:
-            self._sum_thin({index: gradients[index].flatten(1) for index in thin}, gradients)
+            # at least fp32: of 16-bit gradients too, which no library factorises, and whose errors 16 bits would lose
+            self._sum_thin({index: _at_least_fp32(gradients[index].flatten(1)) for index in thin}, gradients)
 
     def _pays(self, gradient: Tensor) -> bool:
         if gradient.dim() < 2:
@@ -278,6 +289,14 @@ class PowerSum(Exchange):
             kind, _, index = name.partition(".")
             if index:
                 (self.lost if kind == "lost" else self.factors)[int(index)] = x
+
+    def rescale(self, factor: float) -> None:
+        for error in self.lost.values():
+            error.mul_(factor)
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

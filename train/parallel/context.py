@@ -93,7 +93,8 @@ def make_attend(axis: Axis) -> Callable[..., Tensor]:
         q_BACD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor, *, mask: Tensor | None = None, is_causal: bool = False, dropout: float = 0.0
     ) -> Tensor:
         assert not is_causal, "a part of a row is not causal by its own order"
-        kv = _GatherKeys.apply(torch.cat((k_BGCD, v_BGCD), dim=-1), axis)  # one collective for both
+        # one collective for both, in the dtype of the products: rotary positions leave the keys in fp32
+        kv = _GatherKeys.apply(torch.cat((k_BGCD.to(v_BGCD.dtype), v_BGCD), dim=-1), axis)
         k, v = kv.split(k_BGCD.shape[-1], dim=-1)
         return scaled_dot_product(q_BACD, k, v, mask=mask, dropout=dropout)
 

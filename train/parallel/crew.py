@@ -6,6 +6,7 @@ joins no group.
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ STALLED = re.compile("[Tt]imed out|[Tt]imeout")
 HANDOVER_SECONDS = 2.0  # in which the processes of a launcher that was just killed have ended
 LOOK_EVERY_S = 0.5  # whether the first process has let the others go
 OWNER = ".owner"  # the token of the start that writes the run's directory
+PULSE = ".pulse"  # in it: how far its processes are
 
 
 class Lost(Failed):
@@ -74,8 +76,12 @@ class RunWorkspace(Workspace):
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.05)
-        write_atomic(self.path / OWNER, self.token)
         return self
+
+    def own(self) -> None:
+        """Become the owner, once nothing speaks against this start: one that is refused takes nothing from a run that lives."""
+        write_atomic(self.path / OWNER, self.token)
+        shutil.rmtree(self.path / PULSE, ignore_errors=True)  # of processes that were killed, perhaps more than there are now
 
     def check_owner(self) -> None:
         """Raises Refused when the run was started again elsewhere since."""

@@ -18,7 +18,7 @@ from ..loss import cross_entropy_sum
 from ..objective import IGNORED, Batch
 from .mesh import Axis
 from .plan import even_part
-from .tensor import column_linear, gather_same, sum_gradient
+from .tensor import column_linear, computing_dtype, gather_same, sum_gradient
 
 Model = Any  # a GPT or a BERT, perhaps cut: nn.Module promises none of their attributes
 
@@ -70,7 +70,9 @@ def mlm_logits(model: Model, hidden_NW: Tensor, axis: Axis) -> Tensor:
     """Logits (N, V) of the predicted positions, this process's columns."""
     if axis.group is None:
         return model.mlm_head(hidden_NW)
-    return linear(sum_gradient(model.mlm_features(hidden_NW), axis), model.token_table.weight, model.mlm_bias)
+    features_NW = model.mlm_features(hidden_NW)
+    features_NW = features_NW.to(computing_dtype(features_NW))  # as the product casts it: so the gradient is summed in as few bytes
+    return linear(sum_gradient(features_NW, axis), model.token_table.weight, model.mlm_bias)
 
 
 def loss_sum(model: Model, logits_NV: Tensor, targets_N: Tensor, axis: Axis) -> Tensor:

@@ -3,8 +3,10 @@
 One machine runs `throughline launch`; several run torchrun, whose agents meet on the first one.
 """
 
+import json
 import re
 import shlex
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +28,8 @@ class Job:
     name: str
     run_dir: str | None  # of a run, which saves when it is asked to stop
     describe: str  # the layout in words
+    restarts: int = 3
+    gpus: bool = True  # one for each process, else one core
 
     @property
     def machines(self) -> int:
@@ -40,7 +44,7 @@ class Job:
         """The command on each machine; `rank` and `first` are shell words for its number and the first machine's name."""
         words = [
             "torchrun", f"--nnodes={self.machines}", f"--nproc-per-node={self.per_machine}", f"--node-rank={rank}",
-            "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{PORT}", f"--rdzv-id={self.name}", "--max-restarts=3",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{PORT}", f"--rdzv-id={self.name}", f"--max-restarts={self.restarts}",
             f"--shutdown-timeout={GRACE_SECONDS}", "--module throughline.cli.main",
         ]  # fmt: skip
         return " ".join([*words, shlex.join(self.arguments)])
@@ -48,12 +52,19 @@ class Job:
     def command(self, rank: str, first: str) -> str:
         """What each machine runs."""
         if self.machines == 1:
-            return f"throughline launch --nproc {self.processes} -- {shlex.join(self.arguments)}"
+            return f"throughline launch --nproc {self.processes} --restarts {self.restarts} -- {shlex.join(self.arguments)}"
         return self.torchrun(rank, first)
 
 
 def make_job(
-    arguments: Sequence[str], processes: int, per_machine: int, name: str, run_dir: str | None, describe: str
+    arguments: Sequence[str],
+    processes: int,
+    per_machine: int,
+    name: str,
+    run_dir: str | None,
+    describe: str,
+    restarts: int = 3,
+    gpus: bool = True,
 ) -> Job:
     """Raises WrongUse when the processes are no whole number of machines."""
     per_machine = min(per_machine, processes)
@@ -66,7 +77,7 @@ def make_job(
     # what Kubernetes takes as the name of a Service, with room for the number of a pod in its 63 characters
     name = re.sub("[^a-z0-9]+", "-", name.lower())[:50].strip("-")
     name = name if name[:1].isalpha() else f"run-{name}".strip("-")
-    return Job(arguments, processes, per_machine, name, run_dir, describe)
+    return Job(arguments, processes, per_machine, name, run_dir, describe, restarts, gpus)
 
 
 def job_file(kind: str, job: Job, image: str) -> str:
@@ -102,6 +113,8 @@ def slurm_script(job: Job) -> str:
 events={shlex.quote(f"{job.run_dir}/events.jsonl")}
 begun=$(date +%s)
 """
+    # srun asks for its cores itself (Slurm 22.05), and would give all processes of a machine one
+    cores = "" if job.gpus else f"--cpus-per-task={job.per_machine} "
     again = """\
 # stopped by this job with everything saved: the same command continues
 if [ -e "$events" ] && [ "$(stat -c %Y "$events")" -ge "$begun" ] && tail -n 1 "$events" | grep -q '"event": "stopped"'; then
@@ -115,7 +128,7 @@ fi
 #SBATCH --job-name={job.name}
 #SBATCH --nodes={job.machines}
 #SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={job.per_machine}
+#SBATCH --{"gpus-per-node" if job.gpus else "cpus-per-task"}={job.per_machine}
 #SBATCH --time=24:00:00 # what your partition allows; {job.later}
 {signal if job.run_dir else ""}#SBATCH --requeue
 #SBATCH --open-mode=append
@@ -123,7 +136,7 @@ set -uo pipefail
 {ENVIRONMENT}
 {begin if job.run_dir else ""}FIRST_MACHINE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export FIRST_MACHINE
-srun --kill-on-bad-exit=1 bash -c {shlex.quote("exec " + job.command('"$SLURM_NODEID"', '"$FIRST_MACHINE"'))}
+srun --kill-on-bad-exit=1 {cores}bash -c {shlex.quote("exec " + job.command('"$SLURM_NODEID"', '"$FIRST_MACHINE"'))}
 code=$?
 {again if job.run_dir else ""}exit "$code"
 """
@@ -133,7 +146,7 @@ def kubernetes_manifest(job: Job, image: str) -> str:
     """A Service and an indexed Job: pod i is machine i, and pod 0 is found under a fixed name."""
     first = f"{job.name}-0.{job.name}"
     lines = [ENVIRONMENT, f'exec {job.command("$JOB_COMPLETION_INDEX", first)}']
-    script = "\n".join(f"              {line}" for line in lines)
+    script = textwrap.indent("\n".join(lines), " " * 14)
     return f"""\
 # {job.describe}
 # Create with: kubectl apply -f {job.name}.yaml
@@ -166,7 +179,7 @@ spec:
       terminationGracePeriodSeconds: {GRACE_SECONDS}
       containers:
         - name: {job.arguments[0]}
-          image: {image}
+          image: {json.dumps(image)}
           command:
             - bash
             - -c
@@ -174,7 +187,7 @@ spec:
 {script}
           resources:
             limits:
-              nvidia.com/gpu: {job.per_machine}
+              {"nvidia.com/gpu" if job.gpus else "cpu"}: {job.per_machine}
           volumeMounts:
             - name: work # recipe, tokens and runs; every pod must see the same files
               mountPath: /work

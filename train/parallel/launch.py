@@ -97,7 +97,7 @@ def _watch(running: Sequence[subprocess.Popen], file: Path) -> tuple[list[int], 
     """Wait for all; once one has failed the others get a grace, then SIGKILL: exit codes, and which failed first.
 
     Those that are left have nothing to save without it, and a stopped one would not hear SIGTERM. When the first process has said
-    what the user did wrong there is no grace: the others would say it again. One that is done hurries nobody: the first process
+    why the command failed there is no grace: the others would say it again. One that is done hurries nobody: the first process
     closes the run after the others, and to hash a large one takes minutes.
     """
     first_end, first = 0.0, -1
@@ -106,8 +106,8 @@ def _watch(running: Sequence[subprocess.Popen], file: Path) -> tuple[list[int], 
         if first < 0 and failed:
             first = min(failed, key=lambda rank: running[rank].returncode)  # of several at once the one that was killed
             first_end = time.monotonic()
-        refused = running[0].returncode in FINAL and _said(file) == running[0].returncode
-        if first >= 0 and (refused or time.monotonic() - first_end > GRACE_SECONDS):
+        told = running[0].returncode in (EXIT_FAILED, *FINAL) and _said(file) == running[0].returncode
+        if first >= 0 and (told or time.monotonic() - first_end > GRACE_SECONDS):
             _signal(running, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
     codes = [worker.returncode for worker in running]

@@ -7,7 +7,7 @@ tensor (parts of each matrix). The product of the degrees is the number of proce
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -107,6 +107,14 @@ class Layout:
         return range(start, start + split[stage])
 
 
+Allowed = Callable[[Layout, int], bool]  # of a layout and the rows of its micro-batches
+
+
+def anything(layout: Layout, micro_rows: int) -> bool:
+    """No more is asked of a layout than that it fits the model and the batch."""
+    return True
+
+
 def layout_problems(layout: Layout, config: ModelConfig, sequence_length: int, rows: int, micro_rows: int) -> list[Problem]:
     """Everything that keeps this model and batch from being trained in this layout; empty when it is legal.
 
@@ -164,10 +172,11 @@ def _context_problems(layout: Layout, config: ModelConfig, sequence_length: int)
 
 def _data_problems(layout: Layout, rows: int, micro_rows: int) -> Iterator[Problem]:
     if rows % (layout.data * micro_rows):
+        fitting = f" or train.micro_batch_rows = {math.gcd(rows // layout.data, micro_rows)}" if rows % layout.data == 0 else ""
         yield Problem(
             "data",
             f"{rows} rows are no whole number of micro-batches of {micro_rows} rows on each of {layout.data} data processes",
-            f"train.batch_rows a multiple of {layout.data * micro_rows}",
+            f"train.batch_rows a multiple of {layout.data * micro_rows}{fitting}",
         )
     if layout.sharding == "replicated" and layout.replicas not in (1, layout.data):
         yield Problem("replicas", "every data process holds a whole copy already", 'parallel.sharding = "full", or replicas = 1')
@@ -192,11 +201,13 @@ def _pipeline_problems(layout: Layout, config: ModelConfig, rows: int, micro_row
     if config.layers < layout.stages:
         yield Problem("pipeline", f"{config.layers} layers cannot fill {layout.stages} stages", f"at most {config.layers} stages")
     split = layout.layers_per_stage
-    if split and (len(split) != layout.stages or sum(split) != config.layers or min(split) < 1):
+    if split and (len(split) != layout.stages or sum(split) != config.layers):
         yield Problem(
             "layers_per_stage",
             f"{list(split)} are {len(split)} stages with {sum(split)} layers, not {layout.stages} with {config.layers}",
         )
+    if split and min(split) < 1:
+        yield Problem("layers_per_stage", f"{list(split)} has a stage of {min(split)} layers", "at least 1 in each")
     if isinstance(config, BERTConfig) and config.relative_buckets:
         yield Problem("pipeline", "the relative position bias is shared by all layers", "pipeline = 1, or relative_buckets = 0")
     if schedule in ZERO_BUBBLE and layout.sharding == "full":
@@ -207,14 +218,18 @@ def _pipeline_problems(layout: Layout, config: ModelConfig, rows: int, micro_row
             'sharding = "zero2" (a pipeline keeps the weights of a step gathered in any case)',
         )
     if rows % (layout.data * micro_rows) == 0:
-        yield from _micro_batch_problems(layout, rows // (layout.data * micro_rows))
+        yield from _micro_batch_problems(layout, rows // layout.data, micro_rows)
 
 
-def _micro_batch_problems(layout: Layout, micro_batches: int) -> Iterator[Problem]:
+def _micro_batch_problems(layout: Layout, own_rows: int, micro_rows: int) -> Iterator[Problem]:
     pipeline, schedule = layout.pipeline, layout.schedule
-    fix = "a smaller train.micro_batch_rows"
+    micro_batches = own_rows // micro_rows
     if micro_batches < pipeline and schedule != "gpipe":
-        yield Problem("train.micro_batch_rows", f"{micro_batches} micro-batches for {pipeline} stages of {schedule}", fix)
+        text = f"{micro_batches} micro-batches for {pipeline} stages of {schedule}"
+        if own_rows < pipeline:  # no micro-batch is small enough
+            yield Problem("pipeline", text, f"train.batch_rows of at least {layout.data * pipeline}")
+        else:
+            yield Problem("train.micro_batch_rows", text, f"at most {own_rows // pipeline}, a divisor of {own_rows}")
     elif schedule.startswith("interleaved") and micro_batches % max(1, micro_batches // pipeline):
         yield Problem(
             "train.micro_batch_rows",
@@ -238,11 +253,13 @@ def default_micro_rows(layout: Layout, rows: int) -> int:
     return 1
 
 
-def require_world(layout: Layout, world: int, config: ModelConfig, sequence_length: int, rows: int, micro_rows: int) -> None:
+def require_world(
+    layout: Layout, world: int, config: ModelConfig, sequence_length: int, rows: int, micro_rows: int, allowed: Allowed = anything
+) -> None:
     """Raise WrongUse, with the nearest legal layouts, when the running processes are not those of the layout."""
     if layout.world == world:
         return
-    near = nearest_layouts(layout, world, config, sequence_length, rows, micro_rows)
+    near = nearest_layouts(layout, world, config, sequence_length, rows, micro_rows, allowed)
     raise WrongUse(
         f"the layout needs {layout.world} process{'es' if layout.world != 1 else ''}, not {world}",
         where="parallel",
@@ -253,26 +270,34 @@ def require_world(layout: Layout, world: int, config: ModelConfig, sequence_leng
                 *(f"{found.product()}: {set_options(layout, found)}" for found in near),
             ]
             if near
-            else [f"throughline launch --nproc {layout.world} -- ...; no layout of this model and batch fits {world}"]
+            else [f"throughline launch --nproc {layout.world} -- ...; no layout of this recipe fits {world}"]
         ),
     )
 
 
 def set_options(layout: Layout, other: Layout) -> str:
     """The options that turn one layout into another."""
+    values = {field.name: getattr(other, field.name) for field in dataclasses.fields(Layout)}
+    changed = {name: value for name, value in values.items() if value != getattr(layout, name)}
     return " ".join(
-        f"--set parallel.{field.name}={getattr(other, field.name)}"
-        for field in dataclasses.fields(Layout)
-        if getattr(layout, field.name) != getattr(other, field.name)
+        f"--set parallel.{name}={list(value) if isinstance(value, tuple) else value}" for name, value in changed.items()
     )
 
 
 def nearest_layouts(
-    layout: Layout, world: int, config: ModelConfig, sequence_length: int, rows: int, micro_rows: int, count: int = 3
+    layout: Layout,
+    world: int,
+    config: ModelConfig,
+    sequence_length: int,
+    rows: int,
+    micro_rows: int,
+    allowed: Allowed = anything,
+    count: int = 3,
 ) -> list[Layout]:
     """Legal layouts of `world` processes, those that change the degrees least first (a factor of two on one axis is one step).
 
-    Rows of a micro-batch that are this layout's usual ones become the other layout's usual ones.
+    Rows of a micro-batch that are this layout's usual ones become the other layout's usual ones. `allowed` tells of a layout and
+    its rows of a micro-batch whether the rest of the recipe, such as its optimizer, can be had in it.
     """
     found, usual = [], micro_rows == default_micro_rows(layout, rows)
     for tensor, context, pipeline in _three_factors(world):
@@ -284,7 +309,8 @@ def nearest_layouts(
             stages_per_process=layout.stages_per_process if pipeline > 1 else 1,
             layers_per_stage=layout.layers_per_stage if pipeline == layout.pipeline else (),
         )
-        if not layout_problems(near, config, sequence_length, rows, default_micro_rows(near, rows) if usual else micro_rows):
+        near_rows = default_micro_rows(near, rows) if usual else micro_rows
+        if not layout_problems(near, config, sequence_length, rows, near_rows) and allowed(near, near_rows):
             distance = sum(abs(math.log2(getattr(near, axis) / getattr(layout, axis))) for axis in AXES)
             found.append((distance, abs(near.tensor - layout.tensor), found_order(near), near))
     return [near for *_, near in sorted(found, key=lambda item: item[:3])[:count]]

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from .compression import CompressedSums, DenseSum, Exchange, Signs, Wire, pack, unpack
+from .plan import SKETCH
 from .sharding import buckets
 
-SKETCH = 1024  # numbers in the sketch of a gradient: its norm is known within sqrt(1 / (2 x 1024)) = 2.2 % (one standard deviation)
 FLOOR = 0.1  # of a tensor's root mean square: rows of tokens unseen so far would otherwise move without bound when they are met
 
 

@@ -34,7 +34,8 @@ def _wanted(ctx: Any, index: int) -> bool:
         return True
 
 
-def _computing_dtype(x: Tensor) -> torch.dtype:
+def computing_dtype(x: Tensor) -> torch.dtype:
+    """Of the products here: what autocast says, else the tensor's own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -42,7 +43,7 @@ def _computing_dtype(x: Tensor) -> torch.dtype:
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BPW: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
-        dtype = _computing_dtype(x_BPW)
+        dtype = computing_dtype(x_BPW)
         x_BPW, weight = x_BPW.to(dtype), weight.to(dtype)
         ctx.axis, ctx.biased = axis, bias is not None
         ctx.save_for_backward(x_BPW, weight)
@@ -64,7 +65,7 @@ class _Column(torch.autograd.Function):
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSV: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-        dtype = _computing_dtype(x_BSV)
+        dtype = computing_dtype(x_BSV)
         x_BSV, weight = x_BSV.to(dtype), weight.to(dtype)
         ctx.axis = axis
         ctx.save_for_backward(x_BSV, weight)
