@@ -105,8 +105,7 @@ def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
     if resume == "never":
         raise WrongUse("a run is already there", where=workspace.path, fix="--resume auto continues it; --run-dir starts elsewhere")
     before, now = (_leaves(_placeless(tree)) for tree in (load_recipe(file, Recipe), recipe))
-    # compression may end: a process that is left alone has nobody to send to
-    free = (*MAY_CHANGE, "compression.") if recipe.compression.scheme == "none" else MAY_CHANGE
+    free = (*MAY_CHANGE, "compression.") if recipe.compression.scheme == "none" else MAY_CHANGE  # one left alone sends nothing
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key) and not key.startswith(free)]
     if changed:
         raise WrongUse(
