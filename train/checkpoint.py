@@ -11,6 +11,9 @@ A checkpoint is an artifact directory:
 The chunk table says where each piece of a tensor lies in the whole, so that other layouts write and read the same format.
 The training waits only while the tensors are copied; a thread writes, hashes, renames, reads everything back against the
 hashes, and then lets `latest` name the new directory. There is no pickle anywhere.
+
+Not `torch.distributed.checkpoint`, though the boxes are its planners' idea: its metadata are a pickle that runs what it holds, its
+files are written in place without hashes, and reading 3,200 chunks on 32 processes took it 34 s where a mapped file is sliced.
 """
 
 import json
