@@ -16,10 +16,9 @@ from typing import Any
 import click
 
 from ..core import console
-from ..core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Failed, Stopped, ThroughlineError
+from ..core.errors import EXIT_FAILED, EXIT_FILE, EXIT_INTERRUPTED, EXIT_STOPPED, Failed, Stopped, ThroughlineError
 
 LATER_S = 2.0
-EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # where a process that `throughline launch` started says what became of it
 
 
 class _Terminated(KeyboardInterrupt):

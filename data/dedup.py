@@ -26,8 +26,8 @@ from ..core.console import progress
 from ..core.errors import Failed
 from ..core.files import full_disk
 from .inputs import Source, expand_inputs
-from .plan import check_unchanged
-from .readers import ReadOptions, read
+from .plan import read_unchanged
+from .readers import ReadOptions
 from .text import COUNTS, MAX_REPLACED, check_replaced
 
 BUCKETS = 256
@@ -97,11 +97,9 @@ def _documents(
 ) -> Iterator[tuple[int, list[str]]]:
     with progress(label, sum(source.bytes for source in sources) or None, "B") as bar:
         for number, source in enumerate(sources):
-            check_unchanged(source)
-            for batch in read(source, 0, None, options, counts, bar.advance):
+            for batch in read_unchanged(source, 0, None, options, counts, bar.advance):
                 counts["characters"] += sum(map(len, batch.texts))
                 yield number, batch.texts
-            check_unchanged(source)
 
 
 def _hash_all(

@@ -7,6 +7,8 @@ size, on who runs a task or when. A plan of 10 TB takes a second and a few megab
 import json
 import math
 import os
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 from ..core.errors import Failed, Refused
 from ..core.files import full_disk, read_json, sha256_json, write_atomic
 from .inputs import Source
-from .readers import ReadOptions, splittable
+from .readers import Batch, ReadOptions, read, splittable
 
 PLAN = "plan.json"
 LEAST_SHARD, MOST_SHARD = 8 << 20, 256 << 20  # bytes of input: seconds to minutes of work for the slowest backend
@@ -167,3 +169,17 @@ def check_unchanged(source: Source) -> None:
             why=why,
             fix="put it back, or start again (data tokenize: with --overwrite)",
         )
+
+
+def read_unchanged(
+    source: Source,
+    start: int,
+    stop: int | None,
+    options: ReadOptions,
+    counts: Counter[str],
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> Iterator[Batch]:
+    """What `readers.read` gives. Raises Refused when the file is not what it was when the plan was made, before or behind it."""
+    check_unchanged(source)
+    yield from read(source, start, stop, options, counts, on_bytes)
+    check_unchanged(source)

@@ -27,8 +27,8 @@ from ..core.files import sha256_json, write_atomic
 from .backends import open_backend
 from .options import Batch, Dataset, DatasetOptions
 from .order import key
-from .plan import Task, check_unchanged
-from .readers import ReadOptions, read, splittable
+from .plan import Task, read_unchanged
+from .readers import ReadOptions, splittable
 from .samples import open_dataset
 from .store import TokenStore
 from .tasks import Encoder
@@ -117,11 +117,9 @@ class Text:
         spans = [span for task in tasks for span in task.spans]
         for span in spans:
             source = self.plan.sources[span.source]
-            check_unchanged(source)
-            for batch in read(source, span.start, span.stop, self.plan.options, counts):
+            for batch in read_unchanged(source, span.start, span.stop, self.plan.options, counts):
                 characters += sum(map(len, batch.texts))
                 parts.append(encode(batch))
-            check_unchanged(source)
         if counts["replaced"]:
             path = self.plan.sources[spans[0].source].path
             check_replaced(counts["replaced"], characters, MAX_REPLACED, f"{path}, from byte {spans[0].start:,}")

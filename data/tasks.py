@@ -20,8 +20,8 @@ from ..core.artifact import input_record
 from ..core.errors import Failed
 from ..core.files import full_disk, read_json, sha256_file, sync, write_atomic
 from .backends import Backend
-from .plan import Plan, Task, check_unchanged
-from .readers import Batch, read
+from .plan import Plan, Task, read_unchanged
+from .readers import Batch
 from .sentences import split_sentences
 from .store import token_dtype, write_index
 from .text import PIECE_BYTES
@@ -203,10 +203,7 @@ def run_task(
 
 def _batches(plan: Plan, task: Task, counts: Counter[str], on_bytes: Callable[[int], None]) -> Iterator[Batch]:
     for span in task.spans:
-        source = plan.sources[span.source]
-        check_unchanged(source)
-        yield from read(source, span.start, span.stop, plan.options, counts, on_bytes)
-        check_unchanged(source)
+        yield from read_unchanged(plan.sources[span.source], span.start, span.stop, plan.options, counts, on_bytes)
 
 
 def _hashes(plan: Plan, task: Task) -> dict[str, str]:

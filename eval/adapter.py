@@ -13,6 +13,7 @@ import torch
 from ..core.console import say
 from ..core.errors import MissingExtra, ThroughlineError, WrongUse
 from ..core.scorer import Question, Scorer, check_question
+from .masked import PLL
 from .opening import ScorerOptions, open_scorer
 from .perplexity import rolling
 
@@ -25,8 +26,6 @@ except ImportError:
         raise missing from None
     say(f"error: {missing}")
     sys.exit(missing.exit_code)
-
-PLL = ("within_word_l2r", "original")
 
 
 @register_model("throughline")

@@ -24,6 +24,8 @@ from .causal import batches, default_batch_tokens, halving
 from .items import MASK
 from .logits import token_logprobs, whole_blocks
 
+PLL = ("within_word_l2r", "original")
+
 
 class MaskedText:
     """Rows of masked tokens and their scores, shared by whatever predicts them; `window` counts the [CLS] and the [SEP]."""
@@ -37,7 +39,7 @@ class MaskedText:
             why = f"it lacks {', '.join(missing)}" if missing else sizes
             fix = "give the tokenizer that the model was trained with"
             raise WrongUse("the tokenizer does not belong to a BERT", why=why, fix=fix)
-        assert pll in ("original", "within_word_l2r"), pll
+        assert pll in PLL, pll
         self.tokenizer, self.pll = tokenizer, pll
         self.whole_words = pll == "within_word_l2r"
         self.bos: Ids = ()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .parallel.plan import is_decayed, is_hidden_matrix
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ def build_optimizer(
     decayed, plain = [], []
     matrices: dict[tuple[int, int], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 or "table" in name:
+        if not is_decayed(name, parameter.dim()):
             plain.append(parameter)
-        elif section.name == "muon" and name.startswith("blocks."):
+        elif section.name == "muon" and is_hidden_matrix(name, parameter.dim()):
             matrices.setdefault(_interleaved(name, model), []).append(parameter)
         else:
             decayed.append(parameter)

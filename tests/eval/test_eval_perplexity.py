@@ -110,51 +110,47 @@ def test_pseudo_perplexity_masks_each_token_once(bert, bert_tokenizer, tmp_path:
     assert metrics["token_perplexity"]["value"] == pytest.approx(math.exp(-total / len(ids)), rel=1e-4)
 
 
-def test_cloze_counts_the_first_and_the_first_ten(bert, bert_tokenizer, tmp_path: Path) -> None:
-    """P@1 and P@10 of the words that the model has first, last of the first ten, and next after them."""
-    prompt = "The capital of France is [MASK] ."
-    (tmp_path / "own.toml").write_text(
-        'about = "own"\nkind = "cloze"\nmetrics = ["p_at_1", "p_at_10"]\n[source]\nfiles = ["own.jsonl"]\n'
-        '[[prompt]]\nfields = ["a", "c"]\ncontext = "{{ c }}"\nanswers = "[a]"\n'
-    )
-    scorer = MaskedScorer(bert, bert_tokenizer)
-    ((context, _),) = scorer.encode([[(prompt, "x")]])[0].pairs
-    row = [bert_tokenizer.cls_id, *context, bert_tokenizer.sep_id]
-    with torch.no_grad():
-        logits = bert(torch.tensor([row]))[0, row.index(bert_tokenizer.mask_id)]
-    names = {number: word for word, number in bert_tokenizer.vocab.items()}
-    whole = [names[i] for i in logits.argsort(descending=True).tolist()]
-    ranked = [place for place, word in enumerate(whole) if word.isalpha() and bert_tokenizer.encode(word).size == 1]
-    chosen = [ranked[0], [place for place in ranked if place < 10][-1], next(place for place in ranked if place >= 10)]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"a": whole[place], "c": prompt}) + "\n" for place in chosen))
-    (scores,) = evaluate(scorer, find_tasks([str(tmp_path / "own.toml")]), Settings(tmp_path))
-    assert [sample["metrics"]["p_at_1"] for sample in scores.samples] == [[float(place < 1)] for place in chosen]
-    assert [sample["metrics"]["p_at_10"] for sample in scores.samples] == [[float(place < 10)] for place in chosen]
-    assert {place < 10 for place in chosen} == {True, False}
+PROMPT = "The capital of France is [MASK] ."
 
 
-def cloze_task(folder: Path, *records: dict) -> list:
+def cloze_task(folder: Path, *records: dict, answers: str = "a") -> list:
     (folder / "own.toml").write_text(
         'about = "own"\nkind = "cloze"\nmetrics = ["p_at_1", "p_at_10"]\n[source]\nfiles = ["own.jsonl"]\n'
-        '[[prompt]]\nfields = ["a", "c"]\ncontext = "{{ c }}"\nanswers = "a"\n'
+        f'[[prompt]]\nfields = ["a", "c"]\ncontext = "{{{{ c }}}}"\nanswers = "{answers}"\n'
     )
     (folder / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return find_tasks([str(folder / "own.toml")])
 
 
+def ranked_words(scorer: MaskedScorer, model, tokenizer) -> tuple[list[str], list[int]]:
+    """What the model has for PROMPT's mask, the most probable first, and the places in it of words of one token."""
+    ((context, _),) = scorer.encode([[(PROMPT, "x")]])[0].pairs
+    row = [tokenizer.cls_id, *context, tokenizer.sep_id]
+    with torch.no_grad():
+        logits = model(torch.tensor([row]))[0, row.index(tokenizer.mask_id)]
+    names = {number: word for word, number in tokenizer.vocab.items()}
+    whole = [names[i] for i in logits.argsort(descending=True).tolist()]
+    return whole, [place for place, word in enumerate(whole) if word.isalpha() and tokenizer.encode(word).size == 1]
+
+
+def test_cloze_counts_the_first_and_the_first_ten(bert, bert_tokenizer, tmp_path: Path) -> None:
+    """P@1 and P@10 of the words that the model has first, last of the first ten, and next after them."""
+    scorer = MaskedScorer(bert, bert_tokenizer)
+    whole, ranked = ranked_words(scorer, bert, bert_tokenizer)
+    chosen = [ranked[0], [place for place in ranked if place < 10][-1], next(place for place in ranked if place >= 10)]
+    tasks = cloze_task(tmp_path, *({"a": whole[place], "c": PROMPT} for place in chosen), answers="[a]")
+    (scores,) = evaluate(scorer, tasks, Settings(tmp_path))
+    assert [sample["metrics"]["p_at_1"] for sample in scores.samples] == [[float(place < 1)] for place in chosen]
+    assert [sample["metrics"]["p_at_10"] for sample in scores.samples] == [[float(place < 10)] for place in chosen]
+    assert {place < 10 for place in chosen} == {True, False}
+
+
 def test_every_accepted_answer_of_a_cloze_question_counts(bert, bert_tokenizer, tmp_path: Path) -> None:
     """The most probable word is right wherever it stands among the accepted ones; one that the mask cannot spell is none."""
     scorer = MaskedScorer(bert, bert_tokenizer)
-    prompt = "The capital of France is [MASK] ."
-    ((context, _),) = scorer.encode([[(prompt, "x")]])[0].pairs
-    row = [bert_tokenizer.cls_id, *context, bert_tokenizer.sep_id]
-    with torch.no_grad():
-        logits = bert(torch.tensor([row]))[0, row.index(bert_tokenizer.mask_id)]
-    names = {number: word for word, number in bert_tokenizer.vocab.items()}
-    whole = [names[number] for number in logits.argsort(descending=True).tolist()]
-    ranked = [place for place, word in enumerate(whole) if word.isalpha() and bert_tokenizer.encode(word).size == 1]
+    whole, ranked = ranked_words(scorer, bert, bert_tokenizer)
     best, worst = whole[ranked[0]], whole[ranked[-1]]
-    tasks = cloze_task(tmp_path, {"c": prompt, "a": [worst, "reinterpretations", best]}, {"c": prompt, "a": [worst]})
+    tasks = cloze_task(tmp_path, {"c": PROMPT, "a": [worst, "reinterpretations", best]}, {"c": PROMPT, "a": [worst]})
     (scores,) = evaluate(scorer, tasks, Settings(tmp_path))
     assert [sample["metrics"]["p_at_10"] for sample in scores.samples] == [[1.0], [0.0]] and ranked[0] < 10
 
@@ -162,7 +158,7 @@ def test_every_accepted_answer_of_a_cloze_question_counts(bert, bert_tokenizer, 
 def test_a_cloze_question_without_an_answer_is_named(bert, bert_tokenizer, tmp_path: Path) -> None:
     """By file and line; a text as long as the window is no cut one, a longer one is skipped on demand, examples are refused."""
     scorer = MaskedScorer(bert, bert_tokenizer)
-    good = {"c": "The capital of France is [MASK] .", "a": ["paris"]}
+    good = {"c": PROMPT, "a": ["paris"]}
     full = {"c": "[MASK] " + "word " * (scorer.window - 1), "a": ["paris"]}
     long = {"c": "[MASK] " + "word " * scorer.window, "a": ["paris"]}
     (found,) = evaluate(scorer, cloze_task(tmp_path, good, full), Settings(tmp_path, overlong="error"))

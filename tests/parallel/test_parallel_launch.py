@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 pytest.importorskip("torch")
 
-from throughline.cli.common import EXIT_FILE, throughline_command
+from throughline.cli.common import throughline_command
 from throughline.core.artifact import create_artifact, verify_artifact
-from throughline.core.errors import Stopped
+from throughline.core.errors import EXIT_FILE, Stopped
 from throughline.data.store import write_index
 from throughline.train.metrics import read_metrics
 from throughline.train.parallel import launch

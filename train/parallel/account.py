@@ -22,7 +22,10 @@ from .plan import (
     Piece,
     Place,
     bucket_slices,
+    is_decayed,
+    is_hidden_matrix,
     is_tied,
+    low_rank_pays,
     parameter_shapes,
     pieces,
     stage_holds,
@@ -187,11 +190,11 @@ def _copies_traffic(parts: list[Piece], copies: int, batch: Batch) -> Iterator[T
     def summed(sizes: list[int], what: str) -> Traffic:
         return Traffic("data", "all-reduce", len(bucket_slices(sizes)), sum(sizes), what)
 
-    shapes = [(piece.box.size[0], piece.box.numel // piece.box.size[0]) for piece in parts]
     if batch.scheme == "none":
         yield summed([piece.box.numel * batch.kept for piece in parts], "gradients")
     elif batch.scheme == "powersgd":
-        pays = [len(piece.box.size) > 1 and (r + c) * batch.rank < r * c for piece, (r, c) in zip(parts, shapes)]
+        pays = [low_rank_pays(piece.box.size, batch.rank) for piece in parts]
+        shapes = [(piece.box.size[0], piece.box.numel // piece.box.size[0]) for piece in parts]
         yield summed([piece.box.numel * batch.kept for piece, thin in zip(parts, pays) if not thin], "gradients of vectors")
         for which in (0, 1):
             sizes = [shape[which] * batch.rank * max(batch.kept, 4) for shape, thin in zip(shapes, pays) if thin]
@@ -199,7 +202,7 @@ def _copies_traffic(parts: list[Piece], copies: int, batch: Batch) -> Iterator[T
     else:
         signs = batch.scheme == "one-bit-adam"
         if signs:  # in the order of its groups: those that decay come first
-            parts = sorted(parts, key=lambda piece: len(piece.box.size) < 2 or "table" in piece.name)
+            parts = sorted(parts, key=lambda piece: not is_decayed(piece.name, len(piece.shape)))
         sent = [piece.box.numel for piece in parts]
         buckets = [sum(sent[bucket]) for bucket in bucket_slices([numel * batch.kept for numel in sent])]
         unit = SIGNS_PER_SCALE if signs else 1
@@ -270,7 +273,7 @@ def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], 
 def _muon_matrices(config: ModelConfig, layout: Layout, place: Place) -> int:
     """Numbers of a process that Muon moves, with a momentum and no square."""
     mine = pieces(config, layout, place)
-    return sum(piece.box.numel for piece in mine if piece.name.startswith("blocks.") and len(piece.shape) > 1)
+    return sum(piece.box.numel for piece in mine if is_hidden_matrix(piece.name, len(piece.shape)))
 
 
 def shortened(words: list[str], most: int = 24) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .mesh import Axis
-from .plan import SIGNS_PER_SCALE
+from .plan import SIGNS_PER_SCALE, low_rank_pays
 from .sharding import buckets
 
 
@@ -244,17 +244,12 @@ class PowerSum(Exchange):
         self.steps += 1
         if self.wire.axis.group is None:
             return
-        thin = [index for index, gradient in enumerate(gradients) if self.steps > self.dense_steps and self._pays(gradient)]
-        self.dense.sum_gradients([gradient for index, gradient in enumerate(gradients) if index not in set(thin)])
+        pays = [self.steps > self.dense_steps and low_rank_pays(gradient.shape, self.rank) for gradient in gradients]
+        thin = [index for index, thinned in enumerate(pays) if thinned]
+        self.dense.sum_gradients([gradient for gradient, thinned in zip(gradients, pays) if not thinned])
         if thin:
             # at least fp32: of 16-bit gradients too, which no library factorises, and whose errors 16 bits would lose
             self._sum_thin({index: _at_least_fp32(gradients[index].flatten(1)) for index in thin}, gradients)
-
-    def _pays(self, gradient: Tensor) -> bool:
-        if gradient.dim() < 2:
-            return False
-        rows, columns = gradient.flatten(1).shape
-        return (rows + columns) * self.rank < rows * columns
 
     def _sum_thin(self, matrices: dict[int, Tensor], gradients: Sequence[Tensor]) -> None:
         wanted = {}

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 
 from ...core.console import say, warn
-from ...core.errors import EXIT_FAILED, EXIT_REFUSED, EXIT_WRONG_USE
+from ...core.errors import EXIT_FAILED, EXIT_FILE, EXIT_REFUSED, EXIT_WRONG_USE
+from ...core.hardware import usable_cores
 
-EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # the first process writes there what became of it (see cli.common)
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # that the others get to say why and end, after one has ended
 STEADY_SECONDS = 60.0  # a start that lived this long was a good one: the count of failures begins again
@@ -129,8 +129,7 @@ def free_port() -> int:
 
 def environment(rank: int, processes: int, port: int, exit_file: Path, start: int) -> dict[str, str]:
     """What torchrun would set, and the cores shared out among the processes unless the user decided."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    given = {"OMP_NUM_THREADS": str(max(cores // processes, 1))} | dict(os.environ)
+    given = {"OMP_NUM_THREADS": str(max(usable_cores() // processes, 1))} | dict(os.environ)
     return given | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -6,6 +6,7 @@ initial values, checkpoints and `--show-layout` read the same boxes.
 """
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -166,6 +167,24 @@ def make_piece(name: str, shape: tuple[int, ...], config: ModelConfig, stage: in
     if name == "token_table.weight" and stage > 0:
         primary = False  # the tied copy on the last stage
     return Piece(name, shape, box, stage, placement, primary)
+
+
+def is_decayed(name: str, dims: int) -> bool:
+    """Whether weight decay is for a parameter: for matrices that are no tables."""
+    return dims > 1 and "table" not in name
+
+
+def is_hidden_matrix(name: str, dims: int) -> bool:
+    """Whether Muon moves a parameter when it is the optimizer: a matrix of a layer."""
+    return is_decayed(name, dims) and name.startswith("blocks.")
+
+
+def low_rank_pays(shape: Sequence[int], rank: int) -> bool:
+    """Whether a gradient of this shape, as a matrix of its first dim and the rest, is larger than its two factors (PowerSGD)."""
+    if len(shape) < 2:
+        return False
+    rows, columns = shape[0], math.prod(shape[1:])
+    return (rows + columns) * rank < rows * columns
 
 
 def bucket_slices(sizes: Sequence[int], limit: int = BUCKET_BYTES) -> list[slice]:
