@@ -82,12 +82,26 @@ def main() -> None:
     warm()
     pairs = 2 if chosen.quick else 5
     with tempfile.TemporaryDirectory(dir=chosen.directory) as directory:
-        pauses, writing, quiet, seconds = run_ranks(LAYOUT.world, lambda: measure(Path(directory), pairs), 900)[0]
+        pauses, writing, quiet, seconds = run_ranks(
+            LAYOUT.world, lambda: measure(Path(directory), pairs), 900
+        )[0]
     claims = [
-        claim("save-pause", pauses, [PAUSE_BOUND_S] * pairs, peer="bound", unit="s", better="lower", goal=1.0),
-        claim("save-throughput", writing, quiet, peer="no save", unit="tokens/s", better="higher", goal=THROUGHPUT_BOUND),
+        claim(
+            "save-pause", pauses, [PAUSE_BOUND_S] * pairs, peer="bound", unit="s", better="lower", goal=1.0
+        ),
+        claim(
+            "save-throughput",
+            writing,
+            quiet,
+            peer="no save",
+            unit="tokens/s",
+            better="higher",
+            goal=THROUGHPUT_BOUND,
+        ),
     ]
-    print(f"{CONFIG.parameter_count():,} parameters, {LAYOUT.describe()}; written in {[round(s, 1) for s in seconds]} s")
+    print(
+        f"{CONFIG.parameter_count():,} parameters, {LAYOUT.describe()}; written in {[round(s, 1) for s in seconds]} s"
+    )
     finish("checkpoints", claims)
 
 

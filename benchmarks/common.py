@@ -31,7 +31,9 @@ class Claim:
     met: bool | None
 
 
-def paired(ours: Callable[[], float], theirs: Callable[[], float], pairs: int = 5) -> tuple[list[float], list[float]]:
+def paired(
+    ours: Callable[[], float], theirs: Callable[[], float], pairs: int = 5
+) -> tuple[list[float], list[float]]:
     """Run both in turn, A B A B; each call returns one measurement."""
     first, second = [], []
     for _ in range(pairs):
@@ -41,7 +43,14 @@ def paired(ours: Callable[[], float], theirs: Callable[[], float], pairs: int = 
 
 
 def claim(
-    name: str, ours: Sequence[float], theirs: Sequence[float], *, peer: str, unit: str, better: str, goal: float | None
+    name: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    *,
+    peer: str,
+    unit: str,
+    better: str,
+    goal: float | None,
 ) -> Claim:
     """A claim from paired measurements: the median of the paired ratios with their range. `better` is "lower" or "higher"."""
     assert better in ("lower", "higher"), better
@@ -95,8 +104,12 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The argument parser every benchmark starts from: --quick."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    made.add_argument("--quick", action="store_true", help="fewer pairs and shorter runs, the same comparison")
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    made.add_argument(
+        "--quick", action="store_true", help="fewer pairs and shorter runs, the same comparison"
+    )
     return made
 
 

@@ -25,8 +25,17 @@ from throughline.data.samples import open_dataset
 from throughline.data.store import TokenStore, write_index
 
 STEP_SECONDS = 0.020
-SPECIAL = {"cls_id": 101, "sep_id": 102, "mask_id": 103, "vocab_size": 30_522, "special_ids": tuple(range(104))}
-WHOLE_WORDS = {"whole_word": True, "continuation_ids": tuple(range(104, 6000))}  # BERT has 5,828 pieces that continue a word
+SPECIAL = {
+    "cls_id": 101,
+    "sep_id": 102,
+    "mask_id": 103,
+    "vocab_size": 30_522,
+    "special_ids": tuple(range(104)),
+}
+WHOLE_WORDS = {
+    "whole_word": True,
+    "continuation_ids": tuple(range(104, 6000)),
+}  # BERT has 5,828 pieces that continue a word
 
 
 class Measured(NamedTuple):
@@ -53,7 +62,9 @@ def make_store(path: Path, tokens: int) -> TokenStore:
     rng = np.random.default_rng(0)
     lengths = rng.integers(5, 41, tokens // 22)
     rng.integers(104, 30_522, lengths.sum(), dtype=np.uint16).tofile(path / "00000.bin")
-    bounds = np.unique(np.concatenate([[0], rng.integers(0, len(lengths), len(lengths) // 20), [len(lengths)]]))
+    bounds = np.unique(
+        np.concatenate([[0], rng.integers(0, len(lengths), len(lengths) // 20), [len(lengths)]])
+    )
     write_index(path / "00000.idx", lengths, bounds, "uint16")
     return TokenStore.open(path)
 
@@ -61,7 +72,10 @@ def make_store(path: Path, tokens: int) -> TokenStore:
 def measure(store: TokenStore, repeats: int) -> Iterator[Measured]:
     """Order, masks, packing and batches."""
     ids = np.arange(1_000_000)
-    for name, n in (("sample-ids", 2**31 + 1), ("sample ids, n = 10 million", 10_000_000)):  # just above a power of two is worst
+    for name, n in (
+        ("sample-ids", 2**31 + 1),
+        ("sample ids, n = 10 million", 10_000_000),
+    ):  # just above a power of two is worst
         found = rates(lambda n=n: len(permute(ids, n, 1, 2)), repeats)
         yield Measured(name, [rate / 1e6 for rate in found], "M ids/s", 10.0 if n > 2**31 else None)
     tokens = store.read(0, 131_072).astype(np.int64)
@@ -80,7 +94,10 @@ def measure(store: TokenStore, repeats: int) -> Iterator[Measured]:
         "GPT best_fit 64 x 1024": (DatasetOptions("gpt", 1024, packing="best_fit"), 64),
         "BERT pairs 32 x 128": (DatasetOptions("bert", 128, **SPECIAL), 32),
         "BERT pairs packed 32 x 512": (DatasetOptions("bert", 512, packing="packed", **SPECIAL), 32),
-        "the same, whole words": (DatasetOptions("bert", 512, packing="packed", **SPECIAL, **WHOLE_WORDS), 32),
+        "the same, whole words": (
+            DatasetOptions("bert", 512, packing="packed", **SPECIAL, **WHOLE_WORDS),
+            32,
+        ),
     }
     for name, (options, count) in kinds.items():
         dataset = open_dataset(store, options)
@@ -118,13 +135,31 @@ def main() -> None:
         speeds, late = feed(store, steps, repeats)
     rows.append(Measured("loader", speeds, "batches/s", 1 / STEP_SECONDS))
     claims = [
-        claim(row.name, row.found, [row.need] * len(row.found), peer="stated need", unit=row.unit, better="higher", goal=1.0)
+        claim(
+            row.name,
+            row.found,
+            [row.need] * len(row.found),
+            peer="stated need",
+            unit=row.unit,
+            better="higher",
+            goal=1.0,
+        )
         for row in rows
         if row.need
     ]
     measured = {row.name: {"value": round(statistics.median(row.found), 3), "unit": row.unit} for row in rows}
-    measured[f"batches late in {steps} steps of {STEP_SECONDS * 1e3:.0f} ms"] = {"value": late, "unit": "batches"}
-    print("\n".join(table(("what", "rate", "unit"), [(name, row["value"], row["unit"]) for name, row in measured.items()])))
+    measured[f"batches late in {steps} steps of {STEP_SECONDS * 1e3:.0f} ms"] = {
+        "value": late,
+        "unit": "batches",
+    }
+    print(
+        "\n".join(
+            table(
+                ("what", "rate", "unit"),
+                [(name, row["value"], row["unit"]) for name, row in measured.items()],
+            )
+        )
+    )
     finish("data_order", claims, details=measured)
 
 

@@ -64,7 +64,9 @@ def make_model(folder: Path, shared: Path, shape: dict[str, int]) -> None:
     tokenizer.add_special_tokens(["<|endoftext|>"])
     (folder / "tokenizer.json").write_text(tokenizer._tokenizer.to_str())
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special})
+    )
 
 
 def write_records(folder: Path, shared: Path, limit: int | None) -> dict[str, int]:
@@ -75,14 +77,31 @@ def write_records(folder: Path, shared: Path, limit: int | None) -> dict[str, in
         mine = rows[name][:ARTICLES] if name == "wikitext_2" and limit else rows[name]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mine))
         choices = {"hellaswag": 4, "lambada_openai": 1, "wikitext_2": 1}
-        asked[name] = sum(len(row["choices"]["text"]) if "choices" in row else choices.get(name, 2) for row in mine)
+        asked[name] = sum(
+            len(row["choices"]["text"]) if "choices" in row else choices.get(name, 2) for row in mine
+        )
     return asked
 
 
 def measure(side: str, name: str, model: Path, records: Path, batch: int) -> dict[str, float]:
     """One task in a fresh process: {"cpu_s": ..., "peak_bytes": ...}."""
-    command = [sys.executable, str(HERE), "--side", side, "--task", name, "--model", str(model), "--records-dir", str(records)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [
+        sys.executable,
+        str(HERE),
+        "--side",
+        side,
+        "--task",
+        name,
+        "--model",
+        str(model),
+        "--records-dir",
+        str(records),
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     done = subprocess.run([*command, "--batch", str(batch)], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{side} failed on {name}:\n{done.stderr[-3000:]}")
@@ -106,7 +125,9 @@ def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[
         scorer = open_scorer(model).scorer
         start = time.process_time()
         (found,) = evaluate(scorer, [Held(task.name, task.group, task.task, task.source)], Settings())
-        answers = [[packed[0] for answer in sample["answers"] for packed in answer] for sample in found.samples]
+        answers = [
+            [packed[0] for answer in sample["answers"] for packed in answer] for sample in found.samples
+        ]
         metrics = {metric: value["value"] for metric, value in found.summary["metrics"].items()}
     else:
         import lm_eval
@@ -116,10 +137,19 @@ def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[
             manager, names = beside_tests("harness").load(Path(folder), {name: rows})
             lm = HFLM(pretrained=str(model), dtype="float32", device="cpu", batch_size=batch)
             start = time.process_time()
-            out = lm_eval.simple_evaluate(lm, tasks=list(names.values()), task_manager=manager, log_samples=True, bootstrap_iters=0)
+            out = lm_eval.simple_evaluate(
+                lm, tasks=list(names.values()), task_manager=manager, log_samples=True, bootstrap_iters=0
+            )
         samples = sorted(out["samples"][names[name]], key=lambda sample: sample["doc_id"])
-        answers = [[one[0][0] if isinstance(one[0], list | tuple) else one[0] for one in sample["resps"]] for sample in samples]
-        metrics = {key.removesuffix(",none"): value for key, value in out["results"][names[name]].items() if key.endswith(",none")}
+        answers = [
+            [one[0][0] if isinstance(one[0], list | tuple) else one[0] for one in sample["resps"]]
+            for sample in samples
+        ]
+        metrics = {
+            key.removesuffix(",none"): value
+            for key, value in out["results"][names[name]].items()
+            if key.endswith(",none")
+        }
     spent = time.process_time() - start
     return {"cpu_s": spent, "peak_bytes": peak_memory(), "metrics": metrics, "answers": answers}
 
@@ -154,11 +184,17 @@ class Measured:
             if self.file is not None:
                 with self.file.open("a") as file:
                     file.write(json.dumps([key, self.known[key]]) + "\n")
-            print(f"{key}: {found['cpu_s']:.2f} s, {found['peak_bytes'] / 2**20:.0f} MiB", file=sys.stderr, flush=True)
+            print(
+                f"{key}: {found['cpu_s']:.2f} s, {found['peak_bytes'] / 2**20:.0f} MiB",
+                file=sys.stderr,
+                flush=True,
+            )
         return self.known[key]
 
 
-def compare_model(size: str, shared: Path, pairs: int, measured: Measured) -> tuple[list[Any], list[dict[str, Any]]]:
+def compare_model(
+    size: str, shared: Path, pairs: int, measured: Measured
+) -> tuple[list[Any], list[dict[str, Any]]]:
     """Both claims of one model, and a line per task."""
     with tempfile.TemporaryDirectory() as name:
         folder, few = Path(name), Path(name) / "few"
@@ -169,7 +205,9 @@ def compare_model(size: str, shared: Path, pairs: int, measured: Measured) -> tu
         write_records(few, shared, TUNED_ON)
         batch = {}
         for task in TASKS:
-            tried = {b: measured.get((size, task, "theirs", "tuned", b), model, few, b)["cpu_s"] for b in BATCHES}
+            tried = {
+                b: measured.get((size, task, "theirs", "tuned", b), model, few, b)["cpu_s"] for b in BATCHES
+            }
             batch[task] = min(tried, key=lambda b: tried[b])
         ours: list[dict[str, dict[str, float]]] = []
         theirs: list[dict[str, dict[str, float]]] = []
@@ -177,18 +215,42 @@ def compare_model(size: str, shared: Path, pairs: int, measured: Measured) -> tu
             ours.append({}), theirs.append({})
             for task in TASKS:
                 ours[-1][task] = measured.get((size, task, "ours", pair), model, folder, 0)
-                theirs[-1][task] = measured.get((size, task, "theirs", pair, batch[task]), model, folder, batch[task])
-    rate = [[geometric([asked[task] / run[task]["cpu_s"] for task in TASKS]) for run in side] for side in (ours, theirs)]
-    memory = [[geometric([run[task]["peak_bytes"] for task in TASKS]) / 2**20 for run in side] for side in (ours, theirs)]
+                theirs[-1][task] = measured.get(
+                    (size, task, "theirs", pair, batch[task]), model, folder, batch[task]
+                )
+    rate = [
+        [geometric([asked[task] / run[task]["cpu_s"] for task in TASKS]) for run in side]
+        for side in (ours, theirs)
+    ]
+    memory = [
+        [geometric([run[task]["peak_bytes"] for task in TASKS]) / 2**20 for run in side]
+        for side in (ours, theirs)
+    ]
     names = (f"eval-{size}", f"eval-memory-{size}")
     claims = [
-        claim(names[0], *rate, peer="lm_eval hf", unit="requests per CPU s, geometric mean", better="higher", goal=GOALS[names[0]]),
-        claim(names[1], *memory, peer="lm_eval hf", unit="MiB peak, geometric mean", better="lower", goal=GOALS[names[1]]),
+        claim(
+            names[0],
+            *rate,
+            peer="lm_eval hf",
+            unit="requests per CPU s, geometric mean",
+            better="higher",
+            goal=GOALS[names[0]],
+        ),
+        claim(
+            names[1],
+            *memory,
+            peer="lm_eval hf",
+            unit="MiB peak, geometric mean",
+            better="lower",
+            goal=GOALS[names[1]],
+        ),
     ]
     return claims, [_line(size, task, asked[task], batch[task], ours, theirs) for task in TASKS]
 
 
-def _line(size: str, task: str, requests: int, batch: int, ours: list[Any], theirs: list[Any]) -> dict[str, Any]:
+def _line(
+    size: str, task: str, requests: int, batch: int, ours: list[Any], theirs: list[Any]
+) -> dict[str, Any]:
     """One task's medians."""
     line: dict[str, Any] = {"model": size, "task": task, "requests": requests, "their_batch": batch}
     for side, runs in (("our", ours), ("their", theirs)):
@@ -206,14 +268,20 @@ def main() -> None:
     options.add_argument("--records", type=int, default=200, help="records a task")
     options.add_argument("--pairs", type=int, default=3, help="paired measurements")
     options.add_argument("--keep", type=Path, help="file of measurements: those in it are not made again")
-    options.add_argument("--minutes", type=float, default=math.inf, help="begin no measurement after so many minutes")
-    options.add_argument("--parts", type=lambda text: text.split(","), default=list(MODELS), help="measure only these models")
+    options.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no measurement after so many minutes"
+    )
+    options.add_argument(
+        "--parts", type=lambda text: text.split(","), default=list(MODELS), help="measure only these models"
+    )
     for name in ("--side", "--task", "--model", "--records-dir"):
         options.add_argument(name, help="internal: the measured process")
     options.add_argument("--batch", type=int, default=8, help="internal: the harness's batch size")
     given = options.parse_args()
     if given.side:
-        print(json.dumps(score(given.side, given.task, Path(given.model), Path(given.records_dir), given.batch)))
+        print(
+            json.dumps(score(given.side, given.task, Path(given.model), Path(given.records_dir), given.batch))
+        )
         return
     if given.shared is None:
         options.error("give the directory that holds data/")

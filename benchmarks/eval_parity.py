@@ -54,9 +54,15 @@ def compared(task: str, rows: list[Any], model: Path, folder: Path) -> dict[str,
     if task == "wikitext_2":  # a document's windows against its sum
         ours["answers"] = [[sum(windows)] for windows in ours["answers"]]
     both = [
-        pair for mine, peer in zip(ours["answers"], theirs["answers"], strict=True) for pair in zip(mine, peer, strict=True)
+        pair
+        for mine, peer in zip(ours["answers"], theirs["answers"], strict=True)
+        for pair in zip(mine, peer, strict=True)
     ]
-    metrics = {name: [value, theirs["metrics"][name]] for name, value in ours["metrics"].items() if name in theirs["metrics"]}
+    metrics = {
+        name: [value, theirs["metrics"][name]]
+        for name, value in ours["metrics"].items()
+        if name in theirs["metrics"]
+    }
     worst = max(abs(a - b) for a, b in both)
     largest = max(abs(b) for _, b in both)
     near = BOUND_RELATIVE * largest if task == "wikitext_2" else BOUND_NATS
@@ -69,10 +75,14 @@ def compared(task: str, rows: list[Any], model: Path, folder: Path) -> dict[str,
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("shared", type=existing, nargs="?", default=os.environ.get("THROUGHLINE_SHARED"))
     options.add_argument("--out", type=Path, default=HERE / "results" / "eval-parity.json")
-    options.add_argument("--minutes", type=float, default=float("inf"), help="begin no task after so many minutes")
+    options.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no task after so many minutes"
+    )
     options.add_argument("--models", type=Path, help="directory that keeps the models")
     options.add_argument("--only", help="one task")
     given = options.parse_args()
@@ -81,7 +91,14 @@ def main() -> int:
     shared = Path(given.shared)
     end = time.monotonic() + 60 * given.minutes
     rows = beside_tests("hub").records(shared, None)
-    line: dict[str, Any] = {"proof": "eval_parity", "claims": [], "shape": SHAPE, "steps": STEPS, "sha256": {}, "models": {}}
+    line: dict[str, Any] = {
+        "proof": "eval_parity",
+        "claims": [],
+        "shape": SHAPE,
+        "steps": STEPS,
+        "sha256": {},
+        "models": {},
+    }
     if given.out.exists():
         line = json.loads(given.out.read_text())["eval_parity"]
     with tempfile.TemporaryDirectory() as name:
@@ -94,18 +111,33 @@ def main() -> int:
             model = make_model((given.models or folder) / weights, shared, weights)
             mark = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
             if line["sha256"].setdefault(weights, mark) != mark:
-                raise SystemExit(f"the {weights} weights are not those that {given.out} was begun with: remove it to begin again")
+                raise SystemExit(
+                    f"the {weights} weights are not those that {given.out} was begun with: remove it to begin again"
+                )
             for task in missing:
                 if time.monotonic() > end:
                     break
                 done[task] = compared(task, rows[task], model, folder)
                 print(f"{weights} {task}: {done[task]}", file=sys.stderr, flush=True)
-                line |= {"machine": machine_facts(), "versions": versions(("lm_eval", "transformers", "tokenizers"))}
+                line |= {
+                    "machine": machine_facts(),
+                    "versions": versions(("lm_eval", "transformers", "tokenizers")),
+                }
                 line |= {"date": time.strftime("%Y-%m-%d")}
                 given.out.write_text(json.dumps({"eval_parity": line}, indent=1, sort_keys=True) + "\n")
-    left = [f"{weights} {task}" for weights in STEPS for task in rows if task not in line["models"].get(weights, {})]
+    left = [
+        f"{weights} {task}"
+        for weights in STEPS
+        for task in rows
+        if task not in line["models"].get(weights, {})
+    ]
     models = line["models"].items()
-    differ = [f"{weights} {task}" for weights, tasks in models for task, found in tasks.items() if not found["equal"]]
+    differ = [
+        f"{weights} {task}"
+        for weights, tasks in models
+        for task, found in tasks.items()
+        if not found["equal"]
+    ]
     print(f"left: {', '.join(left) or 'nothing'}; different: {', '.join(differ) or 'nothing'}")
     return 1 if left or differ else 0
 

@@ -50,7 +50,7 @@ timeout_seconds = {timeout}
 save_every_steps = {save_every}
 """
 # runs before everything else in each process: dies at the given file operation below checkpoints/ when a plan asks for it
-SITE = '''
+SITE = """
 import os, signal, sys
 plan, state = os.environ["KILL_PLAN"], {"inside": False, "seen": 0}
 def hook(event, arguments):
@@ -71,7 +71,7 @@ def hook(event, arguments):
     finally:
         state["inside"] = False
 sys.addaudithook(hook)
-'''
+"""
 
 
 def make_store(path: Path) -> Path:
@@ -120,9 +120,24 @@ class Launched:
         self.directory.mkdir(exist_ok=True)
         (self.directory / "sitecustomize.py").write_text(SITE)
         recipe = self.directory / "recipe.toml"
-        values = {"store": self.store, "steps": self.steps, "save_every": self.save_every, "timeout": self.timeout}
+        values = {
+            "store": self.store,
+            "steps": self.steps,
+            "save_every": self.save_every,
+            "timeout": self.timeout,
+        }
         recipe.write_text(RECIPE.format(**values))
-        command = [sys.executable, "-m", "throughline.cli.main", "launch", "--restarts", "100", "--", "train", str(recipe)]
+        command = [
+            sys.executable,
+            "-m",
+            "throughline.cli.main",
+            "launch",
+            "--restarts",
+            "100",
+            "--",
+            "train",
+            str(recipe),
+        ]
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.directory), "KILL_PLAN": str(self.plan)}
         with open(self.directory / "log", "ab") as log:
             self.process = subprocess.Popen(
@@ -152,7 +167,9 @@ class Launched:
         """Seconds until the condition holds; the launcher must live."""
         begun = time.monotonic()
         while not condition():
-            assert self.process.poll() is None, f"the launcher ended with {self.process.returncode}:\n{self.errors()}"
+            assert self.process.poll() is None, (
+                f"the launcher ended with {self.process.returncode}:\n{self.errors()}"
+            )
             assert time.monotonic() - begun < PATIENCE_S, f"waited in vain for {what}:\n{self.errors()}"
             time.sleep(0.005)
         return time.monotonic() - begun

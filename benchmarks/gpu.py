@@ -55,7 +55,11 @@ def their_step(name: str, device: str, compiled: bool) -> Callable[[], None]:
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(0, config.vocab_size, (rows, length), device=device)
-    labels = ids if name.startswith("gpt") else torch.where(torch.arange(length, device=device) % 7 == 0, ids, -100)
+    labels = (
+        ids
+        if name.startswith("gpt")
+        else torch.where(torch.arange(length, device=device) % 7 == 0, ids, -100)
+    )
     forward = torch.compile(model) if compiled else model
 
     def loss() -> torch.Tensor:
@@ -109,10 +113,15 @@ def main() -> int:
         for _ in range(pairs):
             for key, step in steps.items():
                 rates[key].append(tokens_per_second(step, tokens, chosen.device, repeats))
-        best = {who: max((rates[who, c] for c in (False, True)), key=statistics.median) for who in ("ours", "theirs")}
+        best = {
+            who: max((rates[who, c] for c in (False, True)), key=statistics.median)
+            for who in ("ours", "theirs")
+        }
         peer = "transformers, the better of eager and compiled"
         title = f"{name}-train-vs-transformers"
-        claims.append(claim(title, best["ours"], best["theirs"], peer=peer, unit="tokens/s", better="higher", goal=1.0))
+        claims.append(
+            claim(title, best["ours"], best["theirs"], peer=peer, unit="tokens/s", better="higher", goal=1.0)
+        )
         gpu = hardware.machine().gpus[0] if hardware.machine().gpus else None
         if gpu and gpu.chip:
             flops = preset(name).flops_per_token(length) * statistics.median(best["ours"])

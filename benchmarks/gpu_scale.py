@@ -58,12 +58,16 @@ def draw(parameters: list[torch.Tensor]) -> None:
             parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 
-def whole_step(config: GPTConfig | BERTConfig, rows: int, micro_rows: int, length: int, device: torch.device) -> Callable[[], None]:
+def whole_step(
+    config: GPTConfig | BERTConfig, rows: int, micro_rows: int, length: int, device: torch.device
+) -> Callable[[], None]:
     """A training step on fixed rows."""
     family = family_of(config)
     model = empty_model(config, device).train()
     draw(list(model.parameters()))
-    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "base_lr": 1e-4}], lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.parameters()), "base_lr": 1e-4}], lr=1e-4, fused=True
+    )
     loss = torch.compile(LOSSES[family], dynamic=False) if device.type == "cuda" else LOSSES[family]
     trainer = Trainer(model, optimizer, loss, LossScaler.of("bf16"), "bf16", device, 1.0)
     batch = prepare(made_rows(config, rows, length), family, micro_rows, device, torch.float32, MASKED)
@@ -82,10 +86,17 @@ def stage_work(scale: Scale, pipeline_rank: int, device: torch.device) -> tuple[
     (stage,) = engine.stages
     draw([leaf.value for leaf in engine.leaves])
     rows: StepBatch = prepare(
-        made_rows(scale.config, batch.rows, batch.length), family_of(scale.config), batch.rows, device, PRECISION, MASKED
+        made_rows(scale.config, batch.rows, batch.length),
+        family_of(scale.config),
+        batch.rows,
+        device,
+        PRECISION,
+        MASKED,
     )
     ones = torch.ones(len(rows.counts), device=device, dtype=PRECISION)
-    x = torch.randn(stage.activation_shape(batch.rows, batch.length), device=device, dtype=PRECISION, requires_grad=True)
+    x = torch.randn(
+        stage.activation_shape(batch.rows, batch.length), device=device, dtype=PRECISION, requires_grad=True
+    )
 
     def work() -> None:
         stage.load(rows.micro_batches, ones, 1e-4)
@@ -130,7 +141,17 @@ def measure_whole(device: torch.device, repeats: int) -> tuple[list[Claim], dict
         if peak is not None:
             model_flops = config.flops_per_token(length, **share) * tokens
             mfu = [model_flops / taken / peak for taken in times]
-            claims.append(claim(name, mfu, [GOAL_MFU] * len(mfu), peer="half the peak", unit="MFU", better="higher", goal=1.0))
+            claims.append(
+                claim(
+                    name,
+                    mfu,
+                    [GOAL_MFU] * len(mfu),
+                    peer="half the peak",
+                    unit="MFU",
+                    better="higher",
+                    goal=1.0,
+                )
+            )
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return claims, facts
@@ -138,7 +159,9 @@ def measure_whole(device: torch.device, repeats: int) -> tuple[list[Claim], dict
 
 def rehearsed(scale: Scale) -> Scale:
     """The same layout of a small model."""
-    small = replace(scale.config, **SMALL, kv_heads=0, head_width=0, mlp_width=0, layers=max(scale.layout.pipeline, 2))
+    small = replace(
+        scale.config, **SMALL, kv_heads=0, head_width=0, mlp_width=0, layers=max(scale.layout.pipeline, 2)
+    )
     return replace(scale, config=small, rows=2, length=64)
 
 
@@ -150,7 +173,9 @@ def measure_stages(device: torch.device, repeats: int) -> list[dict[str, object]
             continue
         scale = rehearsed(scale) if device.type == "cpu" else scale
         rank = scale.layout.pipeline // 2
-        dist.init_process_group("fake", rank=rank * scale.layout.data * scale.layout.tensor, world_size=scale.layout.world)
+        dist.init_process_group(
+            "fake", rank=rank * scale.layout.data * scale.layout.tensor, world_size=scale.layout.world
+        )
         try:
             work, layers = stage_work(scale, rank, device)
             taken = statistics.median(seconds(work, device, repeats))

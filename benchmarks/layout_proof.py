@@ -169,14 +169,19 @@ def reference(case: Case) -> Reference:
         batch = prepare(make_rows(case, step), case.family, ROWS, trainer.device, dtype, 1.0)
         result = train_step(trainer, batch, 1.0, take)
         steps.append((result.loss, result.grad_norm))
-    return Reference(steps, gradients, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    return Reference(
+        steps, gradients, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    )
 
 
 def own_rows(case: Case, engine: Engine, step: int) -> StepBatch:
     """This rank's part of a step's rows."""
     mesh = engine.mesh
     own = ROWS // case.layout.data
-    rows = {name: values[mesh.data.rank * own : (mesh.data.rank + 1) * own] for name, values in make_rows(case, step).items()}
+    rows = {
+        name: values[mesh.data.rank * own : (mesh.data.rank + 1) * own]
+        for name, values in make_rows(case, step).items()
+    }
     return prepare(engine.cut(rows), case.family, case.micro_rows, mesh.device, engine.dtype, 1.0)
 
 
@@ -261,7 +266,10 @@ class Prover:
         ranks = run_ranks(case.layout.world, lambda: train_rank(case, expected, plant), timeout_s)
         worst = max(ranks, key=lambda errors: _nan_last(errors.gradient))
         return Errors(
-            **{name: _largest(*(getattr(errors, name) for errors in ranks)) for name in ("loss", "norm", "gradient", "parameter")},
+            **{
+                name: _largest(*(getattr(errors, name) for errors in ranks))
+                for name in ("loss", "norm", "gradient", "parameter")
+            },
             worst=worst.worst,
             pss_mib=sum(errors.pss_mib for errors in ranks),
         )

@@ -46,7 +46,9 @@ every_steps = 1
 
 
 def last_number(words: Sequence[object], cwd: Path) -> float:
-    done = subprocess.run([str(word) for word in words], cwd=cwd, env=os.environ, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(word) for word in words], cwd=cwd, env=os.environ, capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"{words}\n{done.stderr[-4000:]}")
     return float(done.stdout.split()[-1])
@@ -72,7 +74,18 @@ def main() -> None:
                 directory = f"{name}-{next(count)}"
                 settings = LAYOUTS[name] | {"train.steps": steps, "schedule.warmup_steps": 1}
                 changed = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-                throughline("launch", "--nproc", 2, "--", "train", "recipe.toml", "--run-dir", directory, *changed, cwd=place)
+                throughline(
+                    "launch",
+                    "--nproc",
+                    2,
+                    "--",
+                    "train",
+                    "recipe.toml",
+                    "--run-dir",
+                    directory,
+                    *changed,
+                    cwd=place,
+                )
                 return step_seconds_ours(place / directory, skip)
 
             def theirs(kind: str) -> float:

@@ -36,7 +36,9 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
@@ -52,7 +54,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.attention, self.norm2, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), FeedForward()
+        self.norm1, self.attention, self.norm2, self.mlp = (
+            nn.LayerNorm(WIDTH),
+            Attention(),
+            nn.LayerNorm(WIDTH),
+            FeedForward(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -98,8 +105,16 @@ def tensor_parallel(model: nn.Sequential, sequence: bool) -> nn.Sequential:
     ends: dict = {"0.tokens": RowwiseParallel(input_layouts=whole, output_layouts=whole)}
     if sequence:
         ends |= {f"{LAYERS + 1}.norm": SequenceParallel()}
-        ends |= {"1": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(cut,), use_local_output=True)}
-    ends |= {f"{LAYERS + 1}.output": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)}
+        ends |= {
+            "1": PrepareModuleInput(
+                input_layouts=(whole,), desired_input_layouts=(cut,), use_local_output=True
+            )
+        }
+    ends |= {
+        f"{LAYERS + 1}.output": ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        )
+    }
     parallelize_module(model, mesh, ends)
     return model
 
@@ -129,13 +144,21 @@ def main() -> None:
     whole = [parameter for parameter in held.parameters() if not isinstance(parameter, DTensor)]
     groups = [{"params": group} for group in (cut, whole) if group]  # no operator takes both kinds at once
     optimizer = torch.optim.AdamW(groups, lr=3e-4, fused=True)
-    forward_backward = pipeline(held, rank, inputs, targets) if layout == "pp2" else plain(held, layout, inputs, targets)
+    forward_backward = (
+        pipeline(held, rank, inputs, targets) if layout == "pp2" else plain(held, layout, inputs, targets)
+    )
     times = []
     for _ in range(steps):
         start = time.perf_counter()
         loss = forward_backward()
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in (cut, whole) if group]
-        norm = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
+        norms = [
+            torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+            for group in (cut, whole)
+            if group
+        ]
+        norm = torch.stack(
+            [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        ).norm()
         for group in (cut, whole):
             torch.nn.utils.clip_grads_with_norm_(group, 1.0, norm)
         optimizer.step()

@@ -41,7 +41,13 @@ def core_seconds(attend: Callable[..., torch.Tensor], length: int) -> Callable[[
 
 def module_seconds(pattern: AttentionPattern | None, length: int) -> Callable[[], float]:
     """The same of a whole attention module: projections and core."""
-    shape = {"vocab_size": 8, "sequence_length": length, "layers": 1, "width": HEADS * HEAD_SIZE, "heads": HEADS}
+    shape = {
+        "vocab_size": 8,
+        "sequence_length": length,
+        "layers": 1,
+        "width": HEADS * HEAD_SIZE,
+        "heads": HEADS,
+    }
     model = GPT(GPTConfig(**shape))
     initialise(model)
     if pattern is not None:
@@ -91,9 +97,14 @@ def main() -> int:
         claims.append(claim(f"window-512-module-{length}", *paired(ours, theirs, pairs), peer="dense causal attention module",
                             unit="CPU s", better="lower", goal=None))  # fmt: skip
         sides = {"window": windowed, "dense": scaled_dot_product}
-        facts[f"kept_mib_{length}"] = {name: round(kept_bytes(attend, length) / 2**20, 1) for name, attend in sides.items()}
+        facts[f"kept_mib_{length}"] = {
+            name: round(kept_bytes(attend, length) / 2**20, 1) for name, attend in sides.items()
+        }
         table = block_table(PATTERN, length, causal=True)
-        facts[f"blocks_computed_{length}"] = [int(table.sum()), int(table.shape[0] * (table.shape[0] + 1) // 2)]
+        facts[f"blocks_computed_{length}"] = [
+            int(table.sum()),
+            int(table.shape[0] * (table.shape[0] + 1) // 2),
+        ]
     finish("long_attention", claims, facts=facts, threads=torch.get_num_threads())
     return 0
 

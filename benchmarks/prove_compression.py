@@ -61,7 +61,9 @@ class Corpus:
         return self.train[starts + torch.arange(LENGTH + 1)]
 
     def validation_rows(self) -> torch.Tensor:
-        starts = torch.arange(VALIDATION_ROWS)[:, None] * (len(self.validation) - LENGTH - 1) // VALIDATION_ROWS
+        starts = (
+            torch.arange(VALIDATION_ROWS)[:, None] * (len(self.validation) - LENGTH - 1) // VALIDATION_ROWS
+        )
         return self.validation[starts + torch.arange(LENGTH + 1)]
 
 
@@ -83,7 +85,9 @@ def train(scheme: str, seed: int, steps: int, corpus: Corpus) -> Outcome:
     dist.init_process_group("gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
     wire = Wire(Axis(world, rank, tuple(range(world)), dist.group.WORLD))
-    model = build(GPTConfig(vocab_size=corpus.vocabulary, sequence_length=LENGTH, layers=2, width=64, heads=4), seed)
+    model = build(
+        GPTConfig(vocab_size=corpus.vocabulary, sequence_length=LENGTH, layers=2, width=64, heads=4), seed
+    )
     exchange, optimizer = make_scheme(scheme, model, wire, steps)
     share = ROWS // world
     for step in range(steps):
@@ -102,7 +106,9 @@ def train(scheme: str, seed: int, steps: int, corpus: Corpus) -> Outcome:
         optimizer.zero_grad()
     with torch.no_grad():
         loss = float(loss_sum(model, corpus.validation_rows())) / (VALIDATION_ROWS * LENGTH)
-    weights = hashlib.sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()))
+    weights = hashlib.sha256(
+        b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    )
     return Outcome(loss, wire.bytes_sent, weights.hexdigest())
 
 
@@ -120,7 +126,9 @@ def make_scheme(scheme: str, model: GPT, wire: Wire, steps: int) -> tuple[Exchan
         "fp32": lambda: DenseSum(wire),
         "bf16": lambda: Bf16Sum(wire),
         "PowerSGD": lambda: PowerSum(wire, POWER_RANK, POWER_DENSE_STEPS),
-        "PowerSGD without feedback": lambda: PowerSum(wire, POWER_RANK, POWER_DENSE_STEPS, error_feedback=False),
+        "PowerSGD without feedback": lambda: PowerSum(
+            wire, POWER_RANK, POWER_DENSE_STEPS, error_feedback=False
+        ),
     }
     return sums[scheme](), torch.optim.AdamW(groups, **ADAM)
 
@@ -129,14 +137,18 @@ def run(scheme: str, world: int, seed: int, steps: int, corpus: Corpus) -> Outco
     """One run over `world` processes; all must agree."""
     start = time.perf_counter()
     outcomes = run_ranks(world, lambda: train(scheme, seed, steps, corpus), timeout_s=3600)
-    assert len({outcome.weights for outcome in outcomes}) == 1, f"{scheme}: the processes ended with different weights"
+    assert len({outcome.weights for outcome in outcomes}) == 1, (
+        f"{scheme}: the processes ended with different weights"
+    )
     sent = statistics.mean(outcome.bytes_sent for outcome in outcomes)
     print(f"{scheme}, {world} processes, seed {seed}: loss {outcomes[0].loss:.4f}, {sent / 2**20:.2f} MiB sent by each, "
           f"{time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
     return Outcome(outcomes[0].loss, sent, outcomes[0].weights)
 
 
-def compare(name: str, ours: list[Outcome], theirs: list[Outcome], peer: str, goals: dict[str, float | None]) -> list[Claim]:
+def compare(
+    name: str, ours: list[Outcome], theirs: list[Outcome], peer: str, goals: dict[str, float | None]
+) -> list[Claim]:
     """Loss and bytes of a scheme against another's."""
     made = []
     for what, goal in goals.items():
@@ -164,12 +176,21 @@ def main() -> int:
         fp16 = [Outcome(o.loss, o.bytes_sent / 2, "") for o in base]
         claims += compare(f"{name}-fp16", ours, fp16, "fp16 ring all-reduce (half of fp32)", {"bytes": None})
         if world == 2:
-            claims += compare("bf16", runs("bf16", 2), base, "fp32 ring all-reduce", {"bytes": 2.0, "loss": WITHIN})
+            claims += compare(
+                "bf16", runs("bf16", 2), base, "fp32 ring all-reduce", {"bytes": 2.0, "loss": WITHIN}
+            )
         power, without = runs("PowerSGD", world), runs("PowerSGD without feedback", world)
         name = f"powersgd-{world}-ranks"
-        claims += compare(f"{name}-feedback", power, without, "PowerSGD without error feedback", {"loss": 1.0})
+        claims += compare(
+            f"{name}-feedback", power, without, "PowerSGD without error feedback", {"loss": 1.0}
+        )
         claims += compare(name, power, base, "fp32 ring all-reduce", {"bytes": None, "loss": None})
-    settings = {"steps": chosen.steps, "warmup_fraction": WARMUP_FRACTION, "seeds": len(seeds), "power_rank": POWER_RANK} | ADAM
+    settings = {
+        "steps": chosen.steps,
+        "warmup_fraction": WARMUP_FRACTION,
+        "seeds": len(seeds),
+        "power_rank": POWER_RANK,
+    } | ADAM
     finish("prove_compression", claims, kind="proof", settings=settings)
     return 0 if all(c.met is not False for c in claims) else 1
 

@@ -29,21 +29,44 @@ def main() -> int:
     if given.quick:
         cases = cases[::8]
     prover, rows, start = Prover(), [], time.monotonic()
-    print(f"{'layout':<50}{'processes':>9}{'loss':>9}{'norm':>9}{'gradient':>9}{'weights':>9}{'MiB':>7}{'s':>6}")
+    print(
+        f"{'layout':<50}{'processes':>9}{'loss':>9}{'norm':>9}{'gradient':>9}{'weights':>9}{'MiB':>7}{'s':>6}"
+    )
     for case in cases:
         begun = time.monotonic()
         try:
             errors = prover.prove(case)
         except RuntimeError as failure:
             print(f"{case.name:<50}{case.layout.world:>9}  {failure}", flush=True)
-            rows.append({"name": case.name, "processes": case.layout.world, "equal": False, "error": str(failure).splitlines()[-1]})
+            rows.append(
+                {
+                    "name": case.name,
+                    "processes": case.layout.world,
+                    "equal": False,
+                    "error": str(failure).splitlines()[-1],
+                }
+            )
             continue
         broken, seconds = errors.beyond(case.precision), time.monotonic() - begun
-        figures = "".join(f"{value:>9.1e}" for value in (errors.loss, errors.norm, errors.gradient, errors.parameter))
+        figures = "".join(
+            f"{value:>9.1e}" for value in (errors.loss, errors.norm, errors.gradient, errors.parameter)
+        )
         note = f"  beyond the bound: {', '.join(broken)} ({errors.worst})" if broken else ""
-        print(f"{case.name:<50}{case.layout.world:>9}{figures}{errors.pss_mib:>7.0f}{seconds:>6.1f}{note}", flush=True)
-        row = {"name": case.name, "layout": case.layout.describe(), "family": case.family, "precision": case.precision}
-        rows.append(row | {"processes": case.layout.world, "equal": not broken, "seconds": round(seconds, 1)} | asdict(errors))
+        print(
+            f"{case.name:<50}{case.layout.world:>9}{figures}{errors.pss_mib:>7.0f}{seconds:>6.1f}{note}",
+            flush=True,
+        )
+        row = {
+            "name": case.name,
+            "layout": case.layout.describe(),
+            "family": case.family,
+            "precision": case.precision,
+        }
+        rows.append(
+            row
+            | {"processes": case.layout.world, "equal": not broken, "seconds": round(seconds, 1)}
+            | asdict(errors)
+        )
     equal, seconds = sum(row["equal"] for row in rows), time.monotonic() - start
     print(f"{equal} of {len(rows)} layouts equal the single process, in {seconds / 60:.1f} minutes\n")
     finish("prove_layouts", claims_of(rows, seconds), kind="proof", bounds=BOUNDS, rows=rows)
@@ -54,14 +77,35 @@ def claims_of(rows: list[dict[str, Any]], seconds: float) -> list[Claim]:
     """What the table shows, and what it costs."""
     equal = sum(row["equal"] for row in rows)
     made = [
-        claim("layouts_equal", [equal], [len(rows)], peer="the single process", unit="layouts", better="higher", goal=1.0),
+        claim(
+            "layouts_equal",
+            [equal],
+            [len(rows)],
+            peer="the single process",
+            unit="layouts",
+            better="higher",
+            goal=1.0,
+        ),
         claim("layouts_minutes", [seconds / 60], [20.0], peer="limit", unit="min", better="lower", goal=1.0),
     ]
     large = [row for row in rows if row["processes"] == 32 and row["equal"]]
-    for name, field, limit, unit in (("seconds", "seconds", 120.0, "s"), ("memory", "pss_mib", 3072.0, "MiB")):
+    for name, field, limit, unit in (
+        ("seconds", "seconds", 120.0, "s"),
+        ("memory", "pss_mib", 3072.0, "MiB"),
+    ):
         if large:
             worst = max(row[field] for row in large)
-            made.append(claim(f"processes_32_{name}", [worst], [limit], peer="limit", unit=unit, better="lower", goal=1.0))
+            made.append(
+                claim(
+                    f"processes_32_{name}",
+                    [worst],
+                    [limit],
+                    peer="limit",
+                    unit=unit,
+                    better="lower",
+                    goal=1.0,
+                )
+            )
     return made
 
 

@@ -88,7 +88,9 @@ class Row:
     def share(self, size: float) -> float:
         """Bytes of the layers in units of s b h / t, for each layer."""
         scale = self.scale
-        return size * scale.layout.tensor / (scale.rows * scale.length * scale.config.width * self.found.layers)
+        return (
+            size * scale.layout.tensor / (scale.rows * scale.length * scale.config.width * self.found.layers)
+        )
 
 
 def per_axis(entries: Iterable[Traffic]) -> dict[tuple[str, str], tuple[int, int]]:
@@ -105,13 +107,22 @@ def parameters(scale: Scale, pipeline_rank: int, layers: int) -> int:
     """Of one process, by hand: matrices and their biases cut by t, what is added after a sum and the norms whole."""
     c, t = scale.config, scale.layout.tensor
     first, last = pipeline_rank == 0, pipeline_rank == scale.layout.pipeline - 1
-    h, f, vocabulary = c.width, c.feed_forward_size, -(-c.vocab_size // t)  # the first process has the larger part
+    h, f, vocabulary = (
+        c.width,
+        c.feed_forward_size,
+        -(-c.vocab_size // t),
+    )  # the first process has the larger part
     if isinstance(c, BERTConfig):  # multi-query: the one key head is whole; no biases, norms of one vector
         d = c.head_size
         block = 2 * h * c.heads * d // t + 2 * h * d + 3 * h * f // t + 2 * h
         return layers * block + first * (vocabulary + c.sequence_length) * h + last * (h + vocabulary * h)
     tables = (first or last) * vocabulary * h  # tied: one table where both ends are one process
-    return layers * (12 * h * h // t + 7 * h // t + 6 * h) + tables + first * c.sequence_length * h + last * 2 * h
+    return (
+        layers * (12 * h * h // t + 7 * h // t + 6 * h)
+        + tables
+        + first * c.sequence_length * h
+        + last * 2 * h
+    )
 
 
 def flops(scale: Scale, pipeline_rank: int, layers: int, recompute: str, predicted: int) -> float:
@@ -121,7 +132,9 @@ def flops(scale: Scale, pipeline_rank: int, layers: int, recompute: str, predict
     head = 6 * predicted * h * c.vocab_size / t if pipeline_rank == scale.layout.pipeline - 1 else 0
     if isinstance(c, BERTConfig):
         d = c.head_size
-        token = 2 * (2 * h * c.heads * d + 3 * h * c.feed_forward_size) / t + 2 * 2 * h * d  # the keys on every process
+        token = (
+            2 * (2 * h * c.heads * d + 3 * h * c.feed_forward_size) / t + 2 * 2 * h * d
+        )  # the keys on every process
         core = 4 * s * c.heads * d / t
     else:
         token, core = 24 * h * h / t, 4 * s * h / t  # together 24 b s h^2 (1 + s / 6h)
@@ -194,10 +207,38 @@ def main() -> int:
     nothing = 1e-6  # a ratio needs something to divide by
     limit = {"peer": "limit", "better": "lower", "goal": 1.0}
     claims = [
-        claim("scale-parameters-exact", [exact], [len(rows)], peer="formula", unit="stages", better="higher", goal=1.0),
-        claim("scale-flops", [max(nothing, *(row.flops_percent for row in rows))], [FLOPS_PERCENT], unit="% off", **limit),
-        claim("scale-activations", [max(nothing, *(row.kept_percent for row in rows))], [KEPT_PERCENT], unit="% off", **limit),
-        claim("scale-collectives", [same], [len(rows)], peer="--show-layout", unit="stages", better="higher", goal=1.0),
+        claim(
+            "scale-parameters-exact",
+            [exact],
+            [len(rows)],
+            peer="formula",
+            unit="stages",
+            better="higher",
+            goal=1.0,
+        ),
+        claim(
+            "scale-flops",
+            [max(nothing, *(row.flops_percent for row in rows))],
+            [FLOPS_PERCENT],
+            unit="% off",
+            **limit,
+        ),
+        claim(
+            "scale-activations",
+            [max(nothing, *(row.kept_percent for row in rows))],
+            [KEPT_PERCENT],
+            unit="% off",
+            **limit,
+        ),
+        claim(
+            "scale-collectives",
+            [same],
+            [len(rows)],
+            peer="--show-layout",
+            unit="stages",
+            better="higher",
+            goal=1.0,
+        ),
         claim("scale-seconds", [seconds], [SECONDS], unit="s", **limit),
     ]
     facts = [

@@ -15,7 +15,13 @@ from common import machine_facts, parser
 HERE = Path(__file__).parent
 # benchmark -> the options it needs beyond --quick; {nanogpt} is a checkout, {shared} the shared data directory
 BENCHMARKS: dict[str, list[str]] = {
-    "tokenize": ["--text", "{shared}/data/novels", "--multilingual", "{shared}/data/multilingual", "{shared}/data/squad"],
+    "tokenize": [
+        "--text",
+        "{shared}/data/novels",
+        "--multilingual",
+        "{shared}/data/multilingual",
+        "{shared}/data/squad",
+    ],
     "data_order": [],
     "train_gpt": ["--nanogpt", "{nanogpt}"],
     "eval": ["{shared}"],
@@ -49,15 +55,29 @@ def merged(old: dict, new: dict) -> dict:
     """A benchmark measured in parts: the newer line with those claims of the older one that it does not measure again."""
     names = {claim["name"] for claim in new["claims"]}
     kept = [claim for claim in old["claims"] if claim["name"] not in names]
-    return old | new | {"claims": kept + new["claims"], "details": old.get("details", {}) | new.get("details", {})}
+    return (
+        old
+        | new
+        | {"claims": kept + new["claims"], "details": old.get("details", {}) | new.get("details", {})}
+    )
 
 
 def main() -> int:
     options = parser(__doc__ or "")
-    options.add_argument("--only", action="append", choices=sorted(BENCHMARKS), help="run this one; repeatable")
-    options.add_argument("--nanogpt", default=os.environ.get("NANOGPT", ""), help="path of a nanoGPT checkout")
-    options.add_argument("--shared", default=os.environ.get("THROUGHLINE_SHARED", ""), help="directory with data/novels and so on")
-    options.add_argument("--parts", help="of train_gpt, tokenize and eval: measure these, keep the others of an earlier run")
+    options.add_argument(
+        "--only", action="append", choices=sorted(BENCHMARKS), help="run this one; repeatable"
+    )
+    options.add_argument(
+        "--nanogpt", default=os.environ.get("NANOGPT", ""), help="path of a nanoGPT checkout"
+    )
+    options.add_argument(
+        "--shared",
+        default=os.environ.get("THROUGHLINE_SHARED", ""),
+        help="directory with data/novels and so on",
+    )
+    options.add_argument(
+        "--parts", help="of train_gpt, tokenize and eval: measure these, keep the others of an earlier run"
+    )
     options.add_argument("--results", type=Path, default=HERE / "results" / f"{machine_name()}.json")
     chosen = options.parse_args()
     failed = []
@@ -76,7 +96,9 @@ def main() -> int:
         if done.returncode:
             failed.append(name)
             continue
-        results = json.loads(chosen.results.read_text()) if chosen.results.exists() else {}  # as it is now: others may have written
+        results = (
+            json.loads(chosen.results.read_text()) if chosen.results.exists() else {}
+        )  # as it is now: others may have written
         line = last_json_line(done.stdout) | {"quick": chosen.quick}
         results[name] = merged(results[name], line) if chosen.parts and name in results else line
         chosen.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")

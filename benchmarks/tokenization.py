@@ -36,7 +36,9 @@ SAMPLES = HERE.parent / "recipes" / "samples"
 DOCUMENT = 3000  # characters
 BATCH = 1000
 SHORT_LINES = 20
-SMALL_BYTES = 10_000_000  # of a text that takes no longer than the start-up: several times each, for the noise
+SMALL_BYTES = (
+    10_000_000  # of a text that takes no longer than the start-up: several times each, for the noise
+)
 SMALL_TIMES = 15
 PARTS = ["bpe", "wordpiece", "multilingual"]
 
@@ -64,7 +66,9 @@ def documents_of(paths: list[Path]) -> Iterator[str]:
 
 def files_in(paths: list[Path]) -> list[Path]:
     found = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    return [file for file in found if file.is_file() and (".txt" in file.suffixes or ".json" in file.suffixes)]
+    return [
+        file for file in found if file.is_file() and (".txt" in file.suffixes or ".json" in file.suffixes)
+    ]
 
 
 def lines_of(path: str) -> Iterator[list[str]]:
@@ -120,7 +124,9 @@ def with_datasets(tokenizer: str, text: str, out: str) -> int:
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory() as cache:
         lines = datasets.load_dataset("text", data_files=text, split="train", cache_dir=cache)
-        encoded = lines.map(Mapper(tokenizer), batched=True, batch_size=BATCH, num_proc=2, remove_columns=["text"])
+        encoded = lines.map(
+            Mapper(tokenizer), batched=True, batch_size=BATCH, num_proc=2, remove_columns=["text"]
+        )
         flat = Flat(out)
         for batch in encoded.with_format("numpy").iter(BATCH):
             flat.write(np.concatenate(batch["ids"]))
@@ -136,7 +142,9 @@ class Mapper:
     def __call__(self, batch: dict) -> dict:
         from throughline.data.tokenizer import Tokenizer
 
-        loaded = self.__dict__.get("_loaded") or self.__dict__.setdefault("_loaded", Tokenizer.load(self._path))
+        loaded = self.__dict__.get("_loaded") or self.__dict__.setdefault(
+            "_loaded", Tokenizer.load(self._path)
+        )
         found = loaded._library.encode_batch_fast(batch["text"], add_special_tokens=False)
         return {"ids": [[*encoding.ids, loaded.eos_id] for encoding in found]}
 
@@ -151,7 +159,9 @@ def with_tiktoken(tokenizer: str, text: str, out: str) -> int:
     folder = Path(os.environ["BENCH_GPT2"])
     ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
     pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-    encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
+    encoding = tiktoken.Encoding(
+        "gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256}
+    )
     flat, end = Flat(out), np.array([50256], np.uint32)
     for batch in lines_of(text):
         ids = (encoding.encode_to_numpy(line, disallowed_special=()) for line in batch)
@@ -173,13 +183,24 @@ def with_tokie(tokenizer: str, text: str, out: str) -> int:
 def measure(who: str, tokenizer: str, text: str, short: str) -> None:
     """One measurement in this process: prints CPU seconds and tokens as JSON."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    peers = {"tokenizers-peer": with_tokenizers, "datasets": with_datasets, "tiktoken": with_tiktoken, "tokie": with_tokie}
+    peers = {
+        "tokenizers-peer": with_tokenizers,
+        "datasets": with_datasets,
+        "tiktoken": with_tiktoken,
+        "tokie": with_tokie,
+    }
     times = SMALL_TIMES if os.path.getsize(text) < SMALL_BYTES else 1
     done = []
     with tempfile.TemporaryDirectory() as folder:
-        for turn, path in enumerate([short] + [short, text] * times):  # in turn, so that a slow moment of the machine meets both
+        for turn, path in enumerate(
+            [short] + [short, text] * times
+        ):  # in turn, so that a slow moment of the machine meets both
             out = str(Path(folder) / str(turn))
-            tokens = peers[who](tokenizer, path, out) if who in peers else throughline_with(who, tokenizer, path, out)
+            tokens = (
+                peers[who](tokenizer, path, out)
+                if who in peers
+                else throughline_with(who, tokenizer, path, out)
+            )
             done.append(spent())
     each = np.diff(done)
     text_s = float(each[1::2].sum() - each[::2].sum()) / times
@@ -208,14 +229,24 @@ class Bench:
 
     def rate(self, who: str, tokenizer: Path) -> float:
         """MB of text per core-second of one fresh process."""
-        command = [sys.executable, str(HERE / "tokenize.py"), "--measure", who, tokenizer, self.text, self._short]
+        command = [
+            sys.executable,
+            str(HERE / "tokenize.py"),
+            "--measure",
+            who,
+            tokenizer,
+            self.text,
+            self._short,
+        ]
         done = subprocess.run(list(map(str, command)), env=self._environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{who} failed:\n{done.stderr[-2000:]}")
         found = json.loads(done.stdout.splitlines()[-1])
         self.tokens[who] = found["tokens"]
         self._found.setdefault(who, []).append((found["startup_s"], found["text_s"]))
-        self._rates.setdefault(who, []).append((self.bytes - self._short.stat().st_size) / 1e6 / found["text_s"])
+        self._rates.setdefault(who, []).append(
+            (self.bytes - self._short.stat().st_size) / 1e6 / found["text_s"]
+        )
         return self._rates[who][-1]
 
     def facts(self) -> dict:
@@ -225,7 +256,14 @@ class Bench:
         return {"bytes": self.bytes, "startup_s": startup, "with_startup_mb_per_core_s": whole}
 
     def claim(
-        self, name: str, ours: str, peer: str, tokenizer: Path, goal: float, pairs: int | None = None, turns: int = 1
+        self,
+        name: str,
+        ours: str,
+        peer: str,
+        tokenizer: Path,
+        goal: float,
+        pairs: int | None = None,
+        turns: int = 1,
     ) -> Claim:
         """The median of `turns` of ours against one of the peer: where it is so long that the machine's noise evens out in it."""
 
@@ -234,9 +272,13 @@ class Bench:
 
         a, b = paired(rate, lambda: self.rate(peer, tokenizer), pairs or self.pairs)
         if peer != "tokie" and self.tokens[ours] != self.tokens[peer]:
-            raise SystemExit(f"{name}: {self.tokens[ours]:,} tokens against {self.tokens[peer]:,}: not the same work")
+            raise SystemExit(
+                f"{name}: {self.tokens[ours]:,} tokens against {self.tokens[peer]:,}: not the same work"
+            )
         print(f"{name}: {a} against {b}", file=sys.stderr, flush=True)
-        return claim(name, a, b, peer=peer.removesuffix("-peer"), unit="MB/core-s", better="higher", goal=goal)
+        return claim(
+            name, a, b, peer=peer.removesuffix("-peer"), unit="MB/core-s", better="higher", goal=goal
+        )
 
     def at_least(self, name: str, who: str, rate: float) -> Claim:
         """The claim of a rate, from every measurement of `who`."""
@@ -257,9 +299,15 @@ def bpe(bench: Bench, gpt2: Path) -> list[Claim]:
     claims = []
     fast = installed("gigatoken")
     if fast and installed("datasets"):
-        claims.append(bench.claim("bpe-fast-vs-datasets-map", "gigatoken", "datasets", gpt2, 50, min(bench.pairs, 3), turns=5))
+        claims.append(
+            bench.claim(
+                "bpe-fast-vs-datasets-map", "gigatoken", "datasets", gpt2, 50, min(bench.pairs, 3), turns=5
+            )
+        )
     if fast and installed("tiktoken"):
-        claims.append(bench.claim("bpe-fast-vs-tiktoken", "gigatoken", "tiktoken", gpt2, 8, 2 * bench.pairs - 1))
+        claims.append(
+            bench.claim("bpe-fast-vs-tiktoken", "gigatoken", "tiktoken", gpt2, 8, 2 * bench.pairs - 1)
+        )
         claims.append(bench.at_least("bpe-fast-rate", "gigatoken", 100.0))
     claims.append(bench.claim("bpe-plain-vs-tokenizers", "bpe-numpy", "tokenizers-peer", gpt2, 1))
     claims.append(bench.at_least("bpe-plain-rate", "bpe-numpy", 40.0))
@@ -284,7 +332,12 @@ def main() -> None:
                          help="English text files (.txt, also .bz2 or .gz) or directories of them")  # fmt: skip
     options.add_argument("--multilingual", type=existing, nargs="+", default=[],
                          help="text in other languages, or SQuAD-style JSON, for the claims named …-multilingual")  # fmt: skip
-    options.add_argument("--parts", type=lambda text: text.split(","), default=PARTS, help="measure only these, joined by commas")
+    options.add_argument(
+        "--parts",
+        type=lambda text: text.split(","),
+        default=PARTS,
+        help="measure only these, joined by commas",
+    )
     chosen = options.parse_args()
     if unknown := set(chosen.parts) - set(PARTS):
         options.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")

@@ -58,9 +58,30 @@ def prepare(text: str, directory: Path, nanogpt: Path) -> Path:
     """A directory in which both can train on this text: our token store, and nanoGPT's files with its ids beside its code."""
     directory.mkdir()
     (directory / "text.txt").write_text(text, encoding="utf-8")
-    throughline("data", "tokenizer", "text.txt", "--documents", "file", "--type", "char", "--out", "tok", cwd=directory)
     throughline(
-        "data", "tokenize", "text.txt", "--documents", "file", "--no-eos", "--tokenizer", "tok", "--out", "tokens", cwd=directory
+        "data",
+        "tokenizer",
+        "text.txt",
+        "--documents",
+        "file",
+        "--type",
+        "char",
+        "--out",
+        "tok",
+        cwd=directory,
+    )
+    throughline(
+        "data",
+        "tokenize",
+        "text.txt",
+        "--documents",
+        "file",
+        "--no-eos",
+        "--tokenizer",
+        "tok",
+        "--out",
+        "tokens",
+        cwd=directory,
     )
     data = directory / "data" / "shakespeare_char"
     data.mkdir(parents=True)
@@ -89,7 +110,15 @@ def train_ours(place: Path, name: str, settings: dict[str, object]) -> float:
     with tempfile.TemporaryDirectory() as cache:
         start = time.perf_counter()
         throughline(
-            "train", RECIPE, "--set", "data.train=tokens", "--run-dir", name, *changed, cwd=place, TORCHINDUCTOR_CACHE_DIR=cache
+            "train",
+            RECIPE,
+            "--set",
+            "data.train=tokens",
+            "--run-dir",
+            name,
+            *changed,
+            cwd=place,
+            TORCHINDUCTOR_CACHE_DIR=cache,
         )
         return time.perf_counter() - start
 
@@ -123,11 +152,16 @@ def score(logits: Callable, ids: np.ndarray) -> float:
 
     windows = (len(ids) - 1) // CONTEXT
     stream = torch.from_numpy(ids.astype(np.int64))
-    inputs, targets = stream[: windows * CONTEXT].view(-1, CONTEXT), stream[1 : windows * CONTEXT + 1].view(-1, CONTEXT)
+    inputs, targets = (
+        stream[: windows * CONTEXT].view(-1, CONTEXT),
+        stream[1 : windows * CONTEXT + 1].view(-1, CONTEXT),
+    )
     total = 0.0
     with torch.inference_mode():
         for x, y in zip(inputs.split(256), targets.split(256), strict=True):
-            total += torch.nn.functional.cross_entropy(logits(x).flatten(0, 1).float(), y.flatten(), reduction="sum").item()
+            total += torch.nn.functional.cross_entropy(
+                logits(x).flatten(0, 1).float(), y.flatten(), reduction="sum"
+            ).item()
     return total / targets.numel()
 
 
@@ -164,23 +198,41 @@ def tokens_claims(place: Path, pairs: int, steps: int) -> list[Claim]:
 
     def ours() -> float:
         name = f"tokens-{next(count)}"
-        train_ours(place, name, LIKE_NANOGPT | {"train.steps": steps, "schedule.decay_steps": min(steps, 120)})
+        train_ours(
+            place, name, LIKE_NANOGPT | {"train.steps": steps, "schedule.decay_steps": min(steps, 120)}
+        )
         return tokens / step_seconds_ours(place / name, skip)
 
     def nanogpt() -> float:
         return tokens / step_seconds_nanogpt(train_nanogpt(place, "tokens", steps, 0)[1], skip)
 
     def trainer() -> float:
-        return tokens / float(run([sys.executable, PEERS, "trainer", place / "data", steps, skip], place).split()[-1])
+        return tokens / float(
+            run([sys.executable, PEERS, "trainer", place / "data", steps, skip], place).split()[-1]
+        )
 
     common = {"unit": "tokens/s", "better": "higher"}
     return [
-        claim("gpt-tokens-vs-nanogpt", *paired(ours, nanogpt, pairs), peer="nanoGPT train.py, fp32", goal=1.3, **common),
-        claim("gpt-tokens-vs-trainer", *paired(ours, trainer, pairs), peer="transformers Trainer, fp32", goal=1.5, **common),
+        claim(
+            "gpt-tokens-vs-nanogpt",
+            *paired(ours, nanogpt, pairs),
+            peer="nanoGPT train.py, fp32",
+            goal=1.3,
+            **common,
+        ),
+        claim(
+            "gpt-tokens-vs-trainer",
+            *paired(ours, trainer, pairs),
+            peer="transformers Trainer, fp32",
+            goal=1.5,
+            **common,
+        ),
     ]
 
 
-def loss_claim(name: str, place: Path, text: str, seeds: int, steps: int, goal: float) -> tuple[Claim, list[dict]]:
+def loss_claim(
+    name: str, place: Path, text: str, seeds: int, steps: int, goal: float
+) -> tuple[Claim, list[dict]]:
     """Time to nanoGPT's final loss, one pair a seed."""
     ours_s, theirs_s, details = [], [], []
     for seed in range(seeds):
@@ -193,7 +245,9 @@ def loss_claim(name: str, place: Path, text: str, seeds: int, steps: int, goal: 
         print(details[-1], file=sys.stderr)
         ours_s.append(seconds if ours <= theirs else float("inf"))
         theirs_s.append(their_seconds)
-    made = claim(name, ours_s, theirs_s, peer=f"nanoGPT train.py, {steps} steps", unit="s", better="lower", goal=goal)
+    made = claim(
+        name, ours_s, theirs_s, peer=f"nanoGPT train.py, {steps} steps", unit="s", better="lower", goal=goal
+    )
     return made, details
 
 
@@ -218,7 +272,9 @@ def gpt124_claims(directory: Path, pairs: int, steps: int) -> list[Claim]:
             return 1024 / step_seconds_ours(directory / name, 3)
 
         def transformers(kind: str, rows=rows, length=length) -> float:
-            return 1024 / float(run([sys.executable, PEERS, kind, rows, length, steps], directory).split()[-1])
+            return 1024 / float(
+                run([sys.executable, PEERS, kind, rows, length, steps], directory).split()[-1]
+            )
 
         kinds = ("eager", "compiled")
         best = max(kinds, key=transformers)
@@ -232,7 +288,9 @@ def gpt124_claims(directory: Path, pairs: int, steps: int) -> list[Claim]:
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--nanogpt", type=existing, required=True, help="a checkout of karpathy/nanoGPT")
-    options.add_argument("--novel", type=existing, default=SAMPLES / "novels" / "Cbronte_Jane_1847.txt.bz2", help="a .txt.bz2")
+    options.add_argument(
+        "--novel", type=existing, default=SAMPLES / "novels" / "Cbronte_Jane_1847.txt.bz2", help="a .txt.bz2"
+    )
     options.add_argument("--parts", default="tokens,loss,novel,gpt124", help="what to measure")
     chosen = options.parse_args()
     parts, quick = chosen.parts.split(","), chosen.quick

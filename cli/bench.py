@@ -29,7 +29,9 @@ def latency(paths: tuple[str, ...], seconds: float, threads: int | None) -> None
     from ..inference.backends import open_backend
     from ..inference.bench import latency_lines, latency_table
 
-    rows = [{"model": path} | row for path in paths for row in latency_table(open_backend(path, threads), seconds)]
+    rows = [
+        {"model": path} | row for path in paths for row in latency_table(open_backend(path, threads), seconds)
+    ]
     header, cells = latency_lines(rows)
     if len(paths) > 1:
         header, cells = ["model", *header], [[row["model"], *line] for row, line in zip(rows, cells)]

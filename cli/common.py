@@ -16,7 +16,15 @@ from typing import Any
 import click
 
 from ..core import console
-from ..core.errors import EXIT_FAILED, EXIT_FILE, EXIT_INTERRUPTED, EXIT_STOPPED, Failed, Stopped, ThroughlineError
+from ..core.errors import (
+    EXIT_FAILED,
+    EXIT_FILE,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    Failed,
+    Stopped,
+    ThroughlineError,
+)
 
 LATER_S = 2.0
 
@@ -29,14 +37,19 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds --json and --debug and turns our errors into messages and exit codes. Put it under @click.command()."""
 
     @click.option(
-        "--json", "json_output", is_flag=True, help="Print one JSON object on stdout, everything else on stderr."
+        "--json",
+        "json_output",
+        is_flag=True,
+        help="Print one JSON object on stdout, everything else on stderr.",
     )
     @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
     @functools.wraps(function)
     def wrapped(*args: Any, json_output: bool, debug: bool, **kwargs: Any) -> Any:
         console.configure(json_output=json_output)
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may hold what the terminal cannot show
+            sys.stdout.reconfigure(
+                errors="backslashreplace"
+            )  # as stderr: a path may hold what the terminal cannot show
         before = _on_sigterm(_terminated)  # train, serve and tokenise put their own in its place
         try:
             answer = function(*args, **kwargs)
@@ -47,12 +60,16 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
             _fail(error, json_output, debug)
         except KeyboardInterrupt as signalled:
             by_sigterm = isinstance(signalled, _Terminated)
-            code, said = (EXIT_STOPPED, "stopped by SIGTERM") if by_sigterm else (EXIT_INTERRUPTED, "interrupted")
+            code, said = (
+                (EXIT_STOPPED, "stopped by SIGTERM") if by_sigterm else (EXIT_INTERRUPTED, "interrupted")
+            )
             _tell_launcher(code)
             if _speaks():
                 click.echo(said, err=True)
             sys.exit(code)
-        except BrokenPipeError:  # who read our output (`| head`) wants no more of it; nor does the interpreter's last flush
+        except (
+            BrokenPipeError
+        ):  # who read our output (`| head`) wants no more of it; nor does the interpreter's last flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(EXIT_FAILED)
         except click.exceptions.ClickException:
@@ -108,7 +125,9 @@ def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
         traceback.print_exc()
     click.echo(f"error: {error}", err=True)
     lost = getattr(error, "at_once", False)
-    if json_output and not (lost and EXIT_FILE in os.environ):  # the launcher starts all again: this is not yet the answer
+    if json_output and not (
+        lost and EXIT_FILE in os.environ
+    ):  # the launcher starts all again: this is not yet the answer
         click.echo(json.dumps(error.as_dict()))
     if lost:  # a run whose other processes stand still: an orderly end would wait for them
         os._exit(error.exit_code)

@@ -9,7 +9,13 @@ from .common import throughline_command
 @click.command()
 @click.argument("first", type=click.Path())
 @click.argument("second", type=click.Path())
-@click.option("--bound", type=float, default=1e-5, show_default=True, help="Largest relative difference that is allowed.")
+@click.option(
+    "--bound",
+    type=float,
+    default=1e-5,
+    show_default=True,
+    help="Largest relative difference that is allowed.",
+)
 @throughline_command
 def command(first: str, second: str, bound: float) -> None:
     """Compare the losses and gradient norms of two runs; exit code 3 when a difference is above the bound.
@@ -23,7 +29,11 @@ def command(first: str, second: str, bound: float) -> None:
     from ..core.errors import WrongUse
 
     if not bound >= 0:  # NaN too: no difference is within it, not even none
-        raise WrongUse(f"{bound:g} is no bound", where="--bound", fix="a number from 0 on; 0 asks for the same to the last bit")
+        raise WrongUse(
+            f"{bound:g} is no bound",
+            where="--bound",
+            fix="a number from 0 on; 0 asks for the same to the last bit",
+        )
     if is_artifact(first) and read_manifest(first).kind == "scores":
         from ..eval.compare import compare_scores
 
@@ -34,7 +44,10 @@ def command(first: str, second: str, bound: float) -> None:
     comparison = compare_runs(first, second)
     lines = console.table(
         ("figure", "steps", "in one run alone", "largest difference", "at step", "first", "second"),
-        [(row.name, row.steps, row.alone, row.difference, row.step, row.first, row.second) for row in comparison],
+        [
+            (row.name, row.steps, row.alone, row.difference, row.step, row.first, row.second)
+            for row in comparison
+        ],
     )
     check_bound(comparison, bound, first, second)
     payload = {"bound": bound, "figures": [row.as_dict() for row in comparison]}

@@ -38,7 +38,9 @@ def text_options(function: Any) -> Any:
 
 
 def out_options(function: Any) -> Any:
-    overwrite = click.option("--overwrite", is_flag=True, help="Replace an artifact that is already at --out.")
+    overwrite = click.option(
+        "--overwrite", is_flag=True, help="Replace an artifact that is already at --out."
+    )
     return click.option("--out", required=True, help="Directory to write.")(overwrite(function))
 
 
@@ -87,7 +89,11 @@ def is_given(name: str) -> bool:
     help="What to train; `import` takes one GPT-2 or BERT vocabulary or a tokenizer.json as INPUTS instead.",
 )  # fmt: skip
 @click.option(
-    "--vocab-size", type=click.IntRange(3), default=32000, show_default=True, help="Entries, special tokens included."
+    "--vocab-size",
+    type=click.IntRange(3),
+    default=32000,
+    show_default=True,
+    help="Entries, special tokens included.",
 )
 @click.option(
     "--cased/--uncased",
@@ -130,38 +136,64 @@ def tokenizer(
 
     check_free(out, overwrite)
     if cased is not None and kind in ("bpe", "char"):
-        raise WrongUse(f"{kind} keeps text as it is", where="--cased/--uncased", fix="leave it out, or use --type wordpiece")
+        raise WrongUse(
+            f"{kind} keeps text as it is",
+            where="--cased/--uncased",
+            fix="leave it out, or use --type wordpiece",
+        )
     if kind == "import":
         given = [name for name in ("vocab_size", "sample_bytes", "max_replaced", *text) if is_given(name)]
         if given:
             where = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise WrongUse("an import trains nothing", where=where, fix="leave it out, or train: --type bpe, wordpiece or char")
+            raise WrongUse(
+                "an import trains nothing",
+                where=where,
+                fix="leave it out, or train: --type bpe, wordpiece or char",
+            )
         if len(inputs) != 1:
             raise WrongUse(
-                "an import takes one path", why=f"{len(inputs)} were given", fix="name the directory of the vocabulary"
+                "an import takes one path",
+                why=f"{len(inputs)} were given",
+                fix="name the directory of the vocabulary",
             )
         made, files = import_tokenizer(inputs[0], None if cased is None else not cased)
         if cased is not None and files[0].suffix != ".txt":
-            raise WrongUse("this tokenizer says itself what it keeps", where="--cased/--uncased", fix="leave it out")
+            raise WrongUse(
+                "this tokenizer says itself what it keeps", where="--cased/--uncased", fix="leave it out"
+            )
         records = [input_record(file) for file in files]
         facts: dict[str, Any] = {"trained": False, "counts": {}}
     else:
         sources, counts = expand_inputs(list(inputs)), Counter[str]()
         texts = sample(sources, read_options(**text), sample_bytes, counts, max_replaced)
         made = train_tokenizer(texts, kind, vocab_size, lowercase=not cased)  # type: ignore[arg-type]
-        small = sum(source.bytes for source in sources) <= CHECK_BYTES  # a sample is not worth hours of hashing what it is of
+        small = (
+            sum(source.bytes for source in sources) <= CHECK_BYTES
+        )  # a sample is not worth hours of hashing what it is of
         paths = [source.path for source in sources if os.path.exists(source.path)]
-        records = [input_record(path) if small else Input(os.path.abspath(path), "foreign", "") for path in paths]
-        facts = {"trained": True, "sample_bytes": sample_bytes, "counts": {key: counts[key] for key in COUNTS}}
+        records = [
+            input_record(path) if small else Input(os.path.abspath(path), "foreign", "") for path in paths
+        ]
+        facts = {
+            "trained": True,
+            "sample_bytes": sample_bytes,
+            "counts": {key: counts[key] for key in COUNTS},
+        }
     made.save(out, records, facts, overwrite)
-    lines = [f"{made.type} tokenizer of {made.vocab_size:,} entries in {out}", *found_in_text(facts["counts"])]
+    lines = [
+        f"{made.type} tokenizer of {made.vocab_size:,} entries in {out}",
+        *found_in_text(facts["counts"]),
+    ]
     console.result({"path": out, **made.facts(), "counts": facts["counts"]}, lines)
 
 
 @command.command()
 @text_options
 @click.option(
-    "--tokenizer", "tokenizer_path", required=True, help="Tokenizer artifact, model directory or tokenizer.json."
+    "--tokenizer",
+    "tokenizer_path",
+    required=True,
+    help="Tokenizer artifact, model directory or tokenizer.json.",
 )
 @click.option(
     "--eos/--no-eos",
@@ -179,9 +211,17 @@ def tokenizer(
     help="Encoder; the tokens are the same.",
 )
 @click.option(
-    "--executor", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Who runs the tasks."
+    "--executor",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="Who runs the tasks.",
 )
-@click.option("--shard-bytes", callback=size_of, help="Input per shard, e.g. 64M [default: 1/64 of the input, 8 MiB to 256 MiB].")
+@click.option(
+    "--shard-bytes",
+    callback=size_of,
+    help="Input per shard, e.g. 64M [default: 1/64 of the input, 8 MiB to 256 MiB].",
+)
 @click.option("--task-index", type=click.IntRange(0), help="This process's number in a job array, from 0.")
 @click.option("--task-count", type=click.IntRange(1), help="Processes in the job array.")
 @out_options
@@ -228,7 +268,9 @@ def tokenize(
 @command.command()
 @click.argument("store")
 @click.option("--samples", type=click.IntRange(0), default=3, show_default=True, help="Documents to show.")
-@click.option("--top", type=click.IntRange(0), default=3, show_default=True, help="Repeated documents to show.")
+@click.option(
+    "--top", type=click.IntRange(0), default=3, show_default=True, help="Repeated documents to show."
+)
 @click.option("--tokenizer", "tokenizer_path", help="Tokenizer of a foreign store.")
 @throughline_command
 def inspect(store: str, samples: int, top: int, tokenizer_path: str | None) -> None:
@@ -246,7 +288,8 @@ def inspect(store: str, samples: int, top: int, tokenizer_path: str | None) -> N
     lines = [
         f"{found['tokens']:,} tokens, {found['documents']:,} documents, {found['sequences']:,} sequences, "
         f"{found['shards']:,} shards, {found['dtype']}, vocabulary {found['vocab_size']:,}",
-        f"{found['tokens_per_document']:,.1f} tokens per document" + (f", {ratio:.2f} bytes per token" if ratio else ""),
+        f"{found['tokens_per_document']:,.1f} tokens per document"
+        + (f", {ratio:.2f} bytes per token" if ratio else ""),
         "",
         *console.table(("up to tokens", "documents"), list(found["lengths"].items())),
     ]
@@ -257,8 +300,15 @@ def inspect(store: str, samples: int, top: int, tokenizer_path: str | None) -> N
 
 @command.command()
 @click.argument("store")
-@click.option("--to", "target", type=click.Choice(["nanogpt", "olmo", "llmc", "parquet"]), required=True, help="Layout.")
-@click.option("--val-fraction", type=click.FloatRange(0, 0.5), default=0.0, help="nanogpt: part for val.bin, from the end.")
+@click.option(
+    "--to", "target", type=click.Choice(["nanogpt", "olmo", "llmc", "parquet"]), required=True, help="Layout."
+)
+@click.option(
+    "--val-fraction",
+    type=click.FloatRange(0, 0.5),
+    default=0.0,
+    help="nanogpt: part for val.bin, from the end.",
+)
 @click.option("--out", required=True, help="Directory to write.")
 @throughline_command
 def export(store: str, target: str, val_fraction: float, out: str) -> None:

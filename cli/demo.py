@@ -24,8 +24,18 @@ PROMPT = "ROMEO:\nO"
 
 
 @click.command()
-@click.option("--out", default="runs/demo", show_default=True, type=click.Path(path_type=Path), help="Directory to work in.")
-@click.option("--text", type=click.Path(exists=True, path_type=Path), help="Your own text instead of the shipped Shakespeare.")
+@click.option(
+    "--out",
+    default="runs/demo",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Directory to work in.",
+)
+@click.option(
+    "--text",
+    type=click.Path(exists=True, path_type=Path),
+    help="Your own text instead of the shipped Shakespeare.",
+)
 @throughline_command
 def command(out: Path, text: Path | None) -> None:
     """Text to served endpoint: tokenizers, tokens, a small GPT and a small BERT, scores, ONNX, one question to each.
@@ -57,9 +67,18 @@ def road(out: Path, text: Path) -> list[tuple[str, list[str]]]:
         tokenizer, tokens, run = (str(out / f"{family}-{name}") for name in ("tokenizer", "tokens", "run"))
         stages += [
             (f"{family}-tokenizer", ["data", "tokenizer", str(text), *vocabulary, "--out", tokenizer]),
-            (f"{family}-tokens", ["data", "tokenize", str(text), "--tokenizer", tokenizer, *sentences, "--out", tokens]),
-            (f"{family}-run", ["train", f"{family}-shakespeare", "--set", f"data.train={tokens}", "--run-dir", run]),
-            (f"{family}-scores/scores", ["eval", run, "--tasks", tasks, "--limit", "100", "--out", str(out / f"{family}-scores")]),
+            (
+                f"{family}-tokens",
+                ["data", "tokenize", str(text), "--tokenizer", tokenizer, *sentences, "--out", tokens],
+            ),
+            (
+                f"{family}-run",
+                ["train", f"{family}-shakespeare", "--set", f"data.train={tokens}", "--run-dir", run],
+            ),
+            (
+                f"{family}-scores/scores",
+                ["eval", run, "--tasks", tasks, "--limit", "100", "--out", str(out / f"{family}-scores")],
+            ),
             (f"{family}-onnx", ["export", run, "--to", "onnx", "--out", str(out / f"{family}-onnx")]),
         ]
     return stages
@@ -87,7 +106,11 @@ def run_stage(words: list[str], made: Path) -> float | None:
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-m", f"{PACKAGE}.cli.main", *words], stdout=sys.stderr)
     if done.returncode:
-        raise Failed("a stage of the demo failed", where=shown, why=f"exit code {done.returncode}; its message is above")
+        raise Failed(
+            "a stage of the demo failed",
+            where=shown,
+            why=f"exit code {done.returncode}; its message is above",
+        )
     return time.monotonic() - start
 
 
@@ -95,17 +118,26 @@ def ask(out: Path) -> dict[str, Any]:
     """Serve both models and ask each one question over HTTP."""
     words = ["serve", f"gpt={out / 'gpt-onnx'}", f"bert={out / 'bert-onnx'}", "--port", "0"]
     console.say(f"\n$ throughline {shlex.join(words)}")
-    server = subprocess.Popen([sys.executable, "-m", f"{PACKAGE}.cli.main", *words], stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, "-m", f"{PACKAGE}.cli.main", *words], stderr=subprocess.PIPE, text=True
+    )
     try:
         url = _address(server)
         start = time.monotonic()
-        gpt = _post(f"{url}v1/completions", {"model": "gpt", "prompt": PROMPT, "max_tokens": 60, "seed": 2, "temperature": 0.7})
+        gpt = _post(
+            f"{url}v1/completions",
+            {"model": "gpt", "prompt": PROMPT, "max_tokens": 60, "seed": 2, "temperature": 0.7},
+        )
         tokens_per_second = gpt["usage"]["completion_tokens"] / (time.monotonic() - start)
         bert = _post(f"{url}v1/fill-mask", {"model": "bert", "input": "my lord, the [MASK] is here."})
     finally:
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=30)
-    return {"completion": gpt["choices"][0]["text"], "tokens_per_second": tokens_per_second, "fill_mask": bert}
+    return {
+        "completion": gpt["choices"][0]["text"],
+        "tokens_per_second": tokens_per_second,
+        "fill_mask": bert,
+    }
 
 
 def _address(server: subprocess.Popen) -> str:

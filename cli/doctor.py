@@ -66,7 +66,9 @@ def command() -> None:
     for name in REQUIRED:
         lines.append(f"  {name:<14}{packages[name] or 'MISSING: pip install throughline'}")
     for name, extra in OPTIONAL.items():
-        lines.append(f"  {name:<14}{packages[name] or f'not installed (optional: pip install throughline[{extra}])'}")
+        lines.append(
+            f"  {name:<14}{packages[name] or f'not installed (optional: pip install throughline[{extra}])'}"
+        )
     if rates:
         lines += ["", *_rate_lines(rates), *([slow] if slow else [])]
     facts = {"version": version(), "machine": asdict(machine), "packages": packages, "compiler": compiler}
@@ -93,7 +95,12 @@ def _rates() -> "tuple[list[Rates], str]":
 def _rate_lines(rates: "Sequence[Rates]") -> list[str]:
     """A row for each process: products, copies, and what it sends in a sum over all of them."""
     rows = [
-        (each.rank, each.product / 1e9, each.copy / 1e9, None if each.all_reduce is None else each.all_reduce / 1e9)
+        (
+            each.rank,
+            each.product / 1e9,
+            each.copy / 1e9,
+            None if each.all_reduce is None else each.all_reduce / 1e9,
+        )
         for each in rates
     ]
     return console.table(("process", "product GFLOP/s", "copy GB/s", "all-reduce GB/s"), rows)

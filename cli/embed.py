@@ -27,13 +27,17 @@ def command(path: str, file: str, out: str | None) -> None:
     from ..inference.texts import embed_texts
 
     if file != "-" and not Path(file).is_file():
-        raise WrongUse("no such file", where=file, fix="give a text file with one text per line, or - for standard input")
+        raise WrongUse(
+            "no such file", where=file, fix="give a text file with one text per line, or - for standard input"
+        )
     text = read_stdin() if file == "-" else Path(file).read_bytes().decode("utf-8-sig", "replace")
     # not splitlines(), which cuts at form feeds and at Unicode's line separators too
     texts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not texts:
         raise WrongUse("there is no text to embed", where=file, fix="give a file with one text per line")
-    rows = [{"text": line, "embedding": vector.tolist()} for line, vector in zip(texts, embed_texts(path, texts))]
+    rows = [
+        {"text": line, "embedding": vector.tolist()} for line, vector in zip(texts, embed_texts(path, texts))
+    ]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     if out is not None:
         with full_disk(out):

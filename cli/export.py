@@ -10,7 +10,9 @@ from .common import throughline_command
 
 @click.command()
 @click.argument("path", type=click.Path())
-@click.option("--to", "target", type=click.Choice(["onnx", "huggingface"]), required=True, help="What to write.")
+@click.option(
+    "--to", "target", type=click.Choice(["onnx", "huggingface"]), required=True, help="What to write."
+)
 @click.option("--out", required=True, type=click.Path(), help="Directory to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is already there.")
 @throughline_command

@@ -14,15 +14,43 @@ ARRAY_MACHINES = 8  # of 8 processes: the 64 shards of a corpus up to 16 GiB
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--nproc", type=click.IntRange(1), help="Processes; by default as many as the recipe's layout needs.")
-@click.option("--emit", type=click.Choice(["torchrun", "slurm", "kubernetes"]), help="Print a job file instead of running.")
-@click.option("--per-machine", type=click.IntRange(1), default=8, show_default=True, help="Processes on a machine, with --emit.")
-@click.option("--image", default="throughline:latest", show_default=True, help="Container image, with --emit kubernetes.")
-@click.option("--restarts", type=click.IntRange(0), default=3, show_default=True, help="Starts after a lost process, in a row.")
+@click.option(
+    "--nproc", type=click.IntRange(1), help="Processes; by default as many as the recipe's layout needs."
+)
+@click.option(
+    "--emit",
+    type=click.Choice(["torchrun", "slurm", "kubernetes"]),
+    help="Print a job file instead of running.",
+)
+@click.option(
+    "--per-machine",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Processes on a machine, with --emit.",
+)
+@click.option(
+    "--image",
+    default="throughline:latest",
+    show_default=True,
+    help="Container image, with --emit kubernetes.",
+)
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Starts after a lost process, in a row.",
+)
 @click.argument("arguments", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 @throughline_command
 def command(
-    nproc: int | None, emit: str | None, per_machine: int, image: str, restarts: int, arguments: tuple[str, ...]
+    nproc: int | None,
+    emit: str | None,
+    per_machine: int,
+    image: str,
+    restarts: int,
+    arguments: tuple[str, ...],
 ) -> None:
     """Run COMMAND (train, eval, data tokenize, doctor) on several processes of this machine, or print the job file that does.
 
@@ -43,7 +71,9 @@ def command(
     made = {"train": _train_job, "eval": _eval_job}.get(arguments[0])
     if made is None and (arguments[0] != "doctor" or emit is not None):
         raise WrongUse(f"launch does not run {arguments[0]!r}", fix=f"it takes: {LAUNCHED}")
-    processes, name, run_dir, about, gpus = made(nproc, arguments) if made else (nproc or _devices(), "doctor", None, "", True)
+    processes, name, run_dir, about, gpus = (
+        made(nproc, arguments) if made else (nproc or _devices(), "doctor", None, "", True)
+    )
     if emit is None:
         from ..train.parallel.launch import run_processes
 
@@ -52,7 +82,9 @@ def command(
 
     job = make_job(arguments, processes, per_machine, name, run_dir, about, restarts, gpus)
     text = job_file(emit, job, image)
-    console.result({"kind": emit, "machines": job.machines, "processes": processes, "text": text}, text.splitlines())
+    console.result(
+        {"kind": emit, "machines": job.machines, "processes": processes, "text": text}, text.splitlines()
+    )
 
 
 def _devices() -> int:
@@ -74,7 +106,9 @@ def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str,
     layout, section = recipe.parallel.layout(), recipe.train
     rows = section.rows_per_step, section.rows_per_micro_batch
     allowed = partial(can_be_had, recipe)
-    require_world(layout, nproc or layout.world, model_config(recipe), section.sequence_length, *rows, allowed)
+    require_world(
+        layout, nproc or layout.world, model_config(recipe), section.sequence_length, *rows, allowed
+    )
     name = find_recipe(given["recipe"]).stem
     return layout.world, name, given["run_dir"] or f"runs/{name}", layout.describe(), section.device != "cpu"
 
@@ -103,12 +137,18 @@ def _tokenize_array(processes: int, emit: str | None, per_machine: int, argument
         fix = "--emit slurm for several machines; on this one: throughline data tokenize ... --workers N"
         raise WrongUse(f"data tokenize has no {emit or 'launcher'}: it starts its processes itself", fix=fix)
     if given["task_index"] is not None or given["workers"] is not None or given["executor"] != "local":
-        fix = "leave out --task-index, --task-count, --workers and --executor; --nproc and --per-machine decide"
+        fix = (
+            "leave out --task-index, --task-count, --workers and --executor; --nproc and --per-machine decide"
+        )
         raise WrongUse("the job array divides the work itself", where="data tokenize", fix=fix)
     if given["overwrite"]:
         fix = "remove the old store, or choose another --out"
-        raise WrongUse("no element of a job array knows whether another has begun anew", where="--overwrite", fix=fix)
+        raise WrongUse(
+            "no element of a job array knows whether another has begun anew", where="--overwrite", fix=fix
+        )
     elements, cores = -(-processes // per_machine), min(per_machine, processes)
     name = f"tokenize-{Path(given['out']).name}"
     text = slurm_array(arguments, elements, cores, name)
-    console.result({"kind": emit, "machines": elements, "processes": elements * cores, "text": text}, text.splitlines())
+    console.result(
+        {"kind": emit, "machines": elements, "processes": elements * cores, "text": text}, text.splitlines()
+    )

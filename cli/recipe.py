@@ -20,7 +20,10 @@ def list_recipes() -> None:
     \b
     Example:  throughline recipe list
     """
-    rows = [(name, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")) for name, path in shipped_recipes().items()]
+    rows = [
+        (name, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# "))
+        for name, path in shipped_recipes().items()
+    ]
     console.result({"recipes": dict(rows)}, [f"{name:<28}{note}" for name, note in rows])
 
 
@@ -41,7 +44,9 @@ def show(name: str | None) -> None:
 
     rows = describe(Recipe)
     lines = [
-        line for key, kind, default, note in rows for line in (f"{key}  ({kind}, default {default})", f"    {note}")
+        line
+        for key, kind, default, note in rows
+        for line in (f"{key}  ({kind}, default {default})", f"    {note}")
     ]
     console.result({"fields": [dict(zip(("key", "type", "default", "help"), row)) for row in rows]}, lines)
 

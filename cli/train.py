@@ -10,7 +10,9 @@ from .common import recipe_options, throughline_command
 
 @click.command()
 @recipe_options
-@click.option("--run-dir", type=click.Path(), help="Directory of the run; by default runs/<name of the recipe>.")
+@click.option(
+    "--run-dir", type=click.Path(), help="Directory of the run; by default runs/<name of the recipe>."
+)
 @click.option(
     "--resume",
     type=click.Choice(["auto", "never"]),
@@ -18,12 +20,22 @@ from .common import recipe_options, throughline_command
     show_default=True,
     help="auto continues the run that is there, to the last bit; never refuses a directory with a run.",
 )
-@click.option("--profile", is_flag=True, help="Write a trace of a few steps and the time per class of kernel.")
+@click.option(
+    "--profile", is_flag=True, help="Write a trace of a few steps and the time per class of kernel."
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, write nothing.")
-@click.option("--show-layout", is_flag=True, help="Print what each process holds and sends in a step, write nothing.")
+@click.option(
+    "--show-layout", is_flag=True, help="Print what each process holds and sends in a step, write nothing."
+)
 @throughline_command
 def command(
-    recipe: str, overrides: tuple[str, ...], run_dir: str | None, resume: str, profile: bool, dry_run: bool, show_layout: bool
+    recipe: str,
+    overrides: tuple[str, ...],
+    run_dir: str | None,
+    resume: str,
+    profile: bool,
+    dry_run: bool,
+    show_layout: bool,
 ) -> None:
     """Train a model from RECIPE (a file or the name of a shipped one).
 
@@ -45,7 +57,11 @@ def command(
         from ..train.recipe import model_config
 
         data = resolved.data
-        facts = Tokenizer.load(data.tokenizer).facts() if data.tokenizer else TokenStore.open(data.sources()[0].path).facts
+        facts = (
+            Tokenizer.load(data.tokenizer).facts()
+            if data.tokenizer
+            else TokenStore.open(data.sources()[0].path).facts
+        )
         if running_processes()[0] == 0:
             console.result(*layout_report(resolved, model_config(resolved, facts.get("vocab_size"))))
         return
@@ -71,8 +87,14 @@ def command(
         return  # the first process says it
     from ..train.report import figure_text
 
-    figures = {"loss": summary["loss"], **{figure_name(name): value for name, value in summary["validation"].items()}}
+    figures = {
+        "loss": summary["loss"],
+        **{figure_name(name): value for name, value in summary["validation"].items()},
+    }
     figures |= {"steps skipped": summary["skipped_steps"]} if summary["skipped_steps"] else {}
     lines = [f"{name:<26}{figure_text(value)}" for name, value in figures.items()]
-    lines += [f"{'tokens/s':<26}{summary['tokens_per_s']:,.0f}", f"run in {directory}; report: {directory / 'report.html'}"]
+    lines += [
+        f"{'tokens/s':<26}{summary['tokens_per_s']:,.0f}",
+        f"run in {directory}; report: {directory / 'report.html'}",
+    ]
     console.result(summary, lines)

@@ -65,7 +65,9 @@ class Manifest:
     @property
     def hash(self) -> str:
         """Identity of the content: kind, files and facts; not the time, the command or the place."""
-        return sha256_json({"kind": self.kind, "files": [asdict(file) for file in self.files], "facts": self.facts})
+        return sha256_json(
+            {"kind": self.kind, "files": [asdict(file) for file in self.files], "facts": self.facts}
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
@@ -155,7 +157,12 @@ def check_free(path: Path | str, overwrite: bool | None = None) -> None:
     path = Path(path)
     if path.is_dir() and ((here := path.samefile(".")) or os.path.ismount(path)):
         why = f"it is {'the current directory' if here else 'a mount point'}, and an output is renamed into its place"
-        raise WrongUse("the output cannot be this directory", where=path, why=why, fix=f"a new one in it: {path / 'NAME'}")
+        raise WrongUse(
+            "the output cannot be this directory",
+            where=path,
+            why=why,
+            fix=f"a new one in it: {path / 'NAME'}",
+        )
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not overwrite:
@@ -185,7 +192,9 @@ def _move_into_place(staging: Path, path: Path, overwrite: bool) -> None:
 def command_line() -> str:
     """The command that is running, as a person would type it."""
     program = Path(sys.argv[0] if sys.argv else "")
-    name = "throughline" if program.parts[-2:] == ("cli", "main.py") else program.name or "python"  # python -m throughline.cli.main
+    name = (
+        "throughline" if program.parts[-2:] == ("cli", "main.py") else program.name or "python"
+    )  # python -m throughline.cli.main
     return shlex.join([name, *sys.argv[1:]])
 
 
@@ -198,7 +207,9 @@ def read_manifest(path: Path | str, *kinds: str) -> Manifest:
     """The manifest of the artifact at `path`. Raises WrongUse when there is none or it is of another kind."""
     path = Path(path)
     if not path.exists():
-        raise WrongUse("no such path", where=path, fix="check the spelling; `ls` the directory that should hold it")
+        raise WrongUse(
+            "no such path", where=path, fix="check the spelling; `ls` the directory that should hold it"
+        )
     if not is_artifact(path):
         raise WrongUse(
             "not a Throughline artifact",
@@ -209,7 +220,9 @@ def read_manifest(path: Path | str, *kinds: str) -> Manifest:
     manifest = _parse(path / MANIFEST)
     if kinds and manifest.kind not in kinds:
         raise WrongUse(
-            f"expected {' or '.join(kinds)}, found {manifest.kind}", where=path, fix=f"give a {kinds[0]} directory"
+            f"expected {' or '.join(kinds)}, found {manifest.kind}",
+            where=path,
+            fix=f"give a {kinds[0]} directory",
         )
     return manifest
 

@@ -50,7 +50,10 @@ def stream(text: str) -> None:
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Aligned lines of a table; numbers to the right."""
     cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(len(str(h)), *(len(row[i]) for row in cells)) if cells else len(str(h)) for i, h in enumerate(header)]
+    widths = [
+        max(len(str(h)), *(len(row[i]) for row in cells)) if cells else len(str(h))
+        for i, h in enumerate(header)
+    ]
     right = [
         all(isinstance(row[i], int | float) or row[i] is None for row in rows) and bool(rows)
         for i in range(len(header))

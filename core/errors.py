@@ -36,7 +36,13 @@ class ThroughlineError(Exception):
 
     def as_dict(self) -> dict[str, object]:
         """The error for `--json`."""
-        return {"error": self.what, "where": self.where, "why": self.why, "fix": self.fix, "exit_code": self.exit_code}
+        return {
+            "error": self.what,
+            "where": self.where,
+            "why": self.why,
+            "fix": self.fix,
+            "exit_code": self.exit_code,
+        }
 
     def __reduce__(self) -> tuple:  # keyword-only parts survive a trip between processes
         return _rebuild, (type(self), self.args, self.__dict__.copy())

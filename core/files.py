@@ -42,7 +42,9 @@ def sync(path: Path | str) -> None:
 def write_atomic(path: Path | str, data: str | bytes) -> None:
     """Write a small file so that readers see the old content or the new, never a part. Raises Failed on a full disk."""
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")  # not the process's number: two machines may share it
+    aside = path.with_name(
+        f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+    )  # not the process's number: two machines may share it
     try:
         with full_disk(path), open(aside, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -69,7 +71,9 @@ def full_disk(path: Path | str) -> Iterator[None]:
         }
         if error.errno in names:
             fix = "choose another directory"
-            raise WrongUse("cannot write there", where=error.filename or path, why=names[error.errno], fix=fix) from error
+            raise WrongUse(
+                "cannot write there", where=error.filename or path, why=names[error.errno], fix=fix
+            ) from error
         reasons = {
             errno.ENOSPC: "the disk is full",
             errno.EPERM: "not permitted there",

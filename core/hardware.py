@@ -160,5 +160,6 @@ def check_dtype(dtype: str, device: str, *, capability: str = "", name: str = ""
         f"{name or 'this GPU'} cannot compute in {dtype}",
         where=f"compute capability {capability}",
         why=f"{dtype} needs compute capability {NEEDS_CAPABILITY[dtype]} or later",
-        fix=f"use {instead}" + (" (with loss scaling, which is on by default for fp16)" if instead == "fp16" else ""),
+        fix=f"use {instead}"
+        + (" (with loss scaling, which is on by default for fp16)" if instead == "fp16" else ""),
     )

@@ -25,7 +25,9 @@ from .files import sha256_json
 class Section(BaseModel):
     """A part of a recipe: frozen, strict (no "3" for 3, no inf), unknown keys refused, docstrings under fields are their help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ def load_recipe(
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise WrongUse("the recipe is not valid TOML", where=path, why=str(error), fix="mend that line") from None
+        raise WrongUse(
+            "the recipe is not valid TOML", where=path, why=str(error), fix="mend that line"
+        ) from None
     origin = _set_overrides(tree, overrides)
     return build_recipe(tree, model, rules, where=path, text=text, overridden=origin)
 
@@ -132,10 +136,14 @@ def describe(model: type[Section], prefix: str = "") -> list[tuple[str, str, str
             rows += describe(inner, f"{prefix}{name}.")
             continue
         kind = re.sub(
-            r"typing\.|<class '|'>|NoneType", lambda m: "None" if m[0] == "NoneType" else "", str(info.annotation)
+            r"typing\.|<class '|'>|NoneType",
+            lambda m: "None" if m[0] == "NoneType" else "",
+            str(info.annotation),
         )
         default = (
-            "required" if info.is_required() else json.dumps(info.get_default(call_default_factory=True), default=str)
+            "required"
+            if info.is_required()
+            else json.dumps(info.get_default(call_default_factory=True), default=str)
         )
         rows.append((prefix + name, kind, default, info.description or ""))
     return rows
@@ -153,7 +161,8 @@ def _set_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> frozenset[
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise WrongUse(
-                f"--set {item!r} is not of the form section.key=value", fix="for example: --set train.steps=100"
+                f"--set {item!r} is not of the form section.key=value",
+                fix="for example: --set train.steps=100",
             )
         node = tree
         *parents, last = key.strip().split(".")
@@ -161,7 +170,8 @@ def _set_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> frozenset[
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise WrongUse(
-                    f"--set {key}: {parent} is a value, not a section", fix="see: throughline recipe show NAME"
+                    f"--set {key}: {parent} is a value, not a section",
+                    fix="see: throughline recipe show NAME",
                 )
         node[last] = _toml_value(value)
     return frozenset(item.partition("=")[0].strip() for item in overrides)
@@ -197,7 +207,11 @@ def _from_pydantic(items: Iterable[Any], model: type[Section]) -> Iterable[Probl
         if wrong[0]["type"] == "extra_forbidden":
             known = list(section.model_fields) if section else []
             near = difflib.get_close_matches(key.rpartition(".")[2], known, 1, 0.5)
-            yield Problem(key, "unknown key", f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(known))
+            yield Problem(
+                key,
+                "unknown key",
+                f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(known),
+            )
         elif wrong[0]["type"] == "missing":
             yield Problem(key, "missing")
         else:

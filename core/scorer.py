@@ -58,7 +58,9 @@ def check_question(
             _check_cloze(context.count(mask), len(context), len(continuation), window, name, where)
         if not continuation:
             why = "the tokenizer makes no token of it, or merges it into the context"
-            raise Failed(f"nothing to score: {name} has no tokens", where=where, why=why, fix="mend the record")
+            raise Failed(
+                f"nothing to score: {name} has no tokens", where=where, why=why, fix="mend the record"
+            )
         if len(continuation) > window:
             raise Failed(
                 f"{name} is longer than the model's window", where=where,
@@ -69,7 +71,10 @@ def check_question(
 
 def _check_cloze(masks: int, tokens: int, asked: int, window: int, name: str, where: str) -> None:
     if masks != asked:
-        why, fix = f"{masks} [MASK], and {name} has {asked} tokens", "give contexts with one [MASK] for each token of the answer"
+        why, fix = (
+            f"{masks} [MASK], and {name} has {asked} tokens",
+            "give contexts with one [MASK] for each token of the answer",
+        )
         raise Failed("not a cloze question", where=where, why=why, fix=fix)
     if tokens > window:
         why = f"{tokens:,} tokens, the window has {window:,}"
@@ -114,6 +119,8 @@ class Scorer(Protocol):
         """Yields batches of (index into `questions`, one Score per pair), in any order, each question once."""
         ...
 
-    def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[list[tuple[int, str]]]:
+    def generate(
+        self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
+    ) -> Iterator[list[tuple[int, str]]]:
         """Greedy continuations, cut before the first stop string; yields batches of (index into `contexts`, text)."""
         ...

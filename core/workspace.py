@@ -73,7 +73,9 @@ class Workspace:
         file = self.path / STATE
         return read_json(file) if file.exists() else None
 
-    def finish(self, kind: str, inputs: Sequence[Input], recipe_hash: str | None, facts: dict[str, Any]) -> Manifest:
+    def finish(
+        self, kind: str, inputs: Sequence[Input], recipe_hash: str | None, facts: dict[str, Any]
+    ) -> Manifest:
         """Turn the workspace into an artifact."""
         (self.path / LOCK).unlink(missing_ok=True)
         return seal(self.path, kind, inputs, recipe_hash, facts)
@@ -102,4 +104,6 @@ def read_records(file: Path | str) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines):  # no newline after it: the writer was killed inside this line
                 return
-            raise Refused("damaged line", where=f"{file}:{number}", why=str(error), fix="remove that line") from error
+            raise Refused(
+                "damaged line", where=f"{file}:{number}", why=str(error), fix="remove that line"
+            ) from error

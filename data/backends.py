@@ -15,7 +15,9 @@ from ..core.errors import MissingExtra, Refused, WrongUse
 from .tokenizer import Tokenizer
 
 CACHE_BYTES = 256 << 20  # of text per gigatoken instance: its cache of words has no limit of its own
-FEW_TEXTS = 200_000  # gigatoken one by one: a microsecond more for each, but no half second for importing awkward
+FEW_TEXTS = (
+    200_000  # gigatoken one by one: a microsecond more for each, but no half second for importing awkward
+)
 SAMPLE_BYTES = 1 << 15  # 10 ms of the reference
 
 # What breaks tokenizers: contractions, runs of white space, digits, scripts, marks, emoji, controls, literal special text.
@@ -127,7 +129,9 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 
 
-def open_backend(tokenizer: Tokenizer, name: str = "auto", sample: Sequence[str] = (), check: bool = True) -> Backend:
+def open_backend(
+    tokenizer: Tokenizer, name: str = "auto", sample: Sequence[str] = (), check: bool = True
+) -> Backend:
     """The backend `name`, or with "auto" the fastest that is installed and agrees with the reference.
 
     It is checked on NASTY and on the first texts of `sample`, unless `check` is off. Raises Refused when a named backend

@@ -36,7 +36,9 @@ class BERTPairs:
         self.pairs, self.ends = computed_once(cache, identity, (PAIR, np.dtype("<i8")), self._index())
         self.rows = len(self.ends)
         if not self.rows:
-            raise WrongUse("too little text for one training row", why=f"{store.tokens:,} tokens", fix="give more text")
+            raise WrongUse(
+                "too little text for one training row", why=f"{store.tokens:,} tokens", fix="give more text"
+            )
 
     def _index(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Per shard: its pairs row by row, and the end of each row among all pairs."""
@@ -75,7 +77,9 @@ class BERTPairs:
         if options.nsp != "none":
             labels = pairs["label"].astype(np.int64)
             if options.packing == "packed":  # (B, S): the label stands at each [CLS]
-                labels = placed.rows(np.where(placed.within == 0, np.repeat(labels, sizes), NO_TARGET), NO_TARGET, np.int64)
+                labels = placed.rows(
+                    np.where(placed.within == 0, np.repeat(labels, sizes), NO_TARGET), NO_TARGET, np.int64
+                )
             batch["nsp_targets"] = labels
         return batch
 
@@ -85,12 +89,16 @@ def _row_lengths(pairs: np.ndarray) -> np.ndarray:
     return pairs["a_length"].astype(np.int64) + pairs["b_length"] + 2 + (pairs["b_length"] > 0)
 
 
-def _assemble(store: TokenStore, pairs: np.ndarray, sizes: np.ndarray, within: np.ndarray, options: DatasetOptions):
+def _assemble(
+    store: TokenStore, pairs: np.ndarray, sizes: np.ndarray, within: np.ndarray, options: DatasetOptions
+):
     """(tokens, token types), each (sum of sizes,) int64, of samples laid end to end. `within`: each token's place in its own."""
     starts = np.cumsum(sizes) - sizes
     after_a = np.repeat(pairs["a_length"].astype(np.int64) + 1, sizes)  # where the first [SEP] stands
     in_b = within > after_a
-    source = np.where(in_b, np.repeat(pairs["b"], sizes) - after_a - 1, np.repeat(pairs["a"] - 1, sizes)) + within
+    source = (
+        np.where(in_b, np.repeat(pairs["b"], sizes) - after_a - 1, np.repeat(pairs["a"] - 1, sizes)) + within
+    )
     special = (within == 0) | (within == after_a)
     special[starts + sizes - 1] = True
     source[special] = 0

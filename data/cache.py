@@ -44,7 +44,9 @@ def computed_once(
         probe.touch()
         probe.unlink()
     except OSError as error:
-        warn(f"cannot keep the sample index under {cache} ({error.strerror}): it is computed again at every start")
+        warn(
+            f"cannot keep the sample index under {cache} ({error.strerror}): it is computed again at every start"
+        )
         return _joined(dtypes, parts)
     _write(cache, name, identity, len(dtypes), parts)
     written = _read(cache, name, dtypes)
@@ -57,7 +59,9 @@ def _joined(dtypes: tuple[np.dtype, ...], parts: Iterable[tuple[np.ndarray, ...]
     return tuple(np.concatenate([np.empty(0, dtype), *arrays]) for dtype, arrays in zip(dtypes, columns))
 
 
-def _write(cache: Path, name: str, identity: dict, count: int, parts: Iterable[tuple[np.ndarray, ...]]) -> None:
+def _write(
+    cache: Path, name: str, identity: dict, count: int, parts: Iterable[tuple[np.ndarray, ...]]
+) -> None:
     aside = [cache / f".{name}.{n}.{uuid.uuid4().hex[:8]}.tmp" for n in range(count)]
     try:
         with full_disk(cache), contextlib.ExitStack() as stack:
@@ -85,7 +89,11 @@ def _read(cache: Path, name: str, dtypes: tuple[np.dtype, ...]) -> tuple[np.ndar
     arrays = []
     for n, (dtype, (size, digest)) in enumerate(zip(dtypes, record["files"])):
         path = cache / f"{name}.{n}.bin"
-        if not path.is_file() or path.stat().st_size != size or (size <= REHASH_BYTES and sha256_file(path) != digest):
+        if (
+            not path.is_file()
+            or path.stat().st_size != size
+            or (size <= REHASH_BYTES and sha256_file(path) != digest)
+        ):
             return None
         arrays.append(np.memmap(path, dtype, "r") if size else np.empty(0, dtype))
     return tuple(arrays)

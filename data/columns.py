@@ -22,8 +22,17 @@ def parquet_rows(
             if column not in names:
                 raise _no_column(path, column, names)
             kind = file.schema_arrow.field(column).type
-            kept = kind.value_type if pa.types.is_dictionary(kind) else kind  # categories, as pandas writes them
-            if kept not in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()):
+            kept = (
+                kind.value_type if pa.types.is_dictionary(kind) else kind
+            )  # categories, as pandas writes them
+            if kept not in (
+                pa.string(),
+                pa.large_string(),
+                pa.string_view(),
+                pa.binary(),
+                pa.large_binary(),
+                pa.binary_view(),
+            ):
                 what, why = f"column {column!r} holds no text", f"its type is {kind}"
                 raise WrongUse(what, where=path, why=why, fix="name another with --field")
             for group in range(file.num_row_groups):
@@ -75,7 +84,12 @@ def dataset_rows(name: str, split: str, column: str, on_bytes: Callable[[int], N
                     raise WrongUse(f"no split {split!r}", where=name, why=why, fix="name one with --split")
                 rows = rows[split]
             elif split not in ("train", str(rows.split)):  # the default says nothing
-                raise WrongUse(f"no split {split!r}", where=name, why="a single table was saved there", fix="leave --split out")
+                raise WrongUse(
+                    f"no split {split!r}",
+                    where=name,
+                    why="a single table was saved there",
+                    fix="leave --split out",
+                )
         if (names := rows.column_names) is not None:
             if column not in names:
                 raise _no_column(name, column, names)

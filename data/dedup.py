@@ -70,7 +70,9 @@ def dedup(
         rows = []
         for source, first, stop in zip(sources, firsts, firsts[1:]):
             found = [int(((part >= first) & (part < stop)).sum()) for part in (exact, near_only)]
-            rows.append({"source": source.path, "documents": stop - first, "exact": found[0], "near": found[1]})
+            rows.append(
+                {"source": source.path, "documents": stop - first, "exact": found[0], "near": found[1]}
+            )
         if not firsts[-1]:
             raise Failed("no text in the input", where=sources[0].path, fix="name inputs that hold text")
         if not dry_run:
@@ -141,7 +143,9 @@ def _bands(words: list[str], document: int) -> np.ndarray:
     keys = (least.reshape(BANDS, ROWS) * _MIX[:ROWS]).sum(axis=1, dtype=np.uint64)
     records = np.empty(BANDS, RECORD)
     bands = np.arange(BANDS, dtype=np.uint64)
-    records["high"] = keys ^ (keys >> np.uint64(31)) ^ bands << np.uint64(8)  # the lowest byte chooses the bucket
+    records["high"] = (
+        keys ^ (keys >> np.uint64(31)) ^ bands << np.uint64(8)
+    )  # the lowest byte chooses the bucket
     records["low"] = keys * np.uint64(BANDS) + bands
     records["document"] = document
     return records
@@ -153,7 +157,9 @@ class _Buckets:
     def __init__(self, scratch: Path, kind: str):
         folder = scratch / kind
         folder.mkdir()
-        self._files: list[BinaryIO] = [open(folder / f"{i:03d}", "wb", buffering=1 << 16) for i in range(BUCKETS)]  # noqa: SIM115
+        self._files: list[BinaryIO] = [
+            open(folder / f"{i:03d}", "wb", buffering=1 << 16) for i in range(BUCKETS)
+        ]  # noqa: SIM115
 
     def write(self, records: np.ndarray) -> None:
         owners = (records["high"] % BUCKETS).astype(np.int64)
@@ -214,12 +220,18 @@ def _write_kept(sources: list[Source], options: ReadOptions, drop: np.ndarray, f
                 if file is not None:
                     file.close()
                 name = Path(sources[source].path).name.split(".")[0]
-                file = zstandard.open(folder / f"{source:05d}-{name}.jsonl.zst", "wb", cctx=zstandard.ZstdCompressor(3))
+                file = zstandard.open(
+                    folder / f"{source:05d}-{name}.jsonl.zst", "wb", cctx=zstandard.ZstdCompressor(3)
+                )
                 number = source
             here = slice(*np.searchsorted(drop, [document, document + len(texts)]))
             kept = np.ones(len(texts), bool)
             kept[drop[here] - document] = False
-            lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text, keep in zip(texts, kept) if keep]
+            lines = [
+                json.dumps({"text": text}, ensure_ascii=False) + "\n"
+                for text, keep in zip(texts, kept)
+                if keep
+            ]
             file.write("".join(lines).encode())
             document += len(texts)
     finally:

@@ -21,7 +21,9 @@ import numpy as np
 from .chunks import ChunkedEngine, distinct, laid_out
 from .wordtable import Table, WordTable, counting
 
-LETTER, NUMBER, SYMBOL, SPACE, BLANK, END, UNSEEN = range(7)  # a space joins what follows it, other blanks do not
+LETTER, NUMBER, SYMBOL, SPACE, BLANK, END, UNSEEN = range(
+    7
+)  # a space joins what follows it, other blanks do not
 SEPARATOR = "\n"
 NEVER = np.int64(2**31 - 1)  # the rank of a pair that was not learned
 WIDEST = 512  # bytes of a word: the rounds are as many as the longest word has merges
@@ -40,7 +42,9 @@ class BPEEngine(ChunkedEngine):
         _check(parsed)
         self._split = ByteLevel(add_prefix_space=False).pre_tokenize_str
         self._config = parsed
-        merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in parsed["model"]["merges"]]
+        merges = [
+            tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in parsed["model"]["merges"]
+        ]
         self._merge = Merger(parsed["model"]["vocab"], merges, _alphabet())
         self._table = WordTable(self._solve)
         self._classes = np.full(0x110000, UNSEEN, np.uint8)
@@ -50,7 +54,9 @@ class BPEEngine(ChunkedEngine):
     def _words(self, pieces: list[str]) -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray]:
         text = SEPARATOR.join(pieces) + SEPARATOR
         raw = text.encode()
-        ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) + 1) - 1  # each piece's separator
+        ends = (
+            np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)) + 1) - 1
+        )  # each piece's separator
         if len(raw) == len(text):
             codes = np.frombuffer(raw, np.uint8)
             classes = np.frombuffer(bytearray(raw.translate(self._ascii)), np.uint8)
@@ -97,7 +103,9 @@ class BPEEngine(ChunkedEngine):
         library.no_truncation()
         return library
 
-    def _solve(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _solve(
+        self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         short = lengths <= WIDEST
         if short.all():
             return self._merge(data, starts, lengths)
@@ -105,7 +113,10 @@ class BPEEngine(ChunkedEngine):
         some, counts[short] = self._merge(data, starts[short], lengths[short])
         places = np.flatnonzero(~short)
         words = [data[starts[place] : starts[place] + lengths[place]].tobytes().decode() for place in places]
-        found = [np.array(e.ids, np.int32) for e in self._library.encode_batch_fast(words, add_special_tokens=False)]
+        found = [
+            np.array(e.ids, np.int32)
+            for e in self._library.encode_batch_fast(words, add_special_tokens=False)
+        ]
         counts[places] = [len(ids) for ids in found]
         out = np.empty(int(counts.sum()), np.int32)
         out[laid_out(counts, np.flatnonzero(short))] = some
@@ -120,7 +131,10 @@ def _check(config: dict[str, Any]) -> None:
     model = config["model"]
     if model.get("type") != "BPE" or config.get("normalizer") is not None or model.get("dropout"):
         raise ValueError("not a plain byte-level BPE")
-    if any(model.get(part) for part in ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges", "unk_token")):
+    if any(
+        model.get(part)
+        for part in ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges", "unk_token")
+    ):
         raise ValueError("the BPE has options that GPT-2's has not")
     if any(not token["special"] for token in config.get("added_tokens", [])):
         raise ValueError("the tokenizer has added tokens that are not special")
@@ -130,7 +144,11 @@ def _check(config: dict[str, Any]) -> None:
 
 def _alphabet() -> list[str]:
     """The printable character that stands for each byte value (GPT-2's bytes_to_unicode)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = iter(range(256, 512))
     return [chr(value if value in printable else next(others)) for value in range(256)]
 
@@ -147,7 +165,9 @@ def _begins(classes: np.ndarray) -> np.ndarray:
     before_blank[1:] = blank[:-1]
     before_solid = np.zeros_like(blank)
     before_solid[:-1] = solid[1:]
-    begins |= blank & (~before_blank | before_solid)  # \s+(?!\S) leaves the last blank of a run to what follows
+    begins |= blank & (
+        ~before_blank | before_solid
+    )  # \s+(?!\S) leaves the last blank of a run to what follows
     return begins
 
 
@@ -157,7 +177,9 @@ def _split_contractions(codes: np.ndarray, begins: np.ndarray) -> None:
     marks = marks[marks < len(codes) - 2]  # the last character is a separator
     one, two = codes[marks + 1], codes[marks + 2]
     short = (one == ord("s")) | (one == ord("t")) | (one == ord("m")) | (one == ord("d"))
-    long = ((two == ord("e")) & ((one == ord("r")) | (one == ord("v")))) | ((two == ord("l")) & (one == ord("l")))
+    long = ((two == ord("e")) & ((one == ord("r")) | (one == ord("v")))) | (
+        (two == ord("l")) & (one == ord("l"))
+    )
     begins[marks[short | long] + 1] = False
     begins[marks[short] + 2] = True
     begins[marks[long] + 3] = True
@@ -177,9 +199,13 @@ class Merger:
         self._made = np.fromiter((vocab[first + second] for first, second in merges), np.int32, count)
         self._ranks = Table(1, 18)  # sparse: a search that finds nothing ends sooner
         self._ranks.put([self._key(left, right)], np.arange(1, count + 1))
-        self._of_bytes = self._rank(np.repeat(self._bytes, 256), np.tile(self._bytes, 256))  # by two byte values
+        self._of_bytes = self._rank(
+            np.repeat(self._bytes, 256), np.tile(self._bytes, 256)
+        )  # by two byte values
 
-    def __call__(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(ids laid end to end int32, ids per word int64). Words (starts, lengths in bytes of `data`) have 1 to WIDEST bytes."""
         first = np.cumsum(lengths) - lengths
         text = data.take(np.repeat(starts - first, lengths) + counting(int(lengths.sum())))

@@ -49,7 +49,9 @@ class WordPieceEngine(ChunkedEngine):
         plain = "".join(map(chr, range(128))).replace("0", "").replace("1", "")
         images = {"0": "0", "1": "1"} | dict(zip(plain, self._image(plain)))
         drawn = [images[chr(code)] for code in range(128)]
-        self._ascii = bytes(ord(image.strip() or " ") if image else 0 for image in drawn) + bytes(128)  # 0: deleted
+        self._ascii = bytes(ord(image.strip() or " ") if image else 0 for image in drawn) + bytes(
+            128
+        )  # 0: deleted
         self._kinds = bytes(2 if code in PUNCTUATION else code in b" \n" for code in range(256))
         self._images = np.full(0x110000, UNSEEN, np.uint32)
         self._images[:128] = np.frombuffer(self._ascii[:128], np.uint8)
@@ -151,7 +153,9 @@ class WordPieceEngine(ChunkedEngine):
         return library
 
     def _by_library(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        found = [encoding.ids for encoding in self._library.encode_batch_fast(pieces, add_special_tokens=False)]
+        found = [
+            encoding.ids for encoding in self._library.encode_batch_fast(pieces, add_special_tokens=False)
+        ]
         counts = np.fromiter(map(len, found), np.int64, len(found))
         return np.array([i for ids in found for i in ids], np.int32), counts
 
@@ -178,7 +182,9 @@ class GreedyMatcher:
         alive = np.flatnonzero(sizes > 0)
         self._edges = Table(1, 18)  # sparse: a search that finds nothing ends sooner
         while len(alive):
-            edges, child = np.unique(node[alive] << CODE_BITS | text[first[alive] + depth], return_inverse=True)
+            edges, child = np.unique(
+                node[alive] << CODE_BITS | text[first[alive] + depth], return_inverse=True
+            )
             self._edges.put([edges.view(np.uint64)], nodes + np.arange(len(edges)))
             node[alive] = nodes + child
             depth += 1
@@ -189,18 +195,24 @@ class GreedyMatcher:
             nodes += len(edges)
             alive = alive[~ending]
         self._accepted = np.concatenate(accepted)
-        self._inside = np.zeros(0x110000, np.int64)  # where a character leads from the root of continuing pieces, 0: nowhere
+        self._inside = np.zeros(
+            0x110000, np.int64
+        )  # where a character leads from the root of continuing pieces, 0: nowhere
         codes = np.array([*map(ord, {piece[0] for piece in continues if piece})], np.int64)
         self._inside[codes] = self._edges.find([(INSIDE << CODE_BITS | codes).view(np.uint64)])
 
-    def __call__(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(ids laid end to end, ids per word), int64: a word with a part that no piece matches is the unknown id.
 
         data: uint8, UTF-8; starts, lengths: int64 (words,), in bytes, lengths above 0.
         """
         if len(starts) <= self.alone:
             found = self._one_by_one(data, starts, lengths)
-            return np.concatenate([np.empty(0, np.int64), *found]), np.fromiter(map(len, found), np.int64, len(found))
+            return np.concatenate([np.empty(0, np.int64), *found]), np.fromiter(
+                map(len, found), np.int64, len(found)
+            )
         text = _lines(data, starts, lengths)
         ends = np.flatnonzero(text == ord(SEPARATOR))
         nobody = len(starts)
@@ -210,11 +222,16 @@ class GreedyMatcher:
         word = np.flatnonzero(~failed[:nobody])
         place, end = firsts.take(word), ends.take(word)
         node = np.full(len(word), WHOLE)
-        best, best_end = np.full(len(word), NONE), place.copy()  # the longest piece seen on this walk, and where it stops
+        best, best_end = (
+            np.full(len(word), NONE),
+            place.copy(),
+        )  # the longest piece seen on this walk, and where it stops
         found_words, found_ids = [], []
         over = 0
         while len(word) - over > FEW:
-            node = self._edges.find([(node << CODE_BITS | text.take(place)).view(np.uint64)])  # 0 where no piece goes on
+            node = self._edges.find(
+                [(node << CODE_BITS | text.take(place)).view(np.uint64)]
+            )  # 0 where no piece goes on
             accepted = self._accepted.take(node)
             place += node > 0
             some = np.flatnonzero(accepted >= 0)
@@ -239,13 +256,21 @@ class GreedyMatcher:
             over = int(np.count_nonzero(word == nobody))
             if 4 * over > len(word):
                 going = np.flatnonzero(word < nobody)
-                word, place, end, node = word.take(going), place.take(going), end.take(going), node.take(going)
+                word, place, end, node = (
+                    word.take(going),
+                    place.take(going),
+                    end.take(going),
+                    node.take(going),
+                )
                 best, best_end, over = best.take(going), best_end.take(going), 0
         lost = np.flatnonzero(failed[:nobody])
         left = word[word < nobody]
         failed[left] = True  # what was found of them is found again
         last = self._one_by_one(data, starts[left], lengths[left])
-        owners, ids = np.concatenate([*found_words, lost]), np.concatenate([*found_ids, np.full(len(lost), self._unknown)])
+        owners, ids = (
+            np.concatenate([*found_words, lost]),
+            np.concatenate([*found_ids, np.full(len(lost), self._unknown)]),
+        )
         kept = ~failed[owners]
         kept[len(kept) - len(lost) :] = True
         owners = np.concatenate([owners[kept], np.repeat(left, [len(part) for part in last])])

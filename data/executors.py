@@ -29,7 +29,12 @@ TRIES = 2
 
 
 def run_here(
-    work: Path, plan: Plan, tasks: Sequence[Task], tokenizer: Tokenizer, backend: Any, on_bytes: Callable[[int], None]
+    work: Path,
+    plan: Plan,
+    tasks: Sequence[Task],
+    tokenizer: Tokenizer,
+    backend: Any,
+    on_bytes: Callable[[int], None],
 ) -> None:
     """Run the tasks in this process."""
     for task in tasks:

@@ -45,10 +45,14 @@ def finalize(
     records = [record for task in tasks if (record := read_record(folder, task.index)) is not None]
     facts = facts_of(plan, records, tokenizer)
     counts = facts["counts"]
-    check_replaced(counts["replaced"], facts["characters"], max_replaced, f"{len(plan.sources)} inputs for {out}")
+    check_replaced(
+        counts["replaced"], facts["characters"], max_replaced, f"{len(plan.sources)} inputs for {out}"
+    )
     if not facts["tokens"]:
         why = f"{len(plan.sources)} inputs, {plan.bytes:,} bytes, {counts['empty']:,} empty documents"
-        raise Failed("no text in the input", where=plan.sources[0].path, why=why, fix="name inputs that hold text")
+        raise Failed(
+            "no text in the input", where=plan.sources[0].path, why=why, fix="name inputs that hold text"
+        )
     store = folder / STORE
     files = {name: file for record in records for name, file in record["files"].items()}
     for name, file in files.items():
@@ -60,7 +64,9 @@ def finalize(
     shutil.copyfile(folder / FILE, store / FILE)
     hashes = {path: digest for record in records for path, digest in record["sources"].items()}
     inputs = tokenizer_records(tokenizer_path)
-    inputs += [Input(_place(s.path), "foreign", hashes.get(s.path) or sha256_json(s.path)) for s in plan.sources]
+    inputs += [
+        Input(_place(s.path), "foreign", hashes.get(s.path) or sha256_json(s.path)) for s in plan.sources
+    ]
     seal(store, "tokens", inputs, None, facts, {name: file["sha256"] for name, file in files.items()})
     if out.exists():  # an empty directory, or an artifact that the caller wants replaced
         old = out.with_name(f".{out.name}.old.tmp")

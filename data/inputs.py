@@ -11,7 +11,14 @@ from ..core.console import warn
 from ..core.errors import WrongUse
 from ..core.files import read_json
 
-FORMATS = {".txt": "txt", ".md": "txt", ".text": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+FORMATS = {
+    ".txt": "txt",
+    ".md": "txt",
+    ".text": "txt",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+}
 COMPRESSIONS = {".gz": "gz", ".bz2": "bz2", ".zst": "zst"}
 DATASET_PREFIX = "datasets:"
 
@@ -39,7 +46,9 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
     for name in inputs:
         if name.startswith(DATASET_PREFIX):
             if not name.removeprefix(DATASET_PREFIX).partition(":")[0]:
-                raise WrongUse("no dataset is named", where=name, fix="write datasets:NAME or datasets:NAME:CONFIG")
+                raise WrongUse(
+                    "no dataset is named", where=name, fix="write datasets:NAME or datasets:NAME:CONFIG"
+                )
             sources.append(Source(name, 0, 0, "dataset"))
         elif os.path.isdir(name):
             sources += _directory(name)
@@ -53,11 +62,16 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
                     sources += _directory(match)
         else:
             raise WrongUse(
-                "no such input", where=name, fix="check the path; a dataset of the hub is written datasets:NAME"
+                "no such input",
+                where=name,
+                fix="check the path; a dataset of the hub is written datasets:NAME",
             )
     if not sources:
         raise WrongUse("no file in the input", where=", ".join(inputs), fix="check the pattern")
-    paths = [source.path if source.path.startswith(DATASET_PREFIX) else os.path.abspath(source.path) for source in sources]
+    paths = [
+        source.path if source.path.startswith(DATASET_PREFIX) else os.path.abspath(source.path)
+        for source in sources
+    ]
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise WrongUse("an input is named twice", where=twice, fix="name every file once")
@@ -77,16 +91,22 @@ def _file(path: str) -> Source:
         facts = os.stat(path)
     except OSError as error:  # a link to nothing
         fix = "put the file back, or remove its name"
-        raise WrongUse("cannot read an input", where=path, why=error.strerror or str(error), fix=fix) from error
+        raise WrongUse(
+            "cannot read an input", where=path, why=error.strerror or str(error), fix=fix
+        ) from error
     if not stat.S_ISREG(facts.st_mode):
         why = "it can be read once only, and its size is not known"
-        raise WrongUse("an input is no regular file", where=path, why=why, fix="write the text to a file first")
+        raise WrongUse(
+            "an input is no regular file", where=path, why=why, fix="write the text to a file first"
+        )
     form, compression = _format(path)
     if path.lower().endswith((".json", ".json.gz", ".json.bz2", ".json.zst")):
         form = "jsonl"
     if form == "parquet" and compression:
         raise WrongUse(
-            "a parquet file inside another compression", where=path, fix="unpack it: parquet is compressed itself"
+            "a parquet file inside another compression",
+            where=path,
+            fix="unpack it: parquet is compressed itself",
         )
     return Source(path, facts.st_size, facts.st_mtime_ns, form or "txt", compression)  # type: ignore[arg-type]
 
@@ -109,17 +129,24 @@ def _directory(path: str) -> list[Source]:
                 full = os.path.join(folder, name)
                 found.append(_file(full)) if _format(full)[0] else ignored.append(full)
     if ignored:
-        warn(f"{path}: {len(ignored)} files are not text by their names and were left out, {ignored[0]} the first")
+        warn(
+            f"{path}: {len(ignored)} files are not text by their names and were left out, {ignored[0]} the first"
+        )
     if not found:
         suffixes = ", ".join([*FORMATS, *(f"…{suffix}" for suffix in COMPRESSIONS)])
         raise WrongUse(
-            "a directory without text files", where=path, why=f"looked for {suffixes}", fix="name the files themselves"
+            "a directory without text files",
+            where=path,
+            why=f"looked for {suffixes}",
+            fix="name the files themselves",
         )
     return sorted(found, key=lambda source: source.path)
 
 
 def _unreadable(error: OSError) -> None:
-    raise WrongUse("cannot read a directory", where=error.filename, why=error.strerror or str(error), fix="leave it out") from error
+    raise WrongUse(
+        "cannot read a directory", where=error.filename, why=error.strerror or str(error), fix="leave it out"
+    ) from error
 
 
 def is_saved_dataset(path: str) -> bool:

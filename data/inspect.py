@@ -14,7 +14,9 @@ MOST_HASHED = 1_000_000  # documents looked at for repetitions; of a larger stor
 SHOWN_TOKENS = 60
 
 
-def inspect_store(path: Path | str, samples: int = 3, top: int = 3, tokenizer_path: Path | str | None = None) -> dict[str, Any]:
+def inspect_store(
+    path: Path | str, samples: int = 3, top: int = 3, tokenizer_path: Path | str | None = None
+) -> dict[str, Any]:
     """Facts of a store for people and scripts; reads every index and `MOST_HASHED` documents at most.
 
     Raises WrongUse and Refused as TokenStore.open does, and WrongUse for a foreign store without `tokenizer_path`.
@@ -41,7 +43,9 @@ def inspect_store(path: Path | str, samples: int = 3, top: int = 3, tokenizer_pa
         "tokens_per_document": store.tokens / store.documents,
         "lengths": {f"{2**power:,}": int(count) for power, count in enumerate(histogram) if count},
         "counts": facts.get("counts", {}),
-        "samples": [{"document": int(place), "text": _text(store, tokenizer, int(place))} for place in spaced],
+        "samples": [
+            {"document": int(place), "text": _text(store, tokenizer, int(place))} for place in spaced
+        ],
         "repeated": [{"times": n, "text": _text(store, tokenizer, d)} for n, d in _repeated(store, top)],
     }
 
@@ -67,6 +71,8 @@ def _repeated(store: TokenStore, top: int) -> list[tuple[int, int]]:
             digests.append(hashlib.blake2b(raw, digest_size=8).digest())
             numbers.append(first + document)
         first += shard.documents
-    _, places, times = np.unique(np.frombuffer(b"".join(digests), "<u8"), return_index=True, return_counts=True)
+    _, places, times = np.unique(
+        np.frombuffer(b"".join(digests), "<u8"), return_index=True, return_counts=True
+    )
     order = np.lexsort((places, -times))[:top]
     return [(int(times[i]), numbers[places[i]]) for i in order if times[i] > 1]

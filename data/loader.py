@@ -34,7 +34,9 @@ class Loader:
         ahead: int = 4,
     ):
         if batch_size < 1 or not 0 <= rank < world or position < 0:
-            raise WrongUse("bad loader", why=f"batch_size {batch_size}, rank {rank} of {world}, position {position}")
+            raise WrongUse(
+                "bad loader", why=f"batch_size {batch_size}, rank {rank} of {world}, position {position}"
+            )
         self.dataset, self.batch_size, self.position = dataset, batch_size, position
         self.rank, self.world, self.waited = rank, world, 0
         self._ahead = workers * ahead

@@ -14,7 +14,10 @@ import numpy as np
 from .options import NO_TARGET, DatasetOptions
 from .order import GOLDEN, below, bits, mix, unit
 
-CHOOSE, COUNT = np.uint64(0x510E527FADE682D1), np.uint64(0x9B05688C2B3E6C1F)  # tell the draws of one key apart
+CHOOSE, COUNT = (
+    np.uint64(0x510E527FADE682D1),
+    np.uint64(0x9B05688C2B3E6C1F),
+)  # tell the draws of one key apart
 CACHEFUL = 1 << 14  # tokens masked together: the temporaries stay in the cache
 
 
@@ -31,7 +34,9 @@ class Masker:
         self.continues = np.zeros(size, bool)
         self.continues[list(options.continuation_ids)] = True
 
-    def __call__(self, tokens: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, tokens: np.ndarray, lengths: np.ndarray, keys: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Mask segments laid end to end, a cacheful at a time.
 
         tokens (T,) int64, special tokens included; lengths (N,) of the segments; keys (N,) uint64, one per segment.

@@ -33,7 +33,11 @@ def key(*parts: int | np.ndarray) -> np.ndarray:
     """A uint64 key from whole numbers (seed, epoch, row, purpose); arrays are broadcast, each entry gets its own key."""
     state = np.zeros(1, np.uint64)
     for part in parts:
-        word = part.astype(np.uint64) if isinstance(part, np.ndarray) else np.uint64(int(part) & 0xFFFFFFFFFFFFFFFF)
+        word = (
+            part.astype(np.uint64)
+            if isinstance(part, np.ndarray)
+            else np.uint64(int(part) & 0xFFFFFFFFFFFFFFFF)
+        )
         state = mix((state + GOLDEN) ^ mix(np.atleast_1d(word) + GOLDEN))
     return state
 
@@ -45,7 +49,9 @@ def bits(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
 
 def below(words: np.ndarray, bound: np.ndarray | int) -> np.ndarray:
     """Whole numbers in [0, bound), int64, from random words; bound < 2**32, bias below bound / 2**32."""
-    return (((words >> np.uint64(32)) * np.asarray(bound).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
+    return (((words >> np.uint64(32)) * np.asarray(bound).astype(np.uint64)) >> np.uint64(32)).astype(
+        np.int64
+    )
 
 
 def unit(words: np.ndarray) -> np.ndarray:
@@ -64,7 +70,9 @@ def permute(indices: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     for start in range(0, len(indices), BLOCK):
         block = _feistel(indices[start : start + BLOCK].astype(np.uint64), n, schedule)
         outside = np.flatnonzero(block >= n)
-        while len(outside):  # cycle walking: under half of the domain lies outside, so the rest at least halves
+        while len(
+            outside
+        ):  # cycle walking: under half of the domain lies outside, so the rest at least halves
             block[outside] = _feistel(block[outside], n, schedule)
             outside = outside[block[outside] >= n]
         out[start : start + BLOCK] = block

@@ -19,7 +19,9 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.asarray(lengths, np.int64)
     by_length = np.argsort(-lengths, kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
-    assert not len(lengths) or (counts[0] == 0 and len(counts) == capacity + 1), "a piece is empty or longer than a row"
+    assert not len(lengths) or (counts[0] == 0 and len(counts) == capacity + 1), (
+        "a piece is empty or longer than a row"
+    )
     first = np.cumsum(counts[::-1])[::-1] - counts  # place in by_length of the first piece of a length
     used = np.zeros(capacity + 1, np.int64)
     orders, sizes = [], []

@@ -26,7 +26,9 @@ PAIR = np.dtype([("a", "<i8"), ("b", "<i8"), ("a_length", "<i4"), ("b_length", "
 IS_NEXT, IS_RANDOM = 0, 1  # labels of google-research/bert; for "sop" 1 means swapped
 
 
-def sample_segments(part: TokenStore, first_token: int, first_document: int, options: DatasetOptions) -> np.ndarray:
+def sample_segments(
+    part: TokenStore, first_token: int, first_document: int, options: DatasetOptions
+) -> np.ndarray:
     """The samples of one shard's part of a store: PAIR records in text order, token offsets from the store's start.
 
     `a`, `b` are the first tokens of the segments, lengths in tokens (b_length 0: one segment, label NO_TARGET).
@@ -92,7 +94,9 @@ def _walk(part: TokenStore, first_document: int, options: DatasetOptions, copy: 
     return pairs[kept][np.argsort(np.concatenate(order)[kept], kind="stable")] if out else pairs
 
 
-def _elsewhere(part: TokenStore, documents: np.ndarray, aim: np.ndarray, which: np.ndarray, where: np.ndarray):
+def _elsewhere(
+    part: TokenStore, documents: np.ndarray, aim: np.ndarray, which: np.ndarray, where: np.ndarray
+):
     """(start, stop) tokens of whole sentences from a random one of another document on, at least `aim` when it has them."""
     starts, bounds = part.sequence_starts, part.document_bounds
     filled = np.flatnonzero(np.diff(starts[bounds]) > 0)
@@ -101,7 +105,9 @@ def _elsewhere(part: TokenStore, documents: np.ndarray, aim: np.ndarray, which: 
         mine = (mine + 1 + below(which, len(filled) - 1)) % len(filled)
     chosen = filled[mine]
     first = bounds[chosen] + below(where, np.diff(bounds)[chosen])
-    last = np.minimum(np.maximum(np.searchsorted(starts, starts[first] + np.maximum(aim, 1)), first + 1), bounds[chosen + 1])
+    last = np.minimum(
+        np.maximum(np.searchsorted(starts, starts[first] + np.maximum(aim, 1)), first + 1), bounds[chosen + 1]
+    )
     return starts[first], starts[last]
 
 

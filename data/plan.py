@@ -20,7 +20,10 @@ from .inputs import Source
 from .readers import Batch, ReadOptions, read, splittable
 
 PLAN = "plan.json"
-LEAST_SHARD, MOST_SHARD = 8 << 20, 256 << 20  # bytes of input: seconds to minutes of work for the slowest backend
+LEAST_SHARD, MOST_SHARD = (
+    8 << 20,
+    256 << 20,
+)  # bytes of input: seconds to minutes of work for the slowest backend
 
 
 @dataclass(frozen=True)
@@ -136,13 +139,17 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     for key in ("tokenizer", "special", "append_eos", "sentences", "shard_bytes", "options"):
         if old.get(key) != new[key]:
             found.append(
-                f"{key} was {old.get(key)}, is {new[key]}" if key != "tokenizer" else "the tokenizer has changed"
+                f"{key} was {old.get(key)}, is {new[key]}"
+                if key != "tokenizer"
+                else "the tokenizer has changed"
             )
     before = {source["path"]: source for source in old["sources"]}
     after = {source["path"]: source for source in new["sources"]}
     found += [f"input {path} is gone" for path in before if path not in after][:3]
     found += [f"input {path} is new" for path in after if path not in before][:3]
-    found += [f"input {path} has changed" for path in after if path in before and before[path] != after[path]][:3]
+    found += [
+        f"input {path} has changed" for path in after if path in before and before[path] != after[path]
+    ][:3]
     if not found and list(before) != list(after):
         found.append("the inputs are in another order")
     return found

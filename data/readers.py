@@ -72,7 +72,9 @@ def read(
             blocks = between(opened, start, stop, separator) if splittable(source, options) else opened
             blocks = _checked(blocks, source.path, start, counts)
             if source.format == "jsonl":
-                where = source.path.replace("%", "%%") + (":%d" if start == 0 else f", line %d after byte {start:,}")
+                where = source.path.replace("%", "%%") + (
+                    ":%d" if start == 0 else f", line %d after byte {start:,}"
+                )
                 yield from _jsonl(blocks, where, options, counts)
             elif options.documents == "file":
                 yield from _whole(blocks, options, counts)
@@ -150,7 +152,9 @@ def _split(
     for block in blocks:
         waiting.append(block)
         size += len(block)
-        if limit is None and size < len(carry):  # a long document held whole is looked at again when it has doubled
+        if limit is None and size < len(
+            carry
+        ):  # a long document held whole is looked at again when it has doubled
             continue
         carry, waiting, size = b"".join([carry, *waiting]), [], 0
         if place := _last_end(carry, separator):
@@ -172,7 +176,9 @@ def _texts(
     if separator is LINE_END:
         return clean(raw, counts).split("\n")[:-1]
     text = clean(raw, counts)
-    plain = not any(run in text for run in ("\n\n\n", "\n ", "\n\t", "\n\r"))  # then a split does what the pattern does
+    plain = not any(
+        run in text for run in ("\n\n\n", "\n ", "\n\t", "\n\r")
+    )  # then a split does what the pattern does
     texts = (text.split("\n\n") if plain else _BLANK_LINES.split(text))[:-1]
     if not options.unwrap:
         return texts
@@ -186,7 +192,9 @@ def _last_end(raw: bytes, separator: re.Pattern[bytes]) -> int:
     solid = len(raw.rstrip(b" \t\r\n"))  # a run of blank lines may go on in the next block
     place = max(raw.rfind(b"\n\n", 0, solid), raw.rfind(b"\n\r\n", 0, solid))
     end = 0
-    for found in separator.finditer(raw, max(place, 0), solid):  # from the last plain one on: there may be others
+    for found in separator.finditer(
+        raw, max(place, 0), solid
+    ):  # from the last plain one on: there may be others
         end = found.end()
     return end
 
@@ -215,7 +223,9 @@ def _first_long(raw: bytes, limit: int, separator: re.Pattern[bytes]) -> int | N
     return None
 
 
-def _jsonl(blocks: Iterable[bytes], where: str, options: ReadOptions, counts: Counter[str]) -> Iterator[Batch]:
+def _jsonl(
+    blocks: Iterable[bytes], where: str, options: ReadOptions, counts: Counter[str]
+) -> Iterator[Batch]:
     """The field of every line; a line is held whole. `where` has a place for the number of a line."""
     number = 0
     pending: list[bytes] = []
@@ -259,7 +269,9 @@ def _bad_field(line: str, where: str, field: str) -> Failed:
         why = f"{field!r} is {type(record[field]).__name__}, not a string"
         return Failed("a field holds no text", where=where, why=why, fix="name another with --field")
     texts = ", ".join(key for key, value in record.items() if isinstance(value, str)) or "none"
-    return Failed(f"no field {field!r}", where=where, why=f"fields with text: {texts}", fix="name one with --field")
+    return Failed(
+        f"no field {field!r}", where=where, why=f"fields with text: {texts}", fix="name one with --field"
+    )
 
 
 def _values(rows: Iterable[list[Any]], options: ReadOptions, counts: Counter[str]) -> Iterator[Batch]:

@@ -25,7 +25,9 @@ def split_sentences(text: str) -> list[str]:
     start = 0
     for found in _ENDS.finditer(text):
         end = found.end()
-        if text[end - 1 : end] == "." and _ABBREVIATION.search(text[max(start, end - _LONGEST_ABBREVIATION) : end]):
+        if text[end - 1 : end] == "." and _ABBREVIATION.search(
+            text[max(start, end - _LONGEST_ABBREVIATION) : end]
+        ):
             continue
         if sentence := text[start:end].strip():
             sentences.append(sentence)

@@ -30,9 +30,13 @@ HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 UINT16_VOCABULARY = 65500  # Megatron-LM writes uint16 below this vocabulary size and int32 from it on
 MAPPED_SHARDS = 400
-DOCUMENTS_IN_MEMORY = 1 << 22  # up to here (32 MB) a store keeps where documents begin; beyond, it bisects the mapped index
+DOCUMENTS_IN_MEMORY = (
+    1 << 22
+)  # up to here (32 MB) a store keeps where documents begin; beyond, it bisects the mapped index
 PARTIAL = ".partial"  # what a store is called, after its name, until it is whole
-REHASH_BYTES = 1 << 30  # stores up to this size are re-hashed when opened (1.7 GB/s); of larger ones, sizes are checked
+REHASH_BYTES = (
+    1 << 30
+)  # stores up to this size are re-hashed when opened (1.7 GB/s); of larger ones, sizes are checked
 
 
 def partial(out: Path) -> Path:
@@ -45,13 +49,17 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size < UINT16_VOCABULARY else np.int32)
 
 
-def write_index(path: str | Path, lengths: np.ndarray, document_bounds: np.ndarray, dtype: np.dtype | str) -> None:
+def write_index(
+    path: str | Path, lengths: np.ndarray, document_bounds: np.ndarray, dtype: np.dtype | str
+) -> None:
     """Write one `.idx`: `lengths` int32 (sequences,) in tokens, `document_bounds` int64 (documents + 1,) sequences."""
     name = np.dtype(dtype).name
     code = next(code for code, known in CODES.items() if known == name)
     lengths = np.ascontiguousarray(lengths, "<i4")
     bounds = np.ascontiguousarray(document_bounds, "<i8")
-    assert len(bounds) and bounds[0] == 0 and bounds[-1] == len(lengths), "document bounds must span the sequences"
+    assert len(bounds) and bounds[0] == 0 and bounds[-1] == len(lengths), (
+        "document bounds must span the sequences"
+    )
     pointers = np.zeros(len(lengths), "<i8")
     np.cumsum(lengths[:-1], dtype="<i8", out=pointers[1:])
     pointers *= np.dtype(dtype).itemsize
@@ -78,27 +86,37 @@ class Shard:
         self.bin, self.idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         for path in (self.bin, self.idx):
             if not path.is_file():
-                raise Refused("a token shard lacks a file", where=str(path), fix="tokenise again or restore the file")
+                raise Refused(
+                    "a token shard lacks a file", where=str(path), fix="tokenise again or restore the file"
+                )
         facts = {path: path.stat() for path in (self.bin, self.idx)}
         self._which = {path: (found.st_ino, found.st_mtime_ns) for path, found in facts.items()}
         size = facts[self.idx].st_size
         with open(self.idx, "rb") as file:
             head = file.read(HEADER.size)
         if len(head) < HEADER.size or not head.startswith(MAGIC):
-            raise Refused("not a Megatron index", where=str(self.idx), why="the file does not begin with MMIDIDX")
+            raise Refused(
+                "not a Megatron index", where=str(self.idx), why="the file does not begin with MMIDIDX"
+            )
         _, version, code, self.sequences, bounds = HEADER.unpack(head)
         self.documents = bounds - 1
         if version != 1 or code not in CODES:
-            raise Refused("unknown index format", where=str(self.idx), why=f"version {version}, dtype code {code}")
+            raise Refused(
+                "unknown index format", where=str(self.idx), why=f"version {version}, dtype code {code}"
+            )
         needed = HEADER.size + 12 * self.sequences + 8 * bounds
         if size < needed:
-            raise Refused("index cut short", where=str(self.idx), why=f"{size:,} bytes, the header asks for {needed:,}")
+            raise Refused(
+                "index cut short", where=str(self.idx), why=f"{size:,} bytes, the header asks for {needed:,}"
+            )
         self.dtype = np.dtype(CODES[code])
         stored = int(self.pointers[-1] // self.dtype.itemsize + self.lengths[-1]) if self.sequences else 0
         held = facts[self.bin].st_size
         if held != stored * self.dtype.itemsize or self.bounds[0] != 0 or self.bounds[-1] != self.sequences:
             why = f"{held:,} bytes of tokens, the index describes {stored * self.dtype.itemsize:,}"
-            raise Refused("tokens and index do not fit together", where=str(self.bin), why=why, fix="tokenise again")
+            raise Refused(
+                "tokens and index do not fit together", where=str(self.bin), why=why, fix="tokenise again"
+            )
         self.tokens = stored
 
     def _mapped(self, path: Path) -> mmap.mmap:
@@ -162,10 +180,13 @@ class Cut(NamedTuple):
     inside_sequence: bool = False
     inside_document: bool = False
 
-
     def minus(self, base: Cut) -> Cut:
         """The same place, counted from `base`."""
-        token, sequence, document = self.token - base.token, self.sequence - base.sequence, self.document - base.document
+        token, sequence, document = (
+            self.token - base.token,
+            self.sequence - base.sequence,
+            self.document - base.document,
+        )
         return self._replace(token=token, sequence=sequence, document=document)
 
 
@@ -190,7 +211,9 @@ class TokenStore:
         self.documents = stop.document + stop.inside_document - start.document
 
     @classmethod
-    def held(cls, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray, facts: dict, identity: str) -> TokenStore:
+    def held(
+        cls, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray, facts: dict, identity: str
+    ) -> TokenStore:
         """A store in memory, of the arrays that HeldShard takes; `facts` has vocab_size, `identity` names the content."""
         shard = HeldShard(ids, lengths, counts, token_dtype(facts["vocab_size"]))
         return cls([cast(Shard, shard)], facts, identity)
@@ -209,15 +232,21 @@ class TokenStore:
             verify_artifact(path, sizes_only=held > REHASH_BYTES)
             facts, identity = dict(read.facts), str(read.hash)
             names = [file.name for file in read.files]  # and nothing else that may lie there
-        elif unfinished := next((place for place in (path, partial(path)) if place.suffix == PARTIAL and place.is_dir()), None):
+        elif unfinished := next(
+            (place for place in (path, partial(path)) if place.suffix == PARTIAL and place.is_dir()), None
+        ):
             why = f"its tokenisation has not finished: the work is in {unfinished}"
-            raise Refused("unfinished token store", where=str(path), why=why, fix="run the same tokenize command again")
+            raise Refused(
+                "unfinished token store", where=str(path), why=why, fix="run the same tokenize command again"
+            )
         else:
             facts, identity = {"foreign": True}, ""
             names = [file.name for file in path.glob("*.idx")]
         if path.is_dir():
             prefixes = [path / name.removesuffix(".idx") for name in names if name.endswith(".idx")]
-            prefixes.sort(key=lambda prefix: (len(prefix.name) if prefix.name.isdigit() else 0, prefix))  # 100000 after 99999
+            prefixes.sort(
+                key=lambda prefix: (len(prefix.name) if prefix.name.isdigit() else 0, prefix)
+            )  # 100000 after 99999
         else:
             named = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
             prefixes = [named] if Path(f"{named}.idx").is_file() else []
@@ -261,7 +290,9 @@ class TokenStore:
         while position < stop:
             until = min(stop, int(firsts[index + 1]))
             offset = int(firsts[index])
-            out[position - start : until - start] = self.shards[index].data[position - offset : until - offset]
+            out[position - start : until - start] = self.shards[index].data[
+                position - offset : until - offset
+            ]
             position, index = until, index + 1
         return out
 
@@ -313,7 +344,9 @@ class TokenStore:
             return self.document_starts[documents]
         start, stop = self._cuts
         documents = np.asarray(documents, np.int64) + start.document
-        owners = np.clip(np.searchsorted(self._firsts[:, 2], documents, side="right") - 1, 0, len(self.shards) - 1)
+        owners = np.clip(
+            np.searchsorted(self._firsts[:, 2], documents, side="right") - 1, 0, len(self.shards) - 1
+        )
         out = np.empty(len(documents), np.int64)
         for owner in np.unique(owners):
             rows, shard = owners == owner, self.shards[owner]
@@ -363,13 +396,17 @@ class TokenStore:
         boundary of sequences; when that is an end too, on the token. Views over adjoining fractions share no token.
         """
         if not 0 <= start_fraction < stop_fraction <= 1:
-            raise WrongUse("bad part of a token store", why=f"{start_fraction} to {stop_fraction} is not within 0 to 1")
+            raise WrongUse(
+                "bad part of a token store", why=f"{start_fraction} to {stop_fraction} is not within 0 to 1"
+            )
         cuts = (self._cut(start_fraction), self._cut(stop_fraction))
         if cuts[0].token >= cuts[1].token:
             part = f"{start_fraction} to {stop_fraction}"
             why = f"{part} of {self.tokens:,} tokens in {self.documents:,} documents is empty"
             raise WrongUse("empty part of a token store", why=why, fix="give more text or a larger fraction")
-        return TokenStore(self.shards, self._all_facts, f"{self.identity}:{cuts[0].token}-{cuts[1].token}", cuts)
+        return TokenStore(
+            self.shards, self._all_facts, f"{self.identity}:{cuts[0].token}-{cuts[1].token}", cuts
+        )
 
     def _cut(self, fraction: float) -> Cut:
         if fraction in (0.0, 1.0):

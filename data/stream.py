@@ -39,7 +39,9 @@ from .tokenizer import Tokenizer
 UNIT_BYTES = 1 << 20
 ROWS_IN_UNIT = 256  # at least about so many, so that what a unit leaves out at its end is little
 BYTES_PER_TOKEN = 4
-MOST_WHOLE_BYTES = 64 << 20  # a compressed file cannot be read from its middle, so it is a unit, held in memory
+MOST_WHOLE_BYTES = (
+    64 << 20
+)  # a compressed file cannot be read from its middle, so it is a unit, held in memory
 MOST_HELD_OUT_BYTES = 64 << 20
 UNITS_HELD = 4
 SAVE_EVERY_UNITS = 64
@@ -66,7 +68,9 @@ class Text:
         self.tokenizer = tokenizer
         self.plan = make_plan(list(inputs), tokenizer, options, None, sentences, unit_bytes)
         for source in self.plan.sources:
-            if source.format == "dataset" or (not splittable(source, options) and source.bytes > MOST_WHOLE_BYTES):
+            if source.format == "dataset" or (
+                not splittable(source, options) and source.bytes > MOST_WHOLE_BYTES
+            ):
                 raise WrongUse(
                     "this input cannot be tokenised while training",
                     where=source.path,
@@ -105,7 +109,9 @@ class Text:
         """The first MOST_HELD_OUT_BYTES of the text, to validate on."""
         store = self.store(self.plan.tasks(last=MOST_HELD_OUT_BYTES))
         if not store.tokens:
-            raise WrongUse("no text in the input", where=self.plan.sources[0].path, fix="name inputs that hold text")
+            raise WrongUse(
+                "no text in the input", where=self.plan.sources[0].path, fix="name inputs that hold text"
+            )
         return store
 
     def store(self, tasks: Sequence[Task]) -> TokenStore:
@@ -122,10 +128,14 @@ class Text:
                 parts.append(encode(batch))
         if counts["replaced"]:
             path = self.plan.sources[spans[0].source].path
-            check_replaced(counts["replaced"], characters, MAX_REPLACED, f"{path}, from byte {spans[0].start:,}")
+            check_replaced(
+                counts["replaced"], characters, MAX_REPLACED, f"{path}, from byte {spans[0].start:,}"
+            )
             if not self._said:
                 self._said = True
-                warn(f"{path}: {counts['replaced']:,} invalid characters replaced by U+FFFD; there may be more")
+                warn(
+                    f"{path}: {counts['replaced']:,} invalid characters replaced by U+FFFD; there may be more"
+                )
         ids, lengths, documents = (np.concatenate(column) for column in zip(*parts))
         place = sha256_json([asdict(span) for span in spans])
         return TokenStore.held(ids, lengths, documents, self.facts, f"text:{self.plan.hash}:{place}")
@@ -173,7 +183,9 @@ class TextStream:
         if position >= self._ends[-1]:
             if not self._ends[-1]:
                 paths = ", ".join(source.path for source in self._text.plan.sources[:3])
-                raise WrongUse("too little text for one training row", where=paths, fix="give more text, or shorter rows")
+                raise WrongUse(
+                    "too little text for one training row", where=paths, fix="give more text, or shorter rows"
+                )
             number, position = divmod(position, self._ends[-1])
         unit = int(np.searchsorted(self._ends, position, side="right"))
         return number, unit, position - (self._ends[unit - 1] if unit else 0)
@@ -195,7 +207,9 @@ class TextStream:
             seed = int(key(self._options.seed, index, 5)[0]) >> 1
             try:
                 dataset = open_dataset(store, replace(self._options, seed=seed))
-            except WrongUse:  # no row or no pairs: the user's fault in a whole first unit; in a later one little may begin
+            except (
+                WrongUse
+            ):  # no row or no pairs: the user's fault in a whole first unit; in a later one little may begin
                 if index == 0 and (task.bytes >= self._text.plan.shard_bytes or len(self._text.tasks) == 1):
                     raise
         self._held[index] = dataset

@@ -17,7 +17,9 @@ BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")  # greedy: one match takes the w
 
 
 @contextmanager
-def open_blocks(path: str, compression: str, offset: int, on_bytes: Callable[[int], None]) -> Iterator[Iterator[bytes]]:
+def open_blocks(
+    path: str, compression: str, offset: int, on_bytes: Callable[[int], None]
+) -> Iterator[Iterator[bytes]]:
     """The (decompressed) content of a file from `offset` on, in blocks of about BLOCK_BYTES.
 
     `on_bytes` is told how many bytes of the file each block took. Raises Failed when the file cannot be opened or its
@@ -35,7 +37,9 @@ def open_blocks(path: str, compression: str, offset: int, on_bytes: Callable[[in
         yield _guarded(file, path, compression, on_bytes)
 
 
-def _guarded(file: IO[bytes], path: str, compression: str, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
+def _guarded(
+    file: IO[bytes], path: str, compression: str, on_bytes: Callable[[int], None]
+) -> Iterator[bytes]:
     told = file.tell()
     fix = "copy or download the file again"
     try:
@@ -92,7 +96,9 @@ def _unzstd(file: IO[bytes]) -> Iterator[bytes]:
         raise EOFError
 
 
-def between(blocks: Iterable[bytes], start: int, stop: int | None, separator: re.Pattern[bytes]) -> Iterator[bytes]:
+def between(
+    blocks: Iterable[bytes], start: int, stop: int | None, separator: re.Pattern[bytes]
+) -> Iterator[bytes]:
     """The part of a file from the end of the first separator at or after `start - 1` to that of the first at or after `stop - 1`.
 
     `blocks` begin at max(start - 1, 0); start 0 is the beginning of the file, stop None its end. Where one range stops the

@@ -48,7 +48,10 @@ class Encoder:
         self._backend, self._sentences = backend, sentences
         self._eos = tokenizer.eos_id if append_eos else None
         self._open = 0  # tokens of a document whose end is still to come
-        self._tail, self._pieces = "", 0  # the same with sentences: its last sentence so far, its sentences written
+        self._tail, self._pieces = (
+            "",
+            0,
+        )  # the same with sentences: its last sentence so far, its sentences written
 
     def __call__(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(ids, lengths of the sequences, sequences of each document that ends here); all empty documents are left out."""
@@ -103,7 +106,10 @@ class ShardWriter:
 
     def write(self, ids: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> None:
         if len(lengths) and lengths.max() > LONGEST:
-            why, fix = f"{lengths.max():,} tokens, the format counts to {LONGEST:,}", "divide it: --documents block or line"
+            why, fix = (
+                f"{lengths.max():,} tokens, the format counts to {LONGEST:,}",
+                "divide it: --documents block or line",
+            )
             raise Failed("a document is too long for a token store", where=self._work, why=why, fix=fix)
         if len(ids):
             self.largest_id = max(self.largest_id, int(ids.max()))
@@ -177,7 +183,9 @@ def run_task(
             encode = Encoder(tokenizer, backend, plan.append_eos, plan.sentences)
             for batch in _batches(plan, task, counts, tell):
                 size["characters"] += sum(map(len, batch.texts))
-                size["text_bytes"] += sum(len(text) if text.isascii() else len(text.encode()) for text in batch.texts)
+                size["text_bytes"] += sum(
+                    len(text) if text.isascii() else len(text.encode()) for text in batch.texts
+                )
                 found = encode(batch)
                 counts["empty"] += len(batch.texts) - batch.continues - len(found[2])
                 writer.write(*found)
@@ -201,9 +209,13 @@ def run_task(
     return record
 
 
-def _batches(plan: Plan, task: Task, counts: Counter[str], on_bytes: Callable[[int], None]) -> Iterator[Batch]:
+def _batches(
+    plan: Plan, task: Task, counts: Counter[str], on_bytes: Callable[[int], None]
+) -> Iterator[Batch]:
     for span in task.spans:
-        yield from read_unchanged(plan.sources[span.source], span.start, span.stop, plan.options, counts, on_bytes)
+        yield from read_unchanged(
+            plan.sources[span.source], span.start, span.stop, plan.options, counts, on_bytes
+        )
 
 
 def _hashes(plan: Plan, task: Task) -> dict[str, str]:

@@ -20,14 +20,18 @@ from collections import Counter
 
 from ..core.errors import Failed
 
-PIECE_BYTES = 1 << 20  # longer documents go to the tokenizer in pieces: memory stays flat, however long a line is
+PIECE_BYTES = (
+    1 << 20
+)  # longer documents go to the tokenizer in pieces: memory stays flat, however long a line is
 MAX_REPLACED = 0.001  # of all characters; one replaced character is always forgiven
 BINARY_SHARE, BINARY_LEAST = 0.1, 64  # a first block with more bad characters than both is not text
 COUNTS = ("bom", "crlf", "nul", "replaced", "unwrapped", "empty", "long", "forced_cuts")
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _HARD_WRAP = re.compile(r"(?<=\S)[ \t]*\n[ \t]*(?=\S)")
-_HARD_WRAP_GOING_ON = re.compile(r"(?:(?<=\S)|\A)[ \t]*\n[ \t]*(?=\S)")  # a piece is cut behind a character, before white space
+_HARD_WRAP_GOING_ON = re.compile(
+    r"(?:(?<=\S)|\A)[ \t]*\n[ \t]*(?=\S)"
+)  # a piece is cut behind a character, before white space
 _MAGIC = {
     b"\x1f\x8b": "gzip data: name it .gz",
     b"\x28\xb5\x2f\xfd": "zstandard data: name it .zst",
@@ -90,9 +94,16 @@ def check_is_text(head: bytes, where: str, at_start: bool) -> None:
     kind = next((what for magic, what in _MAGIC.items() if sample.startswith(magic)), "") if at_start else ""
     if bad <= max(BINARY_SHARE * len(text), BINARY_LEAST) and not (bad and kind):
         return
-    fix = f"this looks like {kind}" if kind else "leave the file out, or convert it to UTF-8 (iconv -f latin1 -t utf-8)"
+    fix = (
+        f"this looks like {kind}"
+        if kind
+        else "leave the file out, or convert it to UTF-8 (iconv -f latin1 -t utf-8)"
+    )
     raise Failed(
-        "not a text file", where=where, why=f"{bad:,} of the first {len(text):,} characters are no UTF-8 text", fix=fix
+        "not a text file",
+        where=where,
+        why=f"{bad:,} of the first {len(text):,} characters are no UTF-8 text",
+        fix=fix,
     )
 
 

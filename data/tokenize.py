@@ -31,7 +31,9 @@ from .text import MAX_REPLACED
 from .tokenizer import FILE, Tokenizer
 
 MOST_SHARDS = 1_000_000
-KEEP_BYTES = 64 << 20  # after an error, what is done of an input up to this size is not worth a directory left behind
+KEEP_BYTES = (
+    64 << 20
+)  # after an error, what is done of an input up to this size is not worth a directory left behind
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,19 @@ def tokenize(
     out = Path(os.path.realpath(out))  # a link leads to the disk that is meant
     if overwrite and work.share is not None:
         fix = "remove the old store, or choose another --out"
-        raise WrongUse("no element of a job array knows whether another has begun anew", where="--overwrite", fix=fix)
+        raise WrongUse(
+            "no element of a job array knows whether another has begun anew", where="--overwrite", fix=fix
+        )
     tokenizer = Tokenizer.load(tokenizer_path)
     plan = make_plan(list(inputs), tokenizer, options, append_eos, sentences, shard_bytes)
     if plan.bytes > MOST_SHARDS * plan.shard_bytes:
         why = f"{plan.bytes:,} bytes of input in shards of {plan.shard_bytes:,}"
-        raise WrongUse("too many shards", where="--shard-bytes", why=why, fix=f"give at least {-(-plan.bytes // MOST_SHARDS):,}")
+        raise WrongUse(
+            "too many shards",
+            where="--shard-bytes",
+            why=why,
+            fix=f"give at least {-(-plan.bytes // MOST_SHARDS):,}",
+        )
     folder = partial(out)
     if not overwrite and (complete := _completed(out, plan, folder)):
         say(f"{out} is complete already: same inputs, tokenizer and settings")
@@ -164,7 +173,9 @@ def _checked_backend(plan: Plan, task: Task, tokenizer: Tokenizer, name: str) ->
     texts = next(batches, Batch([])).texts
     if counts["replaced"] > MAX_REPLACED * sum(map(len, texts)):
         path = plan.sources[span.source].path
-        warn(f"{path}: {counts['replaced']:,} invalid characters in the first {amount(sum(map(len, texts)), 'B')}")
+        warn(
+            f"{path}: {counts['replaced']:,} invalid characters in the first {amount(sum(map(len, texts)), 'B')}"
+        )
     return open_backend(tokenizer, name, texts)
 
 
@@ -180,7 +191,9 @@ def _completed(out: Path, plan: Plan, folder: Path) -> Manifest | None:
 def _clear_up(folder: Path, plan: Plan, error: BaseException) -> None:
     """After an error keep what is committed where it is worth it; leave nothing when nothing is."""
     ours = isinstance(error, ThroughlineError)
-    if any(folder.glob("[0-9]*.json")) and (plan.bytes > KEEP_BYTES or not ours or isinstance(error, Stopped)):
+    if any(folder.glob("[0-9]*.json")) and (
+        plan.bytes > KEEP_BYTES or not ours or isinstance(error, Stopped)
+    ):
         if ours:
             kept = f"finished shards are kept in {folder}; the same command continues"
             error.fix = f"{error.fix}\n{kept}" if error.fix else kept  # type: ignore[attr-defined]

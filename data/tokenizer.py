@@ -48,14 +48,20 @@ class Tokenizer:
         self._text = text.encode()  # half of the str, which has two bytes a character for GPT-2's
         vocab = self.vocab
         if not vocab:
-            raise Refused("not a tokenizer", where=where, why="its vocabulary is empty", fix="give one that was trained")
+            raise Refused(
+                "not a tokenizer", where=where, why="its vocabulary is empty", fix="give one that was trained"
+            )
         self.vocab_size = max(vocab.values()) + 1
-        self.special = _roles(vocab) if special is None else {role: special[role] for role in ROLES if role in special}
+        self.special = (
+            _roles(vocab) if special is None else {role: special[role] for role in ROLES if role in special}
+        )
         if outside := {role: i for role, i in self.special.items() if not 0 <= i < self.vocab_size}:
             why = f"{outside} outside the vocabulary of {self.vocab_size:,}"
             raise Refused("a special token is no entry of the vocabulary", where=where, why=why)
         added = self._library.get_added_tokens_decoder()
-        roles = {token.content for i in self.special.values() if (token := added.get(i)) and not token.special}
+        roles = {
+            token.content for i in self.special.values() if (token := added.get(i)) and not token.special
+        }
         self._library.add_special_tokens(sorted(roles))  # whatever the file calls them: their text stays text
 
     @classmethod
@@ -133,7 +139,9 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Every id that stands for no text: roles and the file's special added tokens."""
         added = self._steps.get("added_tokens") or []
-        return frozenset({token["id"] for token in added if token.get("special")} | set(self.special.values()))
+        return frozenset(
+            {token["id"] for token in added if token.get("special")} | set(self.special.values())
+        )
 
     @cached_property
     def puts_bos(self) -> bool:
@@ -141,7 +149,9 @@ class Tokenizer:
         for step in _flatten(self._steps.get("post_processor"), "processors"):
             for piece in step.get("single") or []:
                 if special := piece.get("SpecialToken"):
-                    return self.bos_id is not None and step["special_tokens"][special["id"]]["ids"] == [self.bos_id]
+                    return self.bos_id is not None and step["special_tokens"][special["id"]]["ids"] == [
+                        self.bos_id
+                    ]
                 break
         return False
 
@@ -154,7 +164,10 @@ class Tokenizer:
             return False
         if any(step["type"] == "ByteLevel" and step.get("add_prefix_space", True) for step in steps):
             return False
-        if any(" " in token["content"] or "\n" in token["content"] for token in self._steps.get("added_tokens") or []):
+        if any(
+            " " in token["content"] or "\n" in token["content"]
+            for token in self._steps.get("added_tokens") or []
+        ):
             return False
         return self.type == "char" or any(
             step["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
@@ -192,7 +205,9 @@ class Tokenizer:
 
     @cached_property
     def _fingerprint(self) -> str:
-        return sha256_json({key: value for key, value in self.config.items() if key not in ("truncation", "padding")})
+        return sha256_json(
+            {key: value for key, value in self.config.items() if key not in ("truncation", "padding")}
+        )
 
     def to_json(self) -> str:
         """The content of a tokenizer.json, without padding and truncation."""

@@ -28,11 +28,17 @@ from .tokenizer import FILE, Tokenizer
 SAMPLE_BYTES = 1_000_000_000
 STRIPE_BYTES = 1 << 20  # a large file is sampled as stripes of this size, evenly spaced
 COMPRESSED_RATIO = 3.5  # text bytes per byte of a compressed file, for the shares of the sample only
-RUN = re.compile(r"\S{1000}")  # a longer run without space is broken for training: its pieces are no words anyway
-BLANKS = re.compile(r"(?<!\s)(\s{1000})\s+")  # nor is there more to learn from a longer run of white space: merging one takes hours
+RUN = re.compile(
+    r"\S{1000}"
+)  # a longer run without space is broken for training: its pieces are no words anyway
+BLANKS = re.compile(
+    r"(?<!\s)(\s{1000})\s+"
+)  # nor is there more to learn from a longer run of white space: merging one takes hours
 EOT, UNK = "<|endoftext|>", "<|unk|>"
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-CONTINUES = 0xF0000  # private-use code points stand for the continuing characters of a word (planes 15 and 16)
+CONTINUES = (
+    0xF0000  # private-use code points stand for the continuing characters of a word (planes 15 and 16)
+)
 MOST_SPACED = 1_000_000  # words between spaces held before they are taken apart
 WATCH_BYTES = 16 << 20  # of text, in which distinct words are counted for the estimate of memory
 WORD_BYTES = 700  # of memory per distinct word while merging: 20 MB of novels, 363,000 words, took 268 MB
@@ -41,7 +47,11 @@ Type = Literal["bpe", "wordpiece", "char"]
 
 
 def sample(
-    sources: list[Source], options: ReadOptions, budget: int, counts: Counter[str], max_replaced: float = MAX_REPLACED
+    sources: list[Source],
+    options: ReadOptions,
+    budget: int,
+    counts: Counter[str],
+    max_replaced: float = MAX_REPLACED,
 ) -> Iterator[str]:
     """About `budget` bytes of text, each file in proportion to its size; of files below a stripe, every n-th.
 
@@ -66,12 +76,18 @@ def sample(
                     done = sum(len(text) if text.isascii() else len(text.encode()) for text in batch.texts)
                     owed, left, taken = owed - done, left - done, taken + done
                     bar.advance(done)
-                    if left < 0 if share < 1 else taken > budget:  # a dataset's size may not be known, a ratio be larger
+                    if (
+                        left < 0 if share < 1 else taken > budget
+                    ):  # a dataset's size may not be known, a ratio be larger
                         break
-    check_replaced(counts["replaced"], counts["characters"], max_replaced, f"the sample of {len(sources)} inputs")
+    check_replaced(
+        counts["replaced"], counts["characters"], max_replaced, f"the sample of {len(sources)} inputs"
+    )
 
 
-def _stripes(source: Source, size: float, share: float, options: ReadOptions) -> Iterator[tuple[int, int | None, float]]:
+def _stripes(
+    source: Source, size: float, share: float, options: ReadOptions
+) -> Iterator[tuple[int, int | None, float]]:
     """(start, stop, bytes) of the parts of a source that are taken or left whole."""
     if share >= 1 or not splittable(source, options):
         yield 0, None, size
@@ -138,7 +154,11 @@ def _wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokeni
     _check_room(vocab_size, len(BERT_SPECIAL) + 2 * len(kept), "the special tokens and the characters")
     inside = {character: chr(CONTINUES + place) for place, character in enumerate(kept)}
     words = Counter(
-        {word[0] + "".join(inside[c] for c in word[1:]): n for word, n in plain.items() if set(word) <= inside.keys()}
+        {
+            word[0] + "".join(inside[c] for c in word[1:]): n
+            for word, n in plain.items()
+            if set(word) <= inside.keys()
+        }
     )
     trained = Library(models.BPE())
     _merge(trained, words, vocab_size - len(BERT_SPECIAL), [*kept, *inside.values()])
@@ -217,8 +237,13 @@ def _repeated(words: Counter[str]) -> Iterator[str]:
 
 def check_memory(words: int) -> None:
     """Say how much memory merging this many distinct words takes; raise Failed when that is more than is free."""
-    needed, free = words * WORD_BYTES + (128 << 20), min(psutil.virtual_memory().available, memory_limit_bytes())
-    say(f"merging {words:,} distinct words: about {amount(needed, 'B')} of memory at most, {amount(free, 'B')} are free")
+    needed, free = (
+        words * WORD_BYTES + (128 << 20),
+        min(psutil.virtual_memory().available, memory_limit_bytes()),
+    )
+    say(
+        f"merging {words:,} distinct words: about {amount(needed, 'B')} of memory at most, {amount(free, 'B')} are free"
+    )
     if needed > 0.9 * free:
         raise Failed(
             "not enough memory to train the tokenizer",
@@ -268,7 +293,9 @@ def bert_library(vocab: dict[str, int], lowercase: bool) -> Library:
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     library.decoder = decoders.WordPiece()
     roles = [(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
-    library.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", roles)
+    library.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", roles
+    )
     library.add_special_tokens(list(BERT_SPECIAL))
     return library
 
@@ -315,7 +342,9 @@ def _gpt2(encoder: Path, merges: Path) -> Tokenizer:
     vocab: dict[str, int] = read_json(encoder)
     lines = _read(merges).split("\n")
     pairs: list[Any] = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    known = all(len(pair) == 2 and pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab for pair in pairs)
+    known = all(
+        len(pair) == 2 and pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab for pair in pairs
+    )
     if not known:
         raise WrongUse(
             "merges and vocabulary do not belong together",
@@ -335,7 +364,10 @@ def _bert(file: Path, lowercase: bool | None) -> Tokenizer:
     vocab = {token.rstrip("\r"): place for place, token in enumerate(tokens)}
     if missing := [name for name in BERT_SPECIAL if name not in vocab]:
         raise WrongUse(
-            "not a BERT vocabulary", where=file, why=f"it lacks {', '.join(missing)}", fix="give BERT's vocab.txt"
+            "not a BERT vocabulary",
+            where=file,
+            why=f"it lacks {', '.join(missing)}",
+            fix="give BERT's vocab.txt",
         )
     if lowercase is None:
         lowercase = not any(token != token.lower() for token in vocab if not token.startswith("["))

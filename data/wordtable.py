@@ -15,10 +15,13 @@ LIMIT = 1 << 20
 PADDING = 32  # bytes that must follow the last word of a chunk, so that whole keys can be read
 WIDTHS = ((1, 8), (2, 16), (4, 32))  # uint64s in a key, bytes
 COUNT_BITS = np.int64(31)  # a word's value is (where its ids begin in the pool) << 31 | (how many)
-MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
+MULTIPLIERS = np.array(
+    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
+)
 # ones after the bytes that a word of n bytes has in column c of its key
-BLANKS = np.array([[2**64 - 256 ** min(max(n - 8 * c, 0), 8) & 2**64 - 1 for n in range(33)] for c in range(4)], np.uint64)
-
+BLANKS = np.array(
+    [[2**64 - 256 ** min(max(n - 8 * c, 0), 8) & 2**64 - 1 for n in range(33)] for c in range(4)], np.uint64
+)
 
 
 _counted = np.arange(1 << 20)
@@ -131,7 +134,9 @@ class WordTable:
         self._pool = np.empty(1 << 16, np.int32)
         self._used = 0
 
-    def encode(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def encode(
+        self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32 laid end to end, ids per word int64) of the words in `data`, each one id or more.
 
         data: uint8, PADDING bytes longer than the text; starts, lengths: int64 (words,), in bytes.
@@ -167,7 +172,10 @@ class WordTable:
                 unknown.append((table, chosen[missing], slots, first))
             least = most
         longer = np.flatnonzero(lengths > least)
-        texts = [data[start : start + size].tobytes() for start, size in zip(starts[longer].tolist(), lengths[longer].tolist())]
+        texts = [
+            data[start : start + size].tobytes()
+            for start, size in zip(starts[longer].tolist(), lengths[longer].tolist())
+        ]
         new_texts = {text: place for place, text in zip(longer.tolist(), texts) if text not in self._long}
         if unknown or new_texts:
             rest = np.fromiter(new_texts.values(), np.int64, len(new_texts))

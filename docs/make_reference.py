@@ -13,19 +13,32 @@ HERE = Path(__file__).parent
 
 def cli_page() -> str:
     """Help of every command, as it prints at 100 columns."""
-    parts = ["# Command line", "", "Made by `make reference` from the program; a test checks that it is current.", ""]
-    settings = main.context_settings  # the names of the help option among them, which a command keeps from its first context
-    top = click.Context(main, info_name="throughline", terminal_width=100, **settings | {"max_content_width": 100})
+    parts = [
+        "# Command line",
+        "",
+        "Made by `make reference` from the program; a test checks that it is current.",
+        "",
+    ]
+    settings = (
+        main.context_settings
+    )  # the names of the help option among them, which a command keeps from its first context
+    top = click.Context(
+        main, info_name="throughline", terminal_width=100, **settings | {"max_content_width": 100}
+    )
     for verb in VERBS:
         command = main.get_command(top, verb)
         assert command is not None
-        context = click.Context(command, info_name=verb, parent=top, terminal_width=100, max_content_width=100)
+        context = click.Context(
+            command, info_name=verb, parent=top, terminal_width=100, max_content_width=100
+        )
         parts += [f"## throughline {verb}", "", "```text", _help(command, context), "```", ""]
         if isinstance(command, click.Group):
             for name in command.list_commands(context):
                 inner = command.get_command(context, name)
                 assert inner is not None
-                deeper = click.Context(inner, info_name=name, parent=context, terminal_width=100, max_content_width=100)
+                deeper = click.Context(
+                    inner, info_name=name, parent=context, terminal_width=100, max_content_width=100
+                )
                 parts += [f"### throughline {verb} {name}", "", "```text", _help(inner, deeper), "```", ""]
     return "\n".join(parts)
 
@@ -36,7 +49,12 @@ def _help(command: click.Command, context: click.Context) -> str:
 
 def recipe_page() -> str:
     """Every field of a recipe with type, default and meaning."""
-    lines = ["# Recipe reference", "", "Made by `make reference` from the program; a test checks that it is current.", ""]
+    lines = [
+        "# Recipe reference",
+        "",
+        "Made by `make reference` from the program; a test checks that it is current.",
+        "",
+    ]
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
     for key, kind, default, note in describe(Recipe):
         cells = [text.replace("|", "\\|").replace("\n", " ") for text in (kind, default, note)]

@@ -11,7 +11,10 @@ BEGIN, END = "<!-- results: made by `make reference` -->", "<!-- end of results 
 
 def rows() -> list[str]:
     """One line a claim, in the order of file and benchmark."""
-    lines = ["| claim | ours | peer | ratio (range) | goal | met | machine, date |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| claim | ours | peer | ratio (range) | goal | met | machine, date |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         for name, line in json.loads(file.read_text()).items():
             machine = line["machine"]
@@ -30,7 +33,9 @@ def rows() -> list[str]:
 def main() -> int:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    made = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: "\n".join([BEGIN, *rows(), END]), text, flags=re.S)
+    made = re.sub(
+        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: "\n".join([BEGIN, *rows(), END]), text, flags=re.S
+    )
     if "--check" in sys.argv:
         return 0 if made == text else 1
     readme.write_text(made)

@@ -50,9 +50,17 @@ class ThroughlineLM(LM):
         super().__init__()
         known = "path, bos, window, batch_tokens, pll"
         if unknown:
-            raise WrongUse(f"no argument of the model is called {next(iter(unknown))!r}", where="--model_args", fix=f"give {known}")
+            raise WrongUse(
+                f"no argument of the model is called {next(iter(unknown))!r}",
+                where="--model_args",
+                fix=f"give {known}",
+            )
         if pll not in PLL:
-            raise WrongUse(f"no pseudo-log-likelihood is called {pll!r}", where="--model_args", fix=f"give {' or '.join(PLL)}")
+            raise WrongUse(
+                f"no pseudo-log-likelihood is called {pll!r}",
+                where="--model_args",
+                fix=f"give {' or '.join(PLL)}",
+            )
         if scorer is None and not path:
             raise WrongUse("no model is given", where="--model_args", fix="give path=DIRECTORY")
         if not torch.cuda.is_available():  # the harness asks for cuda unless told otherwise
@@ -83,9 +91,17 @@ class ThroughlineLM(LM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy text; requests that ask for sampling are answered greedily as well."""
         found = [""] * len(requests)
-        for settings in {(tuple(_stops(request)), request.args[1].get("max_gen_toks", 256)) for request in requests}:
-            mine = [i for i, r in enumerate(requests) if (tuple(_stops(r)), r.args[1].get("max_gen_toks", 256)) == settings]
-            for batch in self.scorer.generate([requests[i].args[0] for i in mine], list(settings[0]), settings[1]):
+        for settings in {
+            (tuple(_stops(request)), request.args[1].get("max_gen_toks", 256)) for request in requests
+        }:
+            mine = [
+                i
+                for i, r in enumerate(requests)
+                if (tuple(_stops(r)), r.args[1].get("max_gen_toks", 256)) == settings
+            ]
+            for batch in self.scorer.generate(
+                [requests[i].args[0] for i in mine], list(settings[0]), settings[1]
+            ):
                 for place, text in batch:
                     found[mine[place]] = text
         return found

@@ -26,7 +26,9 @@ from .logits import token_logprobs, whole_blocks
 from .tree import Tree, TreeAttention, attending, plant
 
 BATCH_TOKENS = 16384  # of a GPU
-NARROW = 512  # hidden units: below, the head is most of the work, and does it best for many questions at a time
+NARROW = (
+    512  # hidden units: below, the head is most of the work, and does it best for many questions at a time
+)
 RETURN_SECONDS = 0.25  # between two returns of freed memory: of a small model's time they would take a tenth
 
 
@@ -64,15 +66,28 @@ class CausalText:
         flat, lengths = self.tokenizer.encode_batch(list(texts))
         ends = np.cumsum(lengths)
         flat = np.asarray(flat).tolist()
-        return [tuple(flat[stop - length : stop]) for stop, length in zip(ends.tolist(), np.asarray(lengths).tolist())]
+        return [
+            tuple(flat[stop - length : stop])
+            for stop, length in zip(ends.tolist(), np.asarray(lengths).tolist())
+        ]
 
     def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
         """(context, continuation) texts -> ids. Each distinct text is tokenised once."""
         moved = [[_blanks_to_the_right(*pair) for pair in pairs] for pairs in questions]
-        texts = {text: Ids() for pairs in moved for context, continuation in pairs for text in (context, context + continuation)}
+        texts = {
+            text: Ids()
+            for pairs in moved
+            for context, continuation in pairs
+            for text in (context, context + continuation)
+        }
         texts.update(zip(texts, self.tokenize(list(texts))))
         return [
-            Question(tuple(self._pair(texts[context], texts[context + continuation]) for context, continuation in pairs))
+            Question(
+                tuple(
+                    self._pair(texts[context], texts[context + continuation])
+                    for context, continuation in pairs
+                )
+            )
             for pairs in moved
         ]
 
@@ -126,7 +141,12 @@ class CausalScorer(CausalText):
         self.batch_tokens = batch_tokens or default_batch_tokens(weight)
         self.batch_questions = batch_questions
         self.keep_tokens = keep_tokens
-        self.recipe = {"scorer": "causal", "window": self.window, "bos": bos, "dtype": str(self.dtype).removeprefix("torch.")}
+        self.recipe = {
+            "scorer": "causal",
+            "window": self.window,
+            "bos": bos,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
         self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
@@ -135,13 +155,19 @@ class CausalScorer(CausalText):
             check_question(question, self.window)
         trees = {index: plant(question, self.window) for index, question in enumerate(questions)}
         returned = time.monotonic()
-        for batch in batches({index: tree.tokens for index, tree in trees.items()}, self.batch_tokens, self.batch_questions):
+        for batch in batches(
+            {index: tree.tokens for index, tree in trees.items()}, self.batch_tokens, self.batch_questions
+        ):
             yield from halving(batch, lambda part: self._answer([trees[index] for index in part]))
-            if time.monotonic() - returned > RETURN_SECONDS:  # what differing sizes leave in the heap adds up to 20 MB
+            if (
+                time.monotonic() - returned > RETURN_SECONDS
+            ):  # what differing sizes leave in the heap adds up to 20 MB
                 return_freed_memory()
                 returned = time.monotonic()
 
-    def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[list[tuple[int, str]]]:
+    def generate(
+        self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
+    ) -> Iterator[list[tuple[int, str]]]:
         """Greedy text, through the batching that serving uses; contexts are cut from the left to leave room for the answer."""
         from ..inference.torch_backend import TorchCausal
         from .written import greedy_texts
@@ -164,7 +190,9 @@ class CausalScorer(CausalText):
                 done = part.stop
                 kept = tuple(logprobs[part].tolist()) if self.keep_tokens else ()
                 total = float(logprobs[part].sum(dtype=np.float64))
-                scores.append(Score(total, int(greedy[part].sum()), len(target), truncated, token_logprobs=kept))
+                scores.append(
+                    Score(total, int(greedy[part].sum()), len(target), truncated, token_logprobs=kept)
+                )
             answers.append(tuple(scores))
         return answers
 
@@ -175,7 +203,9 @@ class CausalScorer(CausalText):
         packed[0, :tokens] = np.concatenate([tree.ids for tree in trees])
         packed[1, :tokens] = np.concatenate([tree.positions for tree in trees])
         ids, positions = torch.from_numpy(packed).to(self.device)
-        with attending(self.model, TreeAttention(trees, self.device, self.dtype, self.model.config.attention_pattern)):
+        with attending(
+            self.model, TreeAttention(trees, self.device, self.dtype, self.model.config.attention_pattern)
+        ):
             return self.model.hidden(ids[None], positions[None])[0]
 
 
@@ -215,7 +245,9 @@ def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ..
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if len(batch) == 1:
-        raise Failed("out of memory on a single question", fix="use a device with more memory, or a smaller --window")
+        raise Failed(
+            "out of memory on a single question", fix="use a device with more memory, or a smaller --window"
+        )
     middle = len(batch) // 2
     for half in (batch[:middle], batch[middle:]):
         yield from halving(half, answer)
@@ -229,4 +261,6 @@ OUT_OF_MEMORY = (
 
 
 def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        text in str(error) for text in OUT_OF_MEMORY
+    )

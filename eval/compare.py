@@ -32,26 +32,41 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
     others = {summary["task"]: summary for summary in theirs["tasks"]}
     common = [name for name in tasks if name in others]
     if not common:
-        raise WrongUse("no task in common", where=f"{first} and {second}", fix="evaluate both on the same tasks")
+        raise WrongUse(
+            "no task in common", where=f"{first} and {second}", fix="evaluate both on the same tasks"
+        )
     samples = [_by_task(Path(path)) for path in (first, second)]
     rows = []
     for name in common:
         for key in ("prompt_hash", "shots", "seed", "n"):
             if tasks[name][key] != others[name][key]:
                 why = f"{key} is {tasks[name][key]} and {others[name][key]}"
-                raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix="evaluate both alike")
+                raise WrongUse(
+                    f"task {name} was not asked in the same way",
+                    where=second,
+                    why=why,
+                    fix="evaluate both alike",
+                )
         if len({tuple(sample["record"] for sample in part[name]) for part in samples}) > 1:
-            why, fix = "each left out other records that were too long", "evaluate both with the same --window or --limit"
+            why, fix = (
+                "each left out other records that were too long",
+                "evaluate both with the same --window or --limit",
+            )
             raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix=fix)
         if tasks[name].get("data_hash") != others[name].get("data_hash"):
-            why, fix = "the texts of its records or examples are not the same", "evaluate both on the same files"
+            why, fix = (
+                "the texts of its records or examples are not the same",
+                "evaluate both on the same files",
+            )
             raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix=fix)
         for metric in tasks[name]["metrics"]:
             pairs = [[sample["metrics"][metric] for sample in part[name]] for part in samples]
             rows.append({"task": name, "metric": metric, **paired_test(metric, *pairs)})
     header = ("task", "metric", "first", "second", "difference", "stderr", "p", "better")
     lines = table(header, [[row[key] for key in header] for row in rows])
-    lines.append("p: chance of a difference at least this large if the two were equal (paired; McNemar exact for 0/1 metrics)")
+    lines.append(
+        "p: chance of a difference at least this large if the two were equal (paired; McNemar exact for 0/1 metrics)"
+    )
     return {"first": str(first), "second": str(second), "rows": rows}, lines
 
 
@@ -62,7 +77,9 @@ def _by_task(path: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def paired_test(metric: str, first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> dict[str, Any]:
+def paired_test(
+    metric: str, first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]
+) -> dict[str, Any]:
     """Values of both, second - first with its standard error, p, and which is better at p < 0.05.
 
     Of a perplexity the difference is that of log-probabilities per record, in nats: its logarithm, not itself.
@@ -95,6 +112,9 @@ def mcnemar(gained: int, lost: int) -> float:
     total = gained + lost
     if not total:
         return 1.0
-    logs = [math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1) for k in range(min(gained, lost) + 1)]
+    logs = [
+        math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1)
+        for k in range(min(gained, lost) + 1)
+    ]
     tail = math.fsum(math.exp(value - total * math.log(2)) for value in logs)
     return min(1.0, 2 * tail)

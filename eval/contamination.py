@@ -60,7 +60,10 @@ def shared_runs(texts: Sequence[np.ndarray], store: Any, length: int = LENGTH) -
             for window in matches[np.unique(found[matches], return_index=True)[1]]:
                 for number in range(first[window], last[window]):
                     record, at = owner[number], place[number]
-                    if not hit[record] and (ids[window : window + length] == texts[record][at : at + length]).all():
+                    if (
+                        not hit[record]
+                        and (ids[window : window + length] == texts[record][at : at + length]).all()
+                    ):
                         hit[record] = True
             bar.advance(min(PIECE, store.tokens - start))
     return hit.tolist()
@@ -79,7 +82,11 @@ def open_searched(path: Path | str, tokenizer: Any) -> "TokenStore":
 
 
 def contaminated(
-    store: "TokenStore", tokenizer: Any, tasks: Sequence[BoundTask], scores: Sequence[TaskScores], settings: Settings
+    store: "TokenStore",
+    tokenizer: Any,
+    tasks: Sequence[BoundTask],
+    scores: Sequence[TaskScores],
+    settings: Settings,
 ) -> dict[str, Any]:
     """Per task: records checked, hits, records too short, and each metric with and without the hits."""
     bound = {task.name: task for task in tasks}

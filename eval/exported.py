@@ -39,11 +39,20 @@ class ExportedScorer(CausalText):
         super().__init__(tokenizer, bos=bos, window=min(window or backend.context, backend.context))
         if tokenizer.vocab_size > backend.vocab_size:
             why = f"it has {tokenizer.vocab_size:,} tokens, the model predicts {backend.vocab_size:,}"
-            raise WrongUse("the tokenizer does not belong to the model", why=why, fix="export the model again with its tokenizer")
+            raise WrongUse(
+                "the tokenizer does not belong to the model",
+                why=why,
+                fix="export the model again with its tokenizer",
+            )
         self.backend = backend
         self.batch_tokens = batch_tokens or BATCH_TOKENS
         self.keep_tokens = keep_tokens
-        self.recipe = {"scorer": f"causal ({backend.name})", "window": self.window, "bos": bos, "dtype": "as exported"}
+        self.recipe = {
+            "scorer": f"causal ({backend.name})",
+            "window": self.window,
+            "bos": bos,
+            "dtype": "as exported",
+        }
         self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
@@ -54,7 +63,9 @@ class ExportedScorer(CausalText):
         for batch in batches({index: tree.tokens for index, tree in trees.items()}, self.batch_tokens):
             yield from halving(batch, lambda part: self._answer([trees[index] for index in part]))
 
-    def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[list[tuple[int, str]]]:
+    def generate(
+        self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
+    ) -> Iterator[list[tuple[int, str]]]:
         """Greedy text; see `CausalScorer.generate`."""
         yield from greedy_texts(self.backend, self, contexts, until, max_tokens)
 
@@ -64,8 +75,13 @@ class ExportedScorer(CausalText):
         offsets = np.concatenate([[0], np.cumsum(counts)])
         cache = self.backend.new_cache(int(offsets[-1]))
         prefixes = [tree.ids[: tree.prefix] if tree.branches else tree.ids for tree in trees]
-        wanted = [[] if not len(prefix) else _lines_between(tree, 0, len(prefix)) for tree, prefix in zip(trees, prefixes)]
-        found = [{} for _ in trees] if not any(map(len, prefixes)) else self._read(prefixes, None, wanted, cache)
+        wanted = [
+            [] if not len(prefix) else _lines_between(tree, 0, len(prefix))
+            for tree, prefix in zip(trees, prefixes)
+        ]
+        found = (
+            [{} for _ in trees] if not any(map(len, prefixes)) else self._read(prefixes, None, wanted, cache)
+        )
         if not any(tree.branches for tree in trees):
             return [self._scores(tree, lines) for tree, lines in zip(trees, found)]
         for number in reversed(range(len(trees))):
@@ -99,7 +115,10 @@ class ExportedScorer(CausalText):
             for line, (row, lines) in enumerate(zip(rows[part], asked[part])):
                 ids[line, : len(row)], ask[line, : len(lines)] = row, lines
             logits = self.backend.forward(ids, np.array(before[part], np.int64), ask, cache, part.start)
-            found += [{place: logits[line, i] for i, place in enumerate(lines)} for line, lines in enumerate(asked[part])]
+            found += [
+                {place: logits[line, i] for i, place in enumerate(lines)}
+                for line, lines in enumerate(asked[part])
+            ]
         return found
 
     def _groups(self, lengths: list[int], past: list[int], most: int) -> Iterator[slice]:
@@ -108,7 +127,11 @@ class ExportedScorer(CausalText):
         start = 0
         for row in range(1, len(lengths) + 1):
             full = row - start == at_once
-            if row == len(lengths) or full or max(past[start : row + 1]) + max(lengths[start : row + 1]) > self.backend.context:
+            if (
+                row == len(lengths)
+                or full
+                or max(past[start : row + 1]) + max(lengths[start : row + 1]) > self.backend.context
+            ):
                 yield slice(start, row)
                 start = row
 
@@ -140,7 +163,9 @@ class ExportedMaskedScorer(MaskedText):
         self.backend = backend
         longest = min(window or backend.context, backend.context)
         batch = batch_tokens or BATCH_TOKENS
-        super().__init__(tokenizer, backend.vocab_size, longest, pll=pll, batch_tokens=batch, keep_tokens=keep_tokens)
+        super().__init__(
+            tokenizer, backend.vocab_size, longest, pll=pll, batch_tokens=batch, keep_tokens=keep_tokens
+        )
         self.recipe = {"scorer": f"masked, {pll} ({backend.name})", "window": longest, "dtype": "as exported"}
         self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
 
@@ -161,7 +186,11 @@ class ExportedMaskedScorer(MaskedText):
             out = self.backend.forward(ids, np.zeros_like(ids), np.ones(ids.shape, bool), asked)
             logits_TV = out["mlm_logits"][line, nth]
             chosen = logits_TV[np.arange(len(line)), targets[part]]
-            above = (logits_TV > chosen[:, None]).sum(axis=1) if self.cloze(rows) else np.zeros(len(line), np.int64)
+            above = (
+                (logits_TV > chosen[:, None]).sum(axis=1)
+                if self.cloze(rows)
+                else np.zeros(len(line), np.int64)
+            )
             found.append((*_predicted(logits_TV, targets[part]), above))
         logprobs, greedy, ranks = zip(*found)
         return np.concatenate(logprobs), np.concatenate(greedy), np.concatenate(ranks)

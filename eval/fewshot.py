@@ -25,7 +25,9 @@ def draw(task: str, record: int, count: int, pool: int, *, seed: int, exclude: i
     return [pick + 1 if exclude is not None and pick >= exclude else pick for pick in picks]
 
 
-def with_examples(name: str, items: Sequence[Item], pool: Sequence[Item] | None, shots: int, seed: int) -> list[Item]:
+def with_examples(
+    name: str, items: Sequence[Item], pool: Sequence[Item] | None, shots: int, seed: int
+) -> list[Item]:
     """The items with `shots` solved examples before every context. `pool` None: examples are the other evaluated items. A record
     that is in the pool too, by its file and line, is no example of itself."""
     if not shots:
@@ -35,12 +37,22 @@ def with_examples(name: str, items: Sequence[Item], pool: Sequence[Item] | None,
     own = [number if pool is None else places.get(item.where) for number, item in enumerate(items)]
     available = len(source) - any(place is not None for place in own)
     if shots > available:
-        raise WrongUse(f"{shots} examples asked for, {available} to choose from", where=f"task {name}", fix="lower --shots")
+        raise WrongUse(
+            f"{shots} examples asked for, {available} to choose from",
+            where=f"task {name}",
+            fix="lower --shots",
+        )
     if not source[0].pairs:
-        raise WrongUse(f"task {name} takes no examples", why="it predicts whole documents", fix="leave --shots out")
+        raise WrongUse(
+            f"task {name} takes no examples", why="it predicts whole documents", fix="leave --shots out"
+        )
     made = []
     for number, item in enumerate(items):
         picks = draw(name, number, shots, len(source), seed=seed, exclude=own[number])
         before = "".join(source[pick].example + SEPARATOR for pick in picks)
-        made.append(replace(item, pairs=tuple((before + context, continuation) for context, continuation in item.pairs)))
+        made.append(
+            replace(
+                item, pairs=tuple((before + context, continuation) for context, continuation in item.pairs)
+            )
+        )
     return made

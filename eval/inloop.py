@@ -55,4 +55,8 @@ class TaskEvaluator:
         means = group_means(found, {task.group: task.task.mean for task in self.tasks if task.group})
         inside = {summary["task"] for summary in means}
         summaries = [*(score.summary for score in found if score.summary["group"] not in inside), *means]
-        return {f"{one['task']}/{name}": metric["value"] for one in summaries for name, metric in one["metrics"].items()}
+        return {
+            f"{one['task']}/{name}": metric["value"]
+            for one in summaries
+            for name, metric in one["metrics"].items()
+        }

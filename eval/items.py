@@ -54,7 +54,9 @@ def _environment() -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True, finalize=_given)
+    environment = ImmutableSandboxedEnvironment(
+        undefined=StrictUndefined, keep_trailing_newline=True, finalize=_given
+    )
     environment.filters.update(FILTERS)
     return environment
 
@@ -79,7 +81,9 @@ def _expression(text: str) -> Any:
 def item_of(bound: "BoundTask", record: Record) -> Item:
     """The question that a record becomes. Raises Failed naming its file, line and field."""
     task = bound.task
-    prompt = next((prompt for prompt in task.prompt if all(field in record.data for field in prompt.fields)), None)
+    prompt = next(
+        (prompt for prompt in task.prompt if all(field in record.data for field in prompt.fields)), None
+    )
     if prompt is None:
         missing = [field for field in task.prompt[0].fields if field not in record.data]
         raise Failed(
@@ -94,7 +98,10 @@ def item_of(bound: "BoundTask", record: Record) -> Item:
 def joined(records: Sequence[Record]) -> Record:
     """All records as one, at the first one's place: its texts, each of which ends its line, behind one another."""
     texts = [key for key, value in records[0].data.items() if isinstance(value, str)]
-    parts = {key: [record.data[key] for record in records if isinstance(record.data.get(key), str)] for key in texts}
+    parts = {
+        key: [record.data[key] for record in records if isinstance(record.data.get(key), str)]
+        for key in texts
+    }
     whole = {key: "".join(map(whole_line, some)) for key, some in parts.items()}
     return Record(records[0].where, whole)
 
@@ -118,16 +125,26 @@ class _Builder:
             pairs = tuple((context, self.bound.task.delimiter + target) for context in contexts)
             return Item(where, pairs, contexts, self.gold(len(contexts)))
         if kind == "loglikelihood":
-            return Item(where, ((self.text("context"), self.filled("target")),), gap=self.bound.task.delimiter)
+            return Item(
+                where, ((self.text("context"), self.filled("target")),), gap=self.bound.task.delimiter
+            )
         if kind in ("generate_until", "cloze"):
             answers = self.evaluate("answers")
-            if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+            if (
+                not isinstance(answers, list)
+                or not answers
+                or not all(isinstance(answer, str) for answer in answers)
+            ):
                 raise self.bad("answers", f"{answers!r} is not a list of accepted answers")
             context = self.text("context")
             if kind == "cloze" and MASK not in context:
                 raise self.bad("context", f"it has no {MASK}")
             asked = answers if kind == "cloze" else answers[:1]
-            return Item(where, tuple((context, self.bound.task.delimiter + answer) for answer in asked), answers=tuple(answers))
+            return Item(
+                where,
+                tuple((context, self.bound.task.delimiter + answer) for answer in asked),
+                answers=tuple(answers),
+            )
         text = self.text("text")
         return Item(where, text=text, original=self.text("original") if self.prompt.original else text)
 
@@ -142,12 +159,18 @@ class _Builder:
 
     def texts(self, key: str) -> tuple[str, ...]:
         given = getattr(self.prompt, key)
-        texts = self.evaluate(key) if isinstance(given, str) else [self.render(key, template) for template in given]
+        texts = (
+            self.evaluate(key)
+            if isinstance(given, str)
+            else [self.render(key, template) for template in given]
+        )
         if not isinstance(texts, list) or not texts:
             raise self.bad(key, f"{texts!r} is not a list of texts")
         for number, text in enumerate(texts):
             if not isinstance(text, str) or not text.strip():
-                raise self.bad(f"{key}[{number}]", "it is empty" if isinstance(text, str) else f"{text!r} is not a text")
+                raise self.bad(
+                    f"{key}[{number}]", "it is empty" if isinstance(text, str) else f"{text!r} is not a text"
+                )
         return tuple(texts)
 
     def gold(self, choices: int) -> int:
@@ -170,7 +193,15 @@ class _Builder:
 
         try:
             return action()
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError, SyntaxError, ArithmeticError) as error:
+        except (
+            TemplateError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            SyntaxError,
+            ArithmeticError,
+        ) as error:
             raise self.bad(key, str(error)) from error
 
     def bad(self, key: str, why: str) -> Failed:

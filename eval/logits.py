@@ -25,7 +25,13 @@ def whole_blocks(lines: int) -> int:
 
 
 def token_logprobs(
-    weight_VW: Tensor, bias_V: Tensor | None, hidden_SW: Tensor, lines: np.ndarray, targets: np.ndarray, *, ranks: bool = False
+    weight_VW: Tensor,
+    bias_V: Tensor | None,
+    hidden_SW: Tensor,
+    lines: np.ndarray,
+    targets: np.ndarray,
+    *,
+    ranks: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each target id (T,) at position `lines` (T,) of `hidden`: log-probability float32, whether it is the arg-max (the
     first of equals), and with `ranks` how many tokens are more probable (else zeros).
@@ -33,7 +39,11 @@ def token_logprobs(
     A position asked for several targets has its logits computed once.
     """
     places, which = np.unique(lines, return_inverse=True)
-    logprobs, greedy, above = np.empty(len(lines), np.float32), np.empty(len(lines), bool), np.zeros(len(lines), np.int64)
+    logprobs, greedy, above = (
+        np.empty(len(lines), np.float32),
+        np.empty(len(lines), bool),
+        np.zeros(len(lines), np.int64),
+    )
     order = np.argsort(which, kind="stable")
     cuts = np.searchsorted(which[order], np.arange(0, len(places) + LINES, LINES))
     for piece, (first, last) in enumerate(pairwise(cuts)):
@@ -52,7 +62,14 @@ def token_logprobs(
 class _Chunk:
     """Up to LINES positions and the targets asked of them."""
 
-    def __init__(self, weight_VW: Tensor, bias_V: Tensor | None, hidden_NW: Tensor, rows: np.ndarray, targets: np.ndarray) -> None:
+    def __init__(
+        self,
+        weight_VW: Tensor,
+        bias_V: Tensor | None,
+        hidden_NW: Tensor,
+        rows: np.ndarray,
+        targets: np.ndarray,
+    ) -> None:
         self.weight, self.bias, self.hidden = weight_VW, bias_V, hidden_NW
         self.rows, self.targets = rows, targets
         self.size = PIECE.get(hidden_NW.device.type, PIECE["cpu"])
@@ -61,7 +78,9 @@ class _Chunk:
     def logits(self, start: int) -> Tensor:
         """(N, PIECE) float32: logits of the tokens from `start` on."""
         stop = start + self.size
-        return linear(self.hidden, self.weight[start:stop], None if self.bias is None else self.bias[start:stop]).float()
+        return linear(
+            self.hidden, self.weight[start:stop], None if self.bias is None else self.bias[start:stop]
+        ).float()
 
     def scores(self) -> tuple[np.ndarray, np.ndarray]:
         device = self.hidden.device

@@ -80,7 +80,10 @@ class MaskedText:
             for text in (part for pair in pairs for part in pair):
                 if text not in known:
                     known[text] = self._with_masks(text)
-        return [Question(tuple((known[context], known[continuation]) for context, continuation in pairs)) for pairs in questions]
+        return [
+            Question(tuple((known[context], known[continuation]) for context, continuation in pairs))
+            for pairs in questions
+        ]
 
     def _with_masks(self, text: str) -> Ids:
         """Tokenise around literal [MASK]s, which the tokenizer would take for text."""
@@ -102,10 +105,13 @@ class MaskedText:
     def lost(self, question: Question) -> int:
         """See `core.scorer.Scorer.lost`."""
         return max(
-            max(0, len(context) + (0 if self.mask in context else len(answer)) - self.window) for context, answer in question.pairs
+            max(0, len(context) + (0 if self.mask in context else len(answer)) - self.window)
+            for context, answer in question.pairs
         )
 
-    def generate(self, contexts: Sequence[str], until: Sequence[str], max_tokens: int) -> Iterator[list[tuple[int, str]]]:
+    def generate(
+        self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
+    ) -> Iterator[list[tuple[int, str]]]:
         """A BERT writes nothing."""
         why, fix = "the task asks for generated text", "leave the task out, or evaluate a GPT"
         raise WrongUse("a BERT cannot write answers", why=why, fix=fix)
@@ -129,7 +135,9 @@ class MaskedText:
         """Rows of one length as lines (L, S) to predict, and for each asked token (T,): its line, its place there, its id."""
         lines = np.concatenate([self._masked(row) for row in rows])
         per_line = [len(row.asked) // row.lines for row in rows for _ in range(row.lines)]
-        places, targets = (np.concatenate(parts) for parts in zip(*((row.asked, row.targets) for row in rows)))
+        places, targets = (
+            np.concatenate(parts) for parts in zip(*((row.asked, row.targets) for row in rows))
+        )
         return lines, np.repeat(np.arange(len(lines)), per_line), places, targets
 
     def _masked(self, row: "Row") -> np.ndarray:
@@ -186,7 +194,11 @@ class MaskedScorer(MaskedText):
         super().__init__(
             tokenizer, model.config.vocab_size, longest, pll=pll, batch_tokens=batch, keep_tokens=keep_tokens
         )
-        self.recipe = {"scorer": f"masked, {pll}", "window": longest, "dtype": str(table.dtype).removeprefix("torch.")}
+        self.recipe = {
+            "scorer": f"masked, {pll}",
+            "window": longest,
+            "dtype": str(table.dtype).removeprefix("torch."),
+        }
         self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
 
     @torch.inference_mode()
@@ -203,10 +215,14 @@ class MaskedScorer(MaskedText):
             least = -(-whole_blocks(1) // lines.shape[1])
             ids = torch.from_numpy(np.resize(part, (max(len(part), least), lines.shape[1]))).to(self.device)
             asked = slice(begins[first], begins[first + len(part)])
-            line, place = (torch.from_numpy(array[asked]).to(self.device) for array in (owner - first, places))
+            line, place = (
+                torch.from_numpy(array[asked]).to(self.device) for array in (owner - first, places)
+            )
             features.append(self.model.hidden(ids)[line, place])
         hidden_NW = torch.cat(features)
-        filled = torch.from_numpy(np.resize(np.arange(len(places)), whole_blocks(len(places)))).to(self.device)
+        filled = torch.from_numpy(np.resize(np.arange(len(places)), whole_blocks(len(places)))).to(
+            self.device
+        )
         hidden_NW = self.model.mlm_features(hidden_NW[filled])
         table, bias = self.model.token_table.weight, self.model.mlm_bias
         return token_logprobs(table, bias, hidden_NW, np.arange(len(places)), targets, ranks=self.cloze(rows))

@@ -135,7 +135,9 @@ def aggregate(name: str, outcomes: Sequence[Sequence[float]]) -> tuple[float, fl
     return value, bootstrap_error(metric.aggregate, rows)
 
 
-def bootstrap_error(function: Callable[[Rows], np.ndarray], rows: Rows, resamples: int = RESAMPLES, seed: int = 0) -> float:
+def bootstrap_error(
+    function: Callable[[Rows], np.ndarray], rows: Rows, resamples: int = RESAMPLES, seed: int = 0
+) -> float:
     """Standard deviation of `function` over resamples of the lines of `rows`, drawn with replacement."""
     generator = np.random.default_rng(seed)
     at_once = max(1, _RESAMPLE_CELLS // rows.size)

@@ -86,7 +86,9 @@ def _check_tokenizer(tokenizer: Any, vocab_size: int, file: Path) -> None:
     sizes = f"{tokenizer.vocab_size:,} tokens, and the model predicts {vocab_size:,}"
     if tokenizer.vocab_size > vocab_size:
         fix = "put the tokenizer.json that the model was trained with in its place"
-        raise WrongUse("the tokenizer does not belong to the model", where=file, why=f"it has {sizes}", fix=fix)
+        raise WrongUse(
+            "the tokenizer does not belong to the model", where=file, why=f"it has {sizes}", fix=fix
+        )
     if tokenizer.vocab_size < LEAST_SHARE * vocab_size:
         warn(f"{file} has {sizes}: if it is not the model's own, the scores mean nothing")
 
@@ -105,7 +107,9 @@ def _open_exported(path: Path, options: ScorerOptions) -> Opened:
     }  # fmt: skip
     scorer: Scorer
     if loaded.causal is not None:
-        scorer = ExportedScorer(loaded.causal, tokenizer, bos=tokenizer.puts_bos if options.bos is None else options.bos, **common)
+        scorer = ExportedScorer(
+            loaded.causal, tokenizer, bos=tokenizer.puts_bos if options.bos is None else options.bos, **common
+        )
     else:
         assert loaded.encoder is not None
         scorer = ExportedMaskedScorer(loaded.encoder, tokenizer, pll=options.pll, **common)

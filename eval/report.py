@@ -19,9 +19,17 @@ def rows_of(results: dict[str, Any]) -> list[tuple[Any, ...]]:
     """One line per metric of every task and group, in HEADER's columns; a group says of how many tasks it is the mean."""
     return [
         (
-            s["task"] + (f" ({s['members']} tasks)" if "members" in s else ""), name,
-            m["per"] + (f", stride {s['stride']}" if s["stride"] else ""), m["value"], m["stderr"], m["random"], s["n"],
-            s["shots"], s["truncated_records"], s["skipped_records"], s["prompt_hash"],
+            s["task"] + (f" ({s['members']} tasks)" if "members" in s else ""),
+            name,
+            m["per"] + (f", stride {s['stride']}" if s["stride"] else ""),
+            m["value"],
+            m["stderr"],
+            m["random"],
+            s["n"],
+            s["shots"],
+            s["truncated_records"],
+            s["skipped_records"],
+            s["prompt_hash"],
         )
         for s in (*results["tasks"], *results["groups"])
         for name, m in s["metrics"].items()
@@ -33,14 +41,19 @@ def lines_of(results: dict[str, Any]) -> list[str]:
     lines = [f"{results['model']}  {protocol(results)}"]
     if results["validation"]:
         figures = results["validation"].items()
-        lines += [f"{name:<20}{value:,.4f}" if isinstance(value, float) else f"{name:<20}{value:,}" for name, value in figures]
+        lines += [
+            f"{name:<20}{value:,.4f}" if isinstance(value, float) else f"{name:<20}{value:,}"
+            for name, value in figures
+        ]
     rows = rows_of(results)
     if rows:
         lines += table(HEADER, rows)
     cut = sum(task["truncated_tokens"] for task in results["tasks"])
     if cut:
         records = sum(task["truncated_records"] for task in results["tasks"])
-        lines.append(f"{cut:,} context tokens of {records:,} record{'s' * (records != 1)} were cut on the left to fit the window")
+        lines.append(
+            f"{cut:,} context tokens of {records:,} record{'s' * (records != 1)} were cut on the left to fit the window"
+        )
     for title, header, more in further_tables(results):
         lines += ["", title, *table(header, more)]
     return lines
@@ -108,7 +121,9 @@ def page(results: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -> str
     """The results as one HTML file without outside references; `history` are results of earlier steps, for the curves."""
     from jinja2 import Environment
 
-    template = Environment(autoescape=True).from_string(resources.files(__package__).joinpath("report.html").read_text())
+    template = Environment(autoescape=True).from_string(
+        resources.files(__package__).joinpath("report.html").read_text()
+    )
     return template.render(
         results=results, header=HEADER, rows=_cells(rows_of(results)),
         further=[(title, header, _cells(rows)) for title, header, rows in further_tables(results)],
@@ -155,7 +170,16 @@ def curves(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             (round((step - first) / (last - first) * WIDTH, 1), round((1 - (value - low) / span) * HEIGHT, 1))
             for step, value in points
         ]
-        plots.append({"name": name, "points": placed, "low": f"{low:.4g}", "high": f"{high:.4g}", "first": first, "last": last})
+        plots.append(
+            {
+                "name": name,
+                "points": placed,
+                "low": f"{low:.4g}",
+                "high": f"{high:.4g}",
+                "first": first,
+                "last": last,
+            }
+        )
     return plots
 
 
@@ -165,7 +189,11 @@ def check_place(path: Path) -> None:
         kind = read_manifest(path).kind
         why = "" if kind == "scores" else f"an artifact of kind {kind} is there, which they would replace"
     else:
-        why = "what is there is no artifact" if path.is_file() or (path.is_dir() and any(path.iterdir())) else ""
+        why = (
+            "what is there is no artifact"
+            if path.is_file() or (path.is_dir() and any(path.iterdir()))
+            else ""
+        )
     if why:
         raise WrongUse("the place of the scores is taken", where=path, why=why, fix="choose another --out")
     check_free(path, overwrite=True)

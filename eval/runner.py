@@ -18,7 +18,14 @@ from ..core.scorer import Question, Score, Scorer, check_question
 from ..core.workspace import Workspace, read_records
 from .fewshot import with_examples
 from .items import Item
-from .metrics import METRICS, aggregate, choice_outcome, exact_match_outcome, loglikelihood_outcome, random_baseline
+from .metrics import (
+    METRICS,
+    aggregate,
+    choice_outcome,
+    exact_match_outcome,
+    loglikelihood_outcome,
+    random_baseline,
+)
 from .perplexity import document_outcome, hidden, hidden_outcome, rolling, stream, stream_outcome
 from .task import BoundTask
 
@@ -80,7 +87,9 @@ class Answers:
         """Keep answers and append them to this rank's file in one write."""
         self._known.update(found)
         if self.directory is not None:
-            Workspace(self.directory).append(self._file, *({"key": key, "answer": answer} for key, answer in found.items()))
+            Workspace(self.directory).append(
+                self._file, *({"key": key, "answer": answer} for key, answer in found.items())
+            )
 
 
 def evaluate(
@@ -150,7 +159,10 @@ class _Asked:
             asked = [f"{item.context}\0{task.until}\0{task.max_tokens}" for item in self.items]
         else:
             asked = [repr(question.pairs) for question in self.questions]
-        self.keys = [hashlib.sha256(f"{ANSWERS}\0{scorer.identity}\0{text}".encode()).hexdigest()[:24] for text in asked]
+        self.keys = [
+            hashlib.sha256(f"{ANSWERS}\0{scorer.identity}\0{text}".encode()).hexdigest()[:24]
+            for text in asked
+        ]
 
     def _items(self) -> list[Item]:
         bound, settings = self.bound, self.settings
@@ -164,30 +176,46 @@ class _Asked:
                 pool = bound.items(bound.records(settings.data_dir, None, fewshot=True))
             except WrongUse as error:
                 why = error.why or error.what
-                say(f"{bound.name}: no training records at hand ({why}); examples are drawn from the evaluated ones")
+                say(
+                    f"{bound.name}: no training records at hand ({why}); examples are drawn from the evaluated ones"
+                )
         if settings.shots and pool is None and settings.limit:
-            pool_items = bound.items(bound.records(settings.data_dir, None))  # the draw does not depend on --limit
-            return with_examples(bound.name, pool_items, None, settings.shots, settings.seed)[: settings.limit]
+            pool_items = bound.items(
+                bound.records(settings.data_dir, None)
+            )  # the draw does not depend on --limit
+            return with_examples(bound.name, pool_items, None, settings.shots, settings.seed)[
+                : settings.limit
+            ]
         return with_examples(bound.name, items, pool, settings.shots, settings.seed)
 
     def _fitting(self, items: list[Item]) -> list[tuple[int, Item, list[Question], int]]:
         """(number, item, its questions, context tokens they lose); what is too long is treated as the settings say."""
         kept = []
         for number, (item, questions, lost) in enumerate(zip(items, *self._asked(items))):
-            where, fields = f"{item.where} (task {self.bound.name})", answer_fields(self.bound.task.kind, item)
+            where, fields = (
+                f"{item.where} (task {self.bound.name})",
+                answer_fields(self.bound.task.kind, item),
+            )
             answer = max((len(answer) for question in questions for _, answer in question.pairs), default=0)
             if self.settings.overlong == "skip" and (lost or answer > self.scorer.window):
                 self.skipped += 1
                 continue
             if self.settings.overlong == "error" and lost:
                 why = f"{lost:,} tokens of the context would be lost to the window of {self.scorer.window:,}"
-                fix = "--overlong truncate cuts contexts on their left, --overlong skip leaves such records out"
+                fix = (
+                    "--overlong truncate cuts contexts on their left, --overlong skip leaves such records out"
+                )
                 raise Failed("the record's context is too long for the model", where=where, why=why, fix=fix)
             for question in questions:
                 check_question(question, self.scorer.window, where, fields, self.scorer.mask)
             if not questions and not self.written:
                 why = "the tokenizer makes no token of it that could be predicted"
-                raise Failed("nothing to score: text has no tokens", where=where, why=why, fix="mend or remove the record")
+                raise Failed(
+                    "nothing to score: text has no tokens",
+                    where=where,
+                    why=why,
+                    fix="mend or remove the record",
+                )
             kept.append((number, item, questions, lost))
         if not kept:
             fix = "evaluate a model with a longer window, or cut contexts with --overlong truncate"
@@ -200,7 +228,10 @@ class _Asked:
         if self.written:
             room = scorer.window - task.max_tokens
             if scorer.mask is not None:
-                why, fix = f"task {self.bound.name} asks for generated text", "leave the task out, or evaluate a GPT"
+                why, fix = (
+                    f"task {self.bound.name} asks for generated text",
+                    "leave the task out, or evaluate a GPT",
+                )
                 raise WrongUse("a BERT cannot write answers", why=why, fix=fix)
             if room < 1:
                 why = f"answers have {task.max_tokens} tokens, the window {scorer.window}"
@@ -217,7 +248,10 @@ class _Asked:
         kind, scorer = self.bound.task.kind, self.scorer
         mask = scorer.mask
         if kind in ("masked", "cloze") and mask is None:
-            why, fix = f"task {self.bound.name} asks what stands behind a mask", "leave the task out, or evaluate a BERT"
+            why, fix = (
+                f"task {self.bound.name} asks what stands behind a mask",
+                "leave the task out, or evaluate a BERT",
+            )
             raise WrongUse("a model that reads from left to right has no masks", why=why, fix=fix)
         if kind in ("last_token", "rolling", "stream", "masked"):
             for ids in scorer.tokenize([item.text for item in items]):
@@ -248,13 +282,17 @@ class _Asked:
     def _batches(self, numbers: list[int]) -> Iterator[list[tuple[int, Any]]]:
         if self.written:
             task = self.bound.task
-            yield from self.scorer.generate([self.items[number].context for number in numbers], task.until, task.max_tokens)
+            yield from self.scorer.generate(
+                [self.items[number].context for number in numbers], task.until, task.max_tokens
+            )
             return
         for batch in self.scorer.score([self.questions[number] for number in numbers]):
             for place, scores in batch:
                 if not all(math.isfinite(score.logprob) for score in scores):
                     where = self.items[self.owners[numbers[place]]].where
-                    why = "a log-probability is no finite number; among such the first choice would always win"
+                    why = (
+                        "a log-probability is no finite number; among such the first choice would always win"
+                    )
                     fix = "look for NaN or overflow in its weights; evaluate an earlier checkpoint"
                     raise Failed("the model predicts nothing", where=where, why=why, fix=fix)
             yield [(place, [_packed(score) for score in scores]) for place, scores in batch]
@@ -270,7 +308,12 @@ class _Asked:
             scores = [] if self.written else [_unpacked(packed) for answer in found for packed in answer]
             outcome = self._outcome(item, scores, found)
             outcomes.append(outcome)
-            sample = {"task": bound.name, "record": self.records[number], "where": item.where, "answers": found}
+            sample = {
+                "task": bound.name,
+                "record": self.records[number],
+                "where": item.where,
+                "answers": found,
+            }
             samples.append(sample | {"metrics": {name: outcome[name] for name in task.metrics}})
         metrics = {}
         for name in task.metrics:
@@ -316,7 +359,10 @@ class _Asked:
 def answer_fields(kind: str, item: Item) -> list[str]:
     """What a task file calls the continuation of each pair."""
     if kind in ("multiple_choice", "cloze", "generate_until"):
-        return [f"{'choices' if kind == 'multiple_choice' else 'answers'}[{number}]" for number in range(len(item.pairs))]
+        return [
+            f"{'choices' if kind == 'multiple_choice' else 'answers'}[{number}]"
+            for number in range(len(item.pairs))
+        ]
     return ["target"] * len(item.pairs) if item.pairs else ["text"]
 
 
@@ -350,7 +396,10 @@ def group_means(scores: Sequence[TaskScores], groups: dict[str, bool]) -> list[d
             each = [member["metrics"][name] for member in members]
             errors = [value["stderr"] for value in each]
             error = None if None in errors else sum(e * e for e in errors) ** 0.5 / len(each)
-            metrics[name] = first | {"value": sum(value["value"] for value in each) / len(each), "stderr": error}
+            metrics[name] = first | {
+                "value": sum(value["value"] for value in each) / len(each),
+                "stderr": error,
+            }
             if None not in (guesses := [value["random"] for value in each]):
                 metrics[name]["random"] = sum(guesses) / len(each)
         made.append({

@@ -48,7 +48,12 @@ class Request:
     @property
     def options(self) -> ScorerOptions:
         return ScorerOptions(
-            own_gpu(self.device), self.bos, self.window, self.batch_tokens, keep_tokens=self.against is not None, pll=self.pll
+            own_gpu(self.device),
+            self.bos,
+            self.window,
+            self.batch_tokens,
+            keep_tokens=self.against is not None,
+            pll=self.pll,
         )
 
     @property
@@ -66,7 +71,9 @@ class Request:
     @property
     def scores(self) -> Path:
         """The artifact of one model's scores; of a run's checkpoint it is where --all-checkpoints would write it."""
-        return self.home / (Path(os.path.abspath(self.path)).name if self.out is None and self._in_run else "scores")
+        return self.home / (
+            Path(os.path.abspath(self.path)).name if self.out is None and self._in_run else "scores"
+        )
 
     @property
     def _in_run(self) -> bool:
@@ -107,9 +114,16 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
         (results["step"], summary["task"], name, metric["value"], metric["stderr"])
         for results in history for summary in (*results["tasks"], *results["groups"]) for name, metric in summary["metrics"].items()
     ]  # fmt: skip
-    rows += [(found["step"], "validation", name, value, None) for found in history for name, value in found["validation"].items()]
+    rows += [
+        (found["step"], "validation", name, value, None)
+        for found in history
+        for name, value in found["validation"].items()
+    ]
     last = request.home / f"step-{history[-1]['step']:08d}" / "report.html"
-    return {"checkpoints": history}, [*table(("step", "task", "metric", "value", "stderr"), rows), f"curves in {last}"]
+    return {"checkpoints": history}, [
+        *table(("step", "task", "metric", "value", "stderr"), rows),
+        f"curves in {last}",
+    ]
 
 
 def _wanted(request: Request) -> list[BoundTask]:
@@ -120,11 +134,20 @@ def _wanted(request: Request) -> list[BoundTask]:
     inside = model.parents[1] if model.parent.name == "checkpoints" else model
     if request.out is not None and Path(os.path.realpath(request.out)).is_relative_to(inside):
         why = f"the files of {inside} are hashed: with scores among them it would count as changed, and nothing be found again"
-        raise WrongUse("scores cannot lie inside what is scored", where=request.out, why=why, fix="choose another --out")
+        raise WrongUse(
+            "scores cannot lie inside what is scored", where=request.out, why=why, fix="choose another --out"
+        )
     if request.contamination is not None and not tasks:
-        raise WrongUse("--contamination has nothing to look for", why="it looks for the records of tasks", fix="give --tasks")
+        raise WrongUse(
+            "--contamination has nothing to look for",
+            why="it looks for the records of tasks",
+            fix="give --tasks",
+        )
     if request.against is not None and all(task.task.kind == "generate_until" for task in tasks):
-        why, fix = "it compares the probabilities of answers, and no task has any", "give --tasks, for example blimp"
+        why, fix = (
+            "it compares the probabilities of answers, and no task has any",
+            "give --tasks, for example blimp",
+        )
         raise WrongUse("--against has nothing to compare", why=why, fix=fix)
     return tasks
 
@@ -153,12 +176,18 @@ def _check_alike(one: Opened, other: Opened) -> None:
     if one.family != other.family:
         differ = [f"a {one.family} and a {other.family}"]
     else:
-        differ = [f"{key} {ours[key]} and {theirs[key]}" for key in ("window", "bos") if ours.get(key) != theirs.get(key)]
+        differ = [
+            f"{key} {ours[key]} and {theirs[key]}"
+            for key in ("window", "bos")
+            if ours.get(key) != theirs.get(key)
+        ]
         if one.tokenizer.vocab != other.tokenizer.vocab:
             differ.append("tokenizers with other tokens")
     if differ:
         fix = "give two forms of one model; --window and --bos or --no-bos make both alike"
-        raise WrongUse("the two forms cannot be compared", where=other.input.path, why=", ".join(differ), fix=fix)
+        raise WrongUse(
+            "the two forms cannot be compared", where=other.input.path, why=", ".join(differ), fix=fix
+        )
 
 
 def _score(
@@ -196,7 +225,11 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
     run = Path(opened.input.path).absolute().parents[1] if opened.step is not None else None
     if run is None or not (run / "recipe.toml").is_file():
         if needed:
-            raise WrongUse("nothing to evaluate", why="no tasks, and not a run with a validation split", fix="give --tasks")
+            raise WrongUse(
+                "nothing to evaluate",
+                why="no tasks, and not a run with a validation split",
+                fix="give --tasks",
+            )
         return {}
     from ..core.recipe import load_recipe
     from ..train.build import validation_plan
@@ -221,7 +254,9 @@ def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, boun
     worst: dict[str, float] = {}
     for first, second in zip(ours, theirs, strict=True):
         task = first.summary["task"]
-        if first.summary["kind"] == "generate_until":  # text has no probabilities; that of two equal models may part at a near tie
+        if (
+            first.summary["kind"] == "generate_until"
+        ):  # text has no probabilities; that of two equal models may part at a near tie
             continue
         worst[task] = 0.0
         for one, other in zip(first.samples, second.samples, strict=True):
@@ -234,11 +269,22 @@ def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, boun
                         fix="export the model again; the scores of the second form would mean nothing",
                     )  # fmt: skip
                 worst[task] = max(worst[task], difference)
-    return {"path": name, "bound": bound, "largest_difference": worst, "scores": [score.summary for score in theirs]}
+    return {
+        "path": name,
+        "bound": bound,
+        "largest_difference": worst,
+        "scores": [score.summary for score in theirs],
+    }
 
 
 def _token_logprobs(sample: dict[str, Any]) -> list[float]:
-    return [value for answer in sample["answers"] if isinstance(answer, list) for packed in answer for value in packed[5]]
+    return [
+        value
+        for answer in sample["answers"]
+        if isinstance(answer, list)
+        for packed in answer
+        for value in packed[5]
+    ]
 
 
 def _owned(home: Path, ranks: Ranks) -> AbstractContextManager[Any]:
@@ -257,10 +303,14 @@ def join_ranks() -> Ranks:
 
     try:
         if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may wait long for the slowest one
+            dist.init_process_group(
+                "gloo", timeout=timedelta(days=7)
+            )  # a rank may wait long for the slowest one
     except ValueError as error:
         fix = "start them with `throughline launch --nproc N -- eval …`, or unset WORLD_SIZE"
-        raise WrongUse("the processes cannot find each other", where="WORLD_SIZE", why=str(error), fix=fix) from None
+        raise WrongUse(
+            "the processes cannot find each other", where="WORLD_SIZE", why=str(error), fix=fix
+        ) from None
     from ..train.parallel.crew import Lost
 
     def meet() -> None:
@@ -268,7 +318,8 @@ def join_ranks() -> Ranks:
             dist.barrier()
         except RuntimeError as error:
             raise Lost(
-                "the processes of the evaluation no longer work together", why=str(error).splitlines()[0],
+                "the processes of the evaluation no longer work together",
+                why=str(error).splitlines()[0],
                 fix="the same command asks what is not answered yet",
             ) from error
 
@@ -287,10 +338,17 @@ def own_gpu(device: str) -> str:
     if not re.fullmatch(r"cuda(:\d+)?", device):
         raise WrongUse(f"no device is called {device!r}", where="--device", fix="give cpu or cuda")
     if not torch.cuda.is_available():
-        raise WrongUse("no CUDA device here", where="--device", fix="leave --device out, or see: throughline doctor")
+        raise WrongUse(
+            "no CUDA device here", where="--device", fix="leave --device out, or see: throughline doctor"
+        )
     number, there = int(device.partition(":")[2] or 0), torch.cuda.device_count()
     if number >= there:
-        raise WrongUse(f"no {device} here", where="--device", why=f"the machine has {there}, counted from 0", fix="give another")
+        raise WrongUse(
+            f"no {device} here",
+            where="--device",
+            why=f"the machine has {there}, counted from 0",
+            fix="give another",
+        )
     return str(own_device(torch.device(device))) if device == "cuda" else device
 
 
@@ -302,7 +360,10 @@ def task_listing() -> tuple[dict[str, Any], list[str]]:
         for name, task in tasks.items()
     ]
     lines = table(("task", "kind", "metrics", "members", "checked", "about"), rows)
-    lines += ["", "checked: what the tests compared with lm-evaluation-harness (nothing: it has no such task)"]
+    lines += [
+        "",
+        "checked: what the tests compared with lm-evaluation-harness (nothing: it has no such task)",
+    ]
     lines += ["", "files looked for below --data-dir, in order:"]
     lines += [f"  {name:<26}{'  '.join(task.source.files)}" for name, task in tasks.items()]
     payload = {
@@ -311,4 +372,3 @@ def task_listing() -> tuple[dict[str, Any], list[str]]:
         for name, task in tasks.items()
     }
     return {"tasks": payload}, lines
-

@@ -57,7 +57,13 @@ def find_files(patterns: Sequence[str], roots: Sequence[Path]) -> list[Path]:
 
 def unknown_files(patterns: Sequence[str], roots: Sequence[Path]) -> list[Path]:
     """Files that match, and are of no known format."""
-    return [path for root in roots for pattern in patterns for path in _matching(pattern, root) if _format(path) not in FORMATS]
+    return [
+        path
+        for root in roots
+        for pattern in patterns
+        for path in _matching(pattern, root)
+        if _format(path) not in FORMATS
+    ]
 
 
 def _matching(pattern: str, root: Path) -> list[Path]:
@@ -77,7 +83,9 @@ def _format(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in COMPRESSION else path.suffix
 
 
-def read_records(paths: Sequence[Path], layout: TextLayout = TextLayout(), limit: int | None = None) -> list[Record]:
+def read_records(
+    paths: Sequence[Path], layout: TextLayout = TextLayout(), limit: int | None = None
+) -> list[Record]:
     """The records of several files in order, at most `limit`.
 
     Raises WrongUse for a format that is not known and Failed for a damaged file, naming file and line.
@@ -106,7 +114,9 @@ def _read(path: Path, layout: TextLayout) -> Iterator[Record]:
         with _open(path) as file:
             yield from readers[kind](file, path)
     except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError, csv.Error) as error:
-        raise Failed("cannot read the data file", where=path, why=str(error), fix="check that the file is whole") from error
+        raise Failed(
+            "cannot read the data file", where=path, why=str(error), fix="check that the file is whole"
+        ) from error
 
 
 def _open(path: Path) -> TextIO:
@@ -135,9 +145,16 @@ def _object(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Failed("not a JSON record", where=where, why=str(error), fix="every line must be one JSON object") from error
+        raise Failed(
+            "not a JSON record", where=where, why=str(error), fix="every line must be one JSON object"
+        ) from error
     if not isinstance(value, dict):
-        raise Failed("not a JSON record", where=where, why=f"a {type(value).__name__}, not an object", fix="give named fields")
+        raise Failed(
+            "not a JSON record",
+            where=where,
+            why=f"a {type(value).__name__}, not an object",
+            fix="give named fields",
+        )
     return value
 
 
@@ -146,13 +163,22 @@ def _json(file: TextIO, path: Path) -> Iterator[Record]:
     try:
         tree = json.load(file)
     except (ValueError, RecursionError) as error:
-        raise Failed("not valid JSON", where=path, why=str(error), fix="give one record a line in a .jsonl file") from error
+        raise Failed(
+            "not valid JSON", where=path, why=str(error), fix="give one record a line in a .jsonl file"
+        ) from error
     if isinstance(tree, dict):
         tree = tree.get("data", tree.get("rows"))
     if not isinstance(tree, list) or not all(isinstance(item, dict) for item in tree):
-        raise Failed("no list of records in the file", where=path, fix="give a list of objects, or one record a line as .jsonl")
+        raise Failed(
+            "no list of records in the file",
+            where=path,
+            fix="give a list of objects, or one record a line as .jsonl",
+        )
     for number, item in enumerate(tree, 1):
-        yield Record(f"{path}:{number}", item.get("row", item) if set(item) == {"row_idx", "row", "truncated_cells"} else item)
+        yield Record(
+            f"{path}:{number}",
+            item.get("row", item) if set(item) == {"row_idx", "row", "truncated_cells"} else item,
+        )
 
 
 def _table(file: TextIO, path: Path, delimiter: str) -> Iterator[Record]:
@@ -164,11 +190,15 @@ def _table(file: TextIO, path: Path, delimiter: str) -> Iterator[Record]:
     header = next(rows, [])
     if twice := next((name for name in header if name and header.count(name) > 1), ""):
         why = "the later one would take the first one's place"
-        raise Failed(f"two columns are called {twice!r}", where=f"{path}:1", why=why, fix="rename one of them")
+        raise Failed(
+            f"two columns are called {twice!r}", where=f"{path}:1", why=why, fix="rename one of them"
+        )
     for row in filter(None, rows):  # blank lines are no rows
         if len(row) != len(header):
             why = f"{len(row)} cells, the header has {len(header)}"
-            raise Failed("a row of another width", where=f"{path}:{rows.line_num}", why=why, fix="mend that line")
+            raise Failed(
+                "a row of another width", where=f"{path}:{rows.line_num}", why=why, fix="mend that line"
+            )
         yield Record(f"{path}:{rows.line_num}", dict(zip(header, row)))
 
 
@@ -178,7 +208,9 @@ def _text(file: TextIO, path: Path, layout: TextLayout) -> Iterator[Record]:
         while lines := [line.rstrip("\r\n") for line in islice(file, layout.lines)]:
             if len(lines) < layout.lines:
                 why = f"{len(lines)} lines, a record has {layout.lines}"
-                raise Failed("the last record is cut", where=f"{path}:{number}", why=why, fix="restore the file")
+                raise Failed(
+                    "the last record is cut", where=f"{path}:{number}", why=why, fix="restore the file"
+                )
             yield Record(f"{path}:{number}", {"lines": lines})
             number += layout.lines
     elif layout.pages:
@@ -247,7 +279,9 @@ def _parquet(path: Path) -> Iterator[Record]:
                     number += 1
                     yield Record(f"{path}:{number}", row)
     except (pyarrow.ArrowException, OSError, EOFError, lzma.LZMAError) as error:
-        raise Failed("cannot read the parquet file", where=path, why=str(error), fix="check that the file is whole") from error
+        raise Failed(
+            "cannot read the parquet file", where=path, why=str(error), fix="check that the file is whole"
+        ) from error
 
 
 def hub_records(name: str, config: str | None, split: str, limit: int | None) -> list[Record]:

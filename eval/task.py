@@ -151,7 +151,9 @@ class BoundTask:
             return hub_records(source.dataset, source.config, split, limit)
         patterns = source.fewshot_files if fewshot else source.files
         if others := unknown_files(patterns, _roots(data_dir)):
-            raise WrongUse(f"no data for task {self.name}", where=others[0], why="unknown data format", fix=KNOWN)
+            raise WrongUse(
+                f"no data for task {self.name}", where=others[0], why="unknown data format", fix=KNOWN
+            )
         raise WrongUse(
             f"no data for task {self.name}",
             where=" or ".join(str(root) for root in _roots(data_dir)),
@@ -186,15 +188,24 @@ def load_task(path: Path) -> Task:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise WrongUse("cannot read the task file", where=path, why=str(error), fix="a task is TOML in UTF-8") from None
+        raise WrongUse(
+            "cannot read the task file", where=path, why=str(error), fix="a task is TOML in UTF-8"
+        ) from None
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise WrongUse("the task file is not valid TOML", where=path, why=str(error), fix="mend that line") from None
+        raise WrongUse(
+            "the task file is not valid TOML", where=path, why=str(error), fix="mend that line"
+        ) from None
     fix = f"the shipped task files are examples: {Path(str(resources.files(__package__))) / 'tasks'}"
     task = build_recipe(tree, Task, where=path, text=text, what="the task file", fix=fix)
     if problems := list(_problems(task)):
-        raise WrongUse(f"the task cannot be one of kind {task.kind}", where=path, why="\n".join(problems), fix="mend the file")
+        raise WrongUse(
+            f"the task cannot be one of kind {task.kind}",
+            where=path,
+            why="\n".join(problems),
+            fix="mend the file",
+        )
     return task
 
 
@@ -233,7 +244,9 @@ def find_tasks(names: Sequence[str]) -> list[BoundTask]:
             raise WrongUse(f"unknown task {name!r}", fix=fix)
         group = known[name]
         members = _members(group, load_task(shipped_tasks()[group]))
-        found += [replace(bound, named=name == bound.name) for bound in members if name in (group, bound.name)]
+        found += [
+            replace(bound, named=name == bound.name) for bound in members if name in (group, bound.name)
+        ]
     chosen: dict[str, BoundTask] = {}
     for bound in found:
         first = chosen.setdefault(bound.name, bound)

@@ -119,11 +119,15 @@ class TreeAttention:
                 out[:, :, start:asked] = scaled_dot_product(
                     q[:, :, start:asked], k[:, :, start:asked], v[:, :, start:asked], is_causal=True
                 )
-            out[:, :, asked:stop] = scaled_dot_product(q[:, :, asked:stop], k[:, :, start:stop], v[:, :, start:stop], mask=mask)
+            out[:, :, asked:stop] = scaled_dot_product(
+                q[:, :, asked:stop], k[:, :, start:stop], v[:, :, start:stop], mask=mask
+            )
         return out
 
 
-def _mask(tree: Tree, device: torch.device, dtype: torch.dtype, pattern: AttentionPattern | None, layer: int) -> Tensor | None:
+def _mask(
+    tree: Tree, device: torch.device, dtype: torch.dtype, pattern: AttentionPattern | None, layer: int
+) -> Tensor | None:
     """What the last rows of a tree may see, (rows, S), 0 or -inf; None when the whole tree is one causal sequence.
 
     With a `pattern` all rows need a mask: who sees whom goes by the positions of the sequence that a branch stands for.

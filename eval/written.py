@@ -23,11 +23,16 @@ def greedy_texts(
     the window."""
     room = text.window - max_tokens
     if room < 1:
-        why, fix = f"{max_tokens:,} tokens, the window has {text.window:,}", "evaluate a model with a longer window"
+        why, fix = (
+            f"{max_tokens:,} tokens, the window has {text.window:,}",
+            "evaluate a model with a longer window",
+        )
         raise WrongUse("an answer of that length leaves no room for a question", why=why, fix=fix)
     prompts = [(text.bos + ids)[-room:] or (text.prefix,) for ids in text.tokenize(contexts)]
     requests = [
-        Request(np.array(ids, np.int64), max_tokens, Sampling(temperature=0), tuple(until), text.tokenizer.eos_id)
+        Request(
+            np.array(ids, np.int64), max_tokens, Sampling(temperature=0), tuple(until), text.tokenizer.eos_id
+        )
         for ids in prompts
     ]
     answers = [""] * len(requests)

@@ -18,7 +18,9 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    model: str | None = Field(None, description="A name from /v1/models; may be left out when only one model fits.")
+    model: str | None = Field(
+        None, description="A name from /v1/models; may be left out when only one model fits."
+    )
     user: str | None = Field(None, description="Accepted for OpenAI's clients, not used.")
 
 

@@ -59,7 +59,9 @@ def _open_onnx(path: Path, threads: int | None) -> Loaded:
     )  # fmt: skip
 
 
-def onnx_backend(graph: Path, config: ModelConfig, tokenizer: Path | None, source: Input, threads: int | None) -> Loaded:
+def onnx_backend(
+    graph: Path, config: ModelConfig, tokenizer: Path | None, source: Input, threads: int | None
+) -> Loaded:
     """A graph of our writer behind the protocol of its family."""
     from .onnx_backend import OnnxCausal, OnnxEncoder
 

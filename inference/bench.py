@@ -55,13 +55,23 @@ def _cases(loaded: Loaded) -> Iterator[tuple[str, int, int, Callable[[], object]
         for tokens in lengths:
             yield "prefill", 1, tokens, _causal_call(backend, rng.integers(0, vocab_size, (1, tokens)), 0)
         for batch in (1, 8):
-            yield "decode", batch, lengths[-1], _causal_call(backend, rng.integers(0, vocab_size, (batch, 1)), lengths[-1])
+            yield (
+                "decode",
+                batch,
+                lengths[-1],
+                _causal_call(backend, rng.integers(0, vocab_size, (batch, 1)), lengths[-1]),
+            )
     if loaded.encoder is not None:
         encoder = loaded.encoder
         for batch in (1, 8):
             for tokens in lengths:
                 ids = rng.integers(0, vocab_size, (batch, tokens))
-                arguments = (ids, np.zeros_like(ids), np.ones(ids.shape, bool), np.zeros((batch, 1), np.int64))
+                arguments = (
+                    ids,
+                    np.zeros_like(ids),
+                    np.ones(ids.shape, bool),
+                    np.zeros((batch, 1), np.int64),
+                )
                 yield "encode", batch, tokens, partial(encoder.forward, *arguments)
 
 

@@ -17,7 +17,9 @@ from .served import Pieces, ServedModel
 class Answers:
     """All choices of one request as they grow."""
 
-    def __init__(self, model: ServedModel, body: CompletionBody, requests: list[Request], prompts: list[str]) -> None:
+    def __init__(
+        self, model: ServedModel, body: CompletionBody, requests: list[Request], prompts: list[str]
+    ) -> None:
         self._model, self._body, self._requests = model, body, requests
         self._head: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
         self._head |= {"created": int(time.time()), "model": model.name}
@@ -41,7 +43,9 @@ class Answers:
 
     def whole(self) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
-        choices = [self._choice(i, self._texts[i], self._tokens[i], self._finish[i]) for i in range(len(self._texts))]
+        choices = [
+            self._choice(i, self._texts[i], self._tokens[i], self._finish[i]) for i in range(len(self._texts))
+        ]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def events(self, first: tuple[int, Piece], pieces: Pieces) -> AsyncGenerator[dict[str, Any], None]:
@@ -57,10 +61,18 @@ class Answers:
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
-    def _choice(self, number: int, text: str, tokens: list[tuple[Token, int]], finish: str | None) -> dict[str, Any]:
+    def _choice(
+        self, number: int, text: str, tokens: list[tuple[Token, int]], finish: str | None
+    ) -> dict[str, Any]:
         logprobs = None if self._body.logprobs is None else self._logprobs(tokens)
         ids = [token.id for token, _ in tokens]
-        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish, "token_ids": ids}
+        return {
+            "index": number,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+            "token_ids": ids,
+        }
 
     def _logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
         name = self._model.token_text

@@ -40,7 +40,9 @@ def frame(
     framed = np.array([*before, *ids, *behind], np.int64)
     if len(framed) > context:
         why = f"{len(framed)} tokens with the special ones > {context}"
-        raise WrongUse("the text is longer than the model's context", where=where, why=why, fix="split the text")
+        raise WrongUse(
+            "the text is longer than the model's context", where=where, why=why, fix="split the text"
+        )
     return framed
 
 
@@ -53,7 +55,9 @@ def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "in
         raise WrongUse("a token id is outside the vocabulary", where=where, why=why)
 
 
-def encode_batch(backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int) -> list[dict[str, np.ndarray]]:
+def encode_batch(
+    backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int
+) -> list[dict[str, np.ndarray]]:
     """Run texts of any lengths together; per text `sentence_embedding` (H,) and `mlm_logits` (N, V) of its own positions."""
     lengths = np.array([len(text.ids) for text in texts])
     ids_BS = np.full((len(texts), lengths.max()), pad_id, np.int64)
@@ -64,7 +68,10 @@ def encode_batch(backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int
     mask_BS = np.arange(ids_BS.shape[1]) < lengths[:, None]
     outputs = backend.forward(ids_BS, np.zeros_like(ids_BS), mask_BS, ask_BN)
     return [
-        {"sentence_embedding": outputs["sentence_embedding"][row], "mlm_logits": outputs["mlm_logits"][row, : len(text.ask)]}
+        {
+            "sentence_embedding": outputs["sentence_embedding"][row],
+            "mlm_logits": outputs["mlm_logits"][row, : len(text.ask)],
+        }
         for row, text in enumerate(texts)
     ]
 
@@ -112,7 +119,9 @@ def mask_text(tokenizer: Tokenizer, text: str, context: int, vocab_size: int) ->
     name = tokenizer.decode([mask_id])
     first, *others = text.split(name)
     if not others:
-        raise WrongUse("there is no mask in the text", where="input", fix=f"write {name} where a word is missing")
+        raise WrongUse(
+            "there is no mask in the text", where="input", fix=f"write {name} where a word is missing"
+        )
     ids = [int(i) for i in tokenizer.encode(first)]
     for part in others:
         ids += [mask_id, *(int(i) for i in tokenizer.encode(part))]
@@ -126,8 +135,12 @@ def fill(tokenizer: Tokenizer, text: Encoding, logits_NV: np.ndarray, top_k: int
     data = []
     for index, row in enumerate(probabilities):
         best = np.argsort(-row, kind="stable")[:top_k]
-        candidates = [{"id": int(i), "text": tokenizer.decode([i]), "probability": float(row[i])} for i in best]
-        data.append({"object": "mask", "index": index, "position": int(text.ask[index]), "candidates": candidates})
+        candidates = [
+            {"id": int(i), "text": tokenizer.decode([i]), "probability": float(row[i])} for i in best
+        ]
+        data.append(
+            {"object": "mask", "index": index, "position": int(text.ask[index]), "candidates": candidates}
+        )
     filled = text.ids.copy()
     filled[text.ask] = probabilities.argmax(axis=1)
     framing = (tokenizer.cls_id, tokenizer.sep_id)

@@ -36,7 +36,9 @@ def export_onnx(path: Path | str, out: Path | str, overwrite: bool = False, boun
     with create_artifact(out, "onnx", inputs=[opened.input], overwrite=overwrite) as draft:
         graph = draft.path / "model.onnx"
         described = {"family": family, "config": config.to_dict()}
-        nodes = write_graph(opened.model, graph, {"throughline": json.dumps({**described, "source": opened.input.hash})})
+        nodes = write_graph(
+            opened.model, graph, {"throughline": json.dumps({**described, "source": opened.input.hash})}
+        )
         _write_json(draft.path / "model.json", described)
         _copy_tokenizer(opened, draft.path)
         candidate = onnx_backend(graph, config, None, opened.input, None)
@@ -56,12 +58,19 @@ def write_graph(model: "GPT | BERT", path: Path, metadata: dict[str, str]) -> in
     if model.config.attention_pattern is not None:
         why = "the graphs look at the whole sequence, and the model was trained to look at a part"
         fix = "evaluate, generate and serve it with the torch backend"
-        raise Refused("a model with an attention pattern has no ONNX graph yet", where="attention_window", why=why, fix=fix)
+        raise Refused(
+            "a model with an attention pattern has no ONNX graph yet",
+            where="attention_window",
+            why=why,
+            fix=fix,
+        )
     graph = gpt_graph(model) if isinstance(model, GPT) else bert_graph(model)
     return graph.save(path, metadata)
 
 
-def export_huggingface(path: Path | str, out: Path | str, overwrite: bool = False, bound: float = BOUND) -> Report:
+def export_huggingface(
+    path: Path | str, out: Path | str, overwrite: bool = False, bound: float = BOUND
+) -> Report:
     """Write the model at `path` as a Hugging Face directory that transformers loads; returns what parity.json holds.
 
     The directory is read back by our own importer and compared. Raises Refused for a shape that Hugging Face's classes
@@ -85,7 +94,11 @@ def export_huggingface(path: Path | str, out: Path | str, overwrite: bool = Fals
         candidate = torch_backend(from_huggingface(draft.path), None, opened.input)
         report = _checked(opened, candidate, "the Hugging Face directory", bound)
         _write_json(draft.path / "parity.json", report)
-        draft.facts |= {"family": family_of(opened.model.config), "architecture": fields["architectures"][0], **_facts(report)}
+        draft.facts |= {
+            "family": family_of(opened.model.config),
+            "architecture": fields["architectures"][0],
+            **_facts(report),
+        }
     return report
 
 
@@ -98,7 +111,10 @@ def _checked(opened: OpenedModel, candidate: Loaded, what: str, bound: float) ->
 
 
 def _facts(report: Report) -> dict[str, Any]:
-    facts = {"parity_max_abs": max(summary["max_abs"] for summary in report["outputs"].values()), "parity_bound": report["bound"]}
+    facts = {
+        "parity_max_abs": max(summary["max_abs"] for summary in report["outputs"].values()),
+        "parity_bound": report["bound"],
+    }
     return facts | ({"greedy_tokens": report["greedy_tokens"]} if "greedy_tokens" in report else {})
 
 

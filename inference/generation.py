@@ -59,7 +59,9 @@ class TextStream:
     `before`: the last token of what is continued. Many decoders write a word's space only after another word.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...] = (), before: list[int] | None = None) -> None:
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop: tuple[str, ...] = (), before: list[int] | None = None
+    ) -> None:
         self._decode, self._stop = decode, stop
         self._ids = before or []  # the last certain token as context, and those after it
         self._given = len(decode(self._ids)) if before else 0  # characters of decode(_ids) already taken
@@ -99,7 +101,9 @@ class TextStream:
 
 def open_stop(text: str, stop: str) -> int:
     """Length of the longest end of `text` with which `stop` begins."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+    return next(
+        (size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0
+    )
 
 
 @dataclass
@@ -138,7 +142,11 @@ class SlotBatch:
     """
 
     def __init__(
-        self, backend: CausalBackend, decode: Callable[[list[int]], str], slots: int, vocab_size: int | None = None
+        self,
+        backend: CausalBackend,
+        decode: Callable[[list[int]], str],
+        slots: int,
+        vocab_size: int | None = None,
     ) -> None:
         self.backend, self.slots = backend, slots
         self._vocab_size = min(vocab_size or backend.vocab_size, backend.vocab_size)
@@ -240,7 +248,9 @@ class SlotBatch:
                 self._decoding[row] = last
                 self.backend.copy_row(self._cache, len(self._decoding), row, last.past)
             if self._filling is not None:
-                self.backend.copy_row(self._cache, len(self._decoding) + 1, len(self._decoding), self._filling.past)
+                self.backend.copy_row(
+                    self._cache, len(self._decoding) + 1, len(self._decoding), self._filling.past
+                )
         if not self.busy:
             self._cache = self.backend.new_cache(self.slots)  # gives back what long sequences made it grow to
 

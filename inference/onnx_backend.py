@@ -107,6 +107,15 @@ class OnnxEncoder:
         self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
     ) -> dict[str, np.ndarray]:
         """See `core.backend.EncoderBackend.forward`."""
-        feeds = {"input_ids": ids_BS, "attention_mask": mask_BS, "logit_positions": ask_BN, "token_type_ids": types_BS}
-        given = {name: np.ascontiguousarray(value, np.int64) for name, value in feeds.items() if name in self._inputs}
+        feeds = {
+            "input_ids": ids_BS,
+            "attention_mask": mask_BS,
+            "logit_positions": ask_BN,
+            "token_type_ids": types_BS,
+        }
+        given = {
+            name: np.ascontiguousarray(value, np.int64)
+            for name, value in feeds.items()
+            if name in self._inputs
+        }
         return dict(zip(self._outputs, self.session.run(None, given)))

@@ -41,7 +41,9 @@ def bert_graph(model: "BERT") -> Graph:
 
     allowed = _mask(graph, mask, length)
     if config.relative_buckets:
-        allowed = graph.node("Where", allowed, _relative_bias(parts, model, steps), graph.weight("hidden", _HIDDEN))
+        allowed = graph.node(
+            "Where", allowed, _relative_bias(parts, model, steps), graph.weight("hidden", _HIDDEN)
+        )
 
     def core(query: str, key: str, value: str) -> str:
         return graph.node("Attention", query, key, value, allowed)
@@ -73,8 +75,12 @@ def _relative_bias(parts: Blocks, model: "BERT", steps: str) -> str:
     longest = parts.config.sequence_length
     assert model.relative_bias is not None
     with torch.no_grad():
-        square = model.relative_bias(torch.arange(longest))[0].float().cpu().numpy()  # (A, S, S) by query, key
-    by_distance = np.concatenate((square[:, 1:, 0][:, ::-1], square[:, 0, :]), axis=1)  # key - query from 1 - S to S - 1
+        square = (
+            model.relative_bias(torch.arange(longest))[0].float().cpu().numpy()
+        )  # (A, S, S) by query, key
+    by_distance = np.concatenate(
+        (square[:, 1:, 0][:, ::-1], square[:, 0, :]), axis=1
+    )  # key - query from 1 - S to S - 1
     graph = parts.graph
     table = graph.weight("relative_bias.by_distance", by_distance)
     offset = graph.node("Sub", steps, graph.node("Unsqueeze", steps, graph.ints(1)))

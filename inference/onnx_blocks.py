@@ -14,7 +14,9 @@ from .onnx_writer import Graph
 if TYPE_CHECKING:
     from torch import nn
 
-AttentionCore = Callable[[str, str, str], str]  # query, key, value, each (batch, heads, sequence, head) -> the same shape
+AttentionCore = Callable[
+    [str, str, str], str
+]  # query, key, value, each (batch, heads, sequence, head) -> the same shape
 
 
 class Blocks:
@@ -22,7 +24,9 @@ class Blocks:
 
     def __init__(self, model: "nn.Module", config: TransformerConfig) -> None:
         self.graph, self.config = Graph(), config
-        self._state = {name: value.detach().float().cpu().numpy() for name, value in model.state_dict().items()}
+        self._state = {
+            name: value.detach().float().cpu().numpy() for name, value in model.state_dict().items()
+        }
 
     def has(self, name: str) -> bool:
         return name in self._state
@@ -59,7 +63,9 @@ class Blocks:
         heads, groups, size = self.config.heads, self.config.key_value_heads, self.config.head_size
         if self.has(f"{name}.qkv.weight"):
             weight, bias = self._reordered(f"{name}.qkv", heads, 3)
-            both = self.graph.linear(x, f"{name}.qkv", np.concatenate(weight), None if bias is None else np.concatenate(bias))
+            both = self.graph.linear(
+                x, f"{name}.qkv", np.concatenate(weight), None if bias is None else np.concatenate(bias)
+            )
             apart = self.graph.node("Reshape", both, self.graph.ints(0, 0, 3, heads, size))
             stacked = self.graph.node("Transpose", apart, perm=[2, 0, 3, 1, 4])  # (3, batch, A, sequence, D)
             q, k, v = (self.graph.node("Gather", stacked, self.graph.scalar(i), axis=0) for i in range(3))
@@ -79,11 +85,15 @@ class Blocks:
         shape = (heads, parts, size)
         weight = weight.reshape(*shape, -1).swapaxes(0, 1).reshape(parts, heads * size, -1)
         bias = self._state.get(f"{name}.bias")
-        return weight, None if bias is None else bias.reshape(shape).swapaxes(0, 1).reshape(parts, heads * size)
+        return weight, None if bias is None else bias.reshape(shape).swapaxes(0, 1).reshape(
+            parts, heads * size
+        )
 
     def attention(self, x: str, name: str, core: AttentionCore) -> str:
         """Self-attention; `core` computes it between the projections."""
-        joined = self.graph.join_heads(core(*self.project(x, name)), self.config.heads * self.config.head_size)
+        joined = self.graph.join_heads(
+            core(*self.project(x, name)), self.config.heads * self.config.head_size
+        )
         return self.linear(joined, f"{name}.out")
 
     def feed_forward(self, x: str, name: str) -> str:
@@ -101,6 +111,12 @@ class Blocks:
         if norm_first:
             attended = self.attention(self.norm(x, f"{name}.attention_norm"), f"{name}.attention", core)
             x = graph.node("Add", x, attended)
-            return graph.node("Add", x, self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp"), out=out)
-        x = self.norm(graph.node("Add", x, self.attention(x, f"{name}.attention", core)), f"{name}.attention_norm")
-        return self.norm(graph.node("Add", x, self.feed_forward(x, f"{name}.mlp")), f"{name}.mlp_norm", out=out)
+            return graph.node(
+                "Add", x, self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp"), out=out
+            )
+        x = self.norm(
+            graph.node("Add", x, self.attention(x, f"{name}.attention", core)), f"{name}.attention_norm"
+        )
+        return self.norm(
+            graph.node("Add", x, self.feed_forward(x, f"{name}.mlp")), f"{name}.mlp_norm", out=out
+        )

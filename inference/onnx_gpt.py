@@ -40,7 +40,9 @@ def gpt_graph(model: "GPT") -> Graph:
 
     caches: list[str] = []
     for layer in range(config.layers):
-        x = parts.block(x, layer, norm_first=True, core=_cached(graph, config, layer, past, total, positions, rotary))
+        x = parts.block(
+            x, layer, norm_first=True, core=_cached(graph, config, layer, past, total, positions, rotary)
+        )
         caches += [f"present.{layer}.key", f"present.{layer}.value"]
     asked = parts.norm(graph.take(x, ask), "norm")  # norm and head only where logits are asked for
     table = parts.weight("token_table.weight" if config.tied else "output.weight")
@@ -55,7 +57,13 @@ def _cache_shape(config: GPTConfig) -> list[int | str]:
 
 
 def _cached(
-    graph: Graph, config: GPTConfig, layer: int, past: str, total: str, positions: str, rotary: tuple[str, str] | None
+    graph: Graph,
+    config: GPTConfig,
+    layer: int,
+    past: str,
+    total: str,
+    positions: str,
+    rotary: tuple[str, str] | None,
 ):
     """The attention of one layer over its cache."""
 
@@ -65,7 +73,9 @@ def _cached(
         stores = []
         for name, new in (("key", key), ("value", value)):
             store = graph.input(f"past.{layer}.{name}", FLOAT, _cache_shape(config))
-            stores.append(graph.node("TensorScatter", store, new, past, out=f"present.{layer}.{name}", axis=-2))
+            stores.append(
+                graph.node("TensorScatter", store, new, past, out=f"present.{layer}.{name}", axis=-2)
+            )
         return graph.node("Attention", query, *stores, "", "", "", total, is_causal=1)
 
     return core

@@ -56,7 +56,9 @@ class Graph:
         self._nodes.append(helper.make_node(op, list(inputs), [out], name=out, **attributes))
         return out
 
-    def linear(self, x: str, name: str, weight_OI: np.ndarray, bias_O: np.ndarray | None, out: str = "") -> str:
+    def linear(
+        self, x: str, name: str, weight_OI: np.ndarray, bias_O: np.ndarray | None, out: str = ""
+    ) -> str:
         """x @ weight^T + bias over the last dim of x; the weight is stored (in, out), as MatMul multiplies it."""
         if bias_O is None:
             return self.node("MatMul", x, self.weight(name + ".weight.T", weight_OI.T), out=out)
@@ -72,7 +74,9 @@ class Graph:
         """(batch, heads, sequence, head) to (batch, sequence, heads * head)."""
         return self.node("Reshape", self.node("Transpose", x, perm=[0, 2, 1, 3]), self.ints(0, 0, width))
 
-    def vocabulary_logits(self, hidden: str, at: str, table_VH: str, sizes: tuple[int, int], bias: str, out: str) -> None:
+    def vocabulary_logits(
+        self, hidden: str, at: str, table_VH: str, sizes: tuple[int, int], bias: str, out: str
+    ) -> None:
         """Logits (batch, asked, V) of the hidden states (batch, asked, H); `at` (batch, asked) gives their shape.
 
         Gemm with a transposed second operand reads the token table as it is stored, so a tied table is stored once.
@@ -109,7 +113,10 @@ class Graph:
         if total > external_bytes:
             tensors = self._write_external(path.with_name(path.name + ".data"))
         else:
-            tensors = [numpy_helper.from_array(np.asarray(value, order="C"), name) for name, value in self._weights.items()]
+            tensors = [
+                numpy_helper.from_array(np.asarray(value, order="C"), name)
+                for name, value in self._weights.items()
+            ]
         graph = helper.make_graph(self._nodes, "throughline", self._inputs, self._outputs, tensors)
         opsets = [helper.make_opsetid("", OPSET)]
         model = helper.make_model(
@@ -133,7 +140,11 @@ class Graph:
                 file.write(b"\0" * (-file.tell() % ALIGNMENT))
                 tensor = TensorProto(name=name, dims=value.shape, data_location=TensorProto.EXTERNAL)
                 tensor.data_type = helper.np_dtype_to_tensor_dtype(value.dtype)
-                for key, entry in (("location", path.name), ("offset", file.tell()), ("length", value.nbytes)):
+                for key, entry in (
+                    ("location", path.name),
+                    ("offset", file.tell()),
+                    ("length", value.nbytes),
+                ):
                     tensor.external_data.add(key=key, value=str(entry))
                 value.tofile(file)
                 tensors.append(tensor)

@@ -55,8 +55,15 @@ def compare(reference: Loaded, candidate: Loaded, bound: float = BOUND) -> dict[
     for case in sweep(reference.config.vocab_size, reference.config.sequence_length):
         ours, theirs = run_case(reference, case), run_case(candidate, case)
         rows += [row_of(case.name, name, ours[name], theirs[name], bound) for name in ours]
-    summary = {name: summarise([row for row in rows if row["output"] == name]) for name in {row["output"]: None for row in rows}}
-    report = {"bound": bound, "bound_of": "the reference's largest absolute value, at least 1", "outputs": summary}
+    summary = {
+        name: summarise([row for row in rows if row["output"] == name])
+        for name in {row["output"]: None for row in rows}
+    }
+    report = {
+        "bound": bound,
+        "bound_of": "the reference's largest absolute value, at least 1",
+        "outputs": summary,
+    }
     report["passed"] = all(row["passed"] for row in rows)
     if reference.causal is not None and candidate.causal is not None:
         same, asked = greedy_agreement(reference.causal, candidate.causal)
@@ -91,7 +98,11 @@ def _causal_outputs(backend: CausalBackend, case: Case) -> Iterator[tuple[str, n
     backend.forward(case.ids_BS, zeros, everywhere[:, :0], cache)
     for step in range(min(2, int(case.lengths_B.min()))):
         at = (past + step)[:, None]
-        steps.append(backend.forward(np.take_along_axis(case.ids_BS, at, 1), past + step, np.zeros_like(at), cache)[:, 0])
+        steps.append(
+            backend.forward(np.take_along_axis(case.ids_BS, at, 1), past + step, np.zeros_like(at), cache)[
+                :, 0
+            ]
+        )
     yield "logits of ragged decode", np.concatenate(steps)
 
 
@@ -101,12 +112,17 @@ def _encoder_outputs(backend: EncoderBackend, case: Case) -> Outputs:
     real = everywhere < case.lengths_B[:, None]
     types = (everywhere * 2 >= case.lengths_B[:, None]).astype(np.int64)
     outputs = backend.forward(case.ids_BS, types, real, everywhere)
-    return {name: value[real] if name in ("last_hidden_state", "mlm_logits") else value for name, value in outputs.items()}
+    return {
+        name: value[real] if name in ("last_hidden_state", "mlm_logits") else value
+        for name, value in outputs.items()
+    }
 
 
 def row_of(case: str, output: str, ours: np.ndarray, theirs: np.ndarray, bound: float) -> dict[str, Any]:
     """One line of the report."""
-    error = np.abs(ours - theirs)  # fp32: 1,024 positions of GPT-2's vocabulary are 200 MB; near values subtract exactly
+    error = np.abs(
+        ours - theirs
+    )  # fp32: 1,024 positions of GPT-2's vocabulary are 200 MB; near values subtract exactly
     scale = float(np.maximum(1.0, np.abs(ours).max()))  # NaN stays NaN, and infinity is no bound
     row: dict[str, Any] = {"case": case, "output": output, "scale": scale}
     row |= {"max_abs": float(error.max()), "mean_abs": float(error.mean(dtype=np.float64))}
@@ -138,7 +154,9 @@ def greedy_agreement(reference: CausalBackend, candidate: CausalBackend) -> tupl
     answers = []
     for backend in (reference, candidate):
         request = Request(prompt, asked)
-        answers.append([piece.token.id for _, piece in generate(backend, lambda ids: "", [request]) if piece.token])
+        answers.append(
+            [piece.token.id for _, piece in generate(backend, lambda ids: "", [request]) if piece.token]
+        )
     same = next((i for i, (a, b) in enumerate(zip(*answers)) if a != b), asked)
     return same, asked
 

@@ -22,7 +22,9 @@ class Sampling:
     top_k: int = 0  # keep the k most probable; 0 = all
     top_p: float = 1.0  # keep the most probable ones that together reach this share (Holtzman et al. 2020)
     min_p: float = 0.0  # keep those at least this share as probable as the most probable
-    repetition_penalty: float = 1.0  # on the logits of all tokens so far, prompt included (Keskar et al. 2019)
+    repetition_penalty: float = (
+        1.0  # on the logits of all tokens so far, prompt included (Keskar et al. 2019)
+    )
     seed: int | None = None  # None = a new one every time
 
     def __post_init__(self) -> None:
@@ -116,7 +118,9 @@ def invert(weights_BV: np.ndarray, uniform_B: np.ndarray) -> np.ndarray:
     cumulated = np.cumsum(weights_BV, axis=1)
     target_B1 = uniform_B[:, None] * cumulated[:, -1:]
     ids = (cumulated <= target_B1).sum(axis=1)
-    last = weights_BV.shape[1] - 1 - (weights_BV[:, ::-1] > 0).argmax(axis=1)  # rounding may push past the last one
+    last = (
+        weights_BV.shape[1] - 1 - (weights_BV[:, ::-1] > 0).argmax(axis=1)
+    )  # rounding may push past the last one
     return np.minimum(ids, last)
 
 

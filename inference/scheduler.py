@@ -71,7 +71,9 @@ class Engine(Generic[Job]):
                 raise Busy("the server is shutting down", 5, shutting_down=True)
             if len(self._queue) + len(jobs) > self.queue_limit:
                 wait_s = max(1, min(60, math.ceil(len(self._queue) * self._seconds_per_job)))
-                raise Busy(f"the queue is full: {len(self._queue)} of {self.queue_limit} places are taken", wait_s)
+                raise Busy(
+                    f"the queue is full: {len(self._queue)} of {self.queue_limit} places are taken", wait_s
+                )
             self._queue.extend(jobs)
             self.accepted += len(jobs)
             self._changed.notify()
@@ -160,7 +162,9 @@ class CausalEngine(Engine[Generating]):
             job.began_s = time.monotonic()
             job.sequence = self._batch.add(job.request)
             job.sequence.owner = job
-            if job.cancelled:  # `cancel` may run at any moment: it sets the job first and the sequence if it is there
+            if (
+                job.cancelled
+            ):  # `cancel` may run at any moment: it sets the job first and the sequence if it is there
                 job.sequence.cancelled = True
             self._starting = None
         for sequence, piece in self._batch.step():

@@ -40,7 +40,9 @@ class ServedModel:
 
     def __init__(self, name: str, loaded: Loaded, limits: Limits) -> None:
         if loaded.tokenizer is None:
-            raise WrongUse("this model has no tokenizer.json", where=loaded.input.path, fix="put one beside the weights")
+            raise WrongUse(
+                "this model has no tokenizer.json", where=loaded.input.path, fix="put one beside the weights"
+            )
         self.name, self.loaded, self.limits = name, loaded, limits
         self.tokenizer = Tokenizer.load(loaded.tokenizer)
         self.ready = False
@@ -65,7 +67,9 @@ class ServedModel:
         """Warm up and begin to answer."""
         if self.loaded.causal is not None:
             cache = self.loaded.causal.new_cache(1)
-            self.loaded.causal.forward(np.zeros((1, 2), np.int64), np.zeros(1, np.int64), np.zeros((1, 1), np.int64), cache)
+            self.loaded.causal.forward(
+                np.zeros((1, 2), np.int64), np.zeros(1, np.int64), np.zeros((1, 1), np.int64), cache
+            )
         elif self.loaded.encoder is not None:
             ids = np.zeros((1, 2), np.int64)
             self.loaded.encoder.forward(ids, ids, ids == 0, ids)
@@ -103,8 +107,14 @@ class ServedModel:
             text = prompt if isinstance(prompt, str) else self._decode(prompt)
             for number in range(body.n):
                 seed = None if body.seed is None else body.seed + number
-                sampling = Sampling(body.temperature, body.top_k, body.top_p, body.min_p, body.repetition_penalty, seed)
-                requests.append(Request(ids, body.max_tokens, sampling, body.stops(), self.tokenizer.eos_id, body.logprobs))
+                sampling = Sampling(
+                    body.temperature, body.top_k, body.top_p, body.min_p, body.repetition_penalty, seed
+                )
+                requests.append(
+                    Request(
+                        ids, body.max_tokens, sampling, body.stops(), self.tokenizer.eos_id, body.logprobs
+                    )
+                )
                 texts.append(text)
         return requests, texts
 
@@ -163,11 +173,15 @@ class ServedModel:
         """An embedding per input, of length 1, as numbers or base64 (float32, little end first), and the tokens read."""
         prompts = _as_list(body.input)
         _check_count(len(prompts), self.limits.queue, "input")
-        rows = await asyncio.to_thread(lambda: [frame(self.tokenizer, prompt, *self._sizes) for prompt in prompts])
+        rows = await asyncio.to_thread(
+            lambda: [frame(self.tokenizer, prompt, *self._sizes) for prompt in prompts]
+        )
         answers = await self._encode([Encoding(row) for row in rows])
         vectors = [unit(answer["sentence_embedding"]) for answer in answers]
         if body.encoding_format == "base64":
-            return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors], sum(map(len, rows))
+            return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors], sum(
+                map(len, rows)
+            )
         return [vector.tolist() for vector in vectors], sum(map(len, rows))
 
     async def fill_mask(self, body: FillMaskBody) -> tuple[dict[str, Any], int]:
@@ -215,7 +229,9 @@ def _as_list(texts: Any) -> list[Prompt]:
 
 def _check_count(count: int, limit: int, where: str) -> None:
     if count > limit:
-        raise WrongUse("too many texts in one request", where=where, why=f"{count} > {limit}", fix="send them in parts")
+        raise WrongUse(
+            "too many texts in one request", where=where, why=f"{count} > {limit}", fix="send them in parts"
+        )
 
 
 def load_served(specs: Sequence[str], limits: Limits, threads: int | None = None) -> list[ServedModel]:

@@ -61,7 +61,9 @@ def _add_status(app: FastAPI, models: list[ServedModel]) -> None:
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def index() -> HTMLResponse:
-        return HTMLResponse(page, headers={"Content-Security-Policy": "default-src 'self' 'unsafe-inline'; img-src data:"})
+        return HTMLResponse(
+            page, headers={"Content-Security-Policy": "default-src 'self' 'unsafe-inline'; img-src data:"}
+        )
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -103,7 +105,10 @@ def _add_encoder(app: FastAPI, models: list[ServedModel]) -> None:
         """Embed texts with a BERT: the mean of the last hidden states, scaled to length 1."""
         model = pick(models, body.model, "/v1/embeddings")
         vectors, tokens = await model.embed(body)
-        data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
+        data = [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(vectors)
+        ]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
 
@@ -122,7 +127,9 @@ def pick(models: list[ServedModel], name: str | None, endpoint: str) -> ServedMo
     if name is None:
         if len(fitting) == 1:
             return fitting[0]
-        why = f"{len(fitting)} models answer {endpoint}: {', '.join(model.name for model in fitting) or 'none'}"
+        why = (
+            f"{len(fitting)} models answer {endpoint}: {', '.join(model.name for model in fitting) or 'none'}"
+        )
         raise WrongUse("which model?", where="model", why=why, fix="give a name from /v1/models")
     found = next((model for model in models if model.name == name), None)
     if found is None:
@@ -137,7 +144,9 @@ def pick(models: list[ServedModel], name: str | None, endpoint: str) -> ServedMo
 async def unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:
     """Do the work, and give it up when the client goes away: its slots are then free for others."""
     doing = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(request.receive())  # the body is read, so the next message says that the client left
+    gone = asyncio.ensure_future(
+        request.receive()
+    )  # the body is read, so the next message says that the client left
     try:
         await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
@@ -170,23 +179,33 @@ def error_body(message: str, kind: str, param: str | None = None) -> dict[str, A
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        problems: dict[str, list[str]] = {}  # by field: a field of several possible types has a message for each
+        problems: dict[
+            str, list[str]
+        ] = {}  # by field: a field of several possible types has a message for each
         for item in error.errors():
             field = item["loc"][1] if len(item["loc"]) > 1 else "body"
-            problems.setdefault(field if isinstance(field, str) else "body", []).append(item["msg"])  # a number: where JSON ends
-        message = "; ".join(f"{field}: {' or '.join(dict.fromkeys(texts))}" for field, texts in problems.items())
+            problems.setdefault(field if isinstance(field, str) else "body", []).append(
+                item["msg"]
+            )  # a number: where JSON ends
+        message = "; ".join(
+            f"{field}: {' or '.join(dict.fromkeys(texts))}" for field, texts in problems.items()
+        )
         return JSONResponse(error_body(message, "invalid_request_error", next(iter(problems))), 400)
 
     @app.exception_handler(AnyHTTPException)
     async def http(request: Request, error: AnyHTTPException) -> JSONResponse:
-        return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code, headers=error.headers)
+        return JSONResponse(
+            error_body(str(error.detail), "invalid_request_error"), error.status_code, headers=error.headers
+        )
 
     @app.exception_handler(ThroughlineError)
     async def ours(request: Request, error: ThroughlineError) -> JSONResponse:
         if isinstance(error, Busy):
             status = 503 if error.shutting_down else 429
             kind = "server_error" if error.shutting_down else "rate_limit_error"
-            return JSONResponse(error_body(str(error), kind), status, headers={"Retry-After": str(error.retry_after_s)})
+            return JSONResponse(
+                error_body(str(error), kind), status, headers={"Retry-After": str(error.retry_after_s)}
+            )
         if isinstance(error, WrongUse):
             parts = [error.what, error.why, error.fix]
             message = "; ".join(part for part in parts if part)
@@ -274,10 +293,14 @@ def run(models: list[ServedModel], limits: Limits, listener: socket.socket) -> N
         timeout_keep_alive=30, server_header=False, ws="none",
     )  # fmt: skip
     host, port = listener.getsockname()[:2]
-    say(f"serving {', '.join(model.name for model in models)} at http://{f'[{host}]' if ':' in host else host}:{port}/")
+    say(
+        f"serving {', '.join(model.name for model in models)} at http://{f'[{host}]' if ':' in host else host}:{port}/"
+    )
     began_s = time.monotonic()
     try:
         asyncio.run(DrainingServer(config).serve(sockets=[listener]))
     except SystemExit as error:  # of uvicorn, with a code that means something else here
-        raise Failed("the server did not start", why="a model failed on its first input; the message is above") from error
+        raise Failed(
+            "the server did not start", why="a model failed on its first input; the message is above"
+        ) from error
     say(f"served for {time.monotonic() - began_s:.0f} s")

@@ -32,7 +32,9 @@ def continue_text(
             "the prompt fills the model's context", where="prompt",
             why=f"{len(ids)} tokens, the context is {loaded.causal.context}", fix="shorten the prompt",
         )  # fmt: skip
-    requests = [Request(ids, min(max_tokens, room), sampling, stop, tokenizer.eos_id) for sampling in settings]
+    requests = [
+        Request(ids, min(max_tokens, room), sampling, stop, tokenizer.eos_id) for sampling in settings
+    ]
     yield from generate(loaded.causal, tokenizer.decode, requests, vocab_size=tokenizer.vocab_size)
 
 
@@ -41,7 +43,9 @@ def embed_texts(path: Path | str, texts: Sequence[str]) -> np.ndarray:
     loaded, tokenizer = _open(path, "bert")
     assert loaded.encoder is not None
     sizes = (loaded.config.sequence_length, loaded.config.vocab_size)
-    rows = [frame(tokenizer, text, *sizes, f"text {number}: {text[:60]}") for number, text in enumerate(texts, 1)]
+    rows = [
+        frame(tokenizer, text, *sizes, f"text {number}: {text[:60]}") for number, text in enumerate(texts, 1)
+    ]
     return embed(loaded.encoder, rows, tokenizer.pad_id or 0)
 
 

@@ -24,7 +24,12 @@ class TorchCausal:
 
     @torch.inference_mode()
     def forward(
-        self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: KeyValueCache, first_row: int = 0
+        self,
+        ids_BS: np.ndarray,
+        past_B: np.ndarray,
+        ask_BN: np.ndarray,
+        cache: KeyValueCache,
+        first_row: int = 0,
     ) -> np.ndarray:
         """See `core.backend.CausalBackend.forward`."""
         rows = cache.take(first_row, first_row + len(ids_BS))

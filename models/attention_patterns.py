@@ -48,7 +48,11 @@ def block_table(pattern: AttentionPattern, length: int, causal: bool, layer: int
     """
     first = torch.arange(-(-length // pattern.block)) * pattern.block
     corners = torch.stack((first, first + pattern.block - 1))  # (2, N)
-    return pattern.sees(corners[:, None, :, None], corners[None, :, None, :], causal, length, layer).any(0).any(0)
+    return (
+        pattern.sees(corners[:, None, :, None], corners[None, :, None, :], causal, length, layer)
+        .any(0)
+        .any(0)
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class _Group:
     visible_RCK: Tensor  # (R, C, M C) bool
 
 
-def _rows_by_count(pattern: AttentionPattern, length: int, causal: bool, layer: int) -> list[tuple[list[int], list[list[int]]]]:
+def _rows_by_count(
+    pattern: AttentionPattern, length: int, causal: bool, layer: int
+) -> list[tuple[list[int], list[list[int]]]]:
     """Query blocks that see the same number of key blocks, and which: numbers only, which a compiler takes as constants."""
     seen = [row.nonzero()[:, 0].tolist() for row in block_table(pattern, length, causal, layer)]
     grouped: dict[int, tuple[list[int], list[list[int]]]] = {}
@@ -106,12 +112,20 @@ def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Call
     assert not pattern.validate(), pattern.validate()
 
     def attend(
-        q_BASD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, mask: Tensor | None = None, is_causal: bool = False, dropout: float = 0.0
+        q_BASD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        *,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout: float = 0.0,
     ) -> Tensor:
         length = q_BASD.shape[2]
         if length != k_BGTD.shape[2]:
             assert causal and mask is not None, "only a decoder with a cache asks for other keys than queries"
-            return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=_cached_mask(pattern, mask, layer), dropout=dropout)
+            return scaled_dot_product(
+                q_BASD, k_BGTD, v_BGTD, mask=_cached_mask(pattern, mask, layer), dropout=dropout
+            )
         if pattern.kind == "sliding" and length <= pattern.window:  # everything is near: the dense kernel
             return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, is_causal=is_causal, dropout=dropout)
         return _attend_blocks(pattern, causal, layer, (q_BASD, k_BGTD, v_BGTD), mask, dropout)
@@ -127,7 +141,12 @@ def _cached_mask(pattern: AttentionPattern, mask_B1ST: Tensor, layer: int) -> Te
 
 
 def _attend_blocks(
-    pattern: AttentionPattern, causal: bool, layer: int, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, dropout: float
+    pattern: AttentionPattern,
+    causal: bool,
+    layer: int,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    dropout: float,
 ) -> Tensor:
     """Attention group by group; (B, A, S, D)."""
     size, length = pattern.block, qkv[0].shape[2]
@@ -140,10 +159,16 @@ def _attend_blocks(
     for group in groups:
         queries = q.index_select(1, group.rows_R).flatten(0, 1).transpose(1, 2)  # (B R, A, C, D)
         keys, values = (
-            x.index_select(1, group.keys_RM.flatten()).unflatten(1, group.keys_RM.shape).flatten(2, 3).flatten(0, 1).transpose(1, 2)
+            x.index_select(1, group.keys_RM.flatten())
+            .unflatten(1, group.keys_RM.shape)
+            .flatten(2, 3)
+            .flatten(0, 1)
+            .transpose(1, 2)
             for x in (k, v)
         )  # (B R, G, M C, D)
-        part = scaled_dot_product(queries, keys, values, mask=_group_mask(group, mask, len(q)), dropout=dropout)
+        part = scaled_dot_product(
+            queries, keys, values, mask=_group_mask(group, mask, len(q)), dropout=dropout
+        )
         results.append(part.transpose(1, 2).unflatten(0, (len(q), -1)))  # (B, R, C, A, D)
     whole = torch.cat(results, 1).index_select(1, places) if len(results) > 1 else results[0]
     return whole.flatten(1, 2)[:, :length].transpose(1, 2)
@@ -188,4 +213,6 @@ def _group_mask(group: _Group, mask: Tensor | None, batch: int) -> Tensor:
 def apply_pattern(model: "GPT | BERT", pattern: AttentionPattern) -> None:
     """Let every block of a GPT or a BERT attend by the pattern: its weights, names and inputs stay what they are."""
     for layer, block in model.blocks.items():
-        cast(Block, block).attention.attend = make_attend(pattern, isinstance(model.config, GPTConfig), int(layer))
+        cast(Block, block).attention.attend = make_attend(
+            pattern, isinstance(model.config, GPTConfig), int(layer)
+        )

@@ -68,7 +68,9 @@ class BERT(nn.Module):
         """Ids (B, S), positions (S,) or (B, S), types (B, S) -> (B, S, W)."""
         x_BSW = self.token_table(input_ids)
         if self.type_table is not None:
-            x_BSW = x_BSW + (self.type_table.weight[0] if token_types is None else self.type_table(token_types))
+            x_BSW = x_BSW + (
+                self.type_table.weight[0] if token_types is None else self.type_table(token_types)
+            )
         x_BSW = x_BSW + self.position_table(positions)
         if not self.config.norm_first:
             x_BSW = self.norm(x_BSW)

@@ -20,7 +20,13 @@ class KeyValueCache:
     """
 
     def __init__(
-        self, config: GPTConfig, rows: int, places: int | None = None, *, device=None, dtype: torch.dtype | None = None
+        self,
+        config: GPTConfig,
+        rows: int,
+        places: int | None = None,
+        *,
+        device=None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         places = places or config.sequence_length
         shape = (config.layers, rows, config.key_value_heads, places, config.head_size)
@@ -44,7 +50,9 @@ class KeyValueCache:
         self._places_now = positions
         self.seen = int(positions[:, -1].max()) + 1
         if self.seen > self.places:
-            raise IndexError(f"a row would hold {self.seen} tokens and the cache has {self.places} places per row")
+            raise IndexError(
+                f"a row would hold {self.seen} tokens and the cache has {self.places} places per row"
+            )
         return (torch.arange(self.seen, device=positions.device) <= positions[:, :, None])[:, None]
 
     def layer(self, number: int) -> "_Layer":

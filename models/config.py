@@ -19,22 +19,32 @@ class AttentionPattern:
     """Which tokens see which, in tokens and blocks; the table in `attention_patterns.py` says how."""
 
     kind: Literal["sliding", "fixed"] = "sliding"
-    window: int = 512  # tokens: reach of a sliding window (both ways when bidirectional), length of a fixed stretch
+    window: int = (
+        512  # tokens: reach of a sliding window (both ways when bidirectional), length of a fixed stretch
+    )
     block: int = 256  # tokens handled together
     global_blocks: int = 0  # blocks that every token sees
-    random_blocks: int = 0  # sliding: blocks beyond the window that each block of queries sees, others in each layer
+    random_blocks: int = (
+        0  # sliding: blocks beyond the window that each block of queries sees, others in each layer
+    )
 
     def validate(self) -> list[str]:
         """Everything that is wrong with it, one sentence each."""
         problems = []
         if self.window < 1 or self.block < 1 or min(self.global_blocks, self.random_blocks) < 0:
-            problems.append("attention_window and attention_block must be at least 1, global and random blocks at least 0")
+            problems.append(
+                "attention_window and attention_block must be at least 1, global and random blocks at least 0"
+            )
         elif self.kind == "fixed" and self.random_blocks:
             problems.append("attention_random_blocks belong to a sliding window, not to a fixed one")
         elif self.kind == "fixed" and self.window % self.block:
-            problems.append(f"a fixed window of {self.window} tokens is no whole number of blocks of {self.block}")
+            problems.append(
+                f"a fixed window of {self.window} tokens is no whole number of blocks of {self.block}"
+            )
         elif self.kind == "fixed" and self.global_blocks * self.block > self.window:
-            problems.append(f"{self.global_blocks} global blocks of {self.block} do not fit in a window of {self.window}")
+            problems.append(
+                f"{self.global_blocks} global blocks of {self.block} do not fit in a window of {self.window}"
+            )
         return problems
 
     def sees(self, queries: Any, keys: Any, causal: bool, length: int = 0, layer: int = 0) -> Any:
@@ -46,9 +56,13 @@ class AttentionPattern:
         if self.kind == "sliding":
             seen = (abs(queries - keys) < self.window) | (keys < wide) | (queries < wide)
             for draw in range(self.random_blocks):
-                seen = seen | (keys // self.block == self._drawn(queries // self.block, draw, causal, length, layer))
+                seen = seen | (
+                    keys // self.block == self._drawn(queries // self.block, draw, causal, length, layer)
+                )
         else:
-            seen = (queries // self.window == keys // self.window) | (keys % self.window >= self.window - wide)
+            seen = (queries // self.window == keys // self.window) | (
+                keys % self.window >= self.window - wide
+            )
         return seen & (keys <= queries) if causal else seen
 
     def _drawn(self, rows: Any, draw: int, causal: bool, length: int, layer: int) -> Any:
@@ -59,11 +73,20 @@ class AttentionPattern:
         """
         reach = (self.window + self.block - 2) // self.block  # blocks of the window on each side
         left = (rows - reach - self.global_blocks) * (rows > reach + self.global_blocks)
-        right = 0 * rows if causal else (-(-length // self.block) - 1 - rows - reach) * (rows + reach < -(-length // self.block))
+        right = (
+            0 * rows
+            if causal
+            else (-(-length // self.block) - 1 - rows - reach) * (rows + reach < -(-length // self.block))
+        )
         first = (left + right) * draw // self.random_blocks
         room = (left + right) * (draw + 1) // self.random_blocks - first
         number = rows + 1
-        for salt in (draw + 1, layer + 1, 1, 1):  # Park and Miller's generator, with something new mixed in at every step
+        for salt in (
+            draw + 1,
+            layer + 1,
+            1,
+            1,
+        ):  # Park and Miller's generator, with something new mixed in at every step
             number = (number * 48271 + salt * 69621) % 2147483647
         taken = first + number // 8 % (room + (room == 0))
         block = self.global_blocks + taken + (taken >= left) * (rows + reach + 1 - left - self.global_blocks)
@@ -77,12 +100,18 @@ class AttentionPattern:
 def _wrong_kind(field: dataclasses.Field, value: Any) -> str:
     """What is wrong with the kind of a field's value, "" when nothing is: no "12" for 12, no 1 for true, no inf."""
     if allowed := get_args(field.type):
-        return "" if value in allowed else f"{field.name} is {value!r}; it must be one of {', '.join(allowed)}"
+        return (
+            "" if value in allowed else f"{field.name} is {value!r}; it must be one of {', '.join(allowed)}"
+        )
     if field.type is bool:
         right, wanted = isinstance(value, bool), "true or false"
     else:
         whole = field.type is int
-        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+        right = (
+            isinstance(value, int if whole else int | float)
+            and not isinstance(value, bool)
+            and abs(value) < float("inf")
+        )
         wanted = "a whole number" if whole else "a number"
     return "" if right else f"{field.name} is {value!r}; it must be {wanted}"
 
@@ -129,7 +158,9 @@ class TransformerConfig:
         if not self.attention_window:
             return None
         kind, window, block = self.attention_kind, self.attention_window, self.attention_block
-        return AttentionPattern(kind, window, block, self.attention_global_blocks, self.attention_random_blocks)
+        return AttentionPattern(
+            kind, window, block, self.attention_global_blocks, self.attention_random_blocks
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain values for JSON or TOML."""
@@ -154,7 +185,11 @@ class TransformerConfig:
 
     def validate(self) -> list[str]:
         """Everything that is wrong with this shape, one sentence each; empty when it can be built."""
-        if problems := [text for field in dataclasses.fields(self) if (text := _wrong_kind(field, getattr(self, field.name)))]:
+        if problems := [
+            text
+            for field in dataclasses.fields(self)
+            if (text := _wrong_kind(field, getattr(self, field.name)))
+        ]:
             return problems
         problems = [
             f"{name} is {getattr(self, name)}; it must be at least 1"
@@ -181,7 +216,9 @@ class TransformerConfig:
         else:
             fields = (field for field in dataclasses.fields(self) if field.name.startswith("attention_"))
             shaping = [field.name for field in fields if getattr(self, field.name) != field.default]
-            problems += [f"{name} shapes a pattern, and attention_window is 0: there is none" for name in shaping]
+            problems += [
+                f"{name} shapes a pattern, and attention_window is 0: there is none" for name in shaping
+            ]
         return problems
 
     def parameter_count(self) -> int:
@@ -254,11 +291,15 @@ class BERTConfig(TransformerConfig):
     sequence_length: int = 512
     activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu"
     norm_epsilon: float = 1e-12
-    norm_first: bool = False  # True: the pre-norm order of Megatron's BERT, with a final norm and none on the embeddings
+    norm_first: bool = (
+        False  # True: the pre-norm order of Megatron's BERT, with a final norm and none on the embeddings
+    )
     token_types: int = 2  # 0: no segment table
     nsp: bool = True  # pooler and next-sentence head
     mlm_transform: bool = True  # dense + activation + norm before the tied decoder
-    relative_buckets: int = 0  # T5-style position bias shared by all layers, one number per bucket and head; 0: none
+    relative_buckets: int = (
+        0  # T5-style position bias shared by all layers, one number per bucket and head; 0: none
+    )
     relative_distance: int = 128  # distances beyond this share the last bucket
 
     def validate(self) -> list[str]:
@@ -267,9 +308,13 @@ class BERTConfig(TransformerConfig):
         if self.token_types < 0:
             problems.append(f"token_types is {self.token_types}; it must be 0 or more")
         if self.relative_buckets and (self.relative_buckets < 4 or self.relative_buckets % 2):
-            problems.append(f"relative_buckets is {self.relative_buckets}; it must be 0 or an even number from 4 on")
+            problems.append(
+                f"relative_buckets is {self.relative_buckets}; it must be 0 or an even number from 4 on"
+            )
         elif self.relative_buckets and self.relative_distance <= self.relative_buckets // 4:
-            problems.append(f"relative_distance is {self.relative_distance}; it must be above relative_buckets / 4")
+            problems.append(
+                f"relative_distance is {self.relative_distance}; it must be above relative_buckets / 4"
+            )
         return problems
 
     def parameter_count(self) -> int:

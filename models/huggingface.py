@@ -23,8 +23,12 @@ from .init import empty_model
 
 State = dict[str, Tensor]
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
-THEIR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {"gelu_pytorch_tanh": "gelu_tanh"}
-IGNORED = re.compile(r"(\.attn\.(masked_)?bias|position_ids|rotary_emb\.inv_freq|^lm_head\.weight|decoder\.(weight|bias))$")
+THEIR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {
+    "gelu_pytorch_tanh": "gelu_tanh"
+}
+IGNORED = re.compile(
+    r"(\.attn\.(masked_)?bias|position_ids|rotary_emb\.inv_freq|^lm_head\.weight|decoder\.(weight|bias))$"
+)
 
 
 def to_huggingface(model: GPT | BERT) -> tuple[dict[str, Any], State]:
@@ -55,7 +59,9 @@ def from_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
     directory = Path(directory)
     path = directory / "config.json"
     if not path.is_file():
-        raise WrongUse("this is not a Hugging Face model directory", where=directory, why="it has no config.json")
+        raise WrongUse(
+            "this is not a Hugging Face model directory", where=directory, why="it has no config.json"
+        )
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -68,13 +74,19 @@ def from_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
     ours = dict(model.named_parameters())
     missing = [name for pair in pairs(config) for name in pair.theirs if name not in state]
     if missing:
-        raise Failed("tensors are missing", where=directory, why=f"{len(missing)} of them, such as {', '.join(missing[:5])}")
+        raise Failed(
+            "tensors are missing",
+            where=directory,
+            why=f"{len(missing)} of them, such as {', '.join(missing[:5])}",
+        )
     used: set[str] = set()
     with torch.no_grad():
         for pair in pairs(config):
             value = _inward([state[name] for name in pair.theirs], pair, config.head_size)
             if value.shape != ours[pair.ours].shape:
-                why = f"it has shape {tuple(value.shape)}, config.json asks for {tuple(ours[pair.ours].shape)}"
+                why = (
+                    f"it has shape {tuple(value.shape)}, config.json asks for {tuple(ours[pair.ours].shape)}"
+                )
                 raise Failed(f"tensor {pair.theirs[0]} does not fit", where=directory, why=why)
             ours[pair.ours].copy_(value)
             used.update(pair.theirs)
@@ -92,12 +104,21 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], ModelConfig]:
     """Their config fields for a shape, and the shape that they imply (biases added where their model always has them)."""
     if config.attention_pattern is not None:
         why = "GPT-2, Llama and BERT there look at the whole sequence"
-        raise Refused("a model with an attention pattern has no Hugging Face layout of ours", where="attention_window", why=why)
+        raise Refused(
+            "a model with an attention pattern has no Hugging Face layout of ours",
+            where="attention_window",
+            why=why,
+        )
     if isinstance(config, BERTConfig):
         return _describe_bert(config), config
     if config.positions == "rotary":
         return _describe_llama(config), config
-    if config.norm != "layernorm" or config.gated or config.kv_heads not in (0, config.heads) or config.head_width:
+    if (
+        config.norm != "layernorm"
+        or config.gated
+        or config.kv_heads not in (0, config.heads)
+        or config.head_width
+    ):
         raise Refused(
             "this shape has no Hugging Face layout of ours",
             why="GPT-2 there has layer norms, a plain MLP, and one key head of width / heads per head",
@@ -147,8 +168,19 @@ def _describe_llama(config: GPTConfig) -> dict[str, Any]:
 
 
 def _describe_bert(config: BERTConfig) -> dict[str, Any]:
-    plain = config.norm == "layernorm" and config.bias and not config.gated and config.key_value_heads == config.heads
-    if not plain or config.norm_first or not config.mlm_transform or not config.token_types or config.relative_buckets:
+    plain = (
+        config.norm == "layernorm"
+        and config.bias
+        and not config.gated
+        and config.key_value_heads == config.heads
+    )
+    if (
+        not plain
+        or config.norm_first
+        or not config.mlm_transform
+        or not config.token_types
+        or config.relative_buckets
+    ):
         why = "BERT there is post-norm, with biases, a segment table, an MLM transform and no relative positions"
         fix = "export it to ONNX, or train a post-norm one (model.overrides.norm_first = false)"
         raise Refused("this shape has no Hugging Face layout of ours", why=why, fix=fix)
@@ -181,13 +213,17 @@ def read_config(fields: dict[str, Any], state: Mapping[str, Tensor], where: str)
         elif kind == "bert":
             config = _read_bert(fields, where, nsp="cls.seq_relationship.weight" in state)
         else:
-            raise Refused(f"models of type {kind!r} cannot be read", where=where, fix="GPT-2, Llama and BERT can")
+            raise Refused(
+                f"models of type {kind!r} cannot be read", where=where, fix="GPT-2, Llama and BERT can"
+            )
     except KeyError as error:
         raise Failed(f"config.json has no field {error}", where=where) from error
     except (TypeError, ValueError) as error:
         raise Failed("config.json holds a value of the wrong kind", where=where, why=str(error)) from error
     if problems := config.validate():
-        raise Failed("config.json describes a model that cannot be built", where=where, why="\n".join(problems))
+        raise Failed(
+            "config.json describes a model that cannot be built", where=where, why="\n".join(problems)
+        )
     return config
 
 
@@ -195,14 +231,18 @@ def _allow(fields: dict[str, Any], where: str, name: str, usual: Any, *others: A
     """The value of a field, `usual` when absent; refused unless it is the usual one or one of the others."""
     value = fields.get(name, usual)
     if value not in (usual, *others):
-        raise Refused("this model uses something that ours do not have", where=where, why=f"{name} = {value!r}")
+        raise Refused(
+            "this model uses something that ours do not have", where=where, why=f"{name} = {value!r}"
+        )
     return value
 
 
 def _read_gpt2(fields: dict[str, Any], where: str) -> GPTConfig:
     _allow(fields, where, "scale_attn_by_inverse_layer_idx", False)
     _allow(fields, where, "scale_attn_weights", True)
-    activation: Any = THEIR_ACTIVATIONS[_allow(fields, where, "activation_function", "gelu_new", *THEIR_ACTIVATIONS)]
+    activation: Any = THEIR_ACTIVATIONS[
+        _allow(fields, where, "activation_function", "gelu_new", *THEIR_ACTIVATIONS)
+    ]
     return GPTConfig(
         vocab_size=fields["vocab_size"],
         sequence_length=fields.get("n_positions", 1024),
@@ -220,7 +260,9 @@ def _read_gpt2(fields: dict[str, Any], where: str) -> GPTConfig:
 def _read_llama(fields: dict[str, Any], where: str) -> GPTConfig:
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise Refused("this model uses something that ours do not have", where=where, why=f"scaled rope: {rope}")
+        raise Refused(
+            "this model uses something that ours do not have", where=where, why=f"scaled rope: {rope}"
+        )
     _allow(fields, where, "attention_bias", False)
     _allow(fields, where, "mlp_bias", False)
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
@@ -325,9 +367,15 @@ def _read_tensors(directory: Path) -> _Tensors:
     whole = directory / "model.safetensors"
     paths = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
     if not paths:
-        found = "only pickled weights (.bin), which can run code" if list(directory.glob("*.bin")) else "no weights at all"
+        found = (
+            "only pickled weights (.bin), which can run code"
+            if list(directory.glob("*.bin"))
+            else "no weights at all"
+        )
         fix = "save the model again with save_pretrained() of a recent transformers, which writes safetensors"
-        raise WrongUse("there are no safetensors files", where=directory, why=f"the directory has {found}", fix=fix)
+        raise WrongUse(
+            "there are no safetensors files", where=directory, why=f"the directory has {found}", fix=fix
+        )
     places: dict[str, tuple[Path, str]] = {}
     for path in paths:
         try:

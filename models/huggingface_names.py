@@ -38,7 +38,11 @@ def _gpt2_pairs(config: GPTConfig) -> Iterator[Pair]:
         yield from _both(f"{ours}.mlp_norm", f"{theirs}.ln_2")
         for kind in ("weight", "bias"):
             yield Pair(f"{ours}.attention.qkv.{kind}", (f"{theirs}.attn.c_attn.{kind}",), "conv_qkv")
-        for mine, name in (("attention.out", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
+        for mine, name in (
+            ("attention.out", "attn.c_proj"),
+            ("mlp.up", "mlp.c_fc"),
+            ("mlp.down", "mlp.c_proj"),
+        ):
             yield Pair(f"{ours}.{mine}.weight", (f"{theirs}.{name}.weight",), "transposed")
             yield Pair(f"{ours}.{mine}.bias", (f"{theirs}.{name}.bias",))
     yield from _both("norm", "transformer.ln_f")

@@ -33,7 +33,9 @@ def initial_values(name: str, shape: torch.Size, config: ModelConfig, seed: int 
     scaled = name.endswith(RESIDUAL) and (isinstance(config, GPTConfig) or config.norm_first)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-    return torch.empty(shape).normal_(0.0, STD / math.sqrt(2 * config.layers) if scaled else STD, generator=generator)
+    return torch.empty(shape).normal_(
+        0.0, STD / math.sqrt(2 * config.layers) if scaled else STD, generator=generator
+    )
 
 
 @torch.no_grad()
@@ -52,7 +54,9 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def empty_model(config: ModelConfig, device: torch.device | str = "meta", dtype: torch.dtype | None = None) -> GPT | BERT:
+def empty_model(
+    config: ModelConfig, device: torch.device | str = "meta", dtype: torch.dtype | None = None
+) -> GPT | BERT:
     """The module without values: on `meta` it takes no memory, elsewhere its memory is not filled yet."""
     with torch.device("meta"), _Unfilled():
         model: nn.Module = BERT(config) if isinstance(config, BERTConfig) else GPT(config)

@@ -167,7 +167,9 @@ class Block(nn.Module):
         memory: LayerMemory | None = None,
     ) -> Tensor:
         if self.norm_first:
-            x_BSW = x_BSW + self.drop(self.attention(self.attention_norm(x_BSW), mask, is_causal, rotary, memory))
+            x_BSW = x_BSW + self.drop(
+                self.attention(self.attention_norm(x_BSW), mask, is_causal, rotary, memory)
+            )
             return x_BSW + self.drop(self.mlp(self.mlp_norm(x_BSW)))
         x_BSW = self.attention_norm(x_BSW + self.drop(self.attention(x_BSW, mask, is_causal, rotary, memory)))
         return self.mlp_norm(x_BSW + self.drop(self.mlp(x_BSW)))

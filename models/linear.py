@@ -17,7 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-LEAST_PRODUCTS = 1 << 21  # rows x in x out below which the start of a oneDNN primitive (20 us) costs more than it saves
+LEAST_PRODUCTS = (
+    1 << 21
+)  # rows x in x out below which the start of a oneDNN primitive (20 us) costs more than it saves
 
 
 class Linear(nn.Linear):
@@ -58,7 +60,10 @@ def onednn_is_faster() -> bool:
     """Whether fp32 products are faster in oneDNN than in what torch uses: AMD with AVX-512, under a torch built with MKL."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if (
+        not hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    ):
         return False
     facts = Path("/proc/cpuinfo")
     return facts.exists() and "AuthenticAMD" in facts.read_text()

@@ -26,7 +26,12 @@ if importlib.util.find_spec("hypothesis"):  # a bare GPU machine has none
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     usual = os.environ.get("THROUGHLINE_MEGATRON")
-    parser.addoption("--megatron", type=Path, default=usual, help="A Megatron-LM checkout, whose own reader and writer are tried.")
+    parser.addoption(
+        "--megatron",
+        type=Path,
+        default=usual,
+        help="A Megatron-LM checkout, whose own reader and writer are tried.",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -73,20 +78,30 @@ def saved_in_layouts() -> Callable[..., dict[str, Path]]:
                 train_step(trainer, own_rows(case, engine, step), 1.0)
         else:
             restore(source, trainer)
-        writer = CheckpointWriter(target, 0, tokenizer, process=crew.mesh.rank, processes=case.layout.world, token=crew.token)
+        writer = CheckpointWriter(
+            target, 0, tokenizer, process=crew.mesh.rank, processes=case.layout.world, token=crew.token
+        )
         writer.save(trainer)
         writer.close()
         crew.wait()
 
     def write(
-        case: Any, folder: Path, *, steps: int = 0, tokenizer: bytes | None = None, only: Sequence[str] = tuple(layouts)
+        case: Any,
+        folder: Path,
+        *,
+        steps: int = 0,
+        tokenizer: bytes | None = None,
+        only: Sequence[str] = tuple(layouts),
     ) -> dict[str, Path]:
         """Name -> checkpoint: "alone" is made by one process in so many steps, the others take it over."""
         warm()
         first, found = folder / "alone" / f"step-{steps:08d}", {}
         for name in ("alone", *(name for name in only if name != "alone")):
             layout, source = layouts[name], None if name == "alone" else first
-            run_ranks(layout.world, partial(save, replace(case, layout=layout), folder / name, source, steps, tokenizer))
+            run_ranks(
+                layout.world,
+                partial(save, replace(case, layout=layout), folder / name, source, steps, tokenizer),
+            )
             found[name] = folder / name / first.name
             assert read_manifest(found[name], "checkpoint").facts["layout"]["world"] == layout.world
         return found

@@ -63,7 +63,9 @@ def test_every_data_file_is_in_the_wheel() -> None:
         str(path.relative_to(ROOT))
         for path in files
         if path.suffix not in (".py", ".pyc")
-        and not any(path in folder.glob(pattern) for folder, patterns in listed.items() for pattern in patterns)
+        and not any(
+            path in folder.glob(pattern) for folder, patterns in listed.items() for pattern in patterns
+        )
     ]
     assert len(files) > 100 and missing == []
 
@@ -79,7 +81,17 @@ def imported_after(code: str) -> set[str]:
 
 def test_help_imports_neither_torch_nor_datasets() -> None:
     code = "import sys\nfrom throughline.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass"
-    heavy = {"torch", "datasets", "transformers", "numpy", "pydantic", "onnx", "fastapi", "rich", "tokenizers"}
+    heavy = {
+        "torch",
+        "datasets",
+        "transformers",
+        "numpy",
+        "pydantic",
+        "onnx",
+        "fastapi",
+        "rich",
+        "tokenizers",
+    }
     assert not imported_after(code) & heavy
 
 

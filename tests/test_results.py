@@ -12,12 +12,16 @@ def test_results_are_whole(root: Path) -> None:
             assert (root / "benchmarks" / f"{name}.py").exists(), f"{file.name}: no benchmark {name}"
             assert {"claims", "machine", "versions", "date"} <= set(line), f"{file.name}: {name}"
             for claim in line["claims"]:
-                assert claim["met"] == (None if claim["goal"] is None else claim["ratio"] >= claim["goal"]), claim["name"]
+                assert claim["met"] == (None if claim["goal"] is None else claim["ratio"] >= claim["goal"]), (
+                    claim["name"]
+                )
                 assert claim["spread"][0] <= claim["ratio"] <= claim["spread"][1], claim["name"]
 
 
 def test_readme_table_is_made_from_them(root: Path) -> None:
-    assert subprocess.run([sys.executable, root / "docs" / "make_results.py", "--check"]).returncode == 0, "run: make reference"
+    assert subprocess.run([sys.executable, root / "docs" / "make_results.py", "--check"]).returncode == 0, (
+        "run: make reference"
+    )
 
 
 TASKS = {

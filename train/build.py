@@ -142,11 +142,17 @@ def dataset_options(plan: Plan) -> DatasetOptions:
     objective, tokenizer = recipe.objective or ObjectiveSection(), plan.tokenizer
     if tokenizer is None:
         where = data.sources()[0].path
-        raise WrongUse("a BERT needs the tokenizer of its tokens", where=where, fix="put its tokenizer.json beside them")
+        raise WrongUse(
+            "a BERT needs the tokenizer of its tokens", where=where, fix="put its tokenizer.json beside them"
+        )
     if missing := [name for name in ("cls", "sep", "mask") if getattr(tokenizer, f"{name}_id") is None]:
         fix = "throughline data tokenizer --type wordpiece, then data tokenize --sentences"
-        why = f"it has no {', '.join(f'[{name.upper()}]' for name in missing)}: it is of type {tokenizer.type}"
-        raise WrongUse("a BERT cannot be trained with this tokenizer", where=data.sources()[0].path, why=why, fix=fix)
+        why = (
+            f"it has no {', '.join(f'[{name.upper()}]' for name in missing)}: it is of type {tokenizer.type}"
+        )
+        raise WrongUse(
+            "a BERT cannot be trained with this tokenizer", where=data.sources()[0].path, why=why, fix=fix
+        )
     return DatasetOptions(
         "bert",
         recipe.train.sequence_length,
@@ -172,7 +178,9 @@ def training_rows(plan: Plan, cache: Path | None = None) -> Dataset:
     if plan.text:
         return TextStream(plan.text, dataset_options(plan), cache)
     weights = [source.weight for source in plan.recipe.data.sources()]
-    return open_dataset(plan.train_stores, dataset_options(plan), weights if len(weights) > 1 else None, cache)
+    return open_dataset(
+        plan.train_stores, dataset_options(plan), weights if len(weights) > 1 else None, cache
+    )
 
 
 def validation_rows(plan: Plan, cache: Path | None = None) -> list[Dataset]:
@@ -196,7 +204,9 @@ class StepBatches:
         dtype, mask_fraction = weight_dtype(train.precision), objective.mask_fraction if objective else 0.0
         tokens = real_tokens(rows)
         cut = cut_rows(rows, self.context)
-        batch = prepare(cut, self.plan.family, train.rows_per_micro_batch, self.plan.device, dtype, mask_fraction)
+        batch = prepare(
+            cut, self.plan.family, train.rows_per_micro_batch, self.plan.device, dtype, mask_fraction
+        )
         # the other data processes have as many rows, and about as many tokens
         return replace(batch, tokens=tokens * self.data.size, rows=count * self.data.size)
 
@@ -237,7 +247,9 @@ def _build_offloaded(plan: Plan, fill: bool) -> Trainer:
 
     recipe, train = plan.recipe, plan.recipe.train
     torch.manual_seed(train.seed)
-    model = empty_model(plan.config, plan.device, AUTOCAST.get(train.precision, weight_dtype(train.precision)))
+    model = empty_model(
+        plan.config, plan.device, AUTOCAST.get(train.precision, weight_dtype(train.precision))
+    )
     model.train()
     fit_attention(model, plan.device, train.precision)
     recompute(model, plan.config, train.recompute)
@@ -283,7 +295,9 @@ def _build_part(plan: Plan, mesh: Mesh, fill: bool) -> Trainer:
     )
 
 
-def _compressing_optimizer(recipe: Recipe, engine: "Engine", offload: "HostParts | None") -> torch.optim.Optimizer:
+def _compressing_optimizer(
+    recipe: Recipe, engine: "Engine", offload: "HostParts | None"
+) -> torch.optim.Optimizer:
     """The optimizer of an engine, whose gradients are summed by the recipe's scheme from here on."""
     from .parallel.compression import Bf16Sum, PowerSum
     from .parallel.onebit import OneBitAdam

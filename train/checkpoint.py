@@ -33,7 +33,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from ..core.artifact import MANIFEST, Draft, Input, create_artifact, is_artifact, read_manifest, verify_artifact
+from ..core.artifact import (
+    MANIFEST,
+    Draft,
+    Input,
+    create_artifact,
+    is_artifact,
+    read_manifest,
+    verify_artifact,
+)
 from ..core.console import warn
 from ..core.errors import Refused, ThroughlineError, WrongUse
 from ..core.files import full_disk, read_json, write_atomic
@@ -76,9 +84,13 @@ class CheckpointWriter:
     processes: int = 1  # each writes its part; the first puts them together
     token: str = ""  # of this start of the run: the parts of an earlier one are never taken
     may_write: Callable[[], None] = lambda: None  # raises when the run's directory is no longer ours
-    patience_s: float = 600.0  # with a process that writes nothing of its part: as long as a collective may take
+    patience_s: float = (
+        600.0  # with a process that writes nothing of its part: as long as a collective may take
+    )
     prepared: bool = False
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint", _give_way))
+    _thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "checkpoint", _give_way)
+    )
     _buffers: Buffers = field(default_factory=Buffers)
     _pending: Future[Any] | None = None
     _abandoned: threading.Event = field(default_factory=threading.Event)
@@ -131,14 +143,18 @@ class CheckpointWriter:
         path = self.directory / f"step-{step:08d}"
         if not is_artifact(path):
             shutil.rmtree(path, ignore_errors=True)  # remains of a removal; a damaged one is replaced below
-        with create_artifact(path, "checkpoint", inputs=self.inputs, recipe_hash=self.recipe_hash, overwrite=True) as draft:
+        with create_artifact(
+            path, "checkpoint", inputs=self.inputs, recipe_hash=self.recipe_hash, overwrite=True
+        ) as draft:
             others = self._take_parts(step, draft) if self.processes > 1 else []
             table, hashes = write_snapshot(draft.path, snapshot, others)
             draft.known |= hashes
             if self.tokenizer_json is not None:
                 (draft.path / "tokenizer.json").write_bytes(self.tokenizer_json)
             state, parameters = snapshot.state, table["weights"].values()
-            draft.facts |= {name: state[name] for name in ("step", "samples", "layout", "threads", "precision")}
+            draft.facts |= {
+                name: state[name] for name in ("step", "samples", "layout", "threads", "precision")
+            }
             draft.facts |= {"family": snapshot.model["family"]}
             draft.facts |= {"parameters": sum(math.prod(entry["shape"]) for entry in parameters)}
             draft.facts |= facts
@@ -161,7 +177,9 @@ class CheckpointWriter:
                 table, hashes = write_tensors(path, snapshot, self.process)
                 aside = path / f"{PART}.tmp"
                 write_atomic(aside, json.dumps({"table": table, "hashes": hashes}))
-                os.rename(aside, path / PART)  # the last touch: from here on the first process takes the directory away
+                os.rename(
+                    aside, path / PART
+                )  # the last touch: from here on the first process takes the directory away
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
@@ -219,7 +237,9 @@ def load_weights(directory: Path, model: "nn.Module | Engine | HostOffload | Hos
     known = {part.name for part in parts} if whole else set(parameter_shapes(cast(ModelConfig, model.config)))
     differing = known ^ set(read.table)
     if differing:
-        raise Refused("the checkpoint is of another model", where=directory, why=f"only one has {sorted(differing)[0]}")
+        raise Refused(
+            "the checkpoint is of another model", where=directory, why=f"only one has {sorted(differing)[0]}"
+        )
     with torch.no_grad():
         for part in parts:
             if list(part.shape) != read.table[part.name]["shape"]:
@@ -243,7 +263,9 @@ def restore(directory: Path, trainer: Trainer) -> None:
         # in another layout all begin without errors: some would find those of a place that is no longer theirs, others none
         if (exchange := trainer.model.exchange) is not None and state["layout"] == layout_of(trainer.model):
             mine = f"owed.{trainer.model.mesh.rank}."
-            exchange.load_errors({name.removeprefix(mine): rng(name) for name in rng.table if name.startswith(mine)})
+            exchange.load_errors(
+                {name.removeprefix(mine): rng(name) for name in rng.table if name.startswith(mine)}
+            )
     elif "cpu" in rng.table:
         torch.set_rng_state(rng("cpu"))
         if trainer.device.type == "cuda" and "cuda" in rng.table:
@@ -303,7 +325,11 @@ def find_resumable(directory: Path) -> Path | None:
             verify_artifact(path)
         except (ThroughlineError, OSError) as error:
             warn(f"checkpoint passed over: {error}")
-            known = error if isinstance(error, ThroughlineError) else Refused("it cannot be read", where=path, why=str(error))
+            known = (
+                error
+                if isinstance(error, ThroughlineError)
+                else Refused("it cannot be read", where=path, why=str(error))
+            )
             damaged = damaged or known
             continue
         return path
@@ -326,7 +352,9 @@ def locate(path: Path | str) -> Path:
     if is_artifact(path) and read_manifest(path).kind == "checkpoint":
         return path
     if not path.exists():
-        raise WrongUse("no such run or checkpoint", where=path, fix="check the spelling; runs are under runs/")
+        raise WrongUse(
+            "no such run or checkpoint", where=path, fix="check the spelling; runs are under runs/"
+        )
     raise WrongUse(
         "neither a run with a checkpoint nor a checkpoint",
         where=path,

@@ -65,5 +65,8 @@ def check_bound(comparison: list[Difference], bound: float, first: Path | str, s
         raise Refused(
             f"the runs differ by more than the relative bound {bound:g}",
             where=f"{first}, {second}",
-            why="\n".join(f"{row.name} by {row.difference:.3g} at step {row.step:,}: {row.first}, {row.second}" for row in above),
+            why="\n".join(
+                f"{row.name} by {row.difference:.3g} at step {row.step:,}: {row.first}, {row.second}"
+                for row in above
+            ),
         )

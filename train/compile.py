@@ -27,7 +27,9 @@ SAVED = 0.1
 EAGER_FLOPS = {"cpu": 40e9, "cuda": 100e12}  # per core, per GPU
 
 
-def maybe_compile(loss: LossFunction, recipe: Recipe, config: ModelConfig, device: torch.device) -> LossFunction:
+def maybe_compile(
+    loss: LossFunction, recipe: Recipe, config: ModelConfig, device: torch.device
+) -> LossFunction:
     """The loss function, compiled when the recipe asks for it or, with `auto`, when it pays.
 
     `on` raises WrongUse without a compiler and Failed when compilation breaks; `auto` goes on eagerly.
@@ -50,7 +52,12 @@ def pays(recipe: Recipe, config: ModelConfig, device: torch.device) -> bool:
     train = recipe.train
     if device.type == "cpu" and train.precision == "fp32" and onednn_is_faster():
         return False
-    flops = train.steps * train.rows_per_step * train.sequence_length * config.flops_per_token(train.sequence_length)
+    flops = (
+        train.steps
+        * train.rows_per_step
+        * train.sequence_length
+        * config.flops_per_token(train.sequence_length)
+    )
     rate = EAGER_FLOPS[device.type] * (machine().cpu.cores if device.type == "cpu" else 1)
     return SAVED * flops / rate > 2 * (COLD_SECONDS + COLD_SECONDS_PER_LAYER * config.layers)
 
@@ -64,7 +71,9 @@ def cpp_compiler() -> str | None:
 class _Guarded:
     """The compiled loss, or the plain one from the first call on when that call cannot be compiled."""
 
-    def __init__(self, loss: LossFunction, compiled: Callable[..., tuple[Tensor, Tensor]], wanted: str) -> None:
+    def __init__(
+        self, loss: LossFunction, compiled: Callable[..., tuple[Tensor, Tensor]], wanted: str
+    ) -> None:
         self.loss, self.compiled, self.wanted = loss, compiled, wanted
         self.ready = False
 

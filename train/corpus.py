@@ -47,7 +47,10 @@ def _stores(recipe: Recipe) -> Corpus:
         validation = [TokenStore.open(data.validation)]
     elif data.validation_fraction:
         cut = 1 - data.validation_fraction
-        train, validation = [store.view(0.0, cut) for store in stores], [store.view(cut, 1.0) for store in stores]
+        train, validation = (
+            [store.view(0.0, cut) for store in stores],
+            [store.view(cut, 1.0) for store in stores],
+        )
     every = [*stores, *(validation if data.validation else [])]
     vocab_size = _one_vocabulary(recipe, [_facts(store) for store in every], paths)
     file = tokenizer_beside(paths[0])
@@ -68,7 +71,11 @@ def _record(path: str) -> Input:
     """The record of a store: also of a Megatron prefix, which is no path itself."""
     if os.path.exists(path):
         return input_record(path)
-    return Input(os.path.abspath(path), "foreign", sha256_json([sha256_file(f"{path}{suffix}") for suffix in (".bin", ".idx")]))
+    return Input(
+        os.path.abspath(path),
+        "foreign",
+        sha256_json([sha256_file(f"{path}{suffix}") for suffix in (".bin", ".idx")]),
+    )
 
 
 def _text(recipe: Recipe) -> Corpus:
@@ -111,12 +118,16 @@ def _one_vocabulary(recipe: Recipe, every: Sequence[dict[str, Any]], paths: Sequ
     marks = {str(facts.get("tokenizer", "")): path for facts, path in zip(every, paths)}
     if len(marks) > 1:
         where = ", ".join(marks.values())
-        raise Refused("token stores of different tokenizers", where=where, fix="tokenise all with one tokenizer")
+        raise Refused(
+            "token stores of different tokenizers", where=where, fix="tokenise all with one tokenizer"
+        )
     given = recipe.model.overrides.get("vocab_size")
     vocab_size = given or every[0].get("vocab_size")
     if not vocab_size:
         fix = "set model.overrides.vocab_size, and train with a tokenizer.json beside the store to evaluate text"
-        raise WrongUse("the size of the vocabulary is not known", where=paths[0], why="the store is foreign", fix=fix)
+        raise WrongUse(
+            "the size of the vocabulary is not known", where=paths[0], why="the store is foreign", fix=fix
+        )
     for facts, path in zip(every, paths):
         largest = facts.get("largest_id", -1)
         if largest >= vocab_size:

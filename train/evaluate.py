@@ -24,7 +24,10 @@ from .precision import autocast, weight_dtype
 if TYPE_CHECKING:
     from .parallel.engine import Engine
 
-BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}  # a CPU has its activations in cache at 4096 (15 % faster than 16384)
+BATCH_TOKENS = {
+    "cpu": 4096,
+    "cuda": 65536,
+}  # a CPU has its activations in cache at 4096 (15 % faster than 16384)
 LOGITS = 2**26  # numbers in one batch of logits: 256 MB in fp32
 DECODED_TOKENS = 4_000_000  # bytes per token are counted over this much of the split; a larger one is sampled by its beginning
 
@@ -51,14 +54,21 @@ class Validation:
             training = model.training
             model.eval()
             try:
-                sums = sum((self._sums(model, batch) for batch in self._rows(rows)), torch.zeros(5, dtype=torch.float64))
+                sums = sum(
+                    (self._sums(model, batch) for batch in self._rows(rows)),
+                    torch.zeros(5, dtype=torch.float64),
+                )
             finally:
                 model.train(training)
         else:
             sums = torch.zeros(5, dtype=torch.float64)
             for batch in self._rows(rows):
                 sums += model.evaluate(batch, self._mask_fraction)
-        return self._gpt_figures(*sums[:2].tolist()) if self.plan.family == "gpt" else _bert_figures(*sums.tolist())
+        return (
+            self._gpt_figures(*sums[:2].tolist())
+            if self.plan.family == "gpt"
+            else _bert_figures(*sums.tolist())
+        )
 
     @property
     def _mask_fraction(self) -> float:
@@ -68,7 +78,9 @@ class Validation:
     def _sums(self, model: Any, rows: dict[str, np.ndarray]) -> Tensor:
         plan, precision = self.plan, self.plan.recipe.train.precision
         count = len(rows["input_ids"])
-        (batch,) = prepare(rows, plan.family, count, plan.device, weight_dtype(precision), self._mask_fraction).micro_batches
+        (batch,) = prepare(
+            rows, plan.family, count, plan.device, weight_dtype(precision), self._mask_fraction
+        ).micro_batches
         with autocast(precision, plan.device):
             return _gpt_sums(model, batch) if plan.family == "gpt" else _bert_sums(model, batch)
 
@@ -100,7 +112,11 @@ class Validation:
         for store in self.plan.validation_stores:
             ids = store.read(0, min(store.tokens, DECODED_TOKENS))
             tokens += len(ids)
-            size += len(tokenizer.decode(ids[ids != tokenizer.eos_id] if tokenizer.eos_id is not None else ids).encode())
+            size += len(
+                tokenizer.decode(
+                    ids[ids != tokenizer.eos_id] if tokenizer.eos_id is not None else ids
+                ).encode()
+            )
         return size / tokens
 
 
@@ -108,13 +124,17 @@ def _rest(dataset: Dataset) -> dict[str, np.ndarray] | None:
     """The tokens after the last whole window, as one shorter row."""
     if not isinstance(dataset, GPTWindows) or dataset.options.separate_documents:
         return None
-    ids = dataset.store.read(dataset.rows * dataset.options.sequence_length, dataset.store.tokens).astype(np.int64)
+    ids = dataset.store.read(dataset.rows * dataset.options.sequence_length, dataset.store.tokens).astype(
+        np.int64
+    )
     return {"input_ids": ids[None, :-1], "targets": ids[None, 1:]} if len(ids) > 1 else None
 
 
 def _gpt_sums(model: GPT, batch: Batch) -> Tensor:
     """Sum of losses, count of targets, 0, 0, 0."""
-    hidden = model.hidden(batch["input_ids"], positions=batch.get("positions"), document_ids=batch.get("document_ids"))
+    hidden = model.hidden(
+        batch["input_ids"], positions=batch.get("positions"), document_ids=batch.get("document_ids")
+    )
     targets = batch["targets"].flatten()
     loss = cross_entropy_sum(model.head(hidden).flatten(0, 1), targets)
     return torch.tensor([loss.item(), int((targets != IGNORED).sum()), 0, 0, 0], dtype=torch.float64)
@@ -136,7 +156,9 @@ def _bert_sums(model: BERT, batch: Batch) -> Tensor:
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def _bert_figures(loss: float, right: float, count: float, pairs_right: float, pairs: float) -> dict[str, float]:
+def _bert_figures(
+    loss: float, right: float, count: float, pairs_right: float, pairs: float
+) -> dict[str, float]:
     figures = {"mlm_loss": loss / count, "mlm_accuracy": right / count, "masked_tokens": int(count)}
     if pairs:
         figures |= {"nsp_accuracy": pairs_right / pairs, "pairs": int(pairs)}

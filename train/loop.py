@@ -46,11 +46,22 @@ MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains th
 )  # fmt: skip
 MEMORY_EVERY_S = 1.0
 LOOK_EVERY_S = 0.02  # at the checkpoint that is being written, when the next one waits for it
-NEXT_PHASE = {"": "forward", "optimizer": "forward", "forward": "backward", "backward": "the optimizer", "save": "forward"}
+NEXT_PHASE = {
+    "": "forward",
+    "optimizer": "forward",
+    "forward": "backward",
+    "backward": "the optimizer",
+    "save": "forward",
+}
 
 
 def train(
-    plan: Plan, run_dir: Path | str, *, resume: str = "auto", evaluators: Sequence[Evaluator] = (), profile: bool = False
+    plan: Plan,
+    run_dir: Path | str,
+    *,
+    resume: str = "auto",
+    evaluators: Sequence[Evaluator] = (),
+    profile: bool = False,
 ) -> dict[str, Any]:
     """Train to the recipe's last step and return the summary.
 
@@ -100,13 +111,23 @@ def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
         others = [path.name for path in workspace.path.iterdir() if not path.name.startswith(".")]
         if others:
             why = f"it holds {others[0]} and no recipe.toml"
-            raise WrongUse("not a run's directory", where=workspace.path, why=why, fix="choose another --run-dir")
+            raise WrongUse(
+                "not a run's directory", where=workspace.path, why=why, fix="choose another --run-dir"
+            )
         return
     if resume == "never":
-        raise WrongUse("a run is already there", where=workspace.path, fix="--resume auto continues it; --run-dir starts elsewhere")
+        raise WrongUse(
+            "a run is already there",
+            where=workspace.path,
+            fix="--resume auto continues it; --run-dir starts elsewhere",
+        )
     before, now = (_leaves(_placeless(tree)) for tree in (load_recipe(file, Recipe), recipe))
-    free = (*MAY_CHANGE, "compression.") if recipe.compression.scheme == "none" else MAY_CHANGE  # one left alone sends nothing
-    changed = [key for key in sorted(before | now) if before.get(key) != now.get(key) and not key.startswith(free)]
+    free = (
+        (*MAY_CHANGE, "compression.") if recipe.compression.scheme == "none" else MAY_CHANGE
+    )  # one left alone sends nothing
+    changed = [
+        key for key in sorted(before | now) if before.get(key) != now.get(key) and not key.startswith(free)
+    ]
     if changed:
         raise WrongUse(
             "the run there has another recipe",
@@ -120,7 +141,9 @@ def _placeless(recipe: Recipe) -> dict[str, Any]:
     """The fields without the places of the data, which may move: their content is checked by its hashes (check_inputs)."""
     tree = recipe.model_dump(mode="json")
     tree["data"]["train"] = [source["weight"] for source in tree["data"]["train"]]
-    return tree | {"data": tree["data"] | {key: bool(tree["data"][key]) for key in ("validation", "tokenizer")}}
+    return tree | {
+        "data": tree["data"] | {key: bool(tree["data"][key]) for key in ("validation", "tokenizer")}
+    }
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -142,7 +165,13 @@ class Run:
         profile: bool,
         crew: Crew,
     ) -> None:
-        self.plan, self.workspace, self.trainer, self.evaluators, self.crew = plan, workspace, trainer, evaluators, crew
+        self.plan, self.workspace, self.trainer, self.evaluators, self.crew = (
+            plan,
+            workspace,
+            trainer,
+            evaluators,
+            crew,
+        )
         recipe = self.recipe = plan.recipe
         self.metrics = Metrics(workspace, list(recipe.log.sinks) if crew.leads else [], workspace.path.name)
         self.writer = CheckpointWriter(
@@ -160,8 +189,13 @@ class Run:
         predicted = {} if recipe.objective is None else {"predicted": recipe.objective.mask_fraction}
         self.flops_per_token = plan.config.flops_per_token(recipe.train.sequence_length, **predicted)
         self.first_step, self.saved_step = trainer.step, trainer.step
-        self.tokens, self.step_seconds = 0, 0.0  # of this process, without its first step, which compiles and allocates
-        self.last: Record = next((record for record in reversed(read_metrics(workspace.path)) if "loss" in record), {})
+        self.tokens, self.step_seconds = (
+            0,
+            0.0,
+        )  # of this process, without its first step, which compiles and allocates
+        self.last: Record = next(
+            (record for record in reversed(read_metrics(workspace.path)) if "loss" in record), {}
+        )
         self.validation: dict[str, Any] = {}
 
     def to_the_end(self) -> dict[str, Any]:
@@ -174,7 +208,9 @@ class Run:
         data = self.crew.mesh.data
         rows = StepBatches(self.plan, dataset, data, self.crew.mesh.context)
         own = recipe.train.rows_per_step // data.size
-        loader = Loader(cast(Dataset, rows), own, position=trainer.samples, rank=data.rank, world=data.size, ahead=2)
+        loader = Loader(
+            cast(Dataset, rows), own, position=trainer.samples, rank=data.rank, world=data.size, ahead=2
+        )
         try:
             with (
                 self.crew.watch(self.workspace.path / PULSE) as self.pulse,
@@ -307,7 +343,11 @@ class Run:
             return
         self.pulse.mark("an evaluation")
         if figures:
-            record = {"step": self.trainer.step, "validation": figures, "eval_s": round(time.perf_counter() - start, 3)}
+            record = {
+                "step": self.trainer.step,
+                "validation": figures,
+                "eval_s": round(time.perf_counter() - start, 3),
+            }
             self.validation = self.metrics.add(record)["validation"]
 
     def _save(self) -> None:
@@ -381,7 +421,9 @@ class Run:
         return summary
 
     def _event(self, name: str, **facts: Any) -> None:
-        self.workspace.append("events.jsonl", {"event": name, "step": self.trainer.step, "time": time.time(), **facts})
+        self.workspace.append(
+            "events.jsonl", {"event": name, "step": self.trainer.step, "time": time.time(), **facts}
+        )
 
     def _environment(self) -> dict[str, Any]:
         here = machine()

@@ -17,7 +17,9 @@ CHUNK_LOGITS = 1 << 20  # logits worked on at a time: 4 MiB in float32
 def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """Sum of the cross-entropies (scalar) over the targets that are not IGNORED."""
     large = logits_NV.shape[-1] >= LARGE_VOCABULARY and logits_NV.device.type == "cpu"
-    if large and type(logits_NV) is Tensor and not torch.compiler.is_compiling():  # a compiler fuses the plain form itself
+    if (
+        large and type(logits_NV) is Tensor and not torch.compiler.is_compiling()
+    ):  # a compiler fuses the plain form itself
         return _CrossEntropySum.apply(logits_NV, targets_N)
     if logits_NV.dtype in (torch.bfloat16, torch.float16):
         logits_NV = logits_NV.float()

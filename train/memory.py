@@ -19,7 +19,10 @@ from .parallel.offload import IN_FLIGHT_BYTES, memory_terms
 from .precision import AUTOCAST, weight_dtype
 from .recipe import Recipe, model_config, model_family
 
-PROGRAM_BYTES = {"cpu": 370 * 2**20, "cuda": 500 * 2**20}  # interpreter, torch and buffers; CUDA's context and workspaces
+PROGRAM_BYTES = {
+    "cpu": 370 * 2**20,
+    "cuda": 500 * 2**20,
+}  # interpreter, torch and buffers; CUDA's context and workspaces
 
 
 def estimate(config: ModelConfig, recipe: Recipe, device: str = "cpu") -> dict[str, int]:
@@ -72,7 +75,9 @@ def _offloaded(config: ModelConfig, recipe: Recipe, device: str) -> dict[str, in
     if recipe.parallel.layout().world > 1:
         device_terms = {"weights": dtype.itemsize * parameters, "gradients": dtype.itemsize * parameters}
         master = 4 * parameters if dtype.itemsize < 4 else dtype.itemsize * parameters
-        return device_terms | ({"optimizer": 0} if device == "cuda" else {"master weights": master, "host gradients": master})
+        return device_terms | (
+            {"optimizer": 0} if device == "cuda" else {"master weights": master, "host gradients": master}
+        )
     unit = max(config.block_parameters(), parameters - config.layers * config.block_parameters())
     micro_batches = train.rows_per_step // train.rows_per_micro_batch
     moved = memory_terms(parameters, unit, dtype, micro_batches)
@@ -100,13 +105,19 @@ def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> d
             fix="\n".join(_cheaper(recipe, config, device.type, total)),
         )
     if need > free:
-        warn(f"the run needs about {amount(need, 'B')} and {amount(free, 'B')} of {amount(total, 'B')} are free just now")
+        warn(
+            f"the run needs about {amount(need, 'B')} and {amount(free, 'B')} of {amount(total, 'B')} are free just now"
+        )
     return terms
 
 
 def out_of_memory(config: ModelConfig, recipe: Recipe, device: torch.device, phase: str) -> Failed:
     """The error for an allocation that failed in a step, with the phase, the largest consumers and the cheapest changes."""
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()
+    total = (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else memory_limit_bytes()
+    )
     return Failed(
         f"out of memory in {phase}",
         where=f"{device.type}, {amount(total, 'B')}",
@@ -116,7 +127,9 @@ def out_of_memory(config: ModelConfig, recipe: Recipe, device: torch.device, pha
 
 
 def _largest_first(terms: dict[str, int]) -> str:
-    return ", ".join(f"{name} {amount(size, 'B')}" for name, size in sorted(terms.items(), key=lambda item: -item[1]))
+    return ", ".join(
+        f"{name} {amount(size, 'B')}" for name, size in sorted(terms.items(), key=lambda item: -item[1])
+    )
 
 
 def _cheaper(recipe: Recipe, config: ModelConfig, device: str, total: int) -> list[str]:
@@ -134,7 +147,9 @@ def _cheaper(recipe: Recipe, config: ModelConfig, device: str, total: int) -> li
     )
     lines = [f"{text}: {amount(size, 'B')}" for text, size in tries if size < now]
     if all(size > total for _, size in tries):  # then only a smaller model helps
-        names = [name for name in preset_names(model_family(recipe)) if _preset_need(name, recipe, device) <= total]
+        names = [
+            name for name in preset_names(model_family(recipe)) if _preset_need(name, recipe, device) <= total
+        ]
         if names:
             largest = max(names, key=lambda name: preset(name).parameter_count())
             size = _preset_need(largest, recipe, device)

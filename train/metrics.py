@@ -54,7 +54,11 @@ class Metrics:
 
 def _finite(record: Record) -> Record:
     return {
-        key: _finite(value) if isinstance(value, dict) else None if isinstance(value, float) and not math.isfinite(value) else value
+        key: _finite(value)
+        if isinstance(value, dict)
+        else None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
         for key, value in record.items()
     }
 

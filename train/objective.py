@@ -28,7 +28,9 @@ LossFunction = Callable[[Any, Batch, Tensor], tuple[Tensor, Tensor]]  # of a GPT
 
 def gpt_loss(model: GPT, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor, Tensor]:
     """Loss to differentiate, and the sums of its terms (1,), of one micro-batch; `inverse_counts` (1,) of the whole batch."""
-    hidden_BSH = model.hidden(batch["input_ids"], positions=batch.get("positions"), document_ids=batch.get("document_ids"))
+    hidden_BSH = model.hidden(
+        batch["input_ids"], positions=batch.get("positions"), document_ids=batch.get("document_ids")
+    )
     sums = cross_entropy_sum(model.head(hidden_BSH).flatten(0, 1), batch["targets"].flatten()).view(1)
     return (sums * inverse_counts).sum(), sums.detach()
 
@@ -47,7 +49,9 @@ def bert_loss(model: BERT, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor
         document_ids=batch.get("document_ids"),
     )
     flat_H = hidden_BSH.flatten(0, 1)
-    mlm = cross_entropy_sum(model.mlm_head(flat_H.index_select(0, batch["predicted"])), batch["predicted_targets"])
+    mlm = cross_entropy_sum(
+        model.mlm_head(flat_H.index_select(0, batch["predicted"])), batch["predicted_targets"]
+    )
     if "pairs" in batch:
         pair_logits = model.nsp_head(flat_H.index_select(0, batch["pairs"]))
         assert pair_logits is not None, "the recipe's rules ask for the head"
@@ -73,7 +77,12 @@ class StepBatch:
 
 
 def prepare(
-    rows: dict[str, np.ndarray], family: str, micro_rows: int, device: torch.device, dtype: torch.dtype, mask_fraction: float = 0.15
+    rows: dict[str, np.ndarray],
+    family: str,
+    micro_rows: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    mask_fraction: float = 0.15,
 ) -> StepBatch:
     """Split the rows of one step into micro-batches and count their targets. Runs outside the step, in numpy."""
     total = len(rows["input_ids"])

@@ -90,7 +90,9 @@ class MuonAdamW(torch.optim.AdamW):
                 ahead = self._momentum(parameter, group["betas"][0])
                 parameter.grad = None  # so that AdamW passes it by
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                for target, update in zip(_parts(parameter, *group["interleaved"]), _parts(ahead, *group["interleaved"])):
+                for target, update in zip(
+                    _parts(parameter, *group["interleaved"]), _parts(ahead, *group["interleaved"])
+                ):
                     matrix = update.flatten(0, 1)
                     step = group["lr"] * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
                     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.t()
@@ -119,7 +121,9 @@ def _parts(weight: Tensor, count: int, rows: int) -> list[Tensor]:
     return [weight[None]] if count == 1 else list(weight.view(-1, count, rows, weight.shape[-1]).unbind(1))
 
 
-def orthogonalise(matrices_NRC: Tensor, dtype: torch.dtype = torch.float32, iterations: int = ITERATIONS) -> Tensor:
+def orthogonalise(
+    matrices_NRC: Tensor, dtype: torch.dtype = torch.float32, iterations: int = ITERATIONS
+) -> Tensor:
     """About U V' for each matrix U S V' of a batch (N, R, C) with R <= C, computed in `dtype`.
 
     bf16 is exact enough, since the quintic leaves singular values between 0.7 and 1.2 anyway, and five times as fast

@@ -23,7 +23,11 @@ def pick_device(wanted: str, precision: str) -> torch.device:
     Raises WrongUse when there is no such device and Refused when it cannot compute in that precision.
     """
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise WrongUse("no CUDA device here", where="train.device", fix='set train.device = "cpu", or see: throughline doctor')
+        raise WrongUse(
+            "no CUDA device here",
+            where="train.device",
+            fix='set train.device = "cpu", or see: throughline doctor',
+        )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())

@@ -42,7 +42,9 @@ class Profile:
         directory.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
         if self._cuda:
-            torch.cuda.memory._record_memory_history(max_entries=200_000)  # private, and the only way to a snapshot
+            torch.cuda.memory._record_memory_history(
+                max_entries=200_000
+            )  # private, and the only way to a snapshot
         self._profile = profile(
             activities=activities,
             schedule=schedule(wait=SKIPPED, warmup=WARMUP, active=ACTIVE, repeat=1),
@@ -64,7 +66,9 @@ class Profile:
             self._profile.stop()
             self._open = False
             if self._steps <= SKIPPED + WARMUP:
-                warn(f"no profile: the first {SKIPPED + WARMUP} steps are left out, and there were {self._steps}")
+                warn(
+                    f"no profile: the first {SKIPPED + WARMUP} steps are left out, and there were {self._steps}"
+                )
 
     def _ready(self, profiled: Any) -> None:
         self._open = False

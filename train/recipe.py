@@ -51,7 +51,9 @@ def batch_rule(recipe: Recipe) -> Iterable[Problem]:
     """The batch is given once, in whole rows, and the micro-batch divides it."""
     train = recipe.train
     if train.batch_rows is None and train.batch_tokens is None:
-        yield Problem("train.batch_rows", "the batch is not given", "set train.batch_rows or train.batch_tokens")
+        yield Problem(
+            "train.batch_rows", "the batch is not given", "set train.batch_rows or train.batch_tokens"
+        )
         return
     if train.batch_tokens is not None and train.batch_tokens % train.sequence_length:
         near = max(train.batch_tokens // train.sequence_length, 1) * train.sequence_length
@@ -61,7 +63,10 @@ def batch_rule(recipe: Recipe) -> Iterable[Problem]:
             f"for example {near}",
         )
         return
-    if train.batch_rows is not None and train.batch_tokens not in (None, train.batch_rows * train.sequence_length):
+    if train.batch_rows is not None and train.batch_tokens not in (
+        None,
+        train.batch_rows * train.sequence_length,
+    ):
         yield Problem(
             "train.batch_tokens",
             f"{train.batch_tokens} tokens contradict {train.batch_rows} rows of {train.sequence_length}",
@@ -72,14 +77,22 @@ def batch_rule(recipe: Recipe) -> Iterable[Problem]:
     if rows % micro:
         legal = [n for n in range(1, rows + 1) if rows % n == 0]
         near = min(legal, key=lambda n: abs(n - micro))
-        yield Problem("train.micro_batch_rows", f"{micro} does not divide the batch of {rows} rows", f"for example {near}")
+        yield Problem(
+            "train.micro_batch_rows",
+            f"{micro} does not divide the batch of {rows} rows",
+            f"for example {near}",
+        )
 
 
 def schedule_rule(recipe: Recipe) -> Iterable[Problem]:
     """Warm-up ends before the run does, and warm-up and decay fit in it."""
     warmup, decay, steps = recipe.schedule.warmup_steps, recipe.schedule.decay_steps or 0, recipe.train.steps
     if warmup >= steps:
-        yield Problem("schedule.warmup_steps", f"{warmup} is not below train.steps = {steps}", f"for example {steps // 20}")
+        yield Problem(
+            "schedule.warmup_steps",
+            f"{warmup} is not below train.steps = {steps}",
+            f"for example {steps // 20}",
+        )
     elif warmup + decay > steps:
         yield Problem(
             "schedule.decay_steps",
@@ -92,10 +105,14 @@ def family_rule(recipe: Recipe) -> Iterable[Problem]:
     """Fields that belong to one family stay with it."""
     family = model_family(recipe)
     if family == "gpt" and recipe.objective is not None:
-        yield Problem("objective", "belongs to BERT; a GPT predicts the next token", "leave it out or set model.family")
+        yield Problem(
+            "objective", "belongs to BERT; a GPT predicts the next token", "leave it out or set model.family"
+        )
     if family == "bert" and (recipe.data.separate_documents or recipe.data.packing != "windows"):
         key = "data.separate_documents" if recipe.data.separate_documents else "data.packing"
-        yield Problem(key, "belongs to GPT", "for BERT, objective.packing fits pairs together and keeps them apart")
+        yield Problem(
+            key, "belongs to GPT", "for BERT, objective.packing fits pairs together and keeps them apart"
+        )
 
 
 def data_rule(recipe: Recipe) -> Iterable[Problem]:
@@ -104,12 +121,24 @@ def data_rule(recipe: Recipe) -> Iterable[Problem]:
         fix = "--set data.train=DIRECTORY; make one with: throughline data tokenize; or name text, and set data.tokenizer"
         yield Problem("data.train", "no token store", fix)
     if recipe.data.tokenizer and any(source.weight != 1 for source in recipe.data.sources()):
-        yield Problem("data.train", "text is read in the order given, without weights", "leave them out, or make token stores")
+        yield Problem(
+            "data.train",
+            "text is read in the order given, without weights",
+            "leave them out, or make token stores",
+        )
     if not recipe.data.tokenizer and (recipe.data.documents, recipe.data.field) != ("block", "text"):
-        yield Problem("data.documents", "documents and field are of text, and these are token stores", "set data.tokenizer")
+        yield Problem(
+            "data.documents",
+            "documents and field are of text, and these are token stores",
+            "set data.tokenizer",
+        )
     measured = recipe.data.validation or recipe.data.validation_fraction or recipe.evaluation.tasks
     if recipe.train.eval_every_steps and not measured:
-        yield Problem("train.eval_every_steps", "there is no validation split", "set data.validation_fraction or data.validation")
+        yield Problem(
+            "train.eval_every_steps",
+            "there is no validation split",
+            "set data.validation_fraction or data.validation",
+        )
 
 
 def model_rule(recipe: Recipe) -> Iterable[Problem]:
@@ -122,7 +151,9 @@ def model_rule(recipe: Recipe) -> Iterable[Problem]:
                       ": ".join(part for part in (error.what, error.why.replace("\n", "; ")) if part), error.fix)  # fmt: skip
         return
     if recipe.model.family and recipe.model.family != family_of(config):
-        yield Problem("model.family", f"preset {recipe.model.preset} is a {family_of(config)}", "leave model.family out")
+        yield Problem(
+            "model.family", f"preset {recipe.model.preset} is a {family_of(config)}", "leave model.family out"
+        )
     if config.sequence_length < recipe.train.sequence_length:
         yield Problem(
             "train.sequence_length",
@@ -132,7 +163,11 @@ def model_rule(recipe: Recipe) -> Iterable[Problem]:
     if isinstance(config, BERTConfig):
         sentences = (recipe.objective or ObjectiveSection()).sentences
         if sentences != "none" and not (config.nsp and config.token_types >= 2):
-            yield Problem("objective.sentences", f"{sentences} needs a model with nsp and two token types", 'set it to "none"')
+            yield Problem(
+                "objective.sentences",
+                f"{sentences} needs a model with nsp and two token types",
+                'set it to "none"',
+            )
 
 
 def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
@@ -151,7 +186,9 @@ def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
         if found is last:  # the degrees are judged together
             others = nearest_layouts(layout, layout.world, config, *batch, partial(can_be_had, recipe))
             near = [set_options(layout, other) for other in others]
-            fix = "; ".join(filter(None, (fix, f"{layout.product()}, nearest that fit: {' or '.join(near) or 'none'}")))
+            fix = "; ".join(
+                filter(None, (fix, f"{layout.product()}, nearest that fit: {' or '.join(near) or 'none'}"))
+            )
         yield Problem(key, found.text, fix)
 
 
@@ -162,19 +199,38 @@ def spread_rule(recipe: Recipe) -> Iterable[Problem]:
         yield Problem("train.compile", "layouts of several processes run without it", 'leave it at "auto"')
     if recipe.train.offload and layout.pipeline > 1:
         text = "the gradients of a pipeline's micro-batches would be added in 16 bits"
-        yield Problem("train.offload", text, 'parallel.pipeline = 1: with sharding = "full" data processes share a model as well')
-    elif recipe.train.offload and layout.world > 1 and micro * layout.data != rows and recipe.train.precision in ("bf16", "fp16"):
+        yield Problem(
+            "train.offload",
+            text,
+            'parallel.pipeline = 1: with sharding = "full" data processes share a model as well',
+        )
+    elif (
+        recipe.train.offload
+        and layout.world > 1
+        and micro * layout.data != rows
+        and recipe.train.precision in ("bf16", "fp16")
+    ):
         text = f"gradients of {rows // (micro * layout.data)} micro-batches would be added in 16 bits"
-        yield Problem("train.offload", text, f"train.micro_batch_rows = {rows // layout.data}; train.recompute makes room for it")
+        yield Problem(
+            "train.offload",
+            text,
+            f"train.micro_batch_rows = {rows // layout.data}; train.recompute makes room for it",
+        )
     if recipe.train.offload and recipe.train.compile == "on":
-        yield Problem("train.compile", "the weights of an offloaded model arrive while it runs", 'leave it at "auto"')
+        yield Problem(
+            "train.compile", "the weights of an offloaded model arrive while it runs", 'leave it at "auto"'
+        )
     if recipe.optimizer.name == "muon" and (layout.tensor > 1 or layout.shards > 1):
-        yield Problem("optimizer.name", "muon needs whole matrices, and this layout cuts them", 'name = "adamw"')
+        yield Problem(
+            "optimizer.name", "muon needs whole matrices, and this layout cuts them", 'name = "adamw"'
+        )
 
 
 def can_be_had(recipe: Recipe, layout: Layout, micro: int) -> bool:
     """Whether the optimizer, offload and compression of a recipe can be had in another layout."""
-    parallel = recipe.parallel.model_copy(update=asdict(layout) | {"layers_per_stage": list(layout.layers_per_stage)})
+    parallel = recipe.parallel.model_copy(
+        update=asdict(layout) | {"layers_per_stage": list(layout.layers_per_stage)}
+    )
     train = recipe.train.model_copy(update={"micro_batch_rows": micro, "compile": "auto"})
     other = recipe.model_copy(update={"parallel": parallel, "train": train})
     return not any(list(rule(other)) for rule in (spread_rule, compression_rule))
@@ -186,19 +242,37 @@ def compression_rule(recipe: Recipe) -> Iterable[Problem]:
     if scheme == "none":
         return
     if parallel.data == 1:
-        yield Problem("compression.scheme", "one data process sends no gradients", 'set it to "none", or parallel.data')
+        yield Problem(
+            "compression.scheme", "one data process sends no gradients", 'set it to "none", or parallel.data'
+        )
     if parallel.sharding != "replicated":
-        yield Problem("compression.scheme", f"{parallel.sharding} sums gradients by itself", 'parallel.sharding = "replicated"')
+        yield Problem(
+            "compression.scheme",
+            f"{parallel.sharding} sums gradients by itself",
+            'parallel.sharding = "replicated"',
+        )
     if scheme == "one-bit-adam":
         if recipe.optimizer.name != "adamw":
-            yield Problem("compression.scheme", f"{scheme} is AdamW, not {recipe.optimizer.name}", 'optimizer.name = "adamw"')
+            yield Problem(
+                "compression.scheme",
+                f"{scheme} is AdamW, not {recipe.optimizer.name}",
+                'optimizer.name = "adamw"',
+            )
         if recipe.train.offload:
-            yield Problem("compression.scheme", f"{scheme} updates where its sums are", '"bf16" and "powersgd" work with offload')
+            yield Problem(
+                "compression.scheme",
+                f"{scheme} updates where its sums are",
+                '"bf16" and "powersgd" work with offload',
+            )
         if parallel.tensor * parallel.pipeline * parallel.context > 1:
             text = f"{scheme} works with data processes alone"
             yield Problem("compression.scheme", text, '"bf16" and "powersgd" work in any layout')
         if not recipe.compression.warmup(recipe.train.steps):
-            yield Problem("compression.warmup_steps", "the variance needs steps to form", "at least 1, usually 15 % of the run")
+            yield Problem(
+                "compression.warmup_steps",
+                "the variance needs steps to form",
+                "at least 1, usually 15 % of the run",
+            )
 
 
 def evaluation_rule(recipe: Recipe) -> Iterable[Problem]:
@@ -217,7 +291,9 @@ def evaluation_rule(recipe: Recipe) -> Iterable[Problem]:
 
 def micro_rows(recipe: Recipe) -> int:
     """Rows of one forward and backward on one process: as given, else what suits the layout."""
-    return recipe.train.micro_batch_rows or default_micro_rows(recipe.parallel.layout(), recipe.train.rows_per_step)
+    return recipe.train.micro_batch_rows or default_micro_rows(
+        recipe.parallel.layout(), recipe.train.rows_per_step
+    )
 
 
 def model_family(recipe: Recipe) -> str:
@@ -262,7 +338,8 @@ def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
     train = recipe.train
     update: dict[str, Any] = {
         "data": recipe.data.model_copy(
-            update={"train": sources} | {key: absolute(getattr(recipe.data, key)) for key in ("validation", "tokenizer")}
+            update={"train": sources}
+            | {key: absolute(getattr(recipe.data, key)) for key in ("validation", "tokenizer")}
         ),
         "train": train.model_copy(
             update={

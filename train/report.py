@@ -25,15 +25,21 @@ def write_report(run: Path | str) -> Path:
 
     run = Path(run)
     if not (run / FILE).is_file():
-        raise WrongUse("no run to report on", where=run, why=f"it has no {FILE}", fix="give a directory that train wrote")
+        raise WrongUse(
+            "no run to report on", where=run, why=f"it has no {FILE}", fix="give a directory that train wrote"
+        )
     records, events = read_metrics(run), list(read_records(run / "events.jsonl"))
     template = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
-    places = [event["run"] for event in events if event["event"] == "finished"]  # moved since, it makes the same page again
+    places = [
+        event["run"] for event in events if event["event"] == "finished"
+    ]  # moved since, it makes the same page again
     html = page.render(
         name=Path(places[-1]).name if places else run.resolve().name,
         summary=summary_rows(records, events),
-        charts=[(title, Markup(chart(series))) for title, series in curves(records) if any(p for _, p in series)],
+        charts=[
+            (title, Markup(chart(series))) for title, series in curves(records) if any(p for _, p in series)
+        ],
         environment=environment_rows(events),
         events=[event for event in events if event["event"] not in ("checkpoint", "finished")],
         recipe=(run / "recipe.toml").read_text(encoding="utf-8") if (run / "recipe.toml").is_file() else "",
@@ -48,7 +54,9 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     rows = [("step", f"{steps[-1]['step']:,}")] if steps else []
     if steps and steps[-1]["loss"] is not None:
         rows.append(("training loss", f"{steps[-1]['loss']:.4f}"))
-    validation: dict[str, Any] = next((record["validation"] for record in reversed(records) if record.get("validation")), {})
+    validation: dict[str, Any] = next(
+        (record["validation"] for record in reversed(records) if record.get("validation")), {}
+    )
     rows += [(figure_name(name).replace("_", " "), figure_text(value)) for name, value in validation.items()]
     rates = sorted(record["tokens_per_s"] for record in steps)
     if rates:
@@ -63,7 +71,12 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     if finished:
         memory = finished[-1]["memory_bytes"]
         rows.append(("time of the last stretch", duration(finished[-1]["seconds"])))
-        rows.append(("memory", f"{amount(memory['measured'], 'B')} measured, {amount(memory['predicted'], 'B')} predicted"))
+        rows.append(
+            (
+                "memory",
+                f"{amount(memory['measured'], 'B')} measured, {amount(memory['predicted'], 'B')} predicted",
+            )
+        )
     return rows
 
 
@@ -83,7 +96,9 @@ def environment_rows(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if not started:
         return []
     facts = started[-1]
-    rows = [(name, str(facts[name])) for name in ("throughline", "torch", "python", "device", "cpu", "threads")]
+    rows = [
+        (name, str(facts[name])) for name in ("throughline", "torch", "python", "device", "cpu", "threads")
+    ]
     rows += [("gpus", ", ".join(facts["gpus"]) or "none"), ("parameters", f"{facts['parameters']:,}")]
     if facts.get("peak_flops"):
         rows.append(("peak for MFU", f"{facts['peak_flops'] / 1e12:.3g} TFLOP/s ({facts['peak_source']})"))
@@ -100,7 +115,9 @@ def curves(records: list[dict[str, Any]]) -> list[tuple[str, list[Series]]]:
         return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
     def validation(name: str) -> list[tuple[float, float]]:
-        points = [(record["step"], record["validation"].get(name)) for record in records if record.get("validation")]
+        points = [
+            (record["step"], record["validation"].get(name)) for record in records if record.get("validation")
+        ]
         return [point for point in points if point[1] is not None]
 
     def memory(place: str, phase: str) -> list[tuple[float, float]]:
@@ -112,7 +129,11 @@ def curves(records: list[dict[str, Any]]) -> list[tuple[str, list[Series]]]:
         ("loss", [("training", column("loss")), ("validation", validation("loss"))]),
         (
             "BERT losses",
-            [("masked tokens", column("mlm")), ("pairs", column("nsp")), ("masked, validation", validation("mlm_loss"))],
+            [
+                ("masked tokens", column("mlm")),
+                ("pairs", column("nsp")),
+                ("masked, validation", validation("mlm_loss")),
+            ],
         ),
         ("accuracy", [("masked tokens", validation("mlm_accuracy")), ("pairs", validation("nsp_accuracy"))]),
         *(
@@ -134,7 +155,9 @@ def _tasks(records: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         by_metric.setdefault(name.rpartition("/")[2], {})[name] = None
     size = len(COLOURS)
     return [
-        (metric, list(names)[first : first + size]) for metric, names in by_metric.items() for first in range(0, len(names), size)
+        (metric, list(names)[first : first + size])
+        for metric, names in by_metric.items()
+        for first in range(0, len(names), size)
     ]
 
 
@@ -158,7 +181,9 @@ def chart(series: Sequence[Series]) -> str:
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - x_low) / (x_high - x_low) if x_high > x_low else 0.5
-        return LEFT + across * (WIDTH - LEFT - 8), HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - BOTTOM - TOP)
+        return LEFT + across * (WIDTH - LEFT - 8), HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (
+            HEIGHT - BOTTOM - TOP
+        )
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
     for share in (0, 0.5, 1):
@@ -167,7 +192,9 @@ def chart(series: Sequence[Series]) -> str:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
     for value, anchor in ((x_low, "start"), (x_high, "end")):
-        parts.append(f'<text x="{place(value, y_low)[0]:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{value:,.0f}</text>')
+        parts.append(
+            f'<text x="{place(value, y_low)[0]:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{value:,.0f}</text>'
+        )
     parts.append(f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
     legend = WIDTH - 12.0
     for (name, points), colour in zip(named, COLOURS):
@@ -177,6 +204,8 @@ def chart(series: Sequence[Series]) -> str:
         if len(places) < 30:
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in places]
         if name:
-            parts.append(f'<text x="{legend:.0f}" y="{TOP + 12}" text-anchor="end" fill="{colour}">{name}</text>')
+            parts.append(
+                f'<text x="{legend:.0f}" y="{TOP + 12}" text-anchor="end" fill="{colour}">{name}</text>'
+            )
             legend -= 12 + 6.5 * len(name)
     return "".join([*parts, "</svg>"])

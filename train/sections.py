@@ -196,7 +196,9 @@ class ParallelSection(Section):
     """What the data processes share out: nothing, optimizer states, those and gradients, or those and weights."""
     replicas: int = Field(default=1, gt=0)
     """Hybrid sharding: groups of data processes that each hold a whole copy."""
-    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble-v", "interleaved-zero-bubble"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble-v", "interleaved-zero-bubble"] = (
+        "1f1b"
+    )
     """Order of the micro-batches in a pipeline."""
     stages_per_process: int = Field(default=1, gt=0)
     """Pipeline stages on each process: 2 or more for interleaved schedules, 2 for zero-bubble-v."""

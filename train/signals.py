@@ -28,7 +28,9 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
-            self._old = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._old = {
+                number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)
+            }
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -167,7 +167,11 @@ def _rng_states(trainer: "Trainer") -> dict[str, Tensor]:
     """
     if not isinstance(trainer.model, nn.Module):
         exchange, rank = trainer.model.exchange, trainer.model.mesh.rank
-        return {} if exchange is None else {f"owed.{rank}.{name}": error for name, error in exchange.errors().items()}
+        return (
+            {}
+            if exchange is None
+            else {f"owed.{rank}.{name}": error for name, error in exchange.errors().items()}
+        )
     states = {"cpu": torch.get_rng_state()}
     if trainer.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(trainer.device)
@@ -183,14 +187,19 @@ def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> tupl
         hashes[file] = write_tensor_file(directory / file, tensors)
         table[group] = {}
         for name, tensor in tensors.items():
-            shape, box = snapshot.places.get(group, {}).get(name) or (tuple(tensor.shape), Box.whole(tuple(tensor.shape)))
+            shape, box = snapshot.places.get(group, {}).get(name) or (
+                tuple(tensor.shape),
+                Box.whole(tuple(tensor.shape)),
+            )
             chunk = {"file": file, "key": name, "offset": list(box.start), "shape": list(box.size)}
             dtype = str(tensor.dtype).removeprefix("torch.")
             table[group][name] = {"shape": list(shape), "dtype": dtype, "chunks": [chunk]}
     return table, hashes
 
 
-def write_snapshot(directory: Path, snapshot: Snapshot, others: Sequence[Table] = ()) -> tuple[Table, dict[str, str]]:
+def write_snapshot(
+    directory: Path, snapshot: Snapshot, others: Sequence[Table] = ()
+) -> tuple[Table, dict[str, str]]:
     """Write the files of the first process and everything that is written once; the table of all processes, known sha256.
 
     `others` are the tables of the other processes, whose files are in the directory already.
@@ -206,7 +215,9 @@ def write_snapshot(directory: Path, snapshot: Snapshot, others: Sequence[Table] 
     for group, entries in table.items():
         for name, entry in entries.items():
             stored = sum(math.prod(chunk["shape"]) for chunk in entry["chunks"])
-            assert stored == math.prod(entry["shape"]), f"{group} {name}: {stored} of {entry['shape']} elements"
+            assert stored == math.prod(entry["shape"]), (
+                f"{group} {name}: {stored} of {entry['shape']} elements"
+            )
     (directory / TENSORS).write_text(json.dumps(table, indent=1) + "\n")
     (directory / "state.json").write_text(json.dumps(snapshot.state, indent=1) + "\n")
     (directory / "model.json").write_text(json.dumps(snapshot.model, indent=1) + "\n")
@@ -233,7 +244,9 @@ class TensorReader:
             if shared is None:
                 continue
             file = self._open(chunk["file"])
-            if not chunk["shape"] or (chunk["shape"] == list(box.size) and chunk["offset"] == list(box.start)):
+            if not chunk["shape"] or (
+                chunk["shape"] == list(box.size) and chunk["offset"] == list(box.start)
+            ):
                 return file.get_tensor(chunk["key"]).clone()  # two reads would share the file's mapping
             there, here = shared
             if made is None:
@@ -248,7 +261,9 @@ class TensorReader:
         return self._files[name]
 
 
-def _overlap(offset: list[int], shape: list[int], box: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def _overlap(
+    offset: list[int], shape: list[int], box: Box
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Where a chunk and a box meet, as an index into the chunk and one into the box; None when they do not."""
     there, here = [], []
     for chunk_start, chunk_size, start, size in zip(offset, shape, box.start, box.size, strict=True):

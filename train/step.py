@@ -35,7 +35,9 @@ class Trainer:
     samples: int = 0  # rows consumed, those of skipped steps included: the data position
     skipped: int = 0  # steps skipped so far because the loss or a gradient was not finite
     skipped_in_row: int = 0
-    offload: "HostOffload | HostParts | None" = None  # holds what the optimizer moves, where that is not the model's own parameters
+    offload: "HostOffload | HostParts | None" = (
+        None  # holds what the optimizer moves, where that is not the model's own parameters
+    )
 
     @property
     def holder(self) -> "nn.Module | Engine | HostOffload | HostParts":
@@ -58,7 +60,9 @@ def no_mark(phase: str) -> None:
     """Nobody watches the phases of this step."""
 
 
-def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, mark: Callable[[str], None] = no_mark) -> StepResult:
+def train_step(
+    trainer: Trainer, batch: StepBatch, lr_factor: float, mark: Callable[[str], None] = no_mark
+) -> StepResult:
     """Forward and backward over the micro-batches, then one update, or none when a number is not finite.
 
     `lr_factor` multiplies each group's `base_lr`; `mark` is told the end of each phase.
@@ -85,7 +89,11 @@ def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, mark: Calla
         trainer.offload.discard()
     trainer.model.zero_grad()
     trainer.scaler.update(finite)
-    if not isinstance(trainer.model, nn.Module) and trainer.model.exchange is not None and trainer.scaler.scale != scale:
+    if (
+        not isinstance(trainer.model, nn.Module)
+        and trainer.model.exchange is not None
+        and trainer.scaler.scale != scale
+    ):
         trainer.model.exchange.rescale(trainer.scaler.scale / scale)
     trainer.step += 1
     trainer.samples += batch.rows

@@ -23,11 +23,17 @@ NAMES = {
 
 def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write contiguous tensors of the host to a new file and flush it to the disk; the sha256 of its bytes."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # every tensor lies aligned
+    ordered = sorted(
+        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
+    )  # every tensor lies aligned
     header, end = {}, 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()

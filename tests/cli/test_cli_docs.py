@@ -15,12 +15,17 @@ from throughline.train.recipe import RULES, Recipe
 
 def test_references_are_current(root: Path) -> None:
     """In a process of its own: click keeps on a command how it was first called, and other tests call some without their parent."""
-    made = subprocess.run([sys.executable, root / "docs" / "make_reference.py", "--check"], capture_output=True, text=True)
+    made = subprocess.run(
+        [sys.executable, root / "docs" / "make_reference.py", "--check"], capture_output=True, text=True
+    )
     assert made.returncode == 0, made.stderr
 
 
 def documents(root: Path) -> list[Path]:
-    return [root / "README.md", *sorted(path for path in (root / "docs").glob("*.md") if path.name not in ("cli.md", "recipe.md"))]
+    return [
+        root / "README.md",
+        *sorted(path for path in (root / "docs").glob("*.md") if path.name not in ("cli.md", "recipe.md")),
+    ]
 
 
 def test_paths_named_in_the_documents_exist(root: Path) -> None:

@@ -92,7 +92,10 @@ def test_what_nobody_foresaw_is_one_error_too(monkeypatch: pytest.MonkeyPatch) -
     done = CliRunner().invoke(main, ["show", "x" * 300, "--json"])
     found = json.loads(done.stdout)
     assert done.exit_code == found["exit_code"] == 1
-    assert (found["error"], found["where"]) == ("file name too long", "x" * 300) and "Traceback" not in done.stderr
+    assert (found["error"], found["where"]) == (
+        "file name too long",
+        "x" * 300,
+    ) and "Traceback" not in done.stderr
 
     def broken(*_: object) -> None:
         raise KeyError("gone")

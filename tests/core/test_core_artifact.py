@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 from throughline.core import artifact
-from throughline.core.artifact import Input, chain, create_artifact, input_record, read_manifest, verify_artifact
+from throughline.core.artifact import (
+    Input,
+    chain,
+    create_artifact,
+    input_record,
+    read_manifest,
+    verify_artifact,
+)
 from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.core.files import write_atomic
 from throughline.core.workspace import Workspace, read_records
@@ -48,7 +55,11 @@ def test_any_damage_is_refused_by_name(tmp_path: Path, harm: str) -> None:
     file = make(tmp_path / "a") / "sub" / "a.txt"
     data = bytearray(file.read_bytes())
     data[2] ^= 1
-    {"flip": lambda: file.write_bytes(data), "cut": lambda: file.write_bytes(data[:2]), "remove": file.unlink}[harm]()
+    {
+        "flip": lambda: file.write_bytes(data),
+        "cut": lambda: file.write_bytes(data[:2]),
+        "remove": file.unlink,
+    }[harm]()
     with pytest.raises(Refused) as caught:
         verify_artifact(tmp_path / "a")
     assert "a.txt" in caught.value.where and caught.value.fix
@@ -63,7 +74,10 @@ def test_taken_output_kept_unless_overwrite(tmp_path: Path) -> None:
     assert [f.name for f in verify_artifact(tmp_path / "a").files] == ["b"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "keep").write_text("x")
-    with pytest.raises(WrongUse, match="no artifact"), create_artifact(tmp_path / "mine", "tokens", overwrite=True):
+    with (
+        pytest.raises(WrongUse, match="no artifact"),
+        create_artifact(tmp_path / "mine", "tokens", overwrite=True),
+    ):
         pass
     assert (tmp_path / "mine" / "keep").exists()
 
@@ -78,17 +92,24 @@ def test_a_link_stays_and_what_it_names_is_written(tmp_path: Path) -> None:
     assert not leftovers(tmp_path)
 
 
-def test_a_directory_that_cannot_be_renamed_is_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_renamed_is_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Said before the work: a rename over a mount point fails, one over the current directory leaves the shell in nothing."""
     monkeypatch.chdir(tmp_path)
-    for path, words in ((Path("."), "current directory"), (tmp_path, "current directory"), (Path("/"), "mount point")):
+    for path, words in (
+        (Path("."), "current directory"),
+        (tmp_path, "current directory"),
+        (Path("/"), "mount point"),
+    ):
         with pytest.raises(WrongUse) as caught, create_artifact(path, "tokens"):
             pytest.fail("the work began")
         assert words in caught.value.why
 
 
 @pytest.mark.parametrize(
-    ("started", "name"), [("/x/throughline/cli/main.py", "throughline"), ("/usr/bin/throughline", "throughline"), ("", "python")]
+    ("started", "name"),
+    [("/x/throughline/cli/main.py", "throughline"), ("/usr/bin/throughline", "throughline"), ("", "python")],
 )
 def test_the_command_is_what_a_person_types(monkeypatch: pytest.MonkeyPatch, started: str, name: str) -> None:
     """Also where `python -m` started it, as the demo and the launcher do."""
@@ -114,7 +135,10 @@ def test_chain_reaches_foreign_text_and_sees_changes(tmp_path: Path) -> None:
     text.write_text("words")
     make(tmp_path / "tokens", inputs=(input_record(text),))
     make(tmp_path / "run", "run", inputs=(input_record(tmp_path / "tokens"),))
-    assert [(d, i.kind, same) for d, i, same in chain(tmp_path / "run")] == [(1, "tokens", True), (2, "foreign", True)]
+    assert [(d, i.kind, same) for d, i, same in chain(tmp_path / "run")] == [
+        (1, "tokens", True),
+        (2, "foreign", True),
+    ]
     text.write_text("other words")
     assert chain(tmp_path / "run")[1][2] is False
     text.unlink()
@@ -125,7 +149,9 @@ def test_chain_does_not_hash_terabytes(tmp_path: Path, monkeypatch: pytest.Monke
     """What is beyond the bound is not said to be the same, nor changed; an input that was never hashed neither."""
     for name, size in (("large", 9), ("a", 5), ("b", 6), ("c", 3)):
         (tmp_path / name).write_text("x" * size)
-    inputs = [input_record(tmp_path / name) for name in ("large", "a", "b", "c")] + [Input(str(tmp_path / "c"), "foreign", "")]
+    inputs = [input_record(tmp_path / name) for name in ("large", "a", "b", "c")] + [
+        Input(str(tmp_path / "c"), "foreign", "")
+    ]
     make(tmp_path / "tokens", inputs=tuple(inputs))
     assert [same for *_, same in chain(tmp_path / "tokens")] == [True, True, True, True, None]
     monkeypatch.setattr(artifact, "CHECK_BYTES", 8)
@@ -150,7 +176,9 @@ def test_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_writers_of_one_file_do_not_take_each_others_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_writers_of_one_file_do_not_take_each_others_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On two machines both may have the same process number: the second writes, whole, while the first is about to rename."""
     real = os.replace
 

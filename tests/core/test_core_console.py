@@ -23,7 +23,13 @@ def test_durations(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
-    [(0, "B", "0 B"), (1536, "B", "1.50 KiB"), (5 * 2**30, "B", "5.00 GiB"), (12_345, "tokens", "12.3 ktokens"), (3, "", "3 ")],
+    [
+        (0, "B", "0 B"),
+        (1536, "B", "1.50 KiB"),
+        (5 * 2**30, "B", "5.00 GiB"),
+        (12_345, "tokens", "12.3 ktokens"),
+        (3, "", "3 "),
+    ],
 )
 def test_amounts(value: float, unit: str, text: str) -> None:
     assert console.amount(value, unit) == text
@@ -49,7 +55,9 @@ def test_with_json_standard_output_is_one_object(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "one\ntwo\n"
 
 
-def test_progress_elsewhere_is_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_elsewhere_is_plain_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Work of an earlier run counts as done and not in the rate."""
     now = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])

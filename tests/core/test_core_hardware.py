@@ -25,7 +25,9 @@ def test_dtype_rules_agree_with_the_chip_table() -> None:
     """A chip lists bf16 exactly when its compute capability allows it: two sources, one truth."""
     for chip in hardware.chips().values():
         if chip.capability:
-            assert ("bf16" in chip.tflops) == (float(chip.capability) >= hardware.NEEDS_CAPABILITY["bf16"]), chip.key
+            assert ("bf16" in chip.tflops) == (float(chip.capability) >= hardware.NEEDS_CAPABILITY["bf16"]), (
+                chip.key
+            )
 
 
 def test_t4_refuses_bf16_and_names_fp16() -> None:

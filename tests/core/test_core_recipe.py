@@ -50,7 +50,10 @@ def test_a_value_of_several_kinds_has_one_problem_and_its_own_key(tmp_path: Path
     assert "r.toml:2: [parts.1.step] unknown key; did you mean 'steps'?" in caught.value.why
     with pytest.raises(WrongUse, match=r"1 problem\b") as caught:
         load_recipe(tmp_path / "r.toml", Tree, ["parts=3"])
-    assert caught.value.why == "--set: [parts] input should be a valid string or input should be a valid list, not 3"
+    assert (
+        caught.value.why
+        == "--set: [parts] input should be a valid string or input should be a valid list, not 3"
+    )
     with pytest.raises(WrongUse) as caught:
         load_recipe(tmp_path / "r.toml", Tree, ["parts=[{stepz=1}]"])
     assert caught.value.why.startswith("--set: [parts.0.stepz] unknown key")
@@ -91,4 +94,11 @@ def test_bad_files(tmp_path: Path) -> None:
 
 def test_line_of_finds_dotted_and_nested_keys() -> None:
     text = "version = 1\n[a]\nx = 1\n[a.b]\ny = 2\nc.d = 3\n"
-    assert [line_of(text, key) for key in ("version", "a.x", "a.b.y", "a.b.c.d", "a.z", "q")] == [1, 3, 5, 6, 2, None]
+    assert [line_of(text, key) for key in ("version", "a.x", "a.b.y", "a.b.c.d", "a.z", "q")] == [
+        1,
+        3,
+        5,
+        6,
+        2,
+        None,
+    ]

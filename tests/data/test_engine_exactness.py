@@ -42,7 +42,10 @@ def bpe(shared) -> str:
     folder = shared / "data" / "gpt2-bpe"
     lines = (folder / "vocab.bpe").read_text("utf-8").split("\n")[1:]
     library = tokenizers.Tokenizer(
-        models.BPE(json.loads((folder / "encoder.json").read_text("utf-8")), [tuple(line.split()) for line in lines if line])
+        models.BPE(
+            json.loads((folder / "encoder.json").read_text("utf-8")),
+            [tuple(line.split()) for line in lines if line],
+        )
     )
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.add_special_tokens(["<|endoftext|>"])
@@ -57,7 +60,9 @@ def library_of(config: str) -> tokenizers.Tokenizer:
 
 
 def reference(config: str, texts: list[str]) -> list[list[int]]:
-    return [encoding.ids for encoding in library_of(config).encode_batch_fast(texts, add_special_tokens=False)]
+    return [
+        encoding.ids for encoding in library_of(config).encode_batch_fast(texts, add_special_tokens=False)
+    ]
 
 
 def same(engine, config: str, texts: list[str]) -> None:
@@ -112,11 +117,24 @@ def test_a_novel(wordpiece, bpe, shared):
 
 def test_every_code_point(wordpiece, bpe):
     """Each one between letters, doubled, and after a blank; of ideographs, Hangul and what is not assigned a sample."""
-    alike = [(0x3400, 0x4DB0), (0x4E00, 0x9FF0), (0xAC00, 0xD7A0), (0xE000, 0xF8F0), (0x17000, 0x18800), (0x20000, 0x10FFF0)]
+    alike = [
+        (0x3400, 0x4DB0),
+        (0x4E00, 0x9FF0),
+        (0xAC00, 0xD7A0),
+        (0xE000, 0xF8F0),
+        (0x17000, 0x18800),
+        (0x20000, 0x10FFF0),
+    ]
     codes = [*range(0xD800), *range(0xE000, 0x20000)]
     for first, last in alike:
-        codes = [code for code in codes if not first <= code < last] + [*range(first, min(last, 0x32000), 41), last]
-    texts = [" ".join(f"a{c}b{c}{c}" for c in map(chr, codes[first : first + 512])) for first in range(0, len(codes), 512)]
+        codes = [code for code in codes if not first <= code < last] + [
+            *range(first, min(last, 0x32000), 41),
+            last,
+        ]
+    texts = [
+        " ".join(f"a{c}b{c}{c}" for c in map(chr, codes[first : first + 512]))
+        for first in range(0, len(codes), 512)
+    ]
     for engine, config in both(wordpiece, bpe):
         same(engine, config, texts)
 
@@ -137,7 +155,8 @@ def test_any_text(make, wordpiece, bpe):
 
 
 @pytest.mark.parametrize(
-    "normalizer", [{"lowercase": False}, {"lowercase": True, "strip_accents": False}, {"handle_chinese_chars": False}]
+    "normalizer",
+    [{"lowercase": False}, {"lowercase": True, "strip_accents": False}, {"handle_chinese_chars": False}],
 )
 def test_other_settings_of_berts_normalizer(wordpiece, normalizer):
     vocab = tokenizers.Tokenizer.from_str(wordpiece).get_vocab()
@@ -150,7 +169,11 @@ def test_texts_longer_than_a_chunk_and_chunks_of_any_size(wordpiece, bpe, monkey
     """Cutting a text, a full cache that is emptied, and words longer than any key change nothing."""
     rng = np.random.default_rng(0)
     pieces = [*"ab é中'", " ", "  ", "\n", ".", "word", "'s", "½", "ß", "x" * 40, "\u3000", " \n "]
-    texts = ["".join(rng.choice(pieces, size)) for size in (5, 900, 0, 300, 1)] + ["a" * 600, "é" * 600, " " * 600]
+    texts = ["".join(rng.choice(pieces, size)) for size in (5, 900, 0, 300, 1)] + [
+        "a" * 600,
+        "é" * 600,
+        " " * 600,
+    ]
     monkeypatch.setattr(wordtable, "LIMIT", 50)
     for size in (1, 100):
         monkeypatch.setattr(BPEEngine, "chunk", size)

@@ -24,18 +24,32 @@ SHARD = 20_000
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two files of drawn words, a tokenizer, and the store that one local process makes of them."""
     folder = tmp_path_factory.mktemp("executors")
-    words = np.random.default_rng(5).choice(["the", "cat", "sat", "on", "a", "mat", "and", "saw", "another", "dog"], (4000, 12))
+    words = np.random.default_rng(5).choice(
+        ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "another", "dog"], (4000, 12)
+    )
     lines = [" ".join(row) for row in words]
     (folder / "my corpus").mkdir()
     (folder / "my corpus" / "a.txt").write_text("\n\n".join(lines[:2000]))
-    (folder / "my corpus" / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines[2000:]))
+    (folder / "my corpus" / "b.jsonl").write_text(
+        "".join(json.dumps({"text": line}) + "\n" for line in lines[2000:])
+    )
     train_tokenizer(lines[:100], "bpe", 300).save(folder / "tok")
-    tokenize([str(folder / "my corpus")], folder / "tok", folder / "plain", shard_bytes=SHARD, work=Work(backend="tokenizers"))
+    tokenize(
+        [str(folder / "my corpus")],
+        folder / "tok",
+        folder / "plain",
+        shard_bytes=SHARD,
+        work=Work(backend="tokenizers"),
+    )
     return folder
 
 
 def files_hash(store: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in store.iterdir() if file.name != "manifest.json"}
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in store.iterdir()
+        if file.name != "manifest.json"
+    }
 
 
 def emit(place: Path, *options: str) -> str:
@@ -56,13 +70,21 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     (tools / "throughline").write_text(f'#!/bin/bash\nexec {sys.executable} -m throughline.cli.main "$@"\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    return os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1", "SLURM_ARRAY_JOB_ID": "7"}
+    return os.environ | {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_ARRAY_JOB_ID": "7",
+    }
 
 
-def test_an_emitted_job_array_makes_the_same_store(place: Path, tmp_path: Path, cluster: dict[str, str]) -> None:
+def test_an_emitted_job_array_makes_the_same_store(
+    place: Path, tmp_path: Path, cluster: dict[str, str]
+) -> None:
     script = emit(place, "--nproc", "3", "--per-machine", "1", "--emit", "slurm")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    if tool := shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck"):
+    if tool := shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which(
+        "shellcheck"
+    ):
         subprocess.run([tool, "--severity=warning", "-"], input=script, text=True, check=True)
     assert "#SBATCH --job-name=tokenize-my-tokens\n" in script
     assert "#SBATCH --array=0-2\n" in script and "#SBATCH --cpus-per-task=1\n" in script
@@ -70,7 +92,9 @@ def test_an_emitted_job_array_makes_the_same_store(place: Path, tmp_path: Path, 
 
     def element(index: int, **more: str) -> int:
         variables = cluster | {"SLURM_ARRAY_TASK_ID": str(index)} | more
-        return subprocess.run(["bash"], input=script, text=True, cwd=tmp_path, env=variables, capture_output=True).returncode
+        return subprocess.run(
+            ["bash"], input=script, text=True, cwd=tmp_path, env=variables, capture_output=True
+        ).returncode
 
     assert element(1) == 0 and not out.exists()
     assert element(2, STOPPED="1") == 75, "as after SIGTERM"
@@ -84,7 +108,10 @@ def test_an_emitted_job_array_makes_the_same_store(place: Path, tmp_path: Path, 
 def test_elements_may_run_at_once(place: Path, tmp_path: Path, cluster: dict[str, str]) -> None:
     script = emit(place, "--nproc", "2", "--per-machine", "1", "--emit", "slurm")
     each = [cluster | {"SLURM_ARRAY_TASK_ID": str(index)} for index in range(2)]
-    running = [subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL) for env in each]
+    running = [
+        subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
+        for env in each
+    ]
     assert [process.wait(120) for process in running] == [0, 0]
     assert files_hash(tmp_path / "my tokens") == files_hash(place / "plain")
 
@@ -100,7 +127,19 @@ def test_elements_may_run_at_once(place: Path, tmp_path: Path, cluster: dict[str
     ],
 )
 def test_what_an_array_cannot_do_is_refused(options: list[str], command: list[str], words: str) -> None:
-    arguments = ["launch", *options, "--", "data", "tokenize", "x", "--tokenizer", "t", "--out", "o", *command]
+    arguments = [
+        "launch",
+        *options,
+        "--",
+        "data",
+        "tokenize",
+        "x",
+        "--tokenizer",
+        "t",
+        "--out",
+        "o",
+        *command,
+    ]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2 and words in done.stderr, done.output
 
@@ -185,7 +224,9 @@ def test_a_ray_cluster_that_loses_a_node_gives_the_same_bytes(place: Path, tmp_p
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "sitecustomize.py").write_text(WAITING)
     arguments = [str(place / "my corpus"), str(place / "tok"), str(tmp_path / "out"), str(SHARD)]
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short:  # its sockets' paths are limited
+    with tempfile.TemporaryDirectory(
+        prefix="ray-", ignore_cleanup_errors=True
+    ) as short:  # its sockets' paths are limited
         planted = {"PYTHONPATH": str(tmp_path / "start"), "LOST": str(tmp_path / "lost")}
         variables = os.environ | planted | {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
         command = [sys.executable, "-c", CLUSTER, *arguments]

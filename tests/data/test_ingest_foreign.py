@@ -42,7 +42,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_worker_appends_the_end_of_text_that_is_meant(place: Path, tmp_path: Path, workers: int) -> None:
+def test_every_worker_appends_the_end_of_text_that_is_meant(
+    place: Path, tmp_path: Path, workers: int
+) -> None:
     work = Work(workers=workers, backend="tokenizers")
     tokenize([str(place / "t.txt")], place / "model", tmp_path / "out", shard_bytes=8000, work=work)
     store, tokenizer = TokenStore.open(tmp_path / "out"), Tokenizer.load(place / "model")
@@ -81,7 +83,9 @@ def test_another_end_of_text_does_not_continue_a_build(place: Path, tmp_path: Pa
     work_of(place, tmp_path / "work")
     tokenizer = Tokenizer.load(place / "model", {"eos": 299})
     with pytest.raises(Refused, match="special was"):
-        write_plan(tmp_path / "work", make_plan([str(place / "t.txt")], tokenizer, ReadOptions(), None, False, None))
+        write_plan(
+            tmp_path / "work", make_plan([str(place / "t.txt")], tokenizer, ReadOptions(), None, False, None)
+        )
 
 
 def test_what_else_lies_in_a_model_directory_is_not_recorded(place: Path, tmp_path: Path) -> None:
@@ -103,7 +107,10 @@ def changed(place: Path, **change: object) -> Tokenizer:
 def test_a_role_is_special_whatever_the_file_calls_it(place: Path) -> None:
     tokenizer = changed(place, special=False)
     assert tokenizer.special["eos"] == 299 and 299 not in tokenizer.encode("a<|endoftext|>b")
-    assert 299 not in tokenizer.encode_batch(["a<|endoftext|>b"])[0] and tokenizer.decode([299]) == "<|endoftext|>"
+    assert (
+        299 not in tokenizer.encode_batch(["a<|endoftext|>b"])[0]
+        and tokenizer.decode([299]) == "<|endoftext|>"
+    )
 
 
 @pytest.mark.parametrize("name", BACKENDS["bpe"])
@@ -131,12 +138,20 @@ def test_the_tokenizer_beside_a_megatron_prefix_is_found(place: Path, tmp_path: 
     assert inspect_store(tmp_path / "corpus_text_document")["samples"][0]["text"].startswith(TEXTS[0])
 
 
-@pytest.mark.parametrize("kind", [pa.dictionary(pa.int32(), pa.string()), pa.string_view(), pa.large_string(), pa.binary()])
+@pytest.mark.parametrize(
+    "kind", [pa.dictionary(pa.int32(), pa.string()), pa.string_view(), pa.large_string(), pa.binary()]
+)
 def test_text_columns_of_every_kind_are_read(place: Path, tmp_path: Path, kind: pa.DataType) -> None:
     """Categories, as pandas writes a column of few values, and views, as polars does."""
-    pq.write_table(pa.table({"text": pa.array([*TEXTS, None]).cast(kind)}), tmp_path / "t.parquet", row_group_size=90)
+    pq.write_table(
+        pa.table({"text": pa.array([*TEXTS, None]).cast(kind)}), tmp_path / "t.parquet", row_group_size=90
+    )
     manifest = tokenize([str(tmp_path / "t.parquet")], place / "model", tmp_path / "out")
-    assert manifest is not None and manifest.facts["documents"] == len(TEXTS) and manifest.facts["counts"]["empty"] == 1
+    assert (
+        manifest is not None
+        and manifest.facts["documents"] == len(TEXTS)
+        and manifest.facts["counts"]["empty"] == 1
+    )
     assert manifest.facts["text_bytes"] == sum(map(len, TEXTS))
 
 

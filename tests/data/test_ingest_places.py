@@ -34,7 +34,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus").mkdir()
     (folder / "corpus" / "a.txt").write_text("\n\n".join(blocks))
     (folder / "corpus" / "b.txt.gz").write_bytes(gzip.compress("\n\n".join(blocks).encode(), mtime=0))
-    (folder / "corpus" / "c.jsonl").write_text("".join(json.dumps({"text": block}) + "\n" for block in blocks))
+    (folder / "corpus" / "c.jsonl").write_text(
+        "".join(json.dumps({"text": block}) + "\n" for block in blocks)
+    )
     train_tokenizer(blocks, "bpe", 300).save(folder / "bpe")
     train_tokenizer(blocks, "wordpiece", 120).save(folder / "wp")
     run(folder, folder / "plain", shard_bytes=20_000)
@@ -47,7 +49,11 @@ def plain(place: Path) -> Path:
 
 
 def files_hash(store: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in store.iterdir() if file.name != "manifest.json"}
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in store.iterdir()
+        if file.name != "manifest.json"
+    }
 
 
 def run(place: Path, out: Path, tokenizer: str = "bpe", **settings) -> Path:
@@ -78,20 +84,28 @@ os.replace = replace
 """
 
 
-def test_workers_that_are_ended_leave_nothing(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_are_ended_leave_nothing(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One worker is in the middle of a shard (it is made to wait there) when another meets a bad line."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text('{"text": "fine"}\n' * 999)
     (tmp_path / "in" / "b.jsonl").write_text('{"tex\n')
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "sitecustomize.py").write_text(STUCK)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "start"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path / "start"), os.environ.get("PYTHONPATH", "")])
+    )
     with pytest.raises(Failed, match=r"b\.jsonl"):
-        tokenize([str(tmp_path / "in")], place / "bpe", tmp_path / "out", shard_bytes=10_000, work=Work(workers=2))
+        tokenize(
+            [str(tmp_path / "in")], place / "bpe", tmp_path / "out", shard_bytes=10_000, work=Work(workers=2)
+        )
     assert sorted(os.listdir(tmp_path)) == ["in", "start"]
 
 
-def test_a_store_traces_back_from_anywhere(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_traces_back_from_anywhere(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Relative inputs, a saved dataset among them, and a relative --out."""
     import datasets
 
@@ -143,10 +157,14 @@ def test_a_sentence_without_end_takes_no_more_memory_than_a_piece(place: Path) -
         found.append((len(ids), lengths.tolist(), documents.tolist()))
     total = 7 * len(tokenizer.encode(piece))
     assert sum(size for size, *_ in found) == total == sum(n for _, lengths, _ in found for n in lengths)
-    assert [documents for *_, documents in found] == [[]] * 6 + [[sum(len(lengths) for _, lengths, _ in found)]]
+    assert [documents for *_, documents in found] == [[]] * 6 + [
+        [sum(len(lengths) for _, lengths, _ in found)]
+    ]
 
 
-def test_what_the_format_cannot_hold_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_format_cannot_hold_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A document of 2^31 tokens, whose length has no place in the index, and shards beyond counting."""
     writer = tasks_module.ShardWriter(tmp_path, 0, np.dtype(np.uint16))
     writer.write(np.ones(3, np.int32), np.array([2**31 - 1]), np.ones(1, np.int64))
@@ -159,7 +177,9 @@ def test_what_the_format_cannot_hold_is_refused(place: Path, tmp_path: Path, mon
     assert not os.listdir(tmp_path)
 
 
-def test_an_input_that_grows_while_it_is_read_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_grows_while_it_is_read_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By tokenising, by removing duplicates and by training on text; nothing of it is committed."""
 
     def growing(*arguments, **more):
@@ -187,7 +207,11 @@ def test_an_input_that_grows_while_it_is_read_is_refused(place: Path, tmp_path: 
 
 def test_documents_without_a_token_are_counted_as_empty(place: Path, tmp_path: Path) -> None:
     """BERT's normaliser leaves nothing of a zero-width space: the document goes, and that is said."""
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("The cat.", "\u200b", " ", "A mat.")))
+    (tmp_path / "t.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("The cat.", "\u200b", " ", "A mat."))
+    )
     for sentences in (False, True):
-        manifest = tokenize([str(tmp_path / "t.jsonl")], place / "wp", tmp_path / f"out-{sentences}", sentences=sentences)
+        manifest = tokenize(
+            [str(tmp_path / "t.jsonl")], place / "wp", tmp_path / f"out-{sentences}", sentences=sentences
+        )
         assert manifest.facts["documents"] == 2 and manifest.facts["counts"]["empty"] == 2

@@ -45,7 +45,12 @@ TEXT = st.lists(st.sampled_from(PIECES), max_size=50).map(lambda parts: "".join(
 
 @settings(max_examples=150, deadline=None)
 @example(raw=b"aabc\r\na", cuts=[], block=1, piece=5)  # a forced cut would fall between CR and LF
-@given(raw=TEXT, cuts=st.lists(st.integers(1, 60), max_size=5), block=st.integers(1, 20), piece=st.sampled_from([5, 8, 1000]))
+@given(
+    raw=TEXT,
+    cuts=st.lists(st.integers(1, 60), max_size=5),
+    block=st.integers(1, 20),
+    piece=st.sampled_from([5, 8, 1000]),
+)
 @pytest.mark.parametrize("mode", ["line", "block"])
 def test_ranges_partition_the_documents(tmp_path_factory, mode, raw, cuts, block, piece) -> None:
     """Any cuts, any size of read: the same documents in the same order with the same counts as one range."""
@@ -100,23 +105,31 @@ def test_a_long_run_of_mixed_white_space_takes_no_time() -> None:
 
 
 @pytest.mark.parametrize("mode", ["line", "block"])
-def test_a_long_document_held_whole_is_looked_at_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_a_long_document_held_whole_is_looked_at_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
     """As for removing duplicates: a file without separators, of 1,000 reads, is not scanned again at every one of them."""
     text = "first\n\n" + "words without end " * 5000 + "\n\nlast"
     (tmp_path / "t.txt").write_text(text)
     monkeypatch.setattr(streams, "BLOCK_BYTES", 90)
     scanned, real = [], readers._last_end
-    monkeypatch.setattr(readers, "_last_end", lambda raw, separator: scanned.append(len(raw)) or real(raw, separator))
+    monkeypatch.setattr(
+        readers, "_last_end", lambda raw, separator: scanned.append(len(raw)) or real(raw, separator)
+    )
     found, _ = documents(tmp_path / "t.txt", [], ReadOptions(documents=mode, piece_bytes=None))
     assert found == text.split("\n\n") and sum(scanned) < 5 * len(text)
 
 
-@pytest.mark.parametrize("pack", [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".zst", zstandard.compress)])
+@pytest.mark.parametrize(
+    "pack", [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".zst", zstandard.compress)]
+)
 @pytest.mark.parametrize("mode", ["file", "line", "block"])
 def test_every_compression_reads_the_same(tmp_path: Path, pack, mode: str) -> None:
     raw = "".join(f"line {i} é\n" + ("\n" if i % 7 == 0 else "") for i in range(3000)).encode()
     (tmp_path / "a.txt").write_bytes(raw)
-    (tmp_path / f"b.txt{pack[0]}").write_bytes(pack[1](raw[:20000]) + pack[1](raw[20000:]))  # two members or frames
+    (tmp_path / f"b.txt{pack[0]}").write_bytes(
+        pack[1](raw[:20000]) + pack[1](raw[20000:])
+    )  # two members or frames
     options = ReadOptions(documents=mode)
     assert documents(tmp_path / f"b.txt{pack[0]}", [], options) == documents(tmp_path / "a.txt", [], options)
 
@@ -133,7 +146,10 @@ def test_jsonl_parquet_and_saved_dataset_agree(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     texts = ["one", "zwei é", "", "three\n\nblocks", "nul\0", "x" * 3000]
-    lines = [json.dumps({"id": i, "body": text}) for i, text in enumerate(texts)] + ['{"id": 9, "body": null}', ""]
+    lines = [json.dumps({"id": i, "body": text}) for i, text in enumerate(texts)] + [
+        '{"id": 9, "body": null}',
+        "",
+    ]
     (tmp_path / "t.jsonl").write_text("\r\n".join(lines))
     table = pa.table({"id": range(len(texts)), "body": texts})
     pq.write_table(table, tmp_path / "t.parquet", row_group_size=2)
@@ -149,10 +165,15 @@ def test_jsonl_parquet_and_saved_dataset_agree(tmp_path: Path) -> None:
 
 
 def test_dirt_is_counted(tmp_path: Path) -> None:
-    raw = b"\xef\xbb\xbfgood\r\nbad \xff\xfe byte \xe2\x82 and \0\r\n\r\nwrapped\r\nline\r\n" + b"clean text\n" * 500
+    raw = (
+        b"\xef\xbb\xbfgood\r\nbad \xff\xfe byte \xe2\x82 and \0\r\n\r\nwrapped\r\nline\r\n"
+        + b"clean text\n" * 500
+    )
     (tmp_path / "t.txt").write_bytes(raw)
     found, counts = documents(tmp_path / "t.txt", [], ReadOptions(documents="block", unwrap=True))
-    assert found[:1] == ["good bad \ufffd\ufffd byte \ufffd and \ufffd"] and found[1].startswith("wrapped line clean text")
+    assert found[:1] == ["good bad \ufffd\ufffd byte \ufffd and \ufffd"] and found[1].startswith(
+        "wrapped line clean text"
+    )
     assert counts["bom"] == 1 and counts["crlf"] == 5 and counts["nul"] == 1 and counts["replaced"] == 4
     assert counts["unwrapped"] == 1 + 501
 
@@ -188,7 +209,9 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize(("name", "content", "said"), DAMAGED.values(), ids=DAMAGED)  # gzip writes the time: no name for a test
+@pytest.mark.parametrize(
+    ("name", "content", "said"), DAMAGED.values(), ids=DAMAGED
+)  # gzip writes the time: no name for a test
 def test_damage_is_one_clear_error(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(Failed) as error:
@@ -219,7 +242,10 @@ def test_directories_are_walked_whole(tmp_path: Path) -> None:
     (corpus / "linked").symlink_to(tmp_path / "elsewhere")
 
     def found(*inputs: str) -> list[str]:
-        return [str(Path(source.path).relative_to(tmp_path)) for source in expand_inputs([str(tmp_path / name) for name in inputs])]
+        return [
+            str(Path(source.path).relative_to(tmp_path))
+            for source in expand_inputs([str(tmp_path / name) for name in inputs])
+        ]
 
     whole = ["my corpus/c.txt", "my corpus/linked/d.txt", "my corpus/é/a.txt"]
     assert found("my corpus") == found("my corpus/*") == whole
@@ -279,7 +305,9 @@ def test_datasets_streamed_split_and_without_text(tmp_path: Path) -> None:
 
     def texts(name: str, **options) -> list[str]:
         [source] = expand_inputs([name])
-        return [text for batch in read(source, 0, None, ReadOptions(**options), Counter()) for text in batch.texts]
+        return [
+            text for batch in read(source, 0, None, ReadOptions(**options), Counter()) for text in batch.texts
+        ]
 
     assert texts(f"datasets:{tmp_path / 'hub'}") == [row["text"] for row in rows]
     assert texts(str(tmp_path / "saved"), split="two") == ["row 0", "row 1", "row 2"]

@@ -65,7 +65,11 @@ def tokens_hash(store: Path) -> str:
 
 
 def files_hash(store: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in store.iterdir() if file.name != "manifest.json"}
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in store.iterdir()
+        if file.name != "manifest.json"
+    }
 
 
 def run(place: Path, out: Path, tokenizer: str = "bpe", **settings) -> Path:
@@ -99,7 +103,9 @@ def test_tokens_are_those_of_a_plain_loop(place: Path, plain: Path) -> None:
     facts = read_manifest(plain, "tokens").facts
     assert facts["tokens"] == len(expected) and facts["documents"] == len(documents) == facts["sequences"]
     assert facts["text_bytes"] == sum(len(text.encode()) for text in documents)
-    assert facts["largest_id"] == tokenizer.eos_id and facts["dtype"] == "uint16" and facts["append_eos"] is True
+    assert (
+        facts["largest_id"] == tokenizer.eos_id and facts["dtype"] == "uint16" and facts["append_eos"] is True
+    )
     assert len(facts["shards"]) > 10 and sum(shard["tokens"] for shard in facts["shards"]) == facts["tokens"]
 
 
@@ -121,7 +127,13 @@ def test_same_bytes_for_workers_shards_backends(place: Path, tmp_path: Path, tok
 def test_long_documents_in_pieces_are_the_same_documents(place: Path, tmp_path: Path) -> None:
     for tokenizer, sentences in (("bpe", False), ("wp", True)):
         whole = run(place, tmp_path / f"whole-{tokenizer}", tokenizer, sentences=sentences)
-        cut = run(place, tmp_path / f"cut-{tokenizer}", tokenizer, sentences=sentences, options=ReadOptions(piece_bytes=300))
+        cut = run(
+            place,
+            tmp_path / f"cut-{tokenizer}",
+            tokenizer,
+            sentences=sentences,
+            options=ReadOptions(piece_bytes=300),
+        )
         assert tokens_hash(whole) == tokens_hash(cut)
 
 
@@ -140,12 +152,19 @@ def test_job_array_completes_whoever_is_last(place: Path, plain: Path, tmp_path:
     out = tmp_path / "array"
     common = {"shard_bytes": 20_000}
     for index in (2, 0):
-        assert tokenize([str(place / "corpus")], place / "bpe", out, work=Work(share=(index, 3)), **common) is None
+        assert (
+            tokenize([str(place / "corpus")], place / "bpe", out, work=Work(share=(index, 3)), **common)
+            is None
+        )
         assert not out.exists()
-    assert tokenize([str(place / "corpus")], place / "bpe", out, work=Work(share=(1, 3)), **common) is not None
+    assert (
+        tokenize([str(place / "corpus")], place / "bpe", out, work=Work(share=(1, 3)), **common) is not None
+    )
     assert files_hash(out) == files_hash(plain)
     # and once more by anyone: it is complete, nothing is done
-    assert tokenize([str(place / "corpus")], place / "bpe", out, work=Work(share=(0, 3)), **common) is not None
+    assert (
+        tokenize([str(place / "corpus")], place / "bpe", out, work=Work(share=(0, 3)), **common) is not None
+    )
 
 
 class Killed(BaseException):
@@ -193,7 +212,9 @@ tokenize([{str(place / "corpus")!r}], {str(place / "bpe")!r}, {str(tmp_path / "o
     assert sorted(os.listdir(tmp_path)) == ["out"]
 
 
-def test_what_is_committed_is_not_done_again(place: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_committed_is_not_done_again(
+    place: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = []
     real = tasks_module.ShardWriter.commit
 
@@ -206,13 +227,18 @@ def test_what_is_committed_is_not_done_again(place: Path, plain: Path, tmp_path:
     monkeypatch.setattr(tasks_module.ShardWriter, "commit", commit)
     with pytest.raises(Killed):
         run(place, tmp_path / "out", shard_bytes=20_000)
-    monkeypatch.setattr(tasks_module.ShardWriter, "commit", lambda self: written.append(self._name) or real(self))
+    monkeypatch.setattr(
+        tasks_module.ShardWriter, "commit", lambda self: written.append(self._name) or real(self)
+    )
     run(place, tmp_path / "out", shard_bytes=20_000)
     assert len(written) == len(set(written)) and files_hash(tmp_path / "out") == files_hash(plain)
 
 
 def test_two_builders_at_once(place: Path, plain: Path, tmp_path: Path) -> None:
-    builders = [subprocess.Popen(command(place, tmp_path / "out"), stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    builders = [
+        subprocess.Popen(command(place, tmp_path / "out"), stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     for builder in builders:
         _, said = builder.communicate(timeout=500)
         assert builder.returncode == 0, said
@@ -272,13 +298,17 @@ def test_full_disk_keeps_committed_shards(place: Path, plain: Path, tmp_path: Pa
     sized = [*command(place, tmp_path / "out"), "--shard-bytes", "60000"]
     limited = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000)); {sized[2]}"
     process = subprocess.run([sized[0], "-c", limited, *sized[3:]], capture_output=True, text=True)
-    assert process.returncode == 1 and "file-size limit" in process.stderr and "Traceback" not in process.stderr
+    assert (
+        process.returncode == 1 and "file-size limit" in process.stderr and "Traceback" not in process.stderr
+    )
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("out.partial/.*.tmp"))
     assert subprocess.run(sized, capture_output=True).returncode == 0
     assert tokens_hash(tmp_path / "out") == tokens_hash(plain)
 
 
-def test_other_settings_do_not_continue_a_build(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_settings_do_not_continue_a_build(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A changed tokenizer, shard size or input is refused by name; --overwrite starts again."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
@@ -307,12 +337,16 @@ def test_other_settings_do_not_continue_a_build(place: Path, tmp_path: Path, mon
     (corpus / "b.txt").unlink()
     with pytest.raises(Refused, match=r"b\.txt is gone"):
         tokenize([str(corpus)], place / "bpe", tmp_path / "out", shard_bytes=9000)
-    assert tokenize([str(corpus)], place / "bpe", tmp_path / "out", shard_bytes=9000, overwrite=True) is not None
+    assert (
+        tokenize([str(corpus)], place / "bpe", tmp_path / "out", shard_bytes=9000, overwrite=True) is not None
+    )
     with pytest.raises(WrongUse, match="already exists"):
         tokenize([str(corpus)], place / "bpe", tmp_path / "out", shard_bytes=8000)
 
 
-def test_an_input_that_goes_or_grows_while_it_is_read(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_goes_or_grows_while_it_is_read(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for name in ("a.txt", "b.txt"):
@@ -345,7 +379,12 @@ BAD = {
     "empty file": ({"t.txt": b""}, {}, "no text in the input", 1),
     "binary": ({"t.txt": bytes(range(256)) * 99}, {}, "not a text file", 1),
     "truncated": ({"t.txt.gz": b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03KL\x04\x00"}, {}, "cut short", 1),
-    "latin-1": ({"t.txt": "déjà vu, encore ".encode("latin1") + b"and more plain words after it " * 40}, {}, "too many", 1),
+    "latin-1": (
+        {"t.txt": "déjà vu, encore ".encode("latin1") + b"and more plain words after it " * 40},
+        {},
+        "too many",
+        1,
+    ),
     "eos without one": ({"t.txt": b"text"}, {"append_eos": True}, "no end-of-text token", 2),
     "eos and sentences": ({"t.txt": b"text"}, {"append_eos": True, "sentences": True}, "exclude", 2),
 }
@@ -373,10 +412,14 @@ def test_vocabulary_decides_the_dtype(place: Path, tmp_path: Path) -> None:
     """Megatron-LM's rule: uint16 below 65,500 entries, int32 from there on."""
     config = json.loads(Tokenizer.load(place / "bpe").to_json())
     for size, dtype in ((65499, "uint16"), (65500, "int32")):
-        vocab = config["model"]["vocab"] | {f"unused{i}": i for i in range(len(config["model"]["vocab"]) + 1, size)}
+        vocab = config["model"]["vocab"] | {
+            f"unused{i}": i for i in range(len(config["model"]["vocab"]) + 1, size)
+        }
         config["model"]["vocab"] = vocab
         (tmp_path / f"{size}.json").write_text(json.dumps(config))
-        manifest = tokenize([str(place / "corpus" / "a.txt")], tmp_path / f"{size}.json", tmp_path / str(size))
+        manifest = tokenize(
+            [str(place / "corpus" / "a.txt")], tmp_path / f"{size}.json", tmp_path / str(size)
+        )
         assert manifest.facts["vocab_size"] == size and manifest.facts["dtype"] == dtype
         assert TokenStore.open(tmp_path / str(size)).dtype == dtype
 
@@ -389,12 +432,20 @@ def test_empty_documents_and_open_documents(place: Path) -> None:
     ids, lengths, documents = encode(Batch(["\u200b", "a"], continues=True))
     assert len(lengths) == 0 and len(documents) == 0 and 3 not in ids
     ids, lengths, documents = encode(Batch(["", "\u200b", "a"]))
-    assert ids.tolist() == [3, *tokenizer.encode("a"), 3] and lengths.tolist() == [2, 2] and documents.tolist() == [1, 1]
+    assert (
+        ids.tolist() == [3, *tokenizer.encode("a"), 3]
+        and lengths.tolist() == [2, 2]
+        and documents.tolist() == [1, 1]
+    )
 
 
 def test_errors_of_workers_reach_the_caller(place: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in "abcd":
-        (tmp_path / "in" / f"{name}.jsonl").write_text('{"text": "fine"}\n' * 999 + ('{"tex\n' if name == "c" else ""))
+        (tmp_path / "in" / f"{name}.jsonl").write_text(
+            '{"text": "fine"}\n' * 999 + ('{"tex\n' if name == "c" else "")
+        )
     with pytest.raises(Failed, match=r"c\.jsonl, line 350 after byte"):
-        tokenize([str(tmp_path / "in")], place / "bpe", tmp_path / "out", shard_bytes=9000, work=Work(workers=2))
+        tokenize(
+            [str(tmp_path / "in")], place / "bpe", tmp_path / "out", shard_bytes=9000, work=Work(workers=2)
+        )

@@ -43,7 +43,9 @@ def test_training_gives_the_same_file_in_another_process(kind: str) -> None:
         f"print(train_tokenizer(json.load(sys.stdin), {kind!r}, 300).fingerprint())"
     )
     prints = {
-        subprocess.run([sys.executable, "-c", code], input=json.dumps(TEXTS), capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code], input=json.dumps(TEXTS), capture_output=True, text=True, check=True
+        ).stdout
         for _ in range(3)
     }
     assert len(prints) == 1
@@ -62,7 +64,9 @@ def test_trained_roles_and_round_trip(trained: Tokenizer, tmp_path: Path) -> Non
         assert loaded.decode(loaded.encode(TEXTS[0])) == TEXTS[0]
     ids, lengths = loaded.encode_batch(TEXTS)
     assert ids.dtype == np.int32 and lengths.dtype == np.int64
-    assert np.array_equal(ids, np.concatenate([loaded.encode(text) for text in TEXTS])) and lengths.sum() == len(ids)
+    assert np.array_equal(
+        ids, np.concatenate([loaded.encode(text) for text in TEXTS])
+    ) and lengths.sum() == len(ids)
 
 
 def test_text_never_becomes_a_special_token(trained: Tokenizer) -> None:
@@ -88,7 +92,9 @@ def test_gpt2_and_bert_vocabularies(shared: Path) -> None:
     assert bert.encode("Hello World").tolist() == [7592, 2088] and bert.special == {
         "pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103,
     }  # fmt: skip
-    assert import_tokenizer(shared / "data/bert-base-uncased/vocab.txt", lowercase=False)[0].encode("Hello").tolist() != [7592]
+    assert import_tokenizer(shared / "data/bert-base-uncased/vocab.txt", lowercase=False)[0].encode(
+        "Hello"
+    ).tolist() != [7592]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece", "char"])
@@ -136,7 +142,9 @@ def test_sample_keeps_to_its_budget_and_reaches_every_file(tmp_path: Path) -> No
     sources = expand_inputs([str(tmp_path)])
     total = sum(source.bytes for source in sources)
     found = list(sample(sources, ReadOptions(), total // 4, Counter()))
-    size = {name: sum(len(text) + 2 for text in found if text.startswith(name)) for name in ("a.txt", "b.txt")}
+    size = {
+        name: sum(len(text) + 2 for text in found if text.startswith(name)) for name in ("a.txt", "b.txt")
+    }
     for source, name in zip(sources, size):
         assert 0.1 < size[name] / source.bytes < 0.5
     assert int(found[-1].split()[-1]) > 180_000
@@ -162,7 +170,9 @@ def test_what_has_no_document_in_most_stripes_gives_its_beginning(tmp_path: Path
 
     lines = [f"this is line {i:07d} of the text" for i in range(120_000)]
     (tmp_path / "t.txt").write_text("\n".join(lines))
-    pq.write_table(pa.table({"text": lines}), tmp_path / "t.parquet", compression="none", use_dictionary=False)
+    pq.write_table(
+        pa.table({"text": lines}), tmp_path / "t.parquet", compression="none", use_dictionary=False
+    )
     for name in ("t.txt", "t.parquet"):
         [source] = expand_inputs([str(tmp_path / name)])
         assert source.bytes > 3 << 20
@@ -171,7 +181,9 @@ def test_what_has_no_document_in_most_stripes_gives_its_beginning(tmp_path: Path
 
 
 def test_a_dataset_of_unknown_size_gives_the_budget_and_no_more(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": f"row {i:04d}"}) + "\n" for i in range(1000)))
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"text": f"row {i:04d}"}) + "\n" for i in range(1000))
+    )
     sources = expand_inputs([f"datasets:{tmp_path}"])
     found = list(sample(sources, ReadOptions(), 2000, Counter()))
     assert found[0] == "row 0000" and 2000 < sum(map(len, found)) < 3000
@@ -197,7 +209,9 @@ class Wrong:
         return self._tokenizer.encode_batch([text.replace("Ǆ", "Dz") for text in texts])
 
 
-def test_a_backend_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_backend_that_differs_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = train_tokenizer(TEXTS, "bpe", 300)
     monkeypatch.setitem(backends.BACKENDS, "bpe", {"gigatoken": Wrong})
     with pytest.raises(Refused, match=r"differs(.|\n)*Ǆ"):

@@ -31,7 +31,9 @@ from throughline.data.tokenize import tokenize
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import import_tokenizer, train_tokenizer
 
-DOCUMENTS = [f"document {i} says hello " + "again and again " * (i % 9) for i in range(300)] + ["the same"] * 7
+DOCUMENTS = [f"document {i} says hello " + "again and again " * (i % 9) for i in range(300)] + [
+    "the same"
+] * 7
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,9 @@ def test_exports_hold_the_same_tokens(store: Path, tmp_path: Path) -> None:
     train, val = (np.fromfile(tmp_path / "nano" / f"{part}.bin", np.uint16) for part in ("train", "val"))
     assert np.array_equal(np.concatenate([train, val]), every) and 0.15 < len(val) / len(every) < 0.25
     meta = pickle.loads((tmp_path / "nano" / "meta.pkl").read_bytes())
-    assert meta["vocab_size"] == 300 and "".join(meta["itos"][i] for i in every[:9]) == Tokenizer.load(store).decode(every[:9])
+    assert meta["vocab_size"] == 300 and "".join(meta["itos"][i] for i in every[:9]) == Tokenizer.load(
+        store
+    ).decode(every[:9])
     assert meta["stoi"]["\n"] == Tokenizer.load(store).encode("\n")[0], "what nanoGPT's sample.py begins with"
     olmo = [np.fromfile(path, np.uint16) for path in export_store(store, "olmo", tmp_path / "olmo")]
     assert np.array_equal(np.concatenate(olmo), every)
@@ -73,7 +77,11 @@ def test_exports_hold_the_same_tokens(store: Path, tmp_path: Path) -> None:
         read.append(np.fromfile(path, np.uint16, offset=1024))
         assert len(read[-1]) == header[2]
     assert np.array_equal(np.concatenate(read), every)
-    rows = [row for path in export_store(store, "parquet", tmp_path / "pq") for row in pq.read_table(path)["input_ids"].to_pylist()]
+    rows = [
+        row
+        for path in export_store(store, "parquet", tmp_path / "pq")
+        for row in pq.read_table(path)["input_ids"].to_pylist()
+    ]
     assert rows == [every[a:b].tolist() for a, b in zip(opened.document_starts, opened.document_starts[1:])]
     with pytest.raises(WrongUse, match="already exists"):
         export_store(store, "olmo", tmp_path / "olmo")
@@ -120,7 +128,12 @@ def test_dedup_holds_to_the_policy_for_dirty_text(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"good text " * 20 + b"\xff\xff\xff\n\nmore")
     with pytest.raises(Failed, match="too many characters"):
         dedup([str(tmp_path / "t.txt")], tmp_path / "two", ReadOptions())
-    assert dedup([str(tmp_path / "t.txt")], None, ReadOptions(), dry_run=True, max_replaced=0.1)["counts"]["replaced"] == 3
+    assert (
+        dedup([str(tmp_path / "t.txt")], None, ReadOptions(), dry_run=True, max_replaced=0.1)["counts"][
+            "replaced"
+        ]
+        == 3
+    )
     assert sorted(os.listdir(tmp_path)) == ["out", "t.txt"]
 
 
@@ -194,11 +207,39 @@ def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
         (["dedup", text, "--out", text + "/2"], 2, "something else has that name"),
         (["tokenizer", text, "--uncased", "--out", out + "2"], 2, "keeps text as it is"),
         (["tokenizer", text, "--sample-bytes", "0", "--out", out + "2"], 2, "'--sample-bytes'"),
-        (["tokenizer", tok, "--type", "import", "--vocab-size", "500", "--out", out + "2"], 2, "trains nothing"),
+        (
+            ["tokenizer", tok, "--type", "import", "--vocab-size", "500", "--out", out + "2"],
+            2,
+            "trains nothing",
+        ),
         (["tokenizer", tok, "--type", "import", "--uncased", "--out", out + "2"], 2, "says itself"),
-        (["tokenize", text, "--tokenizer", tok, "--out", out + "2", "--shard-bytes", "9" * 400], 2, "'--shard-bytes'"),
-        (["tokenize", text, "--tokenizer", tok, "--out", out + "2", "--executor", "ray", "--workers", "2"], 2, "its own workers"),
-        (["tokenize", text, "--tokenizer", tok, "--out", out, "--task-index", "0", "--task-count", "2", "--overwrite"], 2, "anew"),
+        (
+            ["tokenize", text, "--tokenizer", tok, "--out", out + "2", "--shard-bytes", "9" * 400],
+            2,
+            "'--shard-bytes'",
+        ),
+        (
+            ["tokenize", text, "--tokenizer", tok, "--out", out + "2", "--executor", "ray", "--workers", "2"],
+            2,
+            "its own workers",
+        ),
+        (
+            [
+                "tokenize",
+                text,
+                "--tokenizer",
+                tok,
+                "--out",
+                out,
+                "--task-index",
+                "0",
+                "--task-count",
+                "2",
+                "--overwrite",
+            ],
+            2,
+            "anew",
+        ),
     ):
         done = run.invoke(main, ["data", *arguments])
         assert done.exit_code == code and said in done.output, done.output
@@ -208,20 +249,33 @@ def test_command_line_from_text_to_tokens(tmp_path: Path) -> None:
         assert done.exit_code == 2 and "already exists" in done.output and "--overwrite" not in done.output
     name = os.fsdecode(b"no \xff UTF-8.txt")
     (tmp_path / name).write_text("some text")
-    assert r"no \udcff UTF-8.txt" in run.invoke(main, ["data", "dedup", str(tmp_path / name), "--dry-run"]).output
+    assert (
+        r"no \udcff UTF-8.txt"
+        in run.invoke(main, ["data", "dedup", str(tmp_path / name), "--dry-run"]).output
+    )
 
 
 def test_a_sample_of_a_large_text_does_not_hash_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("throughline.core.artifact.CHECK_BYTES", 1000)
     (tmp_path / "t.txt").write_text("\n\n".join(DOCUMENTS))
     run = CliRunner()
-    made = run.invoke(main, ["data", "tokenizer", str(tmp_path / "t.txt"), "--type", "char", "--out", str(tmp_path / "tok")])
+    made = run.invoke(
+        main, ["data", "tokenizer", str(tmp_path / "t.txt"), "--type", "char", "--out", str(tmp_path / "tok")]
+    )
     assert made.exit_code == 0 and read_manifest(tmp_path / "tok").inputs[0].hash == ""
-    assert "t.txt    (too large to hash again here)" in run.invoke(main, ["show", str(tmp_path / "tok")]).output
+    assert (
+        "t.txt    (too large to hash again here)" in run.invoke(main, ["show", str(tmp_path / "tok")]).output
+    )
 
 
 def test_sizes_and_backends_of_the_command_line() -> None:
-    assert [parse_bytes(text) for text in ("512", "64M", "1.5G", "8MiB", "2kb")] == [512, 64_000_000, 1_500_000_000, 8 << 20, 2000]
+    assert [parse_bytes(text) for text in ("512", "64M", "1.5G", "8MiB", "2kb")] == [
+        512,
+        64_000_000,
+        1_500_000_000,
+        8 << 20,
+        2000,
+    ]
     assert set(CLI_BACKENDS) == {"auto", "tokenizers", *(name for kind in BACKENDS.values() for name in kind)}
 
 
@@ -237,7 +291,9 @@ def test_memory_is_flat_in_the_size_of_the_corpus(store: Path, tmp_path: Path, k
     """Ten times the text, 60 MB against 6 MB, may take 40 MB more (allocator slack); one line of 60 MB as well."""
     rng = np.random.default_rng(0)
     words = np.array([f"w{i}" for i in range(5000)], object)
-    part = " ".join(rng.choice(words, 1_000_000))[:6_000_000].replace(" w1", "\nw1" if kind == "many lines" else " w1")
+    part = " ".join(rng.choice(words, 1_000_000))[:6_000_000].replace(
+        " w1", "\nw1" if kind == "many lines" else " w1"
+    )
     peaks = []
     for times in (1, 10):
         path = tmp_path / f"{times}.txt"
@@ -276,13 +332,17 @@ def test_nanogpt_takes_gpt2_for_granted(samples: Path, tmp_path: Path) -> None:
     (tmp_path / "store" / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     tokenizer.encode("Hello world").astype(np.uint16).tofile(tmp_path / "store" / "00000.bin")
     write_index(tmp_path / "store" / "00000.idx", np.array([2]), np.array([0, 1]), "uint16")
-    assert [path.name for path in export_store(tmp_path / "store", "nanogpt", tmp_path / "nano")] == ["train.bin"]
+    assert [path.name for path in export_store(tmp_path / "store", "nanogpt", tmp_path / "nano")] == [
+        "train.bin"
+    ]
 
 
 def test_a_worker_for_each_core_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job or a container has fewer than the machine."""
     found: list[int] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
-    monkeypatch.setattr("throughline.data.tokenize.tokenize", lambda *_, work, **__: found.append(work.workers))
+    monkeypatch.setattr(
+        "throughline.data.tokenize.tokenize", lambda *_, work, **__: found.append(work.workers)
+    )
     done = CliRunner().invoke(main, ["data", "tokenize", "x", "--tokenizer", "t", "--out", "o"])
     assert done.exit_code == 0 and found == [1], done.output

@@ -12,7 +12,12 @@ from throughline.data.pairs import PAIR
 from throughline.data.samples import open_dataset
 from throughline.data.store import TokenStore, write_index
 
-CLS, SEP, MASK, FIRST = 1, 2, 3, 5  # ids below FIRST are special; a token is FIRST + its position in the stream
+CLS, SEP, MASK, FIRST = (
+    1,
+    2,
+    3,
+    5,
+)  # ids below FIRST are special; a token is FIRST + its position in the stream
 
 
 def make_store(path, documents, shards=1) -> TokenStore:
@@ -21,7 +26,9 @@ def make_store(path, documents, shards=1) -> TokenStore:
     for number in range(shards):
         part = documents[number::shards]
         lengths = np.array([n for document in part for n in document])
-        np.arange(FIRST + first, FIRST + first + lengths.sum(), dtype=np.int32).tofile(path / f"{number:05d}.bin")
+        np.arange(FIRST + first, FIRST + first + lengths.sum(), dtype=np.int32).tofile(
+            path / f"{number:05d}.bin"
+        )
         write_index(path / f"{number:05d}.idx", lengths, np.cumsum([0, *map(len, part)]), "int32")
         first += int(lengths.sum())
     return TokenStore.open(path)
@@ -33,7 +40,13 @@ def sentences(seed, documents, most_sentences=30, most_tokens=25):
 
 
 def options(length=64, **others) -> DatasetOptions:
-    special = {"cls_id": CLS, "sep_id": SEP, "mask_id": MASK, "special_ids": tuple(range(FIRST)), "vocab_size": 200_000}
+    special = {
+        "cls_id": CLS,
+        "sep_id": SEP,
+        "mask_id": MASK,
+        "special_ids": tuple(range(FIRST)),
+        "vocab_size": 200_000,
+    }
     return DatasetOptions("bert", length, **(special | others))
 
 
@@ -43,7 +56,10 @@ def original(batch) -> np.ndarray:
 
 def pairs_of(store, **others):
     dataset = open_dataset(store, options(order="sequential", **others))
-    return [(int(p["a"]), int(p["a_length"]), int(p["b"]), int(p["b_length"]), int(p["label"])) for p in dataset.pairs]
+    return [
+        (int(p["a"]), int(p["a_length"]), int(p["b"]), int(p["b_length"]), int(p["label"]))
+        for p in dataset.pairs
+    ]
 
 
 @pytest.fixture
@@ -77,7 +93,9 @@ def test_unused_sentences_go_back(tmp_path):
         covered += list(range(a, a + a_length))
         if label == 0:
             covered += list(range(b, b + b_length))
-    assert max(np.diff(store.document_starts)) <= 30, "a document and sentences of another fit a row, so nothing is cut"
+    assert max(np.diff(store.document_starts)) <= 30, (
+        "a document and sentences of another fit a row, so nothing is cut"
+    )
     assert covered == list(range(store.tokens))
 
 
@@ -144,7 +162,9 @@ def test_rows_are_laid_out_as_bert_reads_them(store):
         b = list(range(FIRST + pair["b"], FIRST + pair["b"] + pair["b_length"]))
         line = [CLS, *a, SEP, *b, SEP]
         assert words[row].tolist() == line + [0] * (64 - len(line))
-        assert batch["token_types"][row].tolist() == [0] * (len(a) + 2) + [1] * (len(b) + 1) + [0] * (64 - len(line))
+        assert batch["token_types"][row].tolist() == [0] * (len(a) + 2) + [1] * (len(b) + 1) + [0] * (
+            64 - len(line)
+        )
         assert batch["attention_mask"][row].sum() == len(line)
         assert batch["nsp_targets"][row] == pair["label"]
 
@@ -187,7 +207,10 @@ def test_batches_do_not_depend_on_the_batch_size(store, packing, whole_word):
             assert np.array_equal(values, np.concatenate([part[name] for part in parts])), name
     if packing == "windows":
         epochs = [dataset.batch(epoch * dataset.rows, dataset.rows) for epoch in (0, 1)]
-        rows = [{tuple(words): targets for words, targets in zip(original(e).tolist(), e["targets"].tolist())} for e in epochs]
+        rows = [
+            {tuple(words): targets for words, targets in zip(original(e).tolist(), e["targets"].tolist())}
+            for e in epochs
+        ]
         assert rows[0].keys() == rows[1].keys()
         same = np.mean([rows[0][words] == rows[1][words] for words in rows[0]])
         assert same < 0.1  # equal only where a handful of tokens leave little choice

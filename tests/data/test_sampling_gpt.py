@@ -53,7 +53,10 @@ def test_a_shuffled_epoch_has_every_window_once(store):
     second = dataset.batch(dataset.rows, dataset.rows)["input_ids"][:, 0]
     assert sorted(first) == sorted(second) == list(range(0, dataset.rows * 16, 16))
     assert first.tolist() != second.tolist()
-    assert open_dataset(store, options(seed=1)).batch(0, 50)["input_ids"].tolist() != dataset.batch(0, 50)["input_ids"].tolist()
+    assert (
+        open_dataset(store, options(seed=1)).batch(0, 50)["input_ids"].tolist()
+        != dataset.batch(0, 50)["input_ids"].tolist()
+    )
 
 
 def test_random_offsets_cut_each_epoch_at_another_phase(store):
@@ -76,7 +79,10 @@ def test_separate_documents_against_a_loop(store):
             token = row * 16 + column
             starts = token in begins and column > 0
             document, position = document + starts, 0 if starts else position + 1
-            assert (batch["document_ids"][row, column], batch["positions"][row, column]) == (document, position)
+            assert (batch["document_ids"][row, column], batch["positions"][row, column]) == (
+                document,
+                position,
+            )
             assert batch["targets"][row, column] == (-100 if token + 1 in begins else token + 1)
 
 
@@ -100,7 +106,11 @@ def test_best_fit_predicts_every_token_within_its_document_once(store):
 
 def test_packing_uses_every_piece_once_and_hardly_pads():
     rng = np.random.default_rng(1)
-    for lengths, least in ((rng.integers(1, 129, 5000), 0.99), (rng.integers(1, 20, 777), 0.98), (np.full(10, 128), 1.0)):
+    for lengths, least in (
+        (rng.integers(1, 129, 5000), 0.99),
+        (rng.integers(1, 20, 777), 0.98),
+        (np.full(10, 128), 1.0),
+    ):
         order, ends = pack(lengths, 128)
         assert sorted(order) == list(range(len(lengths)))
         used = np.add.reduceat(lengths[order], np.concatenate([[0], ends[:-1]]))
@@ -138,7 +148,9 @@ def test_resume_on_other_rank_counts_reads_the_same_samples(store):
     dataset = open_dataset(store, options())
 
     def run(position, ranks, steps):
-        loaders = [Loader(dataset, 8 // ranks, position=position, rank=rank, world=ranks) for rank in range(ranks)]
+        loaders = [
+            Loader(dataset, 8 // ranks, position=position, rank=rank, world=ranks) for rank in range(ranks)
+        ]
         batches = [np.concatenate([next(loader)["input_ids"] for loader in loaders]) for _ in range(steps)]
         positions = {loader.position for loader in loaders}
         for loader in loaders:

@@ -10,7 +10,14 @@ VOCABULARY, SPECIAL, MASK = 1000, (0, 100, 101, 102, 103, 999), 103
 
 
 def make(**others) -> Masker:
-    known = {"vocab_size": VOCABULARY, "special_ids": SPECIAL, "pad_id": 0, "cls_id": 101, "sep_id": 102, "mask_id": MASK}
+    known = {
+        "vocab_size": VOCABULARY,
+        "special_ids": SPECIAL,
+        "pad_id": 0,
+        "cls_id": 101,
+        "sep_id": 102,
+        "mask_id": MASK,
+    }
     return Masker(DatasetOptions("bert", 128, **(known | others)).validate())
 
 
@@ -37,12 +44,16 @@ def test_rates(length):
     chosen = targets != -100
     candidates = int((~special(tokens)).sum())
     assert within(int(chosen.sum()), candidates, 0.15)
-    assert np.array_equal(targets[chosen], tokens[chosen]) and np.array_equal(inputs[~chosen], tokens[~chosen])
+    assert np.array_equal(targets[chosen], tokens[chosen]) and np.array_equal(
+        inputs[~chosen], tokens[~chosen]
+    )
     assert within(int((inputs[chosen] == MASK).sum()), int(chosen.sum()), 0.8)
     other = chosen & (inputs != MASK) & (inputs != tokens)
     drawable = VOCABULARY - len(SPECIAL)
     assert within(int(other.sum()), int(chosen.sum()), 0.1 * (1 - 1 / drawable))
-    per_place = (chosen.reshape(-1, length).sum(0) / (~special(tokens)).reshape(-1, length).sum(0).clip(1))[1:-1]
+    per_place = (chosen.reshape(-1, length).sum(0) / (~special(tokens)).reshape(-1, length).sum(0).clip(1))[
+        1:-1
+    ]
     sigma = (0.15 * 0.85 / (len(lengths) * 0.99)) ** 0.5
     assert np.abs(per_place - 0.15).max() < 5 * sigma, "every place is as likely as another"
 
@@ -72,13 +83,17 @@ def test_replacements_are_uniform_over_the_ordinary_vocabulary():
 def test_whole_words_are_chosen_whole():
     continues = tuple(range(400, 900))
     tokens, lengths = text(3000, 128)
-    _, targets = make(whole_word=True, continuation_ids=continues)(tokens, lengths, key(6, 0, np.arange(3000)))
+    _, targets = make(whole_word=True, continuation_ids=continues)(
+        tokens, lengths, key(6, 0, np.arange(3000))
+    )
     chosen = targets != -100
     ordinary = ~special(tokens)
     inside = np.isin(tokens, continues) & ordinary
     glued = np.flatnonzero(inside[1:] & ordinary[:-1]) + 1  # continues the word of the token before it
     assert np.array_equal(chosen[glued], chosen[glued - 1])
-    assert abs(chosen[ordinary].mean() - 0.15) < 0.003  # the mean is kept although words are 2 tokens long on average
+    assert (
+        abs(chosen[ordinary].mean() - 0.15) < 0.003
+    )  # the mean is kept although words are 2 tokens long on average
 
 
 def test_draws_belong_to_the_key_not_to_the_neighbours():
@@ -103,4 +118,7 @@ def test_short_and_empty_segments():
         _, targets = masker(tokens, lengths, key(8, epoch, np.arange(3)))
         chosen = targets != -100
         assert [chosen[:2].sum(), chosen[2:5].sum(), chosen[5:].sum()] == [0, 1, 1]
-    assert [len(part) for part in masker(np.empty(0, np.int64), np.empty(0, np.int64), key(8, 0)[:0])] == [0, 0]
+    assert [len(part) for part in masker(np.empty(0, np.int64), np.empty(0, np.int64), key(8, 0)[:0])] == [
+        0,
+        0,
+    ]

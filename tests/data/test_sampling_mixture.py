@@ -13,7 +13,10 @@ class Counter:
         self.rows = rows
 
     def batch(self, position, count):
-        return {"place": np.arange(position, position + count), "pair": np.arange(2 * count).reshape(count, 2)}
+        return {
+            "place": np.arange(position, position + count),
+            "pair": np.arange(2 * count).reshape(count, 2),
+        }
 
 
 WEIGHTS = [

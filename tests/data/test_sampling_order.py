@@ -41,7 +41,9 @@ def test_every_order_of_four_is_equally_likely():
     drawn = [tuple(permute(np.arange(4), 4, 0, epoch)) for epoch in range(12_000)]
     counts = np.unique(drawn, axis=0, return_counts=True)[1]
     assert len(counts) == 24
-    assert ((counts - 500) ** 2 / 500).sum() < 65  # chi-square, 23 degrees of freedom: 65 is exceeded once in 1e5
+    assert (
+        (counts - 500) ** 2 / 500
+    ).sum() < 65  # chi-square, 23 degrees of freedom: 65 is exceeded once in 1e5
 
 
 @pytest.mark.parametrize("n", [100_003, 1 << 17])

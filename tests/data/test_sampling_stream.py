@@ -76,13 +76,21 @@ def test_the_units_hold_the_text_of_a_store(corpus, words):
     whole = text.store(text.plan.tasks())
     units = [text.store([task]) for task in text.tasks]
     end = text.held_out()
-    assert whole.read(0, whole.tokens).tolist() == [t for store in (*units, end) for t in store.read(0, store.tokens).tolist()]
-    assert whole.documents == sum(store.documents for store in (*units, end)) == -(-1500 // 7) + -(-900 // 7) + 2
+    assert whole.read(0, whole.tokens).tolist() == [
+        t for store in (*units, end) for t in store.read(0, store.tokens).tolist()
+    ]
+    assert (
+        whole.documents == sum(store.documents for store in (*units, end)) == -(-1500 // 7) + -(-900 // 7) + 2
+    )
     assert abs(end.tokens / whole.tokens - 0.2) < 0.02
-    assert end.read(0, 1)[0] == 1 + sum((store.tokens - store.documents) for store in units), "it begins where the units end"
+    assert end.read(0, 1)[0] == 1 + sum((store.tokens - store.documents) for store in units), (
+        "it begins where the units end"
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"random_offsets": True}, {"packing": "best_fit"}, {"separate_documents": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"random_offsets": True}, {"packing": "best_fit"}, {"separate_documents": True}]
+)
 def test_any_batch_size_and_any_restart_gives_the_same_rows(corpus, words, options):
     whole = open_stream(corpus, words, **options).batch(0, 700)
     again = open_stream(corpus, words, **options)
@@ -106,10 +114,14 @@ def test_a_restart_reads_only_where_it_stands(corpus, words, monkeypatch):
     assert later.rows == first.rows, "known before anything is read"
     units = []
     tokenise = Text.store
-    monkeypatch.setattr(Text, "store", lambda self, tasks: units.append(tasks[0].index) or tokenise(self, tasks))
+    monkeypatch.setattr(
+        Text, "store", lambda self, tasks: units.append(tasks[0].index) or tokenise(self, tasks)
+    )
     assert np.array_equal(later.batch(290, 5)["input_ids"], whole["input_ids"][290:295])
     assert len(units) <= 2
-    assert open_stream(corpus, words, cache=cache, packing="best_fit").rows == 0, "other rows have other counts"
+    assert open_stream(corpus, words, cache=cache, packing="best_fit").rows == 0, (
+        "other rows have other counts"
+    )
 
 
 def bert(tokenizer: Tokenizer, **others) -> DatasetOptions:
@@ -119,7 +131,9 @@ def bert(tokenizer: Tokenizer, **others) -> DatasetOptions:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"nsp": "sop", "packing": "packed"}, {"nsp": "none", "packing": "packed"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"nsp": "sop", "packing": "packed"}, {"nsp": "none", "packing": "packed"}]
+)
 def test_bert_rows_come_from_text_too(corpus, options):
     paragraphs = [" ".join(f"Sentence {i} of {n} is here." for i in range(n % 9 + 2)) for n in range(400)]
     (corpus / "t.txt").write_text("\n\n".join(paragraphs))
@@ -188,7 +202,9 @@ def test_limits_are_said(corpus, words, monkeypatch):
         Text([str(corpus / "absent.txt")], words, LINES, sequence_length=16)
     with pytest.raises(WrongUse, match="sentences"):
         text = Text([str(corpus / "a.txt")], words, LINES, sequence_length=16, sentences=True)
-        TextStream(text, DatasetOptions("bert", 16, vocab_size=4000, cls_id=1, sep_id=2, mask_id=3)).batch(0, 2)
+        TextStream(text, DatasetOptions("bert", 16, vocab_size=4000, cls_id=1, sep_id=2, mask_id=3)).batch(
+            0, 2
+        )
     monkeypatch.setattr(stream_module, "MOST_WHOLE_BYTES", 10)
     with pytest.raises(WrongUse, match="while training"):
         open_stream(corpus, words)

@@ -42,7 +42,10 @@ def write_shard(prefix: Path, documents: list[list[list[int]]], dtype: str = "ui
 
 def some_documents(seed: int, count: int) -> list[list[list[int]]]:
     rng = np.random.default_rng(seed)
-    return [[rng.integers(0, 500, rng.integers(0, 9)).tolist() for _ in range(rng.integers(1, 5))] for _ in range(count)]
+    return [
+        [rng.integers(0, 500, rng.integers(0, 9)).tolist() for _ in range(rng.integers(1, 5))]
+        for _ in range(count)
+    ]
 
 
 def flatten(documents) -> list[int]:
@@ -165,12 +168,17 @@ def test_parts_of_a_store_share_nothing_and_cut_at_documents(three_shards):
         assert left.tokens in begins and abs(left.tokens - fraction * len(flat)) < 40
         assert left.read(0, left.tokens).tolist() + right.read(0, right.tokens).tolist() == flat
         assert left.documents + right.documents == len(documents)
-        assert right.document_starts.tolist() == [b - left.tokens for b in begins if b >= left.tokens][-right.documents - 1 :]
+        assert (
+            right.document_starts.tolist()
+            == [b - left.tokens for b in begins if b >= left.tokens][-right.documents - 1 :]
+        )
         nested = right.view(0.5, 1)
         assert nested.read(0, nested.tokens).tolist() == flat[len(flat) - nested.tokens :]
         rejoined = [part.read(0, part.tokens).tolist() for _, part in right.parts()]
         assert list(itertools.chain(*rejoined)) == right.read(0, right.tokens).tolist()
-        assert [sum(map(len, rejoined[:n])) for n in range(len(rejoined))] == [first for first, _ in right.parts()]
+        assert [sum(map(len, rejoined[:n])) for n in range(len(rejoined))] == [
+            first for first, _ in right.parts()
+        ]
 
 
 def test_a_part_of_a_store_of_many_documents_is_cut_without_its_whole_index(three_shards, monkeypatch):
@@ -198,7 +206,12 @@ def test_one_document_is_cut_at_a_sequence_or_a_token(tmp_path):
 
 
 def test_megatrons_choice_of_dtype():
-    assert [token_dtype(n).name for n in (30_522, 65_499, 65_500, 250_000)] == ["uint16", "uint16", "int32", "int32"]
+    assert [token_dtype(n).name for n in (30_522, 65_499, 65_500, 250_000)] == [
+        "uint16",
+        "uint16",
+        "int32",
+        "int32",
+    ]
 
 
 def damage(path: Path, how: str) -> None:

@@ -9,7 +9,15 @@ from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
 
-LLAMA = {"positions": "rotary", "norm": "rmsnorm", "gated": True, "activation": "silu", "kv_heads": 2, "bias": False, "tied": False}
+LLAMA = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "gated": True,
+    "activation": "silu",
+    "kv_heads": 2,
+    "bias": False,
+    "tied": False,
+}
 
 
 def spread(model: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -25,7 +33,9 @@ def spread(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 def gpt2_tokenizer(samples: Path) -> Tokenizer:
     from tokenizers.implementations import ByteLevelBPETokenizer
 
-    made = ByteLevelBPETokenizer(str(samples / "gpt2-bpe" / "encoder.json"), str(samples / "gpt2-bpe" / "vocab.bpe"))
+    made = ByteLevelBPETokenizer(
+        str(samples / "gpt2-bpe" / "encoder.json"), str(samples / "gpt2-bpe" / "vocab.bpe")
+    )
     made.add_special_tokens(["<|endoftext|>"])
     return Tokenizer(made.to_str())
 
@@ -38,7 +48,9 @@ def bos_tokenizer(samples: Path) -> Tokenizer:
 
     made = ByteLevelBPETokenizer()
     text = (samples / "tinyshakespeare" / "input.txt").read_text()[:50_000]
-    made.train_from_iterator(text.splitlines(keepends=True), vocab_size=600, special_tokens=["</s>", "<s>"], show_progress=False)
+    made.train_from_iterator(
+        text.splitlines(keepends=True), vocab_size=600, special_tokens=["</s>", "<s>"], show_progress=False
+    )
     made._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return Tokenizer(made.to_str())
 
@@ -91,7 +103,9 @@ def gpt_directory(tmp_path_factory: pytest.TempPathFactory, gpt2_tokenizer: Toke
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text(gpt2_tokenizer.to_json())
     special = '"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"'
-    (path / "tokenizer_config.json").write_text(f'{{"tokenizer_class": "PreTrainedTokenizerFast", {special}}}')
+    (path / "tokenizer_config.json").write_text(
+        f'{{"tokenizer_class": "PreTrainedTokenizerFast", {special}}}'
+    )
     return path
 
 
@@ -101,7 +115,13 @@ def small_directory(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: Tok
     from transformers import GPT2Config, GPT2LMHeadModel
 
     path = tmp_path_factory.mktemp("models") / "small"
-    shape = {"vocab_size": bos_tokenizer.vocab_size, "n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 128}
+    shape = {
+        "vocab_size": bos_tokenizer.vocab_size,
+        "n_layer": 1,
+        "n_head": 1,
+        "n_embd": 16,
+        "n_positions": 128,
+    }
     spread(GPT2LMHeadModel(GPT2Config(**shape)), 4).save_pretrained(path)
     (path / "tokenizer.json").write_text(bos_tokenizer.to_json())
     return path

@@ -65,7 +65,9 @@ def load(folder: Path, records: dict[str, list[dict[str, Any]]]) -> tuple[Any, d
     return TaskManager(include_path=str(folder), include_defaults=False), names
 
 
-def requests(folder: Path, records: dict[str, list[dict[str, Any]]], shots: int = 0) -> dict[str, list[dict[str, Any]]]:
+def requests(
+    folder: Path, records: dict[str, list[dict[str, Any]]], shots: int = 0
+) -> dict[str, list[dict[str, Any]]]:
     """What the harness asks for each record: its requests' arguments, its choices and its idea of the right answer. Examples
     (`shots`) are drawn from the other records."""
     manager, names = load(folder, records)
@@ -84,7 +86,9 @@ def requests(folder: Path, records: dict[str, list[dict[str, Any]]], shots: int 
     return asked
 
 
-def scores(folder: Path, records: dict[str, list[dict[str, Any]]], model: Path, batch: int = 8) -> dict[str, dict[str, Any]]:
+def scores(
+    folder: Path, records: dict[str, list[dict[str, Any]]], model: Path, batch: int = 8
+) -> dict[str, dict[str, Any]]:
     """The harness's scores of a Hugging Face directory: {our task: {"metrics": {name: value}, "answers": [...]}}."""
     import lm_eval
 
@@ -95,7 +99,11 @@ def scores(folder: Path, records: dict[str, list[dict[str, Any]]], model: Path, 
     )  # fmt: skip
     made = {}
     for name, theirs in names.items():
-        metrics = {key.removesuffix(",none"): value for key, value in found["results"][theirs].items() if key.endswith(",none")}
+        metrics = {
+            key.removesuffix(",none"): value
+            for key, value in found["results"][theirs].items()
+            if key.endswith(",none")
+        }
         samples = sorted(found["samples"][theirs], key=lambda sample: sample["doc_id"])
         made[name] = {"metrics": metrics, "answers": [sample["resps"] for sample in samples]}
     return made

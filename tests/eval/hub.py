@@ -23,7 +23,13 @@ def _hellaswag(path: Path) -> Iterator[Row]:
     with bz2.open(path, "rt", encoding="utf-8") as file:
         while lines := [line.rstrip("\n") for line in islice(file, 6)]:
             activity, _, context = lines[0].partition(": ")
-            yield {"activity_label": activity, "ctx_a": context, "ctx_b": "", "endings": lines[2:], "label": lines[1]}
+            yield {
+                "activity_label": activity,
+                "ctx_a": context,
+                "ctx_b": "",
+                "endings": lines[2:],
+                "label": lines[1],
+            }
 
 
 def _partial(path: Path) -> Iterator[Row]:
@@ -42,7 +48,11 @@ def _lettered(question: str, prefix: str = "") -> Callable[[Path], Iterator[Row]
         for row in _jsonl(path):
             labels = list(LETTERS[: len(row["choices"])])
             choices = {"text": row["choices"], "label": labels}
-            yield {question: row["query"].removeprefix(prefix), "choices": choices, "answerKey": labels[row["gold"]]}
+            yield {
+                question: row["query"].removeprefix(prefix),
+                "choices": choices,
+                "answerKey": labels[row["gold"]],
+            }
 
     return rows
 
@@ -59,7 +69,13 @@ def _copa(path: Path) -> Iterator[Row]:
         premise, _, connective = row["query"].rpartition(" ")
         question = {"because": "cause", "therefore": "effect"}[connective]
         one, two = row["choices"]
-        yield {"premise": premise + ".", "question": question, "choice1": one, "choice2": two, "label": row["gold"]}
+        yield {
+            "premise": premise + ".",
+            "question": question,
+            "choice1": one,
+            "choice2": two,
+            "label": row["gold"],
+        }
 
 
 def _boolq(path: Path) -> Iterator[Row]:

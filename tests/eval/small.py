@@ -20,7 +20,10 @@ def small_model(folder: Path, text: str, *, steps: int, **shape: int) -> Path:
     shape = SHAPE | shape
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
-        text.splitlines(keepends=True), vocab_size=shape["vocab_size"], special_tokens=["<|endoftext|>"], show_progress=False
+        text.splitlines(keepends=True),
+        vocab_size=shape["vocab_size"],
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
     )
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
@@ -29,7 +32,9 @@ def small_model(folder: Path, text: str, *, steps: int, **shape: int) -> Path:
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tokenizer._tokenizer.to_str())
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special})
+    )
     return folder
 
 

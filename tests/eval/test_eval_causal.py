@@ -16,9 +16,16 @@ from throughline.inference.torch_backend import TorchCausal
 
 MAT = "The cat sat on the mat and"
 QUESTIONS = [
-    [(MAT, " looked at me"), (MAT, " was"), (MAT, " was here again to see what there was to see, and then it left the room again")],
+    [
+        (MAT, " looked at me"),
+        (MAT, " was"),
+        (MAT, " was here again to see what there was to see, and then it left the room again"),
+    ],
     [("", "Susan has seen herself."), ("", "Susan has seen himself.")],
-    [("Sarah was better than Maria so Sarah", " always won"), ("Sarah was better than Maria so Maria", " always won")],
+    [
+        ("Sarah was better than Maria so Sarah", " always won"),
+        ("Sarah was better than Maria so Maria", " always won"),
+    ],
     [("word " * 100, " over the hill"), ("word " * 100, " x")],  # longer than the window, cut at two places
     [("Hello", " a")],
     [("One of them", " is"), ("One of them", " is longer")],  # one choice begins with the other
@@ -78,7 +85,9 @@ def test_answers_are_the_same_bits_in_any_batch(gpt, gpt2_tokenizer, threads: in
     try:
         found = []
         for most, budget in ((1, None), (7, None), (64, None), (None, 333)):
-            scorer = CausalScorer(gpt, gpt2_tokenizer, batch_questions=most, batch_tokens=budget, keep_tokens=True)
+            scorer = CausalScorer(
+                gpt, gpt2_tokenizer, batch_questions=most, batch_tokens=budget, keep_tokens=True
+            )
             found.append(answers(scorer, scorer.encode(QUESTIONS * 2)))
         assert all(one == found[0] for one in found[1:])
     finally:
@@ -104,7 +113,9 @@ def test_an_onnx_graph_scores_like_the_module(gpt, gpt2_tokenizer, tmp_path) -> 
 
     write_graph(gpt, tmp_path / "model.onnx", {})
     native = CausalScorer(gpt, gpt2_tokenizer, keep_tokens=True)
-    exported = ExportedScorer(OnnxCausal(tmp_path / "model.onnx", gpt.config, 1), gpt2_tokenizer, keep_tokens=True)
+    exported = ExportedScorer(
+        OnnxCausal(tmp_path / "model.onnx", gpt.config, 1), gpt2_tokenizer, keep_tokens=True
+    )
     questions = native.encode(QUESTIONS)
     ours, theirs = answers(native, questions), answers(exported, questions)
     for index, scores in ours.items():
@@ -120,7 +131,10 @@ def test_pairs_are_tokenised_whole_and_then_split(gpt2_tokenizer, small_gpt) -> 
         ("Answer:", " yes"): (encode("Answer:"), encode(" yes")),
         ("Answer: ", "yes"): (encode("Answer:"), encode(" yes")),  # the blank belongs to the continuation
         ("", "Yes"): ((eos,), encode("Yes")),
-        ("a b", "c"): (encode("a b"), encode("a bc")[len(encode("a b")) :]),  # the split is at the context's own length
+        ("a b", "c"): (
+            encode("a b"),
+            encode("a bc")[len(encode("a b")) :],
+        ),  # the split is at the context's own length
     }
     for pair, wanted in cases.items():
         assert scorer.encode([[pair]])[0].pairs == (wanted,)
@@ -134,7 +148,9 @@ def test_bos_is_put_before_every_text_when_asked(bos_tokenizer, gpt2_tokenizer, 
     bos = bos_tokenizer.bos_id
     for pair in (("Hello there", " you"), ("", "Alone")):
         ((with_bos,), (without,)) = (found.encode([[pair]])[0].pairs for found in (scorer, plain))
-        assert with_bos == (((bos, *without[0]), without[1]) if pair[0] else without) and with_bos[0][0] == bos
+        assert (
+            with_bos == (((bos, *without[0]), without[1]) if pair[0] else without) and with_bos[0][0] == bos
+        )
     with pytest.raises(WrongUse, match="no BOS"):
         CausalScorer(small_gpt, gpt2_tokenizer, bos=True)
 
@@ -147,12 +163,17 @@ def test_a_tie_is_greedy_for_the_first_token_only() -> None:
     logprobs, greedy, above = token_logprobs(weight, None, hidden, np.zeros(4, np.int64), targets, ranks=True)
     assert greedy.tolist() == [True, False, False, False]
     assert above.tolist() == [0, 0, 0, 3]
-    np.testing.assert_allclose(logprobs, torch.log_softmax(weight @ hidden[0], -1)[targets].numpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        logprobs, torch.log_softmax(weight @ hidden[0], -1)[targets].numpy(), atol=1e-6
+    )
 
 
 def test_a_tree_holds_the_common_prefix_once() -> None:
     tree = plant(Question((((1, 2, 3), (4, 5)), ((1, 2, 3), (4, 6, 7)), ((1, 2, 3), (9,)))), 64)
-    assert tree.prefix == 3 and tree.branches == (1, 2)  # inputs 1234, 12346, 123: the one-token choice needs no branch
+    assert tree.prefix == 3 and tree.branches == (
+        1,
+        2,
+    )  # inputs 1234, 12346, 123: the one-token choice needs no branch
     assert tree.ids.tolist() == [1, 2, 3, 4, 4, 6] and tree.positions.tolist() == [0, 1, 2, 3, 3, 4]
     assert [lines.tolist() for lines in tree.lines] == [[2, 3], [2, 4, 5], [2]]
 
@@ -167,11 +188,15 @@ def too_much_for_cuda() -> None:
 
 
 def too_much_for_onnxruntime() -> None:
-    raise type("RuntimeException", (Exception,), {})("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : std::bad_alloc")
+    raise type("RuntimeException", (Exception,), {})(
+        "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : std::bad_alloc"
+    )
 
 
 @pytest.mark.parametrize("full", [too_much_for_torch, too_much_for_cuda, too_much_for_onnxruntime])
-def test_out_of_memory_halves_the_batch(small_gpt, gpt2_tokenizer, monkeypatch: pytest.MonkeyPatch, full: Any) -> None:
+def test_out_of_memory_halves_the_batch(
+    small_gpt, gpt2_tokenizer, monkeypatch: pytest.MonkeyPatch, full: Any
+) -> None:
     scorer = CausalScorer(small_gpt, gpt2_tokenizer, batch_tokens=100_000)
     questions = scorer.encode(QUESTIONS)
     wanted = answers(scorer, questions)
@@ -204,7 +229,9 @@ def test_wrong_questions_are_refused(small_gpt, gpt2_tokenizer, bert_tokenizer) 
         answers(scorer, scorer.encode([[("a", " word" * 200)]]))
     with pytest.raises(Failed, match="no tokens"):
         answers(scorer, scorer.encode([[("a", "")]]))
-    tiny = type(small_gpt)(type(small_gpt.config)(vocab_size=100, layers=1, width=16, heads=1, sequence_length=16))
+    tiny = type(small_gpt)(
+        type(small_gpt.config)(vocab_size=100, layers=1, width=16, heads=1, sequence_length=16)
+    )
     with pytest.raises(WrongUse, match="does not belong to the model"):
         CausalScorer(tiny, gpt2_tokenizer)
 
@@ -228,9 +255,15 @@ def test_greedy_text_equals_argmax_steps(small_gpt, gpt2_tokenizer) -> None:
 def test_written_answers_keep_to_the_window(small_gpt, gpt2_tokenizer) -> None:
     """A narrower window cuts the question on its left to what the answer leaves, as the report counts it."""
     narrow, wide = (CausalScorer(small_gpt, gpt2_tokenizer, window=window) for window in (24, None))
-    ids = gpt2_tokenizer.encode("It was the best of times, it was the worst of times, it was the age of wisdom, it was the age")
+    ids = gpt2_tokenizer.encode(
+        "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age"
+    )
     context, kept = (gpt2_tokenizer.decode(part) for part in (ids, ids[-19:]))
     assert len(ids) > 19 and gpt2_tokenizer.encode(kept).tolist() == ids[-19:].tolist()
-    assert list(narrow.generate([context], [], 5)) == list(wide.generate([kept], [], 5)) != list(wide.generate([context], [], 5))
+    assert (
+        list(narrow.generate([context], [], 5))
+        == list(wide.generate([kept], [], 5))
+        != list(wide.generate([context], [], 5))
+    )
     with pytest.raises(WrongUse, match="no room for a question"):
         list(narrow.generate([context], [], 24))

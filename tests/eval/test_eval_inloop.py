@@ -58,7 +58,12 @@ def recipe(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> st
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text((samples / "tinyshakespeare" / "input.txt").read_text()[:60_000])
     assert call("data", "tokenizer", "text.txt", "--vocab-size", "400", "--out", "tokenizer").exit_code == 0
-    assert call("data", "tokenize", "text.txt", "--tokenizer", "tokenizer", "--workers", "1", "--out", "tokens").exit_code == 0
+    assert (
+        call(
+            "data", "tokenize", "text.txt", "--tokenizer", "tokenizer", "--workers", "1", "--out", "tokens"
+        ).exit_code
+        == 0
+    )
     (tmp_path / "small.toml").write_text(RECIPE)
     return "small.toml"
 
@@ -84,7 +89,9 @@ def test_a_run_scores_its_tasks_as_eval_does_and_a_crash_changes_nothing(recipe:
     page = (tmp_path / "runs/small/report.html").read_text()
     assert "tasks: acc" in page and "lambada_openai" in page
 
-    result = call("eval", "runs/small", "--all-checkpoints", "--tasks", ",".join(TASKS), "--limit", "6", "--json")
+    result = call(
+        "eval", "runs/small", "--all-checkpoints", "--tasks", ",".join(TASKS), "--limit", "6", "--json"
+    )
     assert result.exit_code == 0, result.output
     for found in json.loads(result.stdout)["checkpoints"]:
         summaries = {summary["task"]: summary["metrics"] for summary in (*found["tasks"], *found["groups"])}
@@ -111,7 +118,7 @@ def test_what_cannot_be_scored_is_refused_before_the_first_step(recipe: str, tmp
     file.write_text('{"text": "one two"}\n{"text": "a ' + "x9" * 200 + '"}\n')
     for changes, code, complaint in (
         (["evaluation.data_dir=data"], 1, "longer than the model's window"),
-        (["evaluation.tasks=[\"lambadda\"]"], 2, "unknown task"),
+        (['evaluation.tasks=["lambadda"]'], 2, "unknown task"),
         (["evaluation.data_dir=none"], 2, "no such directory"),
         (["evaluation.every_steps=3"], 2, "evaluation.every_steps"),
         (["parallel.data=2"], 2, "throughline eval RUN --all-checkpoints"),
@@ -132,7 +139,9 @@ def test_bos_is_put_where_eval_puts_it(bos_tokenizer: Tokenizer) -> None:
 
 def test_a_bert_scores_its_tasks_inside_a_run(bert: BERT, bert_tokenizer: Tokenizer) -> None:
     """Pseudo-log-likelihoods as `throughline eval` takes them, at its own steps alone; a model in training stays so."""
-    evaluation = SimpleNamespace(tasks=["blimp_wh_island", "lambada_openai"], data_dir=None, limit=3, every_steps=2)
+    evaluation = SimpleNamespace(
+        tasks=["blimp_wh_island", "lambada_openai"], data_dir=None, limit=3, every_steps=2
+    )
     recipe = SimpleNamespace(evaluation=evaluation, train=SimpleNamespace(steps=9))
     inside = TaskEvaluator(SimpleNamespace(tokenizer=bert_tokenizer, config=bert.config, recipe=recipe))
     assert inside(bert, 3) == {}
@@ -144,7 +153,9 @@ def test_a_bert_scores_its_tasks_inside_a_run(bert: BERT, bert_tokenizer: Tokeni
     finally:
         bert.eval()
     assert found == {
-        f"{score.summary['task']}/{name}": metric["value"] for score in alone for name, metric in score.summary["metrics"].items()
+        f"{score.summary['task']}/{name}": metric["value"]
+        for score in alone
+        for name, metric in score.summary["metrics"].items()
     }
     assert len(found) == 3
 
@@ -155,7 +166,9 @@ def test_the_split_is_measured_on_any_machine(recipe: str, tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     wanted = json.loads(result.stdout)["validation"]
     written = tmp_path / "runs/small/recipe.toml"
-    changed = written.read_text().replace('device = "cpu"', 'device = "cuda"').replace("tensor = 1", "tensor = 8")
+    changed = (
+        written.read_text().replace('device = "cpu"', 'device = "cuda"').replace("tensor = 1", "tensor = 8")
+    )
     assert changed.count("cuda") == 1 and changed.count("tensor = 8") == 1
     written.write_text(changed)
     result = call("eval", "runs/small", "--json")

@@ -13,12 +13,19 @@ from throughline.eval.session import Request, evaluate_one
 from throughline.train.parallel.layout import Layout
 
 
-def test_scores_are_those_of_one_process(samples: Path, tmp_path: Path, saved_in_layouts: Callable[..., dict[str, Path]]) -> None:
+def test_scores_are_those_of_one_process(
+    samples: Path, tmp_path: Path, saved_in_layouts: Callable[..., dict[str, Path]]
+) -> None:
     """Every log-probability of LAMBADA and BLiMP records, without an export in between."""
     text = (samples / "tinyshakespeare" / "input.txt").read_text()[:50_000]
     tokenizer = train_tokenizer(text.splitlines(), "bpe", 300).to_json().encode()
-    shape = {"vocab_size": 304, "sequence_length": 256}  # room, so that the rows of a shared table come out even
-    checkpoints = saved_in_layouts(Case("", Layout(), precision="fp32", model=shape), tmp_path, tokenizer=tokenizer)
+    shape = {
+        "vocab_size": 304,
+        "sequence_length": 256,
+    }  # room, so that the rows of a shared table come out even
+    checkpoints = saved_in_layouts(
+        Case("", Layout(), precision="fp32", model=shape), tmp_path, tokenizer=tokenizer
+    )
 
     def scored(checkpoint: Path) -> str:
         evaluate_one(Request(checkpoint, "lambada_openai,blimp_wh_island", limit=8))

@@ -13,7 +13,10 @@ from throughline.eval.runner import Settings, evaluate
 from throughline.eval.task import find_tasks
 
 QUESTIONS = [
-    [("", "The unbelievability of reinterpretations astonishes me"), ("", "The unbelievability of cats astonish me")],
+    [
+        ("", "The unbelievability of reinterpretations astonishes me"),
+        ("", "The unbelievability of cats astonish me"),
+    ],
     [("Where was he?", "at home"), ("Where was he?", "reinterpretation")],
     [("word " * 80, "over")],  # the context loses its left
 ]
@@ -49,7 +52,9 @@ def test_scores_equal_one_mask_at_a_time(bert, bert_tokenizer, pll: str) -> None
     found = answers(scorer, questions)
     for index, question in enumerate(questions):
         for (context, continuation), score in zip(question.pairs, found[index], strict=True):
-            wanted = plain(bert, bert_tokenizer, context, continuation, pll == "within_word_l2r", scorer.window)
+            wanted = plain(
+                bert, bert_tokenizer, context, continuation, pll == "within_word_l2r", scorer.window
+            )
             assert score.logprob == pytest.approx(wanted, abs=1e-4)
             assert score.truncated == max(0, len(context) + len(continuation) - scorer.window)
 
@@ -105,7 +110,9 @@ def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, gpt_directory, t
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text(json.dumps(config))
     (tmp_path / "bert" / "tokenizer.json").write_text(bert_tokenizer.to_json())
-    save_file({name: value.contiguous() for name, value in state.items()}, tmp_path / "bert" / "model.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in state.items()}, tmp_path / "bert" / "model.safetensors"
+    )
     export_onnx(tmp_path / "bert", tmp_path / "onnx")
     (tmp_path / "data" / "copa").mkdir(parents=True)
     record = {"query": "The cat sat because", "choices": ["it was tired", "it ran away"], "gold": 0}
@@ -117,7 +124,9 @@ def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, gpt_directory, t
         evaluate_one(Request(tmp_path / "bert", **asked, against=str(gpt_directory)))
     assert caught.value.why == "a bert and a gpt"
     alone, _ = evaluate_one(Request(tmp_path / "onnx", **asked))
-    assert [task["metrics"] for task in alone["tasks"]] == [task["metrics"] for task in payload["against"]["scores"]]
+    assert [task["metrics"] for task in alone["tasks"]] == [
+        task["metrics"] for task in payload["against"]["scores"]
+    ]
 
 
 def test_cloze_ranks_the_answer_at_the_mask(bert, bert_tokenizer) -> None:
@@ -160,7 +169,9 @@ def test_hidden_tokens_are_predicted_at_once(bert, bert_tokenizer) -> None:
 
 def test_accuracy_at_hidden_tokens_of_a_task(bert, bert_tokenizer, gpt, gpt2_tokenizer, tmp_path) -> None:
     """Over a user's own text: the share of all hidden tokens, not the mean of the documents' shares; a GPT is refused."""
-    (tmp_path / "text.txt").write_text("the cat sat\n" + "a much longer line of words about the sea and the land\n" * 3)
+    (tmp_path / "text.txt").write_text(
+        "the cat sat\n" + "a much longer line of words about the sea and the land\n" * 3
+    )
     (tmp_path / "own.toml").write_text(
         'about = "own"\nkind = "masked"\nmetrics = ["mlm_accuracy", "mlm_perplexity"]\nhidden = 0.5\n'
         '[source]\nfiles = ["text.txt"]\nlines = 1\n[[prompt]]\nfields = ["lines"]\ntext = "{{ lines[0] }}"\n'
@@ -174,7 +185,9 @@ def test_accuracy_at_hidden_tokens_of_a_task(bert, bert_tokenizer, gpt, gpt2_tok
         evaluate(CausalScorer(gpt, gpt2_tokenizer), [task], Settings(data_dir=tmp_path))
 
 
-def test_wrong_tokenizer_and_generation_are_refused(bert, gpt2_tokenizer, bert_tokenizer, tmp_path, monkeypatch) -> None:
+def test_wrong_tokenizer_and_generation_are_refused(
+    bert, gpt2_tokenizer, bert_tokenizer, tmp_path, monkeypatch
+) -> None:
     """Also before the other tasks of the same command are scored, and a window without room."""
     with pytest.raises(WrongUse, match="does not belong to a BERT"):
         MaskedScorer(bert, gpt2_tokenizer)
@@ -182,7 +195,9 @@ def test_wrong_tokenizer_and_generation_are_refused(bert, gpt2_tokenizer, bert_t
         next(MaskedScorer(bert, bert_tokenizer).generate(["x"], [], 3))
     file = tmp_path / "triviaqa" / "triviaqa_sm_sub.jsonl"
     file.parent.mkdir()
-    file.write_text(json.dumps({"context": "Question: Who?\nAnswer:", "answer": "Ann", "aliases": ["Ann"]}) + "\n")
+    file.write_text(
+        json.dumps({"context": "Question: Who?\nAnswer:", "answer": "Ann", "aliases": ["Ann"]}) + "\n"
+    )
     scorer = MaskedScorer(bert, bert_tokenizer)
     monkeypatch.setattr(scorer, "score", lambda questions: pytest.fail("scored before the refusal"))
     with pytest.raises(WrongUse, match="cannot write"):

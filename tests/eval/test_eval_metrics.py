@@ -9,12 +9,16 @@ from throughline.eval.metrics import METRICS, aggregate, bootstrap_error, choice
 
 def test_choices_are_compared_by_sums_characters_and_bytes() -> None:
     """Three choices, each of which wins by one measure: of few tokens, of many letters, of many bytes."""
-    item = Item("x", (("Q", " ab"), ("Q", " abcdefghij"), ("Q", " " + "ü" * 8)), ("ab", "abcdefghij", "ü" * 8), gold=0)
+    item = Item(
+        "x", (("Q", " ab"), ("Q", " abcdefghij"), ("Q", " " + "ü" * 8)), ("ab", "abcdefghij", "ü" * 8), gold=0
+    )
     scores = [Score(value, 0, 1) for value in (-4.0, -5.0, -6.0)]
     wins = {"acc": 0, "acc_norm": 1, "acc_bytes": 2}
     for gold in range(3):
         found = choice_outcome(Item(item.where, item.pairs, item.choices, gold), scores)
-        assert {name: found[name] for name in wins} == {name: [float(gold == winner)] for name, winner in wins.items()}
+        assert {name: found[name] for name in wins} == {
+            name: [float(gold == winner)] for name, winner in wins.items()
+        }
     assert choice_outcome(item, [Score(-1.0, 0, 1)] * 3)["acc"] == [1.0], "of equal choices the first"
     assert random_baseline("acc", [item, Item("y", (), ("a", "b"))]) == pytest.approx((1 / 3 + 1 / 2) / 2)
     assert random_baseline("f1", [item]) is None
@@ -28,7 +32,9 @@ def test_f1_is_that_of_scikit_learn() -> None:
         rows = np.stack([gold, predicted], axis=1).tolist()
         if labels == 2:
             assert aggregate("f1", rows)[0] == pytest.approx(metrics.f1_score(gold, predicted))
-        each = [metrics.f1_score(gold == label, predicted == label, zero_division=0) for label in range(labels)]
+        each = [
+            metrics.f1_score(gold == label, predicted == label, zero_division=0) for label in range(labels)
+        ]
         assert aggregate("f1_macro", [[*row, labels] for row in rows])[0] == pytest.approx(np.mean(each))
 
 

@@ -43,12 +43,16 @@ def test_a_stream_is_cut_as_megatron_cuts_it(tokens: int, stride: int) -> None:
     found = []
     for question in stream(tuple(ids), 64, stride):
         ((context, targets),) = question.pairs
-        found += [((context + targets)[: len(context) + place], target) for place, target in enumerate(targets)]
+        found += [
+            ((context + targets)[: len(context) + place], target) for place, target in enumerate(targets)
+        ]
     assert found == list(megatron(ids, 64, stride or 64))
     assert [target for _, target in found] == ids[1:]
 
 
-def test_wikitext_by_megatron_is_normalised_by_original_words(small_gpt, gpt2_tokenizer, tmp_path: Path) -> None:
+def test_wikitext_by_megatron_is_normalised_by_original_words(
+    small_gpt, gpt2_tokenizer, tmp_path: Path
+) -> None:
     """exp of the sum over the original's words less one; the report's line says per what, and the stride."""
     (tmp_path / "wikitext-2").mkdir()
     (tmp_path / "wikitext-2" / "wiki.test.tokens").write_text(TEXT)
@@ -62,7 +66,9 @@ def test_wikitext_by_megatron_is_normalised_by_original_words(small_gpt, gpt2_to
         with torch.no_grad():
             total += float(torch.log_softmax(small_gpt(torch.tensor([read]))[0, -1].float(), -1)[target])
     metrics = scores.summary["metrics"]
-    assert metrics["adjusted_perplexity"]["value"] == pytest.approx(math.exp(-total / (len(TEXT.strip().split(" ")) - 1)), rel=1e-4)
+    assert metrics["adjusted_perplexity"]["value"] == pytest.approx(
+        math.exp(-total / (len(TEXT.strip().split(" ")) - 1)), rel=1e-4
+    )
     assert metrics["token_perplexity"]["value"] == pytest.approx(math.exp(-total / (len(ids) - 1)), rel=1e-4)
     results = {"tasks": [scores.summary], "groups": []}
     assert rows_of(results)[0][:3] == ("wikitext_megatron_2", "adjusted_perplexity", "word, stride 32")
@@ -76,8 +82,12 @@ def test_lambada_by_megatron(small_gpt, gpt2_tokenizer) -> None:
     lax, strict, harness = find_tasks(["lambada_megatron", "lambada_megatron_strict", "lambada_openai"])
     (item,) = lax.items([Record("x:1", {"text": text})])
     assert item.text == text
-    assert strict.items([Record("x:1", {"text": text})])[0].pairs == (("He spoke of the", " antidisestablishmentarians"),)
-    assert harness.items([Record("x:1", {"text": text})])[0].pairs == (("He spoke of the \n", " antidisestablishmentarians"),)
+    assert strict.items([Record("x:1", {"text": text})])[0].pairs == (
+        ("He spoke of the", " antidisestablishmentarians"),
+    )
+    assert harness.items([Record("x:1", {"text": text})])[0].pairs == (
+        ("He spoke of the \n", " antidisestablishmentarians"),
+    )
     scorer = CausalScorer(small_gpt, gpt2_tokenizer, keep_tokens=True)
     (scores,) = evaluate(scorer, [lax], Settings(limit=3))
     for record, sample in zip(lax.records(None, 3), scores.samples, strict=True):
@@ -130,18 +140,28 @@ def ranked_words(scorer: MaskedScorer, model, tokenizer) -> tuple[list[str], lis
         logits = model(torch.tensor([row]))[0, row.index(tokenizer.mask_id)]
     names = {number: word for word, number in tokenizer.vocab.items()}
     whole = [names[i] for i in logits.argsort(descending=True).tolist()]
-    return whole, [place for place, word in enumerate(whole) if word.isalpha() and tokenizer.encode(word).size == 1]
+    return whole, [
+        place for place, word in enumerate(whole) if word.isalpha() and tokenizer.encode(word).size == 1
+    ]
 
 
 def test_cloze_counts_the_first_and_the_first_ten(bert, bert_tokenizer, tmp_path: Path) -> None:
     """P@1 and P@10 of the words that the model has first, last of the first ten, and next after them."""
     scorer = MaskedScorer(bert, bert_tokenizer)
     whole, ranked = ranked_words(scorer, bert, bert_tokenizer)
-    chosen = [ranked[0], [place for place in ranked if place < 10][-1], next(place for place in ranked if place >= 10)]
+    chosen = [
+        ranked[0],
+        [place for place in ranked if place < 10][-1],
+        next(place for place in ranked if place >= 10),
+    ]
     tasks = cloze_task(tmp_path, *({"a": whole[place], "c": PROMPT} for place in chosen), answers="[a]")
     (scores,) = evaluate(scorer, tasks, Settings(tmp_path))
-    assert [sample["metrics"]["p_at_1"] for sample in scores.samples] == [[float(place < 1)] for place in chosen]
-    assert [sample["metrics"]["p_at_10"] for sample in scores.samples] == [[float(place < 10)] for place in chosen]
+    assert [sample["metrics"]["p_at_1"] for sample in scores.samples] == [
+        [float(place < 1)] for place in chosen
+    ]
+    assert [sample["metrics"]["p_at_10"] for sample in scores.samples] == [
+        [float(place < 10)] for place in chosen
+    ]
     assert {place < 10 for place in chosen} == {True, False}
 
 
@@ -150,7 +170,9 @@ def test_every_accepted_answer_of_a_cloze_question_counts(bert, bert_tokenizer, 
     scorer = MaskedScorer(bert, bert_tokenizer)
     whole, ranked = ranked_words(scorer, bert, bert_tokenizer)
     best, worst = whole[ranked[0]], whole[ranked[-1]]
-    tasks = cloze_task(tmp_path, {"c": PROMPT, "a": [worst, "reinterpretations", best]}, {"c": PROMPT, "a": [worst]})
+    tasks = cloze_task(
+        tmp_path, {"c": PROMPT, "a": [worst, "reinterpretations", best]}, {"c": PROMPT, "a": [worst]}
+    )
     (scores,) = evaluate(scorer, tasks, Settings(tmp_path))
     assert [sample["metrics"]["p_at_10"] for sample in scores.samples] == [[1.0], [0.0]] and ranked[0] < 10
 

@@ -24,7 +24,7 @@ def _harness():
 
 
 NLI = {"premise": "It's raining; nobody is out.", "hypothesis": "Somebody is out."}
-PAGE = ' = Some title = \n \n A sentence , with 1 @,@ 000 words @-@ like ( things ) and " quotes " . It \'s his .\n Another \' one \' N .\n'
+PAGE = " = Some title = \n \n A sentence , with 1 @,@ 000 words @-@ like ( things ) and \" quotes \" . It 's his .\n Another ' one ' N .\n"
 RACE = [
     {"question": "What is it?", "answer": "B", "options": ["one", "two", "three", "four"]},
     {"question": "They went to  _  .", "answer": "C", "options": ["bed", "town", "sea", "work"]},

@@ -31,7 +31,9 @@ def wanted(scorer) -> list:
     return evaluate(scorer, find_tasks(TASKS), Settings(limit=LIMIT))
 
 
-def test_a_killed_evaluation_goes_on_where_it_was(scorer, wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_evaluation_goes_on_where_it_was(
+    scorer, wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed after any number of batches, the last line cut: the same scores, and no question is asked twice."""
     real, asked = scorer.score, []
 
@@ -87,7 +89,10 @@ def test_examples_depend_on_the_record_alone(scorer) -> None:
     more = Settings(limit=6, shots=2, seed=1)
     first = evaluate(scorer, find_tasks(["blimp_wh_island"]), few)[0].samples
     assert evaluate(scorer, find_tasks(["blimp_wh_island"]), more)[0].samples[:3] == first
-    assert evaluate(scorer, find_tasks(["blimp_wh_island"]), Settings(limit=3, shots=2, seed=2))[0].samples != first
+    assert (
+        evaluate(scorer, find_tasks(["blimp_wh_island"]), Settings(limit=3, shots=2, seed=2))[0].samples
+        != first
+    )
 
 
 def test_a_group_is_the_mean_of_its_members(wanted) -> None:
@@ -121,7 +126,9 @@ def test_records_that_are_too_long_are_cut_refused_or_left_out(small_gpt, gpt2_t
         evaluate(narrow, tasks, Settings(limit=LIMIT, overlong="error"))
     assert caught.value.where.startswith(cut.samples[min(long)]["where"])
     with pytest.raises(Failed, match="no record of task"):
-        evaluate(CausalScorer(small_gpt, gpt2_tokenizer, window=4), tasks, Settings(limit=LIMIT, overlong="skip"))
+        evaluate(
+            CausalScorer(small_gpt, gpt2_tokenizer, window=4), tasks, Settings(limit=LIMIT, overlong="skip")
+        )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +139,10 @@ def test_records_that_are_too_long_are_cut_refused_or_left_out(small_gpt, gpt2_t
         ('{"query": "Q", "choices": ["a", " "], "gold": 0}', r"choices\[1\]"),
         ('{"query": "Q", "choices": [], "gold": 0}', "choices"),
         ('{"query": "Q", "gold": 0}', "lacks the field"),
-        ('{"query": "Q", "choices": ["a", "' + "word " * 300 + '"], "gold": 0}', r"choices\[1\] is longer than the model's window"),
+        (
+            '{"query": "Q", "choices": ["a", "' + "word " * 300 + '"], "gold": 0}',
+            r"choices\[1\] is longer than the model's window",
+        ),
         ('{"query": "Q \\ud800", "choices": ["a", "b"], "gold": 0}', "the context of a question"),
         ('{"query": "Q", "choices": ["a", "b \\udfff"], "gold": 0}', "the choices of a question"),
         ('{"query": NaN, "choices": ["a", "b"], "gold": 0}', "a field is null"),
@@ -175,7 +185,9 @@ def test_a_record_is_no_example_of_itself(tmp_path: Path) -> None:
         'fewshot_files = ["o*.jsonl"]\n'
         '[[prompt]]\nfields = ["q"]\ncontext = "{{ q }}"\nchoices = ["no", "yes"]\ngold = "1"\n'
     )
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"q": f"Q{number}"}) + "\n" for number in range(4)))
+    (tmp_path / "own.jsonl").write_text(
+        "".join(json.dumps({"q": f"Q{number}"}) + "\n" for number in range(4))
+    )
     (task,) = find_tasks([str(tmp_path / "own.toml")])
     items = task.items(task.records(tmp_path, None))
     pool = task.items(task.records(tmp_path, None, fewshot=True))
@@ -190,8 +202,13 @@ def test_why_examples_come_from_the_evaluated_records_is_said(
     scorer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A pattern that is none is not taken for a file that is not there."""
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"q": f"Q{number}"}) + "\n" for number in range(3)))
-    for name, pattern, why in (("one", "/train.jsonl", "Non-relative patterns"), ("two", "train.jsonl", "none of these is there")):
+    (tmp_path / "own.jsonl").write_text(
+        "".join(json.dumps({"q": f"Q{number}"}) + "\n" for number in range(3))
+    )
+    for name, pattern, why in (
+        ("one", "/train.jsonl", "Non-relative patterns"),
+        ("two", "train.jsonl", "none of these is there"),
+    ):
         (tmp_path / f"{name}.toml").write_text(
             f'about = "own"\nkind = "multiple_choice"\nmetrics = ["acc"]\n[source]\nfiles = ["own.jsonl"]\n'
             f'fewshot_files = ["{pattern}"]\n'
@@ -216,8 +233,14 @@ def test_nothing_is_fetched_for_a_group_that_is_partly_at_hand(monkeypatch: pyte
     found = present(find_tasks(["blimp"]), Settings(limit=1))
     assert len(found) == 16
     monkeypatch.setattr("throughline.eval.task.hub_records", lambda *_: _no_network())
-    for names in (["anli"], ["blimp", "blimp_wh_vs_that_no_gap"], ["blimp_wh_island", "blimp_wh_vs_that_no_gap"]):
-        with pytest.raises(WrongUse, match="no network"):  # the last one is not shipped and was asked for by its name
+    for names in (
+        ["anli"],
+        ["blimp", "blimp_wh_vs_that_no_gap"],
+        ["blimp_wh_island", "blimp_wh_vs_that_no_gap"],
+    ):
+        with pytest.raises(
+            WrongUse, match="no network"
+        ):  # the last one is not shipped and was asked for by its name
             present(find_tasks(names), Settings(limit=1))
 
 
@@ -244,9 +267,15 @@ def test_paired_tests() -> None:
     assert mcnemar(7, 2) == pytest.approx(2 * (1 + 9 + 36) / 2**9)
     generator = np.random.default_rng(0)
     base = generator.normal(-3, 1, (200, 1))
-    assert paired_test("perplexity", base, base + 0.3 + generator.normal(0, 0.5, base.shape))["better"] == "second"
+    assert (
+        paired_test("perplexity", base, base + 0.3 + generator.normal(0, 0.5, base.shape))["better"]
+        == "second"
+    )
     assert paired_test("perplexity", base, base + generator.normal(0, 0.5, base.shape))["better"] == "-"
-    for metric, one, other in (("adjusted_perplexity", [[-900.0, 100.0]], [[-400.0, 100.0]]), ("acc", [[0.0]], [[1.0]])):
+    for metric, one, other in (
+        ("adjusted_perplexity", [[-900.0, 100.0]], [[-400.0, 100.0]]),
+        ("acc", [[0.0]], [[1.0]]),
+    ):
         alone = paired_test(metric, one, other)
         assert (alone["p"], alone["better"]) == (None, "-"), "one record is no sign of equality"
         assert paired_test(metric, one, one)["p"] == 1.0

@@ -26,7 +26,9 @@ def test_scores_artifact_reports_and_comparison(gpt_directory: Path, tmp_path: P
     page = (tmp_path / "one" / "scores" / "report.html").read_text()
     assert "lambada_openai" in page and "http" not in page.replace("http://www.w3.org", "")
     assert (tmp_path / "one" / "scores" / "report.md").read_text().count("| lambada_openai |") == 2
-    samples = [json.loads(line) for line in (tmp_path / "one" / "scores" / "samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (tmp_path / "one" / "scores" / "samples.jsonl").read_text().splitlines()
+    ]
     assert [sample["record"] for sample in samples] == [*range(8), *range(8)]
     rows = compare_scores(tmp_path / "one" / "scores", tmp_path / "one" / "scores")[0]["rows"]
     assert {row["p"] for row in rows} == {1.0} and {row["better"] for row in rows} == {"-"}
@@ -69,7 +71,9 @@ def test_the_gate_opens_after_an_evaluation_without_it(small_directory: Path, tm
     assert payload["against"]["largest_difference"] == {"blimp_wh_island": 0.0}
     assert payload["tasks"] == alone["tasks"] == payload["against"]["scores"]
     title = f"Against {small_directory}: no token's log-probability is more than 0.001 nats apart"
-    assert title in lines and all(title in (tmp_path / "out" / "scores" / f"report.{kind}").read_text() for kind in ("md",))
+    assert title in lines and all(
+        title in (tmp_path / "out" / "scores" / f"report.{kind}").read_text() for kind in ("md",)
+    )
     assert "more than 0.001 nats apart" in (tmp_path / "out" / "scores" / "report.html").read_text()
 
 
@@ -81,7 +85,9 @@ def test_the_gate_opens_after_an_evaluation_without_it(small_directory: Path, tm
         ({"against": "other"}, "cannot be compared"),
     ],
 )
-def test_a_gate_that_would_compare_nothing_is_refused(small_directory: Path, tmp_path: Path, changed: dict, complaint: str) -> None:
+def test_a_gate_that_would_compare_nothing_is_refused(
+    small_directory: Path, tmp_path: Path, changed: dict, complaint: str
+) -> None:
     """Without answers that have probabilities, or of a model with other tokens: said before anything is scored or made."""
     import shutil
 
@@ -98,7 +104,9 @@ def test_a_gate_that_would_compare_nothing_is_refused(small_directory: Path, tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_path_of_any_form_has_scores_beside_it(small_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_of_any_form_has_scores_beside_it(
+    small_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The directory one stands in, one with blanks and no ASCII, a link; and a wrong path leaves nothing behind."""
     import shutil
 
@@ -118,7 +126,9 @@ def test_a_path_of_any_form_has_scores_beside_it(small_directory: Path, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "mein Modell é"]
 
 
-def test_scores_of_a_checkpoint_lie_beside_its_run(small_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_a_checkpoint_lie_beside_its_run(
+    small_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that still goes on hashes, when it ends, all that lies in its directory: later scores would damage it."""
     import shutil
 
@@ -129,10 +139,14 @@ def test_scores_of_a_checkpoint_lie_beside_its_run(small_directory: Path, tmp_pa
         _, lines = evaluate_one(Request(path, "blimp_wh_island", limit=2))
         verify_artifact(tmp_path / "run.scores" / "step-00000010")
         assert [path.name for path in checkpoints.iterdir()] == ["step-00000010"]
-        assert Path(lines[-1].removeprefix("scores in ")).resolve() == tmp_path / "run.scores" / "step-00000010"
+        assert (
+            Path(lines[-1].removeprefix("scores in ")).resolve() == tmp_path / "run.scores" / "step-00000010"
+        )
 
 
-def test_scores_take_no_other_artifact_s_place(small_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_take_no_other_artifact_s_place(
+    small_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """--out RUN/checkpoints would put a report in the place of every checkpoint, --out runs one of a run that is called scores."""
     import shutil
 
@@ -145,7 +159,11 @@ def test_scores_take_no_other_artifact_s_place(small_directory: Path, tmp_path: 
     asked = {"tasks": "blimp_wh_island", "limit": 2}
     for found, request, complaint in (
         (evaluate_one, Request(run, **asked, out=run.parent), "place of the scores is taken"),
-        (evaluate_checkpoints, Request(tmp_path / "one", **asked, out=steps[1].parent), "place of the scores is taken"),
+        (
+            evaluate_checkpoints,
+            Request(tmp_path / "one", **asked, out=steps[1].parent),
+            "place of the scores is taken",
+        ),
         (evaluate_checkpoints, Request(tmp_path / "one", **asked, out=steps[0].parent), "cannot lie inside"),
         (evaluate_one, Request(steps[0], **asked, out=tmp_path / "one" / "eval"), "cannot lie inside"),
         (evaluate_one, Request(small_directory, **asked, out=small_directory / "eval"), "cannot lie inside"),
@@ -157,7 +175,9 @@ def test_scores_take_no_other_artifact_s_place(small_directory: Path, tmp_path: 
         verify_artifact(path)
     (tmp_path / "mine" / "scores").mkdir(parents=True)
     (tmp_path / "mine" / "scores" / "notes").write_text("")
-    monkeypatch.setattr("throughline.eval.session.evaluate", lambda *_: pytest.fail("scored before the refusal"))
+    monkeypatch.setattr(
+        "throughline.eval.session.evaluate", lambda *_: pytest.fail("scored before the refusal")
+    )
     with pytest.raises(WrongUse, match="no artifact"):
         evaluate_one(Request(small_directory, **asked, out=tmp_path / "mine"))
 
@@ -169,12 +189,16 @@ def test_scores_of_other_records_are_not_compared(small_directory: Path, tmp_pat
         file.parent.mkdir(parents=True)
         rows = [{"goal": text, "sol1": "Run.", "sol2": "Sit.", "label": 0} for text in (goal, "Rest")]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        evaluate_one(Request(small_directory, "piqa", data_dir=tmp_path / name, out=tmp_path / f"{name}.scores"))
+        evaluate_one(
+            Request(small_directory, "piqa", data_dir=tmp_path / name, out=tmp_path / f"{name}.scores")
+        )
     with pytest.raises(WrongUse, match="not asked in the same way"):
         compare_scores(tmp_path / "one.scores" / "scores", tmp_path / "two.scores" / "scores")
 
 
-def test_every_checkpoint_of_a_run_makes_a_curve(gpt_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_checkpoint_of_a_run_makes_a_curve(
+    gpt_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two checkpoints (of one model here): a scores artifact each, the last page with the curve over both."""
     import shutil
 
@@ -194,7 +218,9 @@ def test_the_command_lists_tasks_and_refuses_clearly(gpt_directory: Path, tmp_pa
     from throughline.cli.main import main
 
     listed = json.loads(CliRunner().invoke(main, ["eval", "--list", "--json"]).stdout)["tasks"]
-    assert {"hellaswag", "race", "anli", "triviaqa", "wikitext_megatron", "lambada_megatron_strict"} <= set(listed)
+    assert {"hellaswag", "race", "anli", "triviaqa", "wikitext_megatron", "lambada_megatron_strict"} <= set(
+        listed
+    )
     assert len(listed["blimp"]["files"]) == 67
     for arguments, complaint in (
         ([str(gpt_directory)], "nothing to evaluate"),
@@ -203,16 +229,23 @@ def test_the_command_lists_tasks_and_refuses_clearly(gpt_directory: Path, tmp_pa
         ([str(gpt_directory), "--tasks", "piqa", "--all-checkpoints"], "no checkpoints"),
         ([str(gpt_directory), "--tasks", "blimp", "--device", "gpu"], "no device is called 'gpu'"),
         ([str(gpt_directory), "--tasks", "PIQA"], "did you mean piqa?"),
-        ([str(gpt_directory), "--tasks", "blimp", "--against", str(gpt_directory), "--bound", "-1"], "--bound"),
+        (
+            [str(gpt_directory), "--tasks", "blimp", "--against", str(gpt_directory), "--bound", "-1"],
+            "--bound",
+        ),
     ):
         done = CliRunner().invoke(main, ["eval", *arguments, "--out", str(tmp_path / "out")])
         assert done.exit_code == 2 and complaint in done.stderr
     (tmp_path / "data" / "piqa").mkdir(parents=True)
-    (tmp_path / "data" / "piqa" / "piqa.jsonl").write_text('{"query": "Q", "choices": ["a", "b"], "gold": 2}\n')
+    (tmp_path / "data" / "piqa" / "piqa.jsonl").write_text(
+        '{"query": "Q", "choices": ["a", "b"], "gold": 2}\n'
+    )
     twice = ["--tasks", "PIQA", "--tasks", "piqa"]
     done = CliRunner().invoke(main, ["eval", str(gpt_directory), *twice, "--out", str(tmp_path / "out")])
     assert done.exit_code == 2 and "'PIQA'" in done.stderr, "no mention of --tasks takes the place of another"
-    done = CliRunner().invoke(main, ["eval", str(gpt_directory), "--tasks", "piqa", "--data-dir", str(tmp_path / "data"), "--json"])
+    done = CliRunner().invoke(
+        main, ["eval", str(gpt_directory), "--tasks", "piqa", "--data-dir", str(tmp_path / "data"), "--json"]
+    )
     assert done.exit_code == 1 and "piqa.jsonl:1" in json.loads(done.stdout)["where"]
 
 
@@ -239,26 +272,46 @@ def test_scores_without_the_records_found_in_training_data(
     """Three of eight records stand inside longer texts of the store: found, and the clean scores are the other five's."""
     lines = (samples / "lambada" / "lambada_test.jsonl").read_text().splitlines()[:8]
     records = [json.loads(line)["text"].replace("\n", " ") for line in lines]
-    (tmp_path / "text.txt").write_text("".join(f"It was said: {records[place]} So it goes.\n" for place in (0, 3, 6)))
+    (tmp_path / "text.txt").write_text(
+        "".join(f"It was said: {records[place]} So it goes.\n" for place in (0, 3, 6))
+    )
     gpt2_tokenizer.save(tmp_path / "tokenizer")
-    tokenize([str(tmp_path / "text.txt")], tmp_path / "tokenizer", tmp_path / "tokens", options=ReadOptions(documents="line"))
-    request = Request(gpt_directory, "lambada_openai", limit=8, contamination=str(tmp_path / "tokens"), out=tmp_path / "out")
+    tokenize(
+        [str(tmp_path / "text.txt")],
+        tmp_path / "tokenizer",
+        tmp_path / "tokens",
+        options=ReadOptions(documents="line"),
+    )
+    request = Request(
+        gpt_directory, "lambada_openai", limit=8, contamination=str(tmp_path / "tokens"), out=tmp_path / "out"
+    )
     payload, lines = evaluate_one(request)
     found = payload["contamination"]["lambada_openai"]
     assert (found["checked"], found["hits"], found["too_short"]) == (8, 3, 0)
-    samples_ = [json.loads(line) for line in (tmp_path / "out" / "scores" / "samples.jsonl").read_text().splitlines()]
-    others = [sample["metrics"]["perplexity"] for place, sample in enumerate(samples_) if place not in (0, 3, 6)]
+    samples_ = [
+        json.loads(line) for line in (tmp_path / "out" / "scores" / "samples.jsonl").read_text().splitlines()
+    ]
+    others = [
+        sample["metrics"]["perplexity"] for place, sample in enumerate(samples_) if place not in (0, 3, 6)
+    ]
     assert found["clean"]["perplexity"] == pytest.approx(math.exp(-sum(value for (value,) in others) / 5))
     assert found["all"]["perplexity"] != found["clean"]["perplexity"]
     assert any(line.split()[-3:] == ["3", "8", "0"] for line in lines)
-    assert all("without hits" in (tmp_path / "out" / "scores" / f"report.{kind}").read_text() for kind in ("md", "html"))
+    assert all(
+        "without hits" in (tmp_path / "out" / "scores" / f"report.{kind}").read_text()
+        for kind in ("md", "html")
+    )
     with pytest.raises(WrongUse, match="no token store"):  # before anything is scored
-        evaluate_one(Request(gpt_directory, "lambada_openai", contamination=str(tmp_path), out=tmp_path / "no"))
+        evaluate_one(
+            Request(gpt_directory, "lambada_openai", contamination=str(tmp_path), out=tmp_path / "no")
+        )
     assert not (tmp_path / "no" / "answers").exists()
 
 
 @pytest.mark.slow
-def test_killed_at_any_point_the_command_goes_on_to_the_same_report(gpt_directory: Path, tmp_path: Path) -> None:
+def test_killed_at_any_point_the_command_goes_on_to_the_same_report(
+    gpt_directory: Path, tmp_path: Path
+) -> None:
     """SIGKILL once so and so many answers are on disk, several times over; then the results of an undisturbed run."""
     tasks = ["--tasks", "lambada_openai,blimp_wh_island", "--limit", "60", "--batch-tokens", "1"]
     command = [sys.executable, "-m", "throughline.cli.main", "eval", str(gpt_directory), *tasks]
@@ -275,7 +328,9 @@ def test_killed_at_any_point_the_command_goes_on_to_the_same_report(gpt_director
     assert killed
     subprocess.run([*command, "--out", str(tmp_path / "killed")], check=True, env=environment)
     for name in ("results.json", "samples.jsonl", "report.md", "report.html"):
-        assert (tmp_path / "killed" / "scores" / name).read_text() == (tmp_path / "whole" / "scores" / name).read_text()
+        assert (tmp_path / "killed" / "scores" / name).read_text() == (
+            tmp_path / "whole" / "scores" / name
+        ).read_text()
 
 
 @pytest.mark.slow
@@ -288,7 +343,11 @@ def test_three_processes_write_the_report_of_one(gpt_directory: Path, tmp_path: 
     launched = [*program, "launch", "--nproc", "3", "--", *command, "--out", str(tmp_path / "three")]
     subprocess.run(launched, check=True, env=environment, timeout=300)
     for name in ("results.json", "samples.jsonl"):
-        assert (tmp_path / "one" / "scores" / name).read_text() == (tmp_path / "three" / "scores" / name).read_text()
+        assert (tmp_path / "one" / "scores" / name).read_text() == (
+            tmp_path / "three" / "scores" / name
+        ).read_text()
     wrong = [*program, "launch", "--nproc", "2", "--", "eval", str(tmp_path / "nothere"), *tasks]
     done = subprocess.run(wrong, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and done.stderr.count("no such model") == 1, "what all processes meet is said once"
+    assert done.returncode == 2 and done.stderr.count("no such model") == 1, (
+        "what all processes meet is said once"
+    )

@@ -16,7 +16,11 @@ from throughline.core.errors import Failed, ThroughlineError, WrongUse
 from throughline.eval.sources import Record, find_files, read_records
 from throughline.eval.task import find_tasks, shipped_tasks
 
-ROWS = [{"text": "one, \"two\"", "label": "0"}, {"text": "Zürich — 東京", "label": "1"}, {"text": "last", "label": "0"}]
+ROWS = [
+    {"text": 'one, "two"', "label": "0"},
+    {"text": "Zürich — 東京", "label": "1"},
+    {"text": "last", "label": "0"},
+]
 
 
 def _zstd(data: bytes) -> bytes:
@@ -94,7 +98,11 @@ def test_a_compressed_file_that_is_cut_or_damaged_is_refused(tmp_path: Path, suf
 
 
 def test_a_table_that_is_no_table_is_refused(tmp_path: Path) -> None:
-    for text, place in (("a,b\n1,2\n3\n", ":3"), ("a\n" + "x" * 200_000 + "\n", ""), ("a,b,a\n1,2,3\n", ":1")):
+    for text, place in (
+        ("a,b\n1,2\n3\n", ":3"),
+        ("a\n" + "x" * 200_000 + "\n", ""),
+        ("a,b,a\n1,2,3\n", ":1"),
+    ):
         (tmp_path / "rows.csv").write_text(text)
         with pytest.raises(Failed) as caught:
             read_records([tmp_path / "rows.csv"])
@@ -121,7 +129,12 @@ def test_local_files_ask_what_the_harness_is_asked(shared: Path) -> None:
         ours = task.items(task.records(shared / "data", 100))
         theirs = task.items([Record("hub", row) for row in hub_rows])
         for one, other in zip(ours, theirs, strict=True):
-            assert (one.pairs, one.choices, one.gold, one.text) == (other.pairs, other.choices, other.gold, other.text), one.where
+            assert (one.pairs, one.choices, one.gold, one.text) == (
+                other.pairs,
+                other.choices,
+                other.gold,
+                other.text,
+            ), one.where
     for name in ("wsc273", "triviaqa"):
         (task,) = find_tasks([name])
         assert len(task.items(task.records(shared / "data", None))) > 200
@@ -277,7 +290,10 @@ def test_a_data_set_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         '[[prompt]]\nfields = ["q", "label"]\ncontext = "{{ q }}"\nchoices = ["no", "yes"]\ngold = "label"\n'
     )
     (task,) = find_tasks([str(tmp_path / "own.toml")])
-    assert [(item.context, item.gold) for item in task.items(task.records(None, None))] == [("Q1", 1), ("Q2", 0)]
+    assert [(item.context, item.gold) for item in task.items(task.records(None, None))] == [
+        ("Q1", 1),
+        ("Q2", 0),
+    ]
     assert len(task.records(None, 1)) == 1
     with pytest.raises(WrongUse, match="no data for task own"):
         task.records(tmp_path, None)

@@ -48,7 +48,10 @@ def test_ragged_batches_and_greedy_tokens_equal_the_cpu() -> None:
         logits.append(backend.forward(ids[:, :10], past, ask, cache, first_row=1))
     assert np.abs(logits[0] - logits[1]).max() <= BOUND * np.abs(logits[0]).max()
     requests = [Request(rng.integers(0, 512, length), 64) for length in (1, 20, 64)]
-    answers = [[p.token.id for _, p in generate(backend, lambda ids: "", requests) if p.token] for backend in (cpu, cuda)]
+    answers = [
+        [p.token.id for _, p in generate(backend, lambda ids: "", requests) if p.token]
+        for backend in (cpu, cuda)
+    ]
     assert answers[0] == answers[1] and len(answers[0]) == 3 * 64
 
 
@@ -59,5 +62,7 @@ def test_encoder_outputs_equal_the_cpu() -> None:
     mask, ask = np.arange(50) < np.array([[50], [31], [2], [1]]), rng.integers(0, 2, (4, 3))
     expected, found = (backend.forward(ids, types, mask, ask) for backend in (cpu, cuda))
     for name, value in expected.items():
-        error = np.abs(value - found[name])[mask] if name == "last_hidden_state" else np.abs(value - found[name])
+        error = (
+            np.abs(value - found[name])[mask] if name == "last_hidden_state" else np.abs(value - found[name])
+        )
         assert error.max() <= BOUND * max(1.0, np.abs(value).max()), name

@@ -56,7 +56,9 @@ def test_equals_the_plain_optimizer(micro_batches: int) -> None:
     for step in range(10):
         losses = []
         for model in models:
-            parts = [loss_of(model, batch(100 * step + micro)) / micro_batches for micro in range(micro_batches)]
+            parts = [
+                loss_of(model, batch(100 * step + micro)) / micro_batches for micro in range(micro_batches)
+            ]
             for part in parts:
                 part.backward()
             losses.append(sum(float(part) for part in parts))
@@ -101,7 +103,9 @@ def fitting_preset() -> tuple[str, GPTConfig]:
     free = int(facts["MemAvailable"].split()[0]) * 1024
     for name in ("gpt3-6.7b", "gpt3-2.7b", "gpt3-1.3b"):
         config = preset(name)
-        terms = memory_terms(config.parameter_count(), config.vocab_size * config.width + config.block_parameters())
+        terms = memory_terms(
+            config.parameter_count(), config.vocab_size * config.width + config.block_parameters()
+        )
         if sum(terms["host"].values()) * 1.15 < free:
             return name, config
     pytest.skip(f"{free / 2**30:.0f} GiB of host memory are too little for any of the models")
@@ -121,7 +125,9 @@ def test_trains_under_a_cap_of_device_memory() -> None:
             model = GPT(config)
         model = model.to(torch.bfloat16).to_empty(device="cuda")
         with torch.no_grad():
-            for parameter in model.parameters():  # drawn on the card: initial values on the host take minutes at this size
+            for parameter in (
+                model.parameters()
+            ):  # drawn on the card: initial values on the host take minutes at this size
                 parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         predicted = memory_terms(config.parameter_count(), 0)["device"]["weights"]
         assert torch.cuda.memory_allocated() == pytest.approx(predicted, rel=0.01)
@@ -140,7 +146,9 @@ def test_trains_under_a_cap_of_device_memory() -> None:
         tokens, per_token = 2048, 8 * config.width + 2 * config.feed_forward_size
         activations = 2 * tokens * config.layers * per_token + 12 * tokens * config.vocab_size
         largest = 2 * config.vocab_size * config.width
-        print(f"{name}: peak {peak / 2**30:.2f} GiB, predicted {(predicted + activations) / 2**30:.2f} GiB and gradients in flight")
+        print(
+            f"{name}: peak {peak / 2**30:.2f} GiB, predicted {(predicted + activations) / 2**30:.2f} GiB and gradients in flight"
+        )
         assert peak < CAP_BYTES
         assert peak < predicted + 1.25 * activations + IN_FLIGHT_BYTES + 2 * largest
         assert losses[-1] < losses[0]

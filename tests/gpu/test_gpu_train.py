@@ -32,8 +32,12 @@ def make_trainer(family: str, device: str, precision: str = "fp32", dropout: flo
     config = (GPTConfig if family == "gpt" else BERTConfig)(**SHAPE, dropout=dropout)
     torch.manual_seed(1)
     model = build(config, 1, device).train()
-    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "base_lr": 1e-3}], lr=1e-3, fused=True)
-    return Trainer(model, optimizer, LOSSES[family], LossScaler.of(precision), precision, torch.device(device), 1.0)
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.parameters()), "base_lr": 1e-3}], lr=1e-3, fused=True
+    )
+    return Trainer(
+        model, optimizer, LOSSES[family], LossScaler.of(precision), precision, torch.device(device), 1.0
+    )
 
 
 def batch_of(family: str, device: str, seed: int = 0) -> StepBatch:
@@ -55,7 +59,9 @@ def test_a_step_equals_the_cpu(family: str, precision: str) -> None:
         pytest.skip("this card has no bf16")
     expected = train_step(make_trainer(family, "cpu"), batch_of(family, "cpu"), 1.0)
     trainer = make_trainer(family, "cuda", precision)
-    while (found := train_step(trainer, batch_of(family, "cuda"), 1.0)).skipped:  # the fp16 scale finds its place
+    while (
+        found := train_step(trainer, batch_of(family, "cuda"), 1.0)
+    ).skipped:  # the fp16 scale finds its place
         assert trainer.skipped < 12
     assert found.loss == pytest.approx(expected.loss, rel=LOSS_BOUND[precision])
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=10 * LOSS_BOUND[precision])

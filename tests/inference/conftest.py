@@ -31,7 +31,10 @@ def gpt_tokenizer(vocab_size: int = 300) -> tokenizers.Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
     return tokenizer
@@ -43,7 +46,9 @@ def bert_tokenizer() -> tokenizers.Tokenizer:
     words = sorted({word for line in TEXT for word in line.replace(",", " ,").replace(".", " .").split()})
     letters = "abcdefghijklmnopqrstuvwxyz"
     vocab = dict.fromkeys([*special, *words, *letters, *(f"##{letter}" for letter in letters)])
-    tokenizer = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(vocab)}, unk_token="[UNK]"))
+    tokenizer = tokenizers.Tokenizer(
+        models.WordPiece({word: i for i, word in enumerate(vocab)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(special)
@@ -72,7 +77,9 @@ def gpt_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bert_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BERT-shaped model with random weights and both heads."""
     tokenizer = bert_tokenizer()
-    config = BERTConfig(vocab_size=tokenizer.get_vocab_size(), sequence_length=64, layers=2, width=48, heads=4)
+    config = BERTConfig(
+        vocab_size=tokenizer.get_vocab_size(), sequence_length=64, layers=2, width=48, heads=4
+    )
     return write_model(tmp_path_factory.mktemp("bert") / "bert", opinionated(build(config, 5)), tokenizer)
 
 
@@ -115,8 +122,20 @@ def start_server() -> Callable[..., AbstractContextManager[tuple[subprocess.Pope
 
     @contextmanager
     def start(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
-        words = [sys.executable, "-m", "throughline.cli.main", "serve", *arguments, "--port", "0", "--threads", "1"]
-        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        words = [
+            sys.executable,
+            "-m",
+            "throughline.cli.main",
+            "serve",
+            *arguments,
+            "--port",
+            "0",
+            "--threads",
+            "1",
+        ]
+        process = subprocess.Popen(
+            words, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
         try:
             line = process.stderr.readline()
             found = re.search(r"http://127\.0\.0\.1:\d+/", line)

@@ -18,7 +18,9 @@ from throughline.inference.source import open_model
 def test_onnx_artifact_is_complete(gpt_dir: Path, gpt_onnx: Path) -> None:
     manifest = verify_artifact(gpt_onnx)
     assert manifest.kind == "onnx" and manifest.inputs[0].kind == "foreign"
-    assert {"model.onnx", "model.json", "tokenizer.json", "parity.json"} <= {file.name for file in manifest.files}
+    assert {"model.onnx", "model.json", "tokenizer.json", "parity.json"} <= {
+        file.name for file in manifest.files
+    }
     assert manifest.facts["parity_max_abs"] < manifest.facts["parity_bound"]
     report = json.loads((gpt_onnx / "parity.json").read_text())
     assert report["passed"] and report["greedy_tokens"] == {"equal": 64, "asked": 64}
@@ -31,7 +33,9 @@ def test_onnx_artifact_is_complete(gpt_dir: Path, gpt_onnx: Path) -> None:
 
 
 @pytest.mark.parametrize("export", [export_onnx, export_huggingface])
-def test_above_the_bound_nothing_is_left(export, gpt_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_above_the_bound_nothing_is_left(
+    export, gpt_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("throughline.inference.parity.greedy_agreement", lambda *_: (0, 0))
     with pytest.raises(Refused) as caught:
         export(gpt_dir, tmp_path / "out", bound=-1.0)  # a bound that no error, not even zero, satisfies

@@ -51,7 +51,9 @@ def test_an_answer_continues_the_prompt_with_its_space(kind: str) -> None:
     if kind == "metaspace":
         words = {f"\u2581{word}" if "##" not in word else "s": i for word, i in words.items()}
         library = tokenizers.Tokenizer(models.WordLevel(words, unk_token="s"))
-        library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        library.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
     else:
         library = tokenizers.Tokenizer(models.WordPiece(words, unk_token="the"))
         library.decoder = decoders.WordPiece()
@@ -62,7 +64,12 @@ def test_an_answer_continues_the_prompt_with_its_space(kind: str) -> None:
 def test_nothing_of_a_stop_string_is_given_out(tokenizer: Tokenizer) -> None:
     text = "one two three STOP four ST five"
     ids = tokenizer.encode(text).tolist()
-    for stops, expected in ((("STOP",), "one two three "), (("five", "thr"), "one two "), (("absent",), text), (("o",), "")):
+    for stops, expected in (
+        (("STOP",), "one two three "),
+        (("five", "thr"), "one two "),
+        (("absent",), text),
+        (("o",), ""),
+    ):
         pieces = pieces_of(TextStream(tokenizer.decode, stops), ids)
         assert "".join(pieces) == expected
         for i in range(len(pieces)):  # no prefix of the answer ever had to be taken back
@@ -198,7 +205,8 @@ def test_probabilities_are_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "tokens", "message"), [([], 5, "empty"), ([1], 0, "at least 1"), ([1] * 10, 391, "longer than the model's context")]
+    ("prompt", "tokens", "message"),
+    [([], 5, "empty"), ([1], 0, "at least 1"), ([1] * 10, 391, "longer than the model's context")],
 )
 def test_requests_that_cannot_fit_are_refused(prompt: list[int], tokens: int, message: str) -> None:
     with pytest.raises(WrongUse, match=message):

@@ -100,7 +100,12 @@ def test_a_taken_port_is_one_clear_error(gpt_onnx: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         code, text = run("serve", gpt_onnx, "--port", port)
-    assert code == 2 and f"cannot listen on port {port}" in text and "address already in use" in text and "--port" in text
+    assert (
+        code == 2
+        and f"cannot listen on port {port}" in text
+        and "address already in use" in text
+        and "--port" in text
+    )
     code, text = run("serve", gpt_onnx, "--port", 0, "--host", "192.0.2.1")  # of nobody: RFC 5737
     assert code == 2 and "--host" in text and "stop what is using it" not in text
 
@@ -119,13 +124,17 @@ def test_serve_answers_and_drains_on_sigterm(gpt_onnx: Path, bert_onnx: Path, st
         answers: list[dict] = []
 
         def ask() -> None:
-            answers.append(post("v1/completions", {"prompt": "x", "max_tokens": 120, "temperature": 0, "n": 8}))
+            answers.append(
+                post("v1/completions", {"prompt": "x", "max_tokens": 120, "temperature": 0, "n": 8})
+            )
 
         threads = [threading.Thread(target=ask) for _ in range(6)]
         for thread in threads:
             thread.start()
         while sum(json.load(urllib.request.urlopen(base + "ready"))["accepted"].values()) < 6 * 8 + 1:
-            assert all(thread.is_alive() for thread in threads), "answered before the signal: make the work longer"
+            assert all(thread.is_alive() for thread in threads), (
+                "answered before the signal: make the work longer"
+            )
         process.send_signal(signal.SIGTERM)
         for thread in threads:
             thread.join(60)

@@ -20,7 +20,14 @@ from throughline.models.init import build
 NOWHERE = Input("test", "foreign", "0")
 GPT = GPTConfig(vocab_size=97, sequence_length=80, layers=2, width=32, heads=4)
 BERT = BERTConfig(vocab_size=97, sequence_length=48, layers=2, width=32, heads=4)
-LLAMA = {"positions": "rotary", "norm": "rmsnorm", "activation": "silu", "gated": True, "bias": False, "tied": False}
+LLAMA = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "activation": "silu",
+    "gated": True,
+    "bias": False,
+    "tied": False,
+}
 
 
 def exported(model, path: Path, **options) -> Loaded:
@@ -101,7 +108,9 @@ def test_bert_graph_equals_what_torch_exports(tmp_path: Path) -> None:
     (theirs,) = session.run(None, {"ids": ids, "mask": mask})
     encoder = exported(model, tmp_path).encoder
     ours = encoder.forward(ids, np.zeros_like(ids), mask, np.zeros((2, 0), np.int64))["last_hidden_state"]
-    np.testing.assert_allclose(ours[mask], theirs[mask], atol=1e-4)  # fp32 sums in another order, see parity.BOUND
+    np.testing.assert_allclose(
+        ours[mask], theirs[mask], atol=1e-4
+    )  # fp32 sums in another order, see parity.BOUND
 
 
 def test_weights_beside_the_graph_give_the_same_answers(tmp_path: Path) -> None:
@@ -122,7 +131,9 @@ def test_a_model_above_two_gibibytes(tmp_path: Path) -> None:
     assert (tmp_path / "model.onnx.data").stat().st_size > 2**31
     ids, ask = np.array([[5, 149_999, 7]]), np.array([[0, 1, 2]])
     backends = (torch_backend(model, None, NOWHERE).causal, loaded.causal)
-    ours, theirs = (backend.forward(ids, np.zeros(1, np.int64), ask, backend.new_cache(1)) for backend in backends)
+    ours, theirs = (
+        backend.forward(ids, np.zeros(1, np.int64), ask, backend.new_cache(1)) for backend in backends
+    )
     np.testing.assert_allclose(ours, theirs, atol=1e-4)  # fp32 sums of 2,048 terms, see parity.BOUND
 
 
@@ -145,7 +156,12 @@ def test_cache_is_written_in_place_and_grows(tmp_path: Path) -> None:
     backend.forward(ids, one, np.zeros((1, 1), np.int64), cache, first_row=1)
     assert {name: store.ctypes.data for name, store in cache.arrays.items()} == before
     for store in cache.arrays.values():
-        assert store[1, :, :40].any() and not store[1, :, 40:].any() and not store[0].any() and not store[2].any()
+        assert (
+            store[1, :, :40].any()
+            and not store[1, :, 40:].any()
+            and not store[0].any()
+            and not store[2].any()
+        )
     kept = {name: store[1, :, :40].copy() for name, store in cache.arrays.items()}
     backend.forward(np.arange(200)[None] % 97, one + 40, np.zeros((1, 0), np.int64), cache, first_row=1)
     assert cache.capacity == 256

@@ -120,7 +120,9 @@ def test_copy_as_curl_gives_a_command(browser, address: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_it_without_scrolling_sideways(browser, address: str, scheme: str, tmp_path: Path) -> None:
+def test_a_phone_shows_it_without_scrolling_sideways(
+    browser, address: str, scheme: str, tmp_path: Path
+) -> None:
     context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme=scheme)
     page = context.new_page()
     page.goto(address)

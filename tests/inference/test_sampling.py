@@ -52,8 +52,12 @@ def test_repetition_penalty_is_that_of_transformers(logits_BV: np.ndarray) -> No
     seen = np.zeros((6, 500), bool)
     np.put_along_axis(seen, seen_ids, True, axis=1)
     before = logits_BV.copy()
-    np.testing.assert_allclose(penalised(logits_BV, [Sampling(repetition_penalty=1.3)] * 6, list(seen)), theirs, rtol=1e-6)
-    np.testing.assert_array_equal(logits_BV, before)  # the caller's logits stay as they are: logprobs are read from them
+    np.testing.assert_allclose(
+        penalised(logits_BV, [Sampling(repetition_penalty=1.3)] * 6, list(seen)), theirs, rtol=1e-6
+    )
+    np.testing.assert_array_equal(
+        logits_BV, before
+    )  # the caller's logits stay as they are: logprobs are read from them
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -67,7 +71,14 @@ def test_draws_follow_the_distribution() -> None:
 
 
 def test_greedy_and_extreme_settings_take_the_most_probable(logits_BV: np.ndarray) -> None:
-    settings = [GREEDY, Sampling(top_k=1), Sampling(temperature=1e-9), Sampling(top_p=1e-6), Sampling(min_p=1.0), GREEDY]
+    settings = [
+        GREEDY,
+        Sampling(top_k=1),
+        Sampling(temperature=1e-9),
+        Sampling(top_p=1e-6),
+        Sampling(min_p=1.0),
+        GREEDY,
+    ]
     ids = choose(logits_BV, settings, [None] * 6, [setting.generator() for setting in settings])
     np.testing.assert_array_equal(ids, logits_BV.argmax(axis=1))
 
@@ -75,7 +86,9 @@ def test_greedy_and_extreme_settings_take_the_most_probable(logits_BV: np.ndarra
 def test_a_row_does_not_depend_on_its_neighbours(logits_BV: np.ndarray) -> None:
     settings = [Sampling(seed=i, top_p=0.9, temperature=0.5 + i) for i in range(5)] + [GREEDY]
     together = choose(logits_BV, settings, [None] * 6, [setting.generator() for setting in settings])
-    alone = [int(choose(logits_BV[i : i + 1], [s], [None], [s.generator()])[0]) for i, s in enumerate(settings)]
+    alone = [
+        int(choose(logits_BV[i : i + 1], [s], [None], [s.generator()])[0]) for i, s in enumerate(settings)
+    ]
     assert together.tolist() == alone
 
 

@@ -34,7 +34,10 @@ def ask(gpt_onnx: Path, bert_onnx: Path, gpt_dir: Path):
 
     def run(body: Callable[[httpx.AsyncClient, list[ServedModel]], Awaitable[None]], **limits: int) -> None:
         async def main() -> None:
-            async with serving(f"gpt={gpt_onnx}", f"torch={gpt_dir}", f"bert={bert_onnx}", **limits) as (client, models):
+            async with serving(f"gpt={gpt_onnx}", f"torch={gpt_dir}", f"bert={bert_onnx}", **limits) as (
+                client,
+                models,
+            ):
                 await body(client, models)
 
         asyncio.run(main())
@@ -43,7 +46,9 @@ def ask(gpt_onnx: Path, bert_onnx: Path, gpt_dir: Path):
 
 
 async def complete(client: httpx.AsyncClient, **fields) -> dict:
-    answer = await client.post("/v1/completions", json={"model": "gpt", "max_tokens": 24, "temperature": 0} | fields)
+    answer = await client.post(
+        "/v1/completions", json={"model": "gpt", "max_tokens": 24, "temperature": 0} | fields
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -60,7 +65,11 @@ async def stream(client: httpx.AsyncClient, **fields) -> list[dict]:
 def test_completions_have_openais_shape(ask) -> None:
     async def body(client, models) -> None:
         answer = await complete(client, prompt="The quick brown", logprobs=3)
-        assert answer["object"] == "text_completion" and answer["model"] == "gpt" and answer["id"].startswith("cmpl-")
+        assert (
+            answer["object"] == "text_completion"
+            and answer["model"] == "gpt"
+            and answer["id"].startswith("cmpl-")
+        )
         (choice,) = answer["choices"]
         assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 24
         assert answer["usage"]["completion_tokens"] == 24
@@ -68,7 +77,9 @@ def test_completions_have_openais_shape(ask) -> None:
         logprobs = choice["logprobs"]
         assert [len(logprobs[key]) for key in logprobs] == [24] * 4
         # greedy: the chosen token is the most probable one
-        assert all(lp == max(top.values()) for lp, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"]))
+        assert all(
+            lp == max(top.values()) for lp, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"])
+        )
         torch_choice = (await complete(client, model="torch", prompt="The quick brown"))["choices"][0]
         assert torch_choice["token_ids"] == choice["token_ids"] and torch_choice["logprobs"] is None
         echoed = await complete(client, prompt="The quick brown", echo=True)
@@ -86,10 +97,16 @@ def test_streams_add_up_to_the_whole_answer(ask) -> None:
             events = await stream(client, **fields, stream_options={"include_usage": True})
             assert events[-1]["choices"] == [] and events[-1]["usage"] == whole["usage"]
             for expected in whole["choices"]:
-                parts = [event["choices"][0] for event in events[:-1] if event["choices"][0]["index"] == expected["index"]]
+                parts = [
+                    event["choices"][0]
+                    for event in events[:-1]
+                    if event["choices"][0]["index"] == expected["index"]
+                ]
                 assert "".join(part["text"] for part in parts) == expected["text"]
                 assert [i for part in parts for i in part["token_ids"]] == expected["token_ids"]
-                assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [expected["finish_reason"]]
+                assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [
+                    expected["finish_reason"]
+                ]
 
     ask(body)
 
@@ -99,7 +116,9 @@ def test_concurrent_answers_equal_single_ones(ask) -> None:
 
     async def body(client, models) -> None:
         single = [await complete(client, prompt=prompt, max_tokens=50) for prompt in prompts]
-        together = await asyncio.gather(*(complete(client, prompt=prompt, max_tokens=50) for prompt in prompts * 3))
+        together = await asyncio.gather(
+            *(complete(client, prompt=prompt, max_tokens=50) for prompt in prompts * 3)
+        )
         for i, answer in enumerate(together):
             assert answer["choices"][0]["token_ids"] == single[i % len(prompts)]["choices"][0]["token_ids"]
 
@@ -138,7 +157,9 @@ def test_embeddings_batched_equal_single_and_have_length_one(ask) -> None:
             alone = await embed(text)
             # padding changes the order of fp32 sums only: 1e-4, the bound of parity.py on numbers of at most 1
             np.testing.assert_allclose(together[i::4], np.repeat(alone, 10, axis=0), atol=1e-4)
-            np.testing.assert_array_equal(await embed(text, encoding_format="base64"), alone.astype(np.float32))
+            np.testing.assert_array_equal(
+                await embed(text, encoding_format="base64"), alone.astype(np.float32)
+            )
         assert abs(together[0] @ together[1]) < 0.9999  # different texts, different vectors
 
     ask(body)
@@ -164,9 +185,15 @@ def test_status_endpoints(ask) -> None:
         found = {model["id"]: model for model in (await client.get("/v1/models")).json()["data"]}
         assert found["gpt"]["endpoints"] == ["/v1/completions"] and found["gpt"]["backend"] == "onnxruntime"
         assert found["torch"]["backend"] == "torch" and found["bert"]["mask_token"] == "[MASK]"
-        assert set((await client.get("/openapi.json")).json()["paths"]) >= {"/v1/completions", "/v1/embeddings", "/v1/fill-mask"}
+        assert set((await client.get("/openapi.json")).json()["paths"]) >= {
+            "/v1/completions",
+            "/v1/embeddings",
+            "/v1/fill-mask",
+        }
         page = await client.get("/")
-        assert page.status_code == 200 and "http://" not in page.text and "https://" not in page.text  # no CDN
+        assert (
+            page.status_code == 200 and "http://" not in page.text and "https://" not in page.text
+        )  # no CDN
         models[0].ready = False
         assert (await client.get("/ready")).status_code == 503
 
@@ -183,7 +210,12 @@ def test_status_endpoints(ask) -> None:
         ("completions", {"prompt": "x", "model": "gpt", "temprature": 1}, 400, "temprature: Extra inputs"),
         ("completions", {"prompt": "x", "model": "gpt", "temperature": -1}, 400, "temperature"),
         ("completions", {"prompt": "x", "model": "gpt", "max_tokens": "5"}, 400, "max_tokens"),
-        ("completions", {"prompt": "x", "model": "gpt", "max_tokens": 1000}, 400, "longer than the model's context"),
+        (
+            "completions",
+            {"prompt": "x", "model": "gpt", "max_tokens": 1000},
+            400,
+            "longer than the model's context",
+        ),
         ("completions", {"prompt": [[5, 99999]], "model": "gpt"}, 400, "outside the vocabulary"),
         ("completions", {"prompt": [], "model": "gpt"}, 400, "prompt"),
         ("completions", {"prompt": ["x"] * 30, "n": 10, "model": "gpt"}, 400, "too many texts"),
@@ -193,11 +225,17 @@ def test_status_endpoints(ask) -> None:
         ("fill-mask", {"input": "no gap here"}, 400, "no mask"),
     ],
 )
-def test_wrong_requests_are_told_what_is_wrong(ask, path: str, fields: dict, status: int, message: str) -> None:
+def test_wrong_requests_are_told_what_is_wrong(
+    ask, path: str, fields: dict, status: int, message: str
+) -> None:
     async def body(client, models) -> None:
         answer = await client.post(f"/v1/{path}", json=fields)
         error = answer.json()["error"]
-        assert answer.status_code == status and message in error["message"] and error["type"] == "invalid_request_error"
+        assert (
+            answer.status_code == status
+            and message in error["message"]
+            and error["type"] == "invalid_request_error"
+        )
         assert error["param"] in (None, "model", "prompt", "input", *fields), "no field of the request"
         assert path != "completions" or error["param"] != "input"
 
@@ -233,7 +271,9 @@ def test_long_texts_are_tokenised_beside_the_event_loop(ask, monkeypatch: pytest
 
     def watched(name: str) -> None:
         original = getattr(served, name)
-        monkeypatch.setattr(served, name, lambda *a: threads.append(threading.current_thread()) or original(*a))
+        monkeypatch.setattr(
+            served, name, lambda *a: threads.append(threading.current_thread()) or original(*a)
+        )
 
     async def body(client, models) -> None:
         watched("frame"), watched("mask_text")
@@ -254,7 +294,10 @@ def test_a_full_queue_is_429_and_every_accepted_request_is_answered(ask) -> None
         refused = [answer for answer in answers if answer.status_code == 429]
         assert {answer.status_code for answer in answers} == {200, 429}
         for answer in refused:
-            assert int(answer.headers["Retry-After"]) >= 1 and answer.json()["error"]["type"] == "rate_limit_error"
+            assert (
+                int(answer.headers["Retry-After"]) >= 1
+                and answer.json()["error"]["type"] == "rate_limit_error"
+            )
         for answer in answers:
             if answer.status_code == 200:
                 assert answer.json()["usage"]["completion_tokens"] == 100
@@ -264,7 +307,9 @@ def test_a_full_queue_is_429_and_every_accepted_request_is_answered(ask) -> None
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_leaves_gives_its_slot_back(ask, streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_leaves_gives_its_slot_back(
+    ask, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(client, models) -> None:
         engine, backend = models[0].causal, models[0].loaded.causal
         forward, calls = backend.forward, []
@@ -275,10 +320,14 @@ def test_a_client_that_leaves_gives_its_slot_back(ask, streamed: bool, monkeypat
             return forward(*arguments)
 
         monkeypatch.setattr(backend, "forward", slow)
-        body = json.dumps({"model": "gpt", "prompt": "x", "max_tokens": 150, "temperature": 0, "stream": streamed}).encode()
+        body = json.dumps(
+            {"model": "gpt", "prompt": "x", "max_tokens": 150, "temperature": 0, "stream": streamed}
+        ).encode()
         messages = [{"type": "http.request", "body": body}]
 
-        async def receive() -> dict:  # the body, and after three steps of the answer the news that the client left
+        async def receive() -> (
+            dict
+        ):  # the body, and after three steps of the answer the news that the client left
             if messages:
                 return messages.pop()
             while len(calls) < 3:
@@ -289,7 +338,13 @@ def test_a_client_that_leaves_gives_its_slot_back(ask, streamed: bool, monkeypat
             pass
 
         headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1", "method": "POST", "headers": headers}
+        scope = {
+            "type": "http",
+            "asgi": {"spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "headers": headers,
+        }
         await client._transport.app(scope | {"path": "/v1/completions", "query_string": b""}, receive, send)
         while engine.active:
             await asyncio.sleep(0.01)
@@ -298,7 +353,9 @@ def test_a_client_that_leaves_gives_its_slot_back(ask, streamed: bool, monkeypat
     ask(body, slots=1)
 
 
-def test_a_batch_that_breaks_is_answered_and_the_server_lives_on(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_breaks_is_answered_and_the_server_lives_on(
+    ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(client, models) -> None:
         def broken(*_args, **_kwargs):
             raise RuntimeError("no memory")
@@ -316,7 +373,9 @@ def test_a_batch_that_breaks_is_answered_and_the_server_lives_on(ask, monkeypatc
             assert (await client.post(f"/v1/{path}", json=fields)).status_code == 200
         with monkeypatch.context() as patch:  # between the queue and the batch
             patch.setattr(models[0].causal._batch, "add", broken)
-            assert (await client.post("/v1/completions", json={"prompt": "x", "model": "gpt"})).status_code == 500
+            assert (
+                await client.post("/v1/completions", json={"prompt": "x", "model": "gpt"})
+            ).status_code == 500
 
     ask(body)
 
@@ -338,7 +397,9 @@ def test_draining_answers_what_was_accepted_and_refuses_the_rest(gpt_onnx: Path)
     asyncio.run(main())
 
 
-def test_a_server_whose_model_does_not_answer_ends_with_an_error(gpt_onnx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_whose_model_does_not_answer_ends_with_an_error(
+    gpt_onnx: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not with 0, as after a drain."""
     limits = Limits()
     (model,) = load_served([str(gpt_onnx)], limits)

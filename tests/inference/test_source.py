@@ -18,14 +18,37 @@ from throughline.inference.source import open_model
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT trained for two steps by the command line, on a few lines of text."""
     at = tmp_path_factory.mktemp("run")
-    (at / "text.txt").write_text("\n\n".join(f"line {i} of a text that repeats itself, number {i * i}." for i in range(300)))
+    (at / "text.txt").write_text(
+        "\n\n".join(f"line {i} of a text that repeats itself, number {i * i}." for i in range(300))
+    )
     shape = {"model.overrides.layers": 2, "model.overrides.width": 32, "train.sequence_length": 32}
-    length = {"train.steps": 2, "schedule.warmup_steps": 0, "train.compile": "off", "data.train": at / "tokens"}
+    length = {
+        "train.steps": 2,
+        "schedule.warmup_steps": 0,
+        "train.compile": "off",
+        "data.train": at / "tokens",
+    }
     settings = [f"{key}={value}" for key, value in (shape | length).items()]
     for words in (
-        ["data", "tokenizer", at / "text.txt", "--type", "bpe", "--vocab-size", "300", "--out", at / "tokenizer"],
+        [
+            "data",
+            "tokenizer",
+            at / "text.txt",
+            "--type",
+            "bpe",
+            "--vocab-size",
+            "300",
+            "--out",
+            at / "tokenizer",
+        ],
         ["data", "tokenize", at / "text.txt", "--tokenizer", at / "tokenizer", "--out", at / "tokens"],
-        ["train", "gpt-shakespeare", "--run-dir", at / "run", *(word for setting in settings for word in ("--set", setting))],
+        [
+            "train",
+            "gpt-shakespeare",
+            "--run-dir",
+            at / "run",
+            *(word for setting in settings for word in ("--set", setting)),
+        ],
     ):
         result = CliRunner().invoke(main, [str(word) for word in words])
         assert result.exit_code == 0, result.output
@@ -44,7 +67,9 @@ def test_run_checkpoint_and_exports_are_one_model(trained_run: Path, tmp_path: P
         logits.append(backend.forward(ids, np.zeros(1, np.int64), ask, backend.new_cache(1)))
         assert loaded.tokenizer is not None
     for other in logits[1:]:
-        np.testing.assert_allclose(other, logits[0], atol=1e-4)  # fp32 sums in another order, see parity.BOUND
+        np.testing.assert_allclose(
+            other, logits[0], atol=1e-4
+        )  # fp32 sums in another order, see parity.BOUND
     kinds = [item.kind for _, item, unchanged in chain(tmp_path / "onnx") if unchanged]
     assert kinds[0] == "checkpoint" and "tokens" in kinds and "foreign" in kinds  # back to the text
 

@@ -38,12 +38,18 @@ LAYER = 1  # whose draws the tests of one attention use
 
 
 @functools.cache
-def drawn_blocks(pattern: AttentionPattern, row: int, causal: bool, length: int = LENGTH, layer: int = LAYER) -> set[int]:
+def drawn_blocks(
+    pattern: AttentionPattern, row: int, causal: bool, length: int = LENGTH, layer: int = LAYER
+) -> set[int]:
     """The blocks that a block of queries draws in a layer, read off one token of each block."""
     without = dataclasses.replace(pattern, random_blocks=0)
     at = row * pattern.block
     starts = range(0, length, pattern.block)
-    return {j // pattern.block for j in starts if pattern.sees(at, j, causal, length, layer) and not without.sees(at, j, causal)}
+    return {
+        j // pattern.block
+        for j in starts
+        if pattern.sees(at, j, causal, length, layer) and not without.sees(at, j, causal)
+    }
 
 
 def reference_rule(pattern: AttentionPattern, i: int, j: int, causal: bool) -> bool:
@@ -58,7 +64,9 @@ def reference_rule(pattern: AttentionPattern, i: int, j: int, causal: bool) -> b
 
 
 def dense_mask(pattern: AttentionPattern, causal: bool, length: int = LENGTH) -> torch.Tensor:
-    return torch.tensor([[reference_rule(pattern, i, j, causal) for j in range(length)] for i in range(length)])
+    return torch.tensor(
+        [[reference_rule(pattern, i, j, causal) for j in range(length)] for i in range(length)]
+    )
 
 
 def documents(rows: int = 2, length: int = LENGTH) -> torch.Tensor:
@@ -95,7 +103,11 @@ def dense(q, k, v, pattern, causal, mask):
     return scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v
 
 
-MASKS = [(True, "none"), (True, "documents"), *((False, kind) for kind in ("none", "documents", "padding", "bias"))]
+MASKS = [
+    (True, "none"),
+    (True, "documents"),
+    *((False, kind) for kind in ("none", "documents", "padding", "bias")),
+]
 
 
 @pytest.mark.parametrize(("causal", "mask_kind"), MASKS)
@@ -105,7 +117,10 @@ def test_equals_dense_masked_attention(name: str, causal: bool, mask_kind: str) 
     pattern, mask = PATTERNS[name], extra_mask(mask_kind, causal)
     generator = torch.Generator().manual_seed(1)
     heads = (4, 2 if causal else 4, 2 if causal else 4)
-    inputs = [torch.randn(2, n, LENGTH, 8, generator=generator, dtype=torch.float64, requires_grad=True) for n in heads]
+    inputs = [
+        torch.randn(2, n, LENGTH, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for n in heads
+    ]
     weight = torch.randn(2, 4, LENGTH, 8, generator=generator, dtype=torch.float64)
     expected = dense(*inputs, pattern, causal, mask)
     found = make_attend(pattern, causal, LAYER)(*inputs, mask=mask, is_causal=causal and mask is None)
@@ -159,12 +174,16 @@ def test_padded_places_stay_finite_and_unseen() -> None:
     real = (torch.arange(LENGTH) < 20)[None]
     hidden = model.hidden(ids, attention_mask=real)
     hidden.sum().backward()
-    assert hidden.isfinite().all() and all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert hidden.isfinite().all() and all(
+        p.grad.isfinite().all() for p in model.parameters() if p.grad is not None
+    )
     other = model.hidden(torch.where(real, ids, 0), attention_mask=real)
     assert torch.equal(hidden[:, :20], other[:, :20])
 
 
-@pytest.mark.parametrize("name", ["window across blocks", "window and global", "fixed", "window, global and random"])
+@pytest.mark.parametrize(
+    "name", ["window across blocks", "window and global", "fixed", "window, global and random"]
+)
 def test_generation_with_a_cache_sees_the_same(name: str) -> None:
     """Token by token through the key-value cache after a prompt: the hidden states of the whole row at once."""
     model = small_model("gpt")
@@ -220,7 +239,11 @@ def test_random_blocks_are_drawn_beyond_window_and_global_ones(causal: bool) -> 
     """Exactly `random_blocks` where there are as many, none twice, others in every layer, all parts of the text reached."""
     pattern, length, block = AttentionPattern(window=64, block=16, global_blocks=2, random_blocks=3), 1600, 16
     reach, blocks = 4, 100
-    drawn = {(layer, row): drawn_blocks(pattern, row, causal, length, layer) for layer in range(4) for row in range(2, blocks)}
+    drawn = {
+        (layer, row): drawn_blocks(pattern, row, causal, length, layer)
+        for layer in range(4)
+        for row in range(2, blocks)
+    }
     reached: set[int] = set()
     for (_, row), found in drawn.items():
         free = {j for j in range(2, blocks) if abs(row - j) > reach and (j < row or not causal)}
@@ -229,7 +252,10 @@ def test_random_blocks_are_drawn_beyond_window_and_global_ones(causal: bool) -> 
     assert sum(drawn[0, row] == drawn[1, row] for row in range(20, blocks)) < 5
     assert len(reached) > 0.9 * (blocks - 2 - (reach if causal else 0))
     if causal:  # a growing text keeps its draws
-        assert all(drawn_blocks(pattern, row, True, block * (row + 1), 2) == drawn[2, row] for row in range(2, blocks))
+        assert all(
+            drawn_blocks(pattern, row, True, block * (row + 1), 2) == drawn[2, row]
+            for row in range(2, blocks)
+        )
 
 
 def test_compiles_without_a_break() -> None:
@@ -244,7 +270,9 @@ def test_compiles_without_a_break() -> None:
 def test_a_config_carries_its_pattern(family: type) -> None:
     """Written to a checkpoint's JSON and read back, the model attends by it; its FLOPs count the band and not the square."""
     shape = {"vocab_size": 50, "sequence_length": LENGTH, "layers": 2, "width": 32, "heads": 4}
-    config = family.from_dict(shape | {"attention_window": 9, "attention_block": 4, "attention_global_blocks": 2})
+    config = family.from_dict(
+        shape | {"attention_window": 9, "attention_block": 4, "attention_global_blocks": 2}
+    )
     again = family.from_dict(config.to_dict())
     assert again.attention_pattern == PATTERNS["window and global"]
     model, plain = ((GPT if family is GPTConfig else BERT)(c) for c in (again, family(**shape)))
@@ -264,7 +292,9 @@ def test_a_config_with_a_wrong_pattern_cannot_be_built() -> None:
         GPTConfig.from_dict({"attention_window": 100, "attention_kind": "fixed", "attention_block": 16})
     assert "no whole number of blocks" in caught.value.why
     for fields in ({"attention_kind": "fixed"}, {"attention_global_blocks": 1}, {"attention_block": 64}):
-        with pytest.raises(WrongUse, match="this GPTConfig cannot be built") as caught:  # it would have trained dense attention
+        with pytest.raises(
+            WrongUse, match="this GPTConfig cannot be built"
+        ) as caught:  # it would have trained dense attention
             GPTConfig.from_dict(fields)
         assert "attention_window is 0" in caught.value.why
 

@@ -120,8 +120,12 @@ def test_relative_positions_equal_t5():
     """Our bias table gives, for the same numbers, the bias that transformers' T5 computes, near and far."""
     from transformers.models.t5.modeling_t5 import T5Attention, T5Config
 
-    theirs = T5Attention(T5Config(num_heads=4, relative_attention_num_buckets=32), has_relative_attention_bias=True)
-    model = build(BERTConfig(vocab_size=32, sequence_length=400, layers=1, width=16, heads=4, relative_buckets=32))
+    theirs = T5Attention(
+        T5Config(num_heads=4, relative_attention_num_buckets=32), has_relative_attention_bias=True
+    )
+    model = build(
+        BERTConfig(vocab_size=32, sequence_length=400, layers=1, width=16, heads=4, relative_buckets=32)
+    )
     model.relative_bias.table.weight.copy_(theirs.relative_attention_bias.weight)
     ours = model.relative_bias(torch.arange(400))
     expected = theirs.compute_bias(400, 400, device="cpu")
@@ -130,7 +134,16 @@ def test_relative_positions_equal_t5():
 
 @torch.no_grad()
 def test_the_shape_of_the_481b_encoder_runs():
-    model = scattered("google-481b", vocab_size=64, layers=2, width=32, heads=4, head_width=16, mlp_width=96, relative_buckets=8)
+    model = scattered(
+        "google-481b",
+        vocab_size=64,
+        layers=2,
+        width=32,
+        heads=4,
+        head_width=16,
+        mlp_width=96,
+        relative_buckets=8,
+    )
     ids = torch.randint(0, 64, (2, 10))
     mask = torch.arange(10)[None] < torch.tensor([[10], [6]])
     out = model(ids, attention_mask=mask)
@@ -188,7 +201,9 @@ def test_a_slice_of_the_projection_is_a_set_of_heads():
         for half in range(2):
             part = scattered(name, bias=False).blocks["0"].attention
             for linear in ("qkv",) if attention.fused else ("q", "kv"):
-                getattr(part, linear).weight = torch.nn.Parameter(getattr(attention, linear).weight.chunk(2)[half])
+                getattr(part, linear).weight = torch.nn.Parameter(
+                    getattr(attention, linear).weight.chunk(2)[half]
+                )
             part.out.weight = torch.nn.Parameter(attention.out.weight.chunk(2, dim=1)[half])
             total += part(x, is_causal=True)
         assert gap(total, whole) < 1e-12

@@ -14,7 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 @pytest.mark.parametrize("name", preset_names())
 def test_count_equals_the_built_model(name):
     config = preset(name)
-    assert sum(parameter.numel() for parameter in empty_model(config).parameters()) == config.parameter_count()
+    assert (
+        sum(parameter.numel() for parameter in empty_model(config).parameters()) == config.parameter_count()
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,9 @@ def test_published_sc21_rows(shared):
         label = {1008.0: "gpt-1t-megatron"}.get(row["params_b"], f"sc21-{row['params_b']}b")
         config = preset(label)
         assert shapes_of(config) == (row["layers"], row["hidden"], row["heads"])
-        assert config.parameter_count() / 1e9 == pytest.approx(row["params_b"], abs=0.051 if row["params_b"] < 1000 else 0.5)
+        assert config.parameter_count() / 1e9 == pytest.approx(
+            row["params_b"], abs=0.051 if row["params_b"] < 1000 else 0.5
+        )
         layers, width = config.layers, config.width
         tables = (config.vocab_size + config.sequence_length) / (12 * layers * width)
         formula = 12 * layers * width**2 * (1 + 13 / (12 * width) + tables)
@@ -76,13 +80,19 @@ def test_published_megatron_core_rows(shared):
         label = row["params_b_label"].split("B")[0]
         config = preset(f"mcore-{label}b")
         assert shapes_of(config) == (row["layers"], row["hidden"], row["heads"])
-        assert config.parameter_count() / 1e9 == pytest.approx(float(label), abs=0.55)  # printed without decimals
+        assert config.parameter_count() / 1e9 == pytest.approx(
+            float(label), abs=0.55
+        )  # printed without decimals
 
 
 def test_published_giants(shared):
     google = published(shared, "mlperf_v11_google_open")[0]
     config = preset("google-481b")
-    assert (config.layers, config.width, config.feed_forward_size) == (64, google["model_dim"], google["ffn_dim"])
+    assert (config.layers, config.width, config.feed_forward_size) == (
+        64,
+        google["model_dim"],
+        google["ffn_dim"],
+    )
     assert config.parameter_count() == google["params"] == 481_815_347_200
     deepspeed = published(shared, "deepspeed_3d_2020")[1]
     config = preset("gpt-1t-deepspeed")
@@ -101,13 +111,18 @@ def test_flops_equal_what_torch_counts(name):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     ids = torch.randint(0, config.vocab_size, (batch, length))
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with (
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
         hidden = model.hidden(ids)
         loss = model.head(hidden).sum() if family_of(config) == "gpt" else model.mlm_head(hidden).sum()
         if family_of(config) == "bert":
             loss = loss + model.nsp_head(hidden[:, 0]).sum()
         loss.backward()
-    assert counter.get_total_flops() / (batch * length) == pytest.approx(config.flops_per_token(length), rel=1e-12)
+    assert counter.get_total_flops() / (batch * length) == pytest.approx(
+        config.flops_per_token(length), rel=1e-12
+    )
 
 
 def test_flops_equal_the_published_formula():
@@ -117,7 +132,12 @@ def test_flops_equal_the_published_formula():
         usual = not config.gated and not config.kv_heads
         if not usual:
             continue
-        layers, width, vocabulary, length = config.layers, config.width, config.vocab_size, config.sequence_length
+        layers, width, vocabulary, length = (
+            config.layers,
+            config.width,
+            config.vocab_size,
+            config.sequence_length,
+        )
         full = 96 * layers * width**2 * (1 + length / (6 * width) + vocabulary / (16 * layers * width))
         again = 24 * layers * width**2 * (1 + length / (6 * width))
         assert config.flops_per_token(length) == pytest.approx(full - again, rel=1e-12)

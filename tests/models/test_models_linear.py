@@ -7,7 +7,9 @@ from throughline.models.linear import Linear, linear
 from torch import nn
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch is built without oneDNN")
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch is built without oneDNN"
+)
 
 
 @pytest.fixture

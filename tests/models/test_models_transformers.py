@@ -45,7 +45,9 @@ def theirs(model, directory):
 
     write(model, directory)
     kind = getattr(transformers, json.loads((directory / "config.json").read_text())["architectures"][0])
-    loaded, report = kind.from_pretrained(directory, dtype=model.token_table.weight.dtype, output_loading_info=True)
+    loaded, report = kind.from_pretrained(
+        directory, dtype=model.token_table.weight.dtype, output_loading_info=True
+    )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return loaded.eval()
 
@@ -82,7 +84,9 @@ def test_gpt_loss_and_gradients(name, tmp_path, monkeypatch):
     loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     expected = reference(input_ids=ids, labels=labels).loss
     # transformers computes cross-entropy in float32; the same logits are therefore scored in float64 as well
-    expected_64 = F.cross_entropy(reference(input_ids=ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    expected_64 = F.cross_entropy(
+        reference(input_ids=ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
     assert abs(loss.item() - expected.item()) < 1e-5
     assert abs(loss.item() - expected_64.item()) < 1e-10
     loss.backward()
@@ -153,7 +157,10 @@ def test_old_names_are_understood(tmp_path):
     gpt = scattered(GPT2, dtype=torch.float32)
     fields, state = to_huggingface(gpt)
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    save_file({name.removeprefix("transformer."): value for name, value in state.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name.removeprefix("transformer."): value for name, value in state.items()},
+        tmp_path / "model.safetensors",
+    )
     assert torch.equal(from_huggingface(tmp_path).norm.bias, gpt.norm.bias)
 
 

@@ -12,7 +12,15 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
-from throughline.train.parallel.compression import Bf16, Bf16Sum, CompressedSum, DenseSum, PowerSum, Signs, Wire  # noqa: E402
+from throughline.train.parallel.compression import (
+    Bf16,
+    Bf16Sum,
+    CompressedSum,
+    DenseSum,
+    PowerSum,
+    Signs,
+    Wire,
+)  # noqa: E402
 from throughline.train.parallel.mesh import Axis  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -71,13 +79,17 @@ def test_error_feedback_loses_nothing(world: int, codec: Signs | Bf16) -> None:
         for step in range(steps):
             out += compressed(draw(step, wire.axis.rank, numel).double())
         held = compressed.own_error.flatten()
-        held[wire.axis.rank * compressed.sum_error.numel() :][: compressed.sum_error.numel()] += compressed.sum_error
+        held[wire.axis.rank * compressed.sum_error.numel() :][: compressed.sum_error.numel()] += (
+            compressed.sum_error
+        )
         return out.numpy(), held[:numel].numpy()
 
     results = [(torch.from_numpy(out), torch.from_numpy(held)) for out, held in ranks(world, work)]
     assert all(torch.equal(out, results[0][0]) for out, _ in results)
     put_in = sum(draw(step, rank, numel).double() for step in range(steps) for rank in range(world))
-    assert (results[0][0] + sum(held for _, held in results) - put_in).abs().max() < 1e-10  # float64 sums of numbers up to 40
+    assert (
+        results[0][0] + sum(held for _, held in results) - put_in
+    ).abs().max() < 1e-10  # float64 sums of numbers up to 40
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -102,7 +114,9 @@ def test_power_sum_loses_nothing(world: int) -> None:
         found = torch.from_numpy(results[0][i][0])
         assert all((found == torch.from_numpy(result[i][0])).all() for result in results)
         assert (found + sum(result[i][1] for result in results) - put_in).abs().max() < 1e-10
-        assert (i in (0, 3)) == bool((found - put_in).abs().max() > 1e-3)  # only the thin ones still owe something
+        assert (i in (0, 3)) == bool(
+            (found - put_in).abs().max() > 1e-3
+        )  # only the thin ones still owe something
 
 
 def socket_bytes() -> int:
@@ -114,7 +128,9 @@ def socket_bytes() -> int:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as one:
                 if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
-                    total += struct.unpack_from("Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 120)[0]
+                    total += struct.unpack_from(
+                        "Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 120
+                    )[0]
         except (OSError, struct.error):
             continue
     return total
@@ -134,7 +150,11 @@ def test_bytes_counted_are_bytes_sent(world: int, scheme: str) -> None:
             compressed = CompressedSum(wire, Signs(), numel, matrices[0])
             send = lambda: compressed(matrices[0].flatten())  # noqa: E731
         else:
-            total = {"dense": DenseSum, "bf16": Bf16Sum}[scheme](wire) if scheme != "power" else PowerSum(wire, 4, dense_steps=0)
+            total = (
+                {"dense": DenseSum, "bf16": Bf16Sum}[scheme](wire)
+                if scheme != "power"
+                else PowerSum(wire, 4, dense_steps=0)
+            )
             send = lambda: total.sum_gradients(matrices)  # noqa: E731
         send()  # connections are made
         dist.barrier()
@@ -169,7 +189,9 @@ def test_not_finite_numbers_are_passed_on_and_leave_no_trace() -> None:
                 gradient = draw(step, wire.axis.rank, 40, 30)
                 if step == 1 and wire.axis.rank == 1:
                     gradient[3, 4] = float("nan")
-                norm = adam.squared_norm([gradient])  # what decides whether its step is taken: known without sending gradients
+                norm = adam.squared_norm(
+                    [gradient]
+                )  # what decides whether its step is taken: known without sending gradients
                 total.sum_gradients([gradient])
                 finite.append(bool(gradient.isfinite().all()))
                 assert bool(norm.isfinite()) == finite[-1]
@@ -191,7 +213,9 @@ def backward(model: nn.Module, step: int, rows: range) -> None:
     (nn.functional.cross_entropy(logits, ids[rows.start : rows.stop, 1], reduction="sum") / 24).backward()
 
 
-def adam_steps(model: nn.Module, optimizer: OneBitAdam, rows: range, first: int, steps: int) -> list[tuple[float, float]]:
+def adam_steps(
+    model: nn.Module, optimizer: OneBitAdam, rows: range, first: int, steps: int
+) -> list[tuple[float, float]]:
     """Norms as the optimizer has them and as a dense sum has them, step by step."""
     norms = []
     for step in range(first, first + steps):
@@ -218,7 +242,9 @@ def test_one_bit_adam_is_adamw_while_it_warms_up_and_stays_together_after() -> N
         warm_weights = [p.detach().clone().numpy() for p in model.parameters()]
         variances = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
         norms = adam_steps(model, optimizer, rows, 6, 20)
-        assert all(torch.equal(a, optimizer.state[p]["exp_avg_sq"]) for a, p in zip(variances, model.parameters())), "frozen"
+        assert all(
+            torch.equal(a, optimizer.state[p]["exp_avg_sq"]) for a, p in zip(variances, model.parameters())
+        ), "frozen"
         after = [x.numpy() for p in model.parameters() for x in (p.detach(), optimizer.state[p]["exp_avg"])]
         return {"warm": warm_weights, "norms": norms, "after": after}
 
@@ -230,11 +256,15 @@ def test_one_bit_adam_is_adamw_while_it_warms_up_and_stays_together_after() -> N
         optimizer.step()
         optimizer.zero_grad()
     for found, p in zip(results[0]["warm"], model.parameters()):
-        assert (torch.from_numpy(found) - p.detach()).abs().max() < 1e-5  # fp32 sums in another order, 6 steps of 1e-2
+        assert (
+            torch.from_numpy(found) - p.detach()
+        ).abs().max() < 1e-5  # fp32 sums in another order, 6 steps of 1e-2
     for result in results:
         assert all((a == b).all() for a, b in zip(result["after"], results[0]["after"]))
         for estimated, true in result["norms"]:
-            assert estimated == pytest.approx(true, rel=0.1)  # the sketch: 2.2 % standard deviation, five of which
+            assert estimated == pytest.approx(
+                true, rel=0.1
+            )  # the sketch: 2.2 % standard deviation, five of which
 
 
 def test_one_bit_adam_continues_to_the_bit_from_its_state_and_errors() -> None:

@@ -47,7 +47,9 @@ def run(store: Path) -> Callable[..., list[float]]:
     """Train over processes; the losses of every step."""
     warm()
 
-    def go(directory: Path, scheme: str, steps: int = 8, processes: int = 2, **sections: dict[str, Any]) -> list[float]:
+    def go(
+        directory: Path, scheme: str, steps: int = 8, processes: int = 2, **sections: dict[str, Any]
+    ) -> list[float]:
         recipe = make_recipe(store, scheme, steps, parallel={"data": processes}, **sections)
 
         def work() -> None:
@@ -101,7 +103,9 @@ def test_trains_and_continues_to_the_bit(
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "powersgd", "one-bit-adam"])
-def test_goes_on_with_more_processes(scheme: str, run: Callable[..., list[float]], plain: Path, tmp_path: Path) -> None:
+def test_goes_on_with_more_processes(
+    scheme: str, run: Callable[..., list[float]], plain: Path, tmp_path: Path
+) -> None:
     """Nobody owes anything then: the new ones know of no step or factor that the others had, and all must send alike."""
     uncompressed = [record["loss"] for record in read_metrics(plain)]
     run(tmp_path / "run", scheme, steps=5)
@@ -111,7 +115,9 @@ def test_goes_on_with_more_processes(scheme: str, run: Callable[..., list[float]
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "one-bit-adam"])
-def test_goes_on_alone_with_whole_gradients(scheme: str, run: Callable[..., list[float]], plain: Path, tmp_path: Path) -> None:
+def test_goes_on_alone_with_whole_gradients(
+    scheme: str, run: Callable[..., list[float]], plain: Path, tmp_path: Path
+) -> None:
     """One process is left: it has nobody to send to, and compression may be given up. Remains of more processes are cleared."""
     uncompressed = [record["loss"] for record in read_metrics(plain)]
     run(tmp_path / "run", scheme, steps=5)
@@ -122,7 +128,9 @@ def test_goes_on_alone_with_whole_gradients(scheme: str, run: Callable[..., list
     found = run(tmp_path / "run", "none", processes=1)
     assert found[5:] == pytest.approx(uncompressed[5:], abs=0.2)
     assert not (tmp_path / "run" / ".pulse").exists()
-    with pytest.raises(RuntimeError, match=r"another recipe|SystemExit: 2"):  # as the first process says, or the other one
+    with pytest.raises(
+        RuntimeError, match=r"another recipe|SystemExit: 2"
+    ):  # as the first process says, or the other one
         run(tmp_path / "run", scheme, steps=9)
 
 
@@ -143,7 +151,9 @@ def test_what_cannot_be_is_told(sections: dict[str, Any], field: str, store: Pat
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "powersgd"])
-def test_gradients_of_16_bits_are_compressed_too(scheme: str, run: Callable[..., list[float]], plain: Path, tmp_path: Path) -> None:
+def test_gradients_of_16_bits_are_compressed_too(
+    scheme: str, run: Callable[..., list[float]], plain: Path, tmp_path: Path
+) -> None:
     """With offload gradients have 16 bits, in which no library factorises a matrix; what they owe is accounted."""
     half = {"precision": "bf16", "offload": True}
     found = run(tmp_path / "run", scheme, train=half)
@@ -152,7 +162,9 @@ def test_gradients_of_16_bits_are_compressed_too(scheme: str, run: Callable[...,
     sent = sent_bytes(tmp_path / "run")
     assert sent[-1] < sent[0] or scheme == "bf16"
     recipe = make_recipe(tmp_path, scheme, train=half)
-    assert estimate(model_config(recipe), recipe)["owed gradients"] >= 4 * model_config(recipe).parameter_count()
+    assert (
+        estimate(model_config(recipe), recipe)["owed gradients"] >= 4 * model_config(recipe).parameter_count()
+    )
 
 
 def owed_after_a_step(good_steps: int) -> tuple[float, list[Any]]:
@@ -171,7 +183,9 @@ def owed_after_a_step(good_steps: int) -> tuple[float, list[Any]]:
 
 def test_what_is_owed_follows_the_loss_scale() -> None:
     warm()
-    (scale, owed), (doubled, more) = (run_ranks(2, lambda n=n: owed_after_a_step(n))[0] for n in (0, GROWTH_INTERVAL - 1))
+    (scale, owed), (doubled, more) = (
+        run_ranks(2, lambda n=n: owed_after_a_step(n))[0] for n in (0, GROWTH_INTERVAL - 1)
+    )
     assert (scale, doubled) == (1024.0, 2048.0)
     assert all((2 * one == other).all() and one.any() for one, other in zip(owed, more, strict=True))
 
@@ -198,6 +212,8 @@ def test_a_bert_trains_alike(scheme: str) -> None:
     """Its pair head and its unequal counts of both terms too: losses near those of one process, the same on both."""
     warm()
     first, second = run_ranks(2, lambda: bert_losses(scheme))
-    expected = [loss for loss, _ in reference(Case("", Layout(), family="bert", precision="fp32", steps=6)).steps]
+    expected = [
+        loss for loss, _ in reference(Case("", Layout(), family="bert", precision="fp32", steps=6)).steps
+    ]
     assert first == second == pytest.approx(expected, abs=0.02)
     assert first[:4] == pytest.approx(expected[:4], abs=1e-4 if scheme != "bf16" else 0.02)

@@ -23,7 +23,9 @@ def exported(checkpoint: Path, out: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
-def test_files_are_those_of_one_process(family: str, tmp_path: Path, saved_in_layouts: Callable[..., dict[str, Path]]) -> None:
+def test_files_are_those_of_one_process(
+    family: str, tmp_path: Path, saved_in_layouts: Callable[..., dict[str, Path]]
+) -> None:
     case = Case("", Layout(), family=family, precision="fp32", model={"vocab_size": 257})
     some = {"only": ["tensor x pipeline"]} if family == "bert" else {}
     checkpoints = saved_in_layouts(case, tmp_path, steps=1, **some)

@@ -40,7 +40,9 @@ def loss_of(model: nn.Module, step: int, micro: int) -> Tensor:
     return cross_entropy_sum(logits.flatten(0, 1), ids[:, 1:].flatten()) / 64
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, micro_batches: int, clip: float) -> float:
+def plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, micro_batches: int, clip: float
+) -> float:
     for micro in range(micro_batches):
         loss_of(model, step, micro).backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -52,7 +54,9 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, mi
     return float(norm)
 
 
-def offloaded_step(model: nn.Module, optimizer: torch.optim.Optimizer, offload: HostOffload, step: int, clip: float) -> float:
+def offloaded_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, offload: HostOffload, step: int, clip: float
+) -> float:
     for micro in range(offload.micro_batches):
         loss_of(model, step, micro).backward()
     assert all(p.grad is None for p in model.parameters())
@@ -73,10 +77,15 @@ def test_equals_the_plain_optimizer_to_the_bit(family: str, dtype: torch.dtype, 
         expected = plain_step(plain, optimizers[0], step, micro_batches, clip=0.7)
         assert offloaded_step(moved, optimizers[1], offload, step, clip=0.7) == expected
     offload.wait()
-    for (name, a), b, (_, master) in zip(plain.named_parameters(), moved.parameters(), offload.named_parameters()):
+    for (name, a), b, (_, master) in zip(
+        plain.named_parameters(), moved.parameters(), offload.named_parameters()
+    ):
         assert torch.equal(a, b) and torch.equal(a, master), name
         assert optimizers[0].state[a].keys() == optimizers[1].state[master].keys(), name
-        assert all(torch.equal(value, optimizers[1].state[master][slot]) for slot, value in optimizers[0].state[a].items()), name
+        assert all(
+            torch.equal(value, optimizers[1].state[master][slot])
+            for slot, value in optimizers[0].state[a].items()
+        ), name
     offload.close()
 
 

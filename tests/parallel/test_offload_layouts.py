@@ -33,7 +33,8 @@ def make(store: Path) -> Callable[..., Recipe]:
         tree = {
             "data": {"train": str(store)},
             "model": {"overrides": {"layers": 2, "width": 32, "heads": 2, "vocab_size": 40}},
-            "train": {"steps": 4, "sequence_length": 32, "batch_rows": 4, "compile": "off", "device": "cpu"} | section,
+            "train": {"steps": 4, "sequence_length": 32, "batch_rows": 4, "compile": "off", "device": "cpu"}
+            | section,
             "schedule": {"kind": "constant"},
             "parallel": LAYOUTS[layout],
         }
@@ -65,7 +66,10 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 def test_equals_the_layout_without_it(layout: str, make: Callable[..., Recipe], tmp_path: Path) -> None:
     """fp32 with two micro-batches: every loss, norm and weight to the bit."""
     section = {"micro_batch_rows": 1}
-    assert_same(run(make(layout, False, **section), tmp_path / "plain"), run(make(layout, True, **section), tmp_path / "moved"))
+    assert_same(
+        run(make(layout, False, **section), tmp_path / "plain"),
+        run(make(layout, True, **section), tmp_path / "moved"),
+    )
 
 
 @pytest.mark.parametrize("layout", ["full", "tensor"])

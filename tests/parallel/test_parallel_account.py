@@ -22,7 +22,12 @@ from throughline.train.parallel.plan import Place  # noqa: E402
 from throughline.train.recipe import RULES, Recipe, model_config, resolve  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-KINDS = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "send": "send"}
+KINDS = {
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "send": "send",
+}
 KINDS |= {"all_gather_single_": "all-gather", "reduce_scatter_single_": "reduce-scatter"}
 KINDS |= {"alltoall_base_": "all-to-all", "allgather_": "all-gather"}
 SMALL = 64  # bytes: counts, losses and the norm
@@ -36,10 +41,16 @@ class Collectives(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         namespace, name = function.name().split("::")
         if namespace == "c10d":
-            size = max(tensor.nbytes for tensor in torch.utils._pytree.tree_leaves(args) if isinstance(tensor, torch.Tensor))
+            size = max(
+                tensor.nbytes
+                for tensor in torch.utils._pytree.tree_leaves(args)
+                if isinstance(tensor, torch.Tensor)
+            )
             kind = KINDS.get(name.split(".")[0], name)
             if size > SMALL and kind != "recv_":
                 self.calls[kind] += 1
@@ -77,7 +88,9 @@ def compressed(case: Case, scheme: str) -> tuple[Counter[str], Counter[str], flo
         groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
         engine.exchange = optimizer = OneBitAdam(groups, wire=engine.wire, warmup_steps=1)
     else:
-        engine.exchange = Bf16Sum(engine.wire) if scheme == "bf16" else PowerSum(engine.wire, RANK, dense_steps=1)
+        engine.exchange = (
+            Bf16Sum(engine.wire) if scheme == "bf16" else PowerSum(engine.wire, RANK, dense_steps=1)
+        )
     for _ in range(2):
         for leaf in engine.leaves:
             leaf.value.grad = torch.ones_like(leaf.value)
@@ -100,13 +113,19 @@ COMPRESSED = [
 ]
 
 
-@pytest.mark.parametrize(("scheme", "case"), COMPRESSED, ids=lambda given: getattr(given, "name", "").replace(" ", "-"))
-def test_compressed_gradients_are_printed_as_they_are_sent(scheme: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "case"), COMPRESSED, ids=lambda given: getattr(given, "name", "").replace(" ", "-")
+)
+def test_compressed_gradients_are_printed_as_they_are_sent(
+    scheme: str, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Calls and bytes of every collective, several buckets to a sum; and what a ring sends of them is what the metrics say."""
     monkeypatch.setattr(plan.bucket_slices, "__defaults__", (100_000,))
     warm()
     layout = case.layout
-    for rank, (calls, sizes, sent, copies) in enumerate(run_ranks(layout.world, lambda: compressed(case, scheme))):
+    for rank, (calls, sizes, sent, copies) in enumerate(
+        run_ranks(layout.world, lambda: compressed(case, scheme))
+    ):
         pipeline = rank // (layout.tensor * layout.context * layout.data)
         batch = Batch(1, 2, LENGTH, 0, case.precision, scheme=scheme, rank=RANK)
         printed = [entry for entry in traffic(case.config, layout, batch, pipeline) if entry.axis == "data"]
@@ -119,7 +138,9 @@ def test_compressed_gradients_are_printed_as_they_are_sent(scheme: str, case: Ca
         found = {kind: size * (copies if kind == "all-gather" else 1) for kind, size in sizes.items()}
         assert found == {kind: size for kind, (_, size) in by_kind.items()}
         ring = (copies - 1) / copies
-        assert sent == pytest.approx(sum(size * ring * (2 if kind == "all-reduce" else 1) for kind, (_, size) in by_kind.items()))
+        assert sent == pytest.approx(
+            sum(size * ring * (2 if kind == "all-reduce" else 1) for kind, (_, size) in by_kind.items())
+        )
         assert scheme == "powersgd" or len(printed) >= 2
 
 
@@ -143,9 +164,18 @@ def test_numbers_of_the_optimizer_are_those_of_the_recipe() -> None:
 CASES = [
     Case("tensor", Layout(tensor=2)),
     Case("bert tensor", Layout(tensor=2), family="bert", micro_rows=16),
-    Case("llama context x tensor", Layout(context=2, tensor=2), model={"gated": True, "kv_heads": 2, "positions": "rotary"}),
+    Case(
+        "llama context x tensor",
+        Layout(context=2, tensor=2),
+        model={"gated": True, "kv_heads": 2, "positions": "rotary"},
+    ),
     Case("bf16 bert tensor", Layout(tensor=2), family="bert", micro_rows=16, precision="bf16"),
-    Case("bf16 llama context", Layout(context=2), model={"kv_heads": 2, "positions": "rotary"}, precision="bf16"),
+    Case(
+        "bf16 llama context",
+        Layout(context=2),
+        model={"kv_heads": 2, "positions": "rotary"},
+        precision="bf16",
+    ),
     Case("full", Layout(data=2, sharding="full")),
     Case("zero2 odd", Layout(data=3, sharding="zero2"), model={"vocab_size": 257}),
     Case("zero1 hybrid", Layout(data=4, sharding="zero1", replicas=2)),
@@ -169,10 +199,14 @@ def test_counted_is_printed(case: Case) -> None:
         assert parameters == held(config, layout, Place(pipeline, tensor, 0, shard))
         printed_calls: Counter[str] = Counter()
         printed_bytes: Counter[str] = Counter()
-        for entry in traffic(config, layout, Batch(micro_batches, case.micro_rows, LENGTH, predicted, case.precision), pipeline):
+        for entry in traffic(
+            config, layout, Batch(micro_batches, case.micro_rows, LENGTH, predicted, case.precision), pipeline
+        ):
             printed_calls[entry.kind] += entry.calls
             printed_bytes[entry.kind] += entry.bytes
-        if layout.schedule == "zero-bubble-v":  # split backwards gather gradients again: at most one for each row-cut matrix
+        if (
+            layout.schedule == "zero-bubble-v"
+        ):  # split backwards gather gradients again: at most one for each row-cut matrix
             split = calls["all-gather"] - printed_calls["all-gather"]
             assert 0 < split <= micro_batches * config.layers
             printed_calls["all-gather"] += split
@@ -182,9 +216,15 @@ def test_counted_is_printed(case: Case) -> None:
 
 def test_memory_falls_with_every_axis_that_cuts() -> None:
     """The estimate by which a run is refused: more processes on an axis never need more, and each cuts what it is for."""
+
     def terms(**parallel: Any) -> dict[str, int]:
         train = {"steps": 1, "sequence_length": 256, "batch_rows": 16}
-        tree = {"data": {"train": "tokens"}, "model": {"preset": "gpt2-124m"}, "train": train, "parallel": parallel}
+        tree = {
+            "data": {"train": "tokens"},
+            "model": {"preset": "gpt2-124m"},
+            "train": train,
+            "parallel": parallel,
+        }
         recipe = resolve(build_recipe(tree, Recipe, RULES))
         return estimate(model_config(recipe), recipe)
 

@@ -16,12 +16,16 @@ CASES = [
     (Layout(pipeline=pipeline, schedule=schedule, stages_per_process=turns), rounds * pipeline)
     for schedule in SCHEDULES
     for pipeline in (2, 3, 4, 8)
-    for turns in ((1,) if STAGES_PER_PROCESS[schedule][1] == 1 else (2,) if schedule == "zero-bubble-v" else (2, 3))
+    for turns in (
+        (1,) if STAGES_PER_PROCESS[schedule][1] == 1 else (2,) if schedule == "zero-bubble-v" else (2, 3)
+    )
     for rounds in (1, 2, 5)
 ]
 CASES += [(Layout(pipeline=3, schedule="1f1b"), 7), (Layout(pipeline=4, schedule="gpipe"), 2)]
 CASES += [(Layout(pipeline=4, schedule="interleaved-1f1b", stages_per_process=2), 10)]  # rounds of five
-NAMES = [f"{layout.schedule}-{layout.pipeline}x{layout.stages_per_process}-{count}" for layout, count in CASES]
+NAMES = [
+    f"{layout.schedule}-{layout.pipeline}x{layout.stages_per_process}-{count}" for layout, count in CASES
+]
 
 
 def recorded(layout: Layout, micro_batches: int, rank: int) -> list[str]:
@@ -47,8 +51,13 @@ def test_equal_the_schedules_that_run(layout: Layout, micro_batches: int) -> Non
     if layout.stages_per_process == 1:
         theirs = [recorded(layout, micro_batches, rank) for rank in range(layout.pipeline)]
     else:
-        printed = get_schedule_ops(SCHEDULES[layout.schedule], layout.pipeline, micro_batches, layout.stages_per_process)
-        theirs = [[str(action) for action in rank if action is not None and action.is_compute_op] for rank in printed]
+        printed = get_schedule_ops(
+            SCHEDULES[layout.schedule], layout.pipeline, micro_batches, layout.stages_per_process
+        )
+        theirs = [
+            [str(action) for action in rank if action is not None and action.is_compute_op]
+            for rank in printed
+        ]
     assert [[str(action) for action in rank] for rank in pipeline_actions(layout, micro_batches)] == theirs
 
 
@@ -90,8 +99,18 @@ def test_1f1b_keeps_as_many_as_there_are_stages_from_here_on() -> None:
 
 def test_the_layout_prints_them() -> None:
     train = {"steps": 1, "sequence_length": 32, "batch_rows": 32, "micro_batch_rows": 1}
-    tree = {"data": {"train": "tokens"}, "model": {"preset": "gpt-toy"}, "train": train, "parallel": {"pipeline": 2}}
+    tree = {
+        "data": {"train": "tokens"},
+        "model": {"preset": "gpt-toy"},
+        "train": train,
+        "parallel": {"pipeline": 2},
+    }
     recipe = resolve(build_recipe(tree, Recipe, RULES))
     facts, lines = layout_report(recipe, model_config(recipe))
-    assert facts["actions"] == [[str(action) for action in rank] for rank in pipeline_actions(Layout(pipeline=2), 32)]
-    assert any(line.startswith("0: 0F0 0F1 0B0 0F2 ") and " ... " in line and line.endswith(" 0B30 0B31") for line in lines)
+    assert facts["actions"] == [
+        [str(action) for action in rank] for rank in pipeline_actions(Layout(pipeline=2), 32)
+    ]
+    assert any(
+        line.startswith("0: 0F0 0F1 0B0 0F2 ") and " ... " in line and line.endswith(" 0B30 0B31")
+        for line in lines
+    )

@@ -57,7 +57,9 @@ def train(case: Case, directory: Path, first: int, last: int, save: bool) -> lis
         result = train_step(trainer, own_rows(case, engine, step), 1.0)
         results.append((result.loss, result.grad_norm))
     if save:
-        writer = CheckpointWriter(directory, 0, process=crew.mesh.rank, processes=case.layout.world, token=crew.token)
+        writer = CheckpointWriter(
+            directory, 0, process=crew.mesh.rank, processes=case.layout.world, token=crew.token
+        )
         writer.save(trainer)
         writer.close()
         crew.wait()
@@ -65,7 +67,13 @@ def train(case: Case, directory: Path, first: int, last: int, save: bool) -> lis
 
 
 def run(
-    name: str, directory: Path, first: int, last: int, save: bool = False, dropout: float = 0.0, family: str = "gpt"
+    name: str,
+    directory: Path,
+    first: int,
+    last: int,
+    save: bool = False,
+    dropout: float = 0.0,
+    family: str = "gpt",
 ) -> list[tuple[float, float]]:
     case = replace(CASE, layout=LAYOUTS[name], model=CASE.model | {"dropout": dropout}, family=family)
     return run_ranks(case.layout.world, lambda: train(case, directory, first, last, save))[0]
@@ -105,7 +113,9 @@ def test_resumes_bitwise_in_the_same_layout_with_dropout(tmp_path: Path) -> None
     whole = run("tensor x zero1", tmp_path / "a", 0, 4, dropout=0.1)
     start = run("tensor x zero1", tmp_path / "b", 0, 2, save=True, dropout=0.1)
     assert start + run("tensor x zero1", tmp_path / "b", 2, 4, dropout=0.1) == whole
-    assert all(abs(loss - exact) > 1e-6 for (loss, _), (exact, _) in zip(whole, expected(), strict=True)), "nothing was dropped"
+    assert all(abs(loss - exact) > 1e-6 for (loss, _), (exact, _) in zip(whole, expected(), strict=True)), (
+        "nothing was dropped"
+    )
 
 
 def test_is_one_artifact_of_whole_tensors(tmp_path: Path) -> None:

@@ -26,14 +26,23 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
-@pytest.mark.parametrize(("layout", "length"), LAYOUTS, ids=[layout.describe().replace(" ", "-") for layout, _ in LAYOUTS])
+@pytest.mark.parametrize(
+    ("layout", "length"), LAYOUTS, ids=[layout.describe().replace(" ", "-") for layout, _ in LAYOUTS]
+)
 def test_counts_what_one_process_counts(family: str, layout: Layout, length: int) -> None:
     """Five rows, which two data processes cannot share evenly, and of a GPT a shorter row alone, as at the end of a split."""
     warm()
     case = Case("", layout, family=family, model={"sequence_length": length, "vocab_size": 257})
     assert not layout_problems(layout, case.config, length, 8, 1)
-    rows = {name: values[:5, :length] if values.ndim == 2 else values[:5] for name, values in make_rows(case, 0).items()}
-    batches = [rows] if family == "bert" else [rows, {name: values[:1, : length - 3] for name, values in rows.items()}]
+    rows = {
+        name: values[:5, :length] if values.ndim == 2 else values[:5]
+        for name, values in make_rows(case, 0).items()
+    }
+    batches = (
+        [rows]
+        if family == "bert"
+        else [rows, {name: values[:1, : length - 3] for name, values in rows.items()}]
+    )
 
     def count() -> list[np.ndarray]:
         device = torch.device("cpu")
@@ -44,7 +53,10 @@ def test_counts_what_one_process_counts(family: str, layout: Layout, length: int
 
     model = build(case.config, SEED, dtype=torch.float64).eval()
     plain = _gpt_sums if family == "gpt" else _bert_sums
-    whole = [prepare(dict(batch), family, 5, torch.device("cpu"), torch.float64, 1.0).micro_batches[0] for batch in batches]
+    whole = [
+        prepare(dict(batch), family, 5, torch.device("cpu"), torch.float64, 1.0).micro_batches[0]
+        for batch in batches
+    ]
     with torch.no_grad():
         expected = [plain(model, batch) for batch in whole]
     assert all(sums[0] > 0 for sums in expected)

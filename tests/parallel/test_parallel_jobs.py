@@ -31,7 +31,18 @@ data = 4
 def emit(tmp_path: Path, kind: str, *options: str) -> dict:
     recipe = tmp_path / "big.toml"
     recipe.write_text(RECIPE)
-    arguments = ["launch", "--json", "--emit", kind, *options, "--", "train", str(recipe), "--set", "train.steps=20"]
+    arguments = [
+        "launch",
+        "--json",
+        "--emit",
+        kind,
+        *options,
+        "--",
+        "train",
+        str(recipe),
+        "--set",
+        "train.steps=20",
+    ]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
@@ -39,7 +50,9 @@ def emit(tmp_path: Path, kind: str, *options: str) -> dict:
 
 @pytest.mark.parametrize("kind", ["torchrun", "slurm"])
 @pytest.mark.parametrize(("per_machine", "machines"), [(8, 2), (16, 1)])
-def test_scripts_are_shell_and_hold_the_command(kind: str, per_machine: int, machines: int, tmp_path: Path) -> None:
+def test_scripts_are_shell_and_hold_the_command(
+    kind: str, per_machine: int, machines: int, tmp_path: Path
+) -> None:
     made = emit(tmp_path, kind, "--per-machine", str(per_machine))
     assert (made["machines"], made["processes"]) == (machines, 16)
     subprocess.run(["bash", "-n"], input=made["text"], text=True, check=True)
@@ -64,7 +77,19 @@ def test_shellcheck_finds_nothing(kind: str, per_machine: int, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["torchrun", "slurm", "kubernetes"])
 def test_an_evaluation_has_job_files_too(kind: str) -> None:
     """They hold the command; nothing in them waits for a run's checkpoints."""
-    arguments = ["launch", "--json", "--nproc", "16", "--emit", kind, "--", "eval", "runs/gpt", "--tasks", "blimp"]
+    arguments = [
+        "launch",
+        "--json",
+        "--nproc",
+        "16",
+        "--emit",
+        kind,
+        "--",
+        "eval",
+        "runs/gpt",
+        "--tasks",
+        "blimp",
+    ]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     text = json.loads(done.stdout)["text"]
@@ -84,9 +109,16 @@ def test_a_stopped_job_goes_back_into_the_queue_and_no_other(tmp_path: Path) -> 
     run, tools = tmp_path / "runs" / "big", tmp_path / "bin"
     run.mkdir(parents=True)
     tools.mkdir()
-    (tools / "scontrol").write_text('#!/bin/bash\nif [ "$1" = requeue ]; then echo "requeue $2"; else echo first; fi\n')
+    (tools / "scontrol").write_text(
+        '#!/bin/bash\nif [ "$1" = requeue ]; then echo "requeue $2"; else echo first; fi\n'
+    )
     for name, does, code, wanted in (
-        ("stopped", 'echo \'{"event": "stopped", "step": 3}\' >> runs/big/events.jsonl; exit 75', 75, "requeue 7"),
+        (
+            "stopped",
+            'echo \'{"event": "stopped", "step": 3}\' >> runs/big/events.jsonl; exit 75',
+            75,
+            "requeue 7",
+        ),
         ("failed", "touch -d yesterday runs/big/events.jsonl; exit 2", 2, ""),
         ("finished", 'echo \'{"event": "finished", "step": 9}\' >> runs/big/events.jsonl', 0, ""),
     ):
@@ -94,7 +126,9 @@ def test_a_stopped_job_goes_back_into_the_queue_and_no_other(tmp_path: Path) -> 
         for tool in tools.iterdir():
             tool.chmod(0o755)
         environment = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "first"}
-        done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert (done.returncode, done.stdout.strip()) == (code, wanted), (name, done.stderr)
 
 
@@ -102,7 +136,9 @@ def test_a_stopped_job_goes_back_into_the_queue_and_no_other(tmp_path: Path) -> 
 def test_kubernetes_schema_accepts_the_manifest(per_machine: int, tmp_path: Path) -> None:
     """The API's own schema, unknown fields refused."""
     yaml, schema = pytest.importorskip("yaml"), pytest.importorskip("kubernetes_validate")
-    documents = list(yaml.safe_load_all(emit(tmp_path, "kubernetes", "--per-machine", str(per_machine))["text"]))
+    documents = list(
+        yaml.safe_load_all(emit(tmp_path, "kubernetes", "--per-machine", str(per_machine))["text"])
+    )
     assert [document["kind"] for document in documents] == ["Service", "Job"]
     for document in documents:
         schema.validate(document, schema.latest_version(), strict=True)
@@ -121,7 +157,9 @@ def test_kubernetes_job_has_a_pod_for_each_machine(tmp_path: Path) -> None:
     (container,) = pod["spec"]["containers"]
     assert container["image"] == "me/train:1"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["spec"]["volumes"]
+    }
     script = container["command"][-1]
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert "--node-rank=$JOB_COMPLETION_INDEX" in script
@@ -142,8 +180,12 @@ def test_what_runs_on_cores_asks_for_no_gpus(kind: str, tmp_path: Path) -> None:
         done = CliRunner().invoke(main, ["launch", "--nproc", "16", "--emit", kind, "--", *words])
         assert done.exit_code == 0, done.output
         assert ("gpus-per-node=8" in done.stdout or "nvidia.com/gpu: 8" in done.stdout) == on_gpus, words
-        assert ("SBATCH --cpus-per-task=8" in done.stdout or "              cpu: 8" in done.stdout) != on_gpus, words
-        assert ("srun --kill-on-bad-exit=1 --cpus-per-task=8 bash" in done.stdout) == (kind == "slurm" and not on_gpus), words
+        assert (
+            "SBATCH --cpus-per-task=8" in done.stdout or "              cpu: 8" in done.stdout
+        ) != on_gpus, words
+        assert ("srun --kill-on-bad-exit=1 --cpus-per-task=8 bash" in done.stdout) == (
+            kind == "slurm" and not on_gpus
+        ), words
 
 
 @pytest.mark.parametrize("per_machine", ["8", "16"])
@@ -157,7 +199,17 @@ def test_words_that_mean_something_in_yaml_stay_what_they_are(tmp_path: Path) ->
     recipe = tmp_path / "big.toml"
     recipe.write_text(RECIPE)
     command = ["train", str(recipe), "--set", "parallel.layers_per_stage=[\n]", "--run-dir", "it's # here: 1"]
-    arguments = ["launch", "--emit", "kubernetes", "--image", "me/train #1", "--per-machine", "16", "--", *command]
+    arguments = [
+        "launch",
+        "--emit",
+        "kubernetes",
+        "--image",
+        "me/train #1",
+        "--per-machine",
+        "16",
+        "--",
+        *command,
+    ]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     (container,) = list(yaml.safe_load_all(done.stdout))[1]["spec"]["template"]["spec"]["containers"]

@@ -56,14 +56,25 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(store: Path, directory: Path, *options: str, steps: int = 6, launched: bool = True) -> subprocess.Popen:
+def start(
+    store: Path, directory: Path, *options: str, steps: int = 6, launched: bool = True
+) -> subprocess.Popen:
     recipe = directory / "recipe.toml"
     recipe.write_text(RECIPE.format(store=store, steps=steps))
-    command = [sys.executable, "-m", "throughline.cli.main", *(["launch", "--"] if launched else []), "train", str(recipe)]
+    command = [
+        sys.executable,
+        "-m",
+        "throughline.cli.main",
+        *(["launch", "--"] if launched else []),
+        "train",
+        str(recipe),
+    ]
     overrides = [word for option in options for word in (["--set", option] if "=" in option else [option])]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command += ["--run-dir", str(directory / "run"), *overrides]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:
@@ -93,7 +104,10 @@ def test_same_run_as_one_process_and_goes_on_in_another_layout(store: Path, tmp_
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert sorted(one) == sorted(two) == list(range(1, 10))
     assert max(abs(one[step] - two[step]) for step in one) < 1e-12
-    validation = [[r["validation"] for r in read_metrics(tmp_path / name / "run") if "validation" in r] for name in ("one", "two")]
+    validation = [
+        [r["validation"] for r in read_metrics(tmp_path / name / "run") if "validation" in r]
+        for name in ("one", "two")
+    ]
     for first, second in zip(*validation, strict=True):
         assert first == pytest.approx(second, rel=1e-12)
     assert verify_artifact(tmp_path / "two" / "run").facts["step"] == 9
@@ -134,12 +148,16 @@ def test_why_a_command_failed_is_said_once(how: str, tmp_path: Path) -> None:
     """What the first process has said is final: the others, which would say it two seconds later, end at once."""
     code, file = int(how.split()[0]), tmp_path / "exit"
     begun = time.monotonic()
-    assert watched(f"open({str(file)!r}, 'w').write({how!r}); exit({code})", "time.sleep(100)", file=file) == ([code, -9], 0)
+    assert watched(
+        f"open({str(file)!r}, 'w').write({how!r}); exit({code})", "time.sleep(100)", file=file
+    ) == ([code, -9], 0)
     assert time.monotonic() - begun < launch.GRACE_SECONDS
 
 
 @pytest.mark.parametrize(("rank", "speaks"), [("0", True), ("1", False)])
-@pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt(), 130), (Stopped("stopped by SIGTERM"), 75)], ids=["130", "75"])
+@pytest.mark.parametrize(
+    ("end", "code"), [(KeyboardInterrupt(), 130), (Stopped("stopped by SIGTERM"), 75)], ids=["130", "75"]
+)
 def test_where_all_were_stopped_is_said_once(
     end: BaseException, code: int, rank: str, speaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +177,9 @@ def test_where_all_were_stopped_is_said_once(
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_start_that_is_lost_is_not_yet_the_answer(launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_is_lost_is_not_yet_the_answer(
+    launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With --json stdout has one object: that of the start that came to an end. Without a launcher there is no other start."""
 
     @click.command()
@@ -221,5 +241,7 @@ def test_sigterm_saves_on_all_and_exits_75(store: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert (run / "checkpoints" / "latest").read_text().strip() == f"step-{saved:08d}"
     verify_artifact(run / "checkpoints" / f"step-{saved:08d}")
-    errors = finish(start(store, tmp_path, "parallel.pipeline=2", "train.eval_every_steps=0", steps=saved + 2))
+    errors = finish(
+        start(store, tmp_path, "parallel.pipeline=2", "train.eval_every_steps=0", steps=saved + 2)
+    )
     assert f"resumed at step {saved:,}" in errors

@@ -23,7 +23,14 @@ from throughline.train.parallel.layout import (
     require_world,
     set_options,
 )
-from throughline.train.parallel.plan import Place, bucket_slices, even_part, parameter_shapes, pieces, sharded_part
+from throughline.train.parallel.plan import (
+    Place,
+    bucket_slices,
+    even_part,
+    parameter_shapes,
+    pieces,
+    sharded_part,
+)
 from throughline.train.recipe import RULES, Recipe, can_be_had, resolve
 
 GPT = GPTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8)
@@ -48,9 +55,21 @@ V = {"pipeline": 2, "schedule": "zero-bubble-v", "stages_per_process": 2}
         (Layout(pipeline=8), "train.micro_batch_rows", "4 micro-batches for 8 stages"),
         (Layout(stages_per_process=2), "pipeline", "one pipeline process"),
         (Layout(pipeline=2, layers_per_stage=(0, 8)), "layers_per_stage", "a stage of 0 layers"),
-        (Layout(pipeline=8, data=4), "pipeline", "train.batch_rows of at least 32"),  # no micro-batch is small enough
-        (Layout(data=8), "data", "train.micro_batch_rows = 2"),  # the batch may not change from start to start
-        (Layout(tensor=2, layers_per_stage=(7,)), "pipeline", "one pipeline process"),  # it would train seven of eight layers
+        (
+            Layout(pipeline=8, data=4),
+            "pipeline",
+            "train.batch_rows of at least 32",
+        ),  # no micro-batch is small enough
+        (
+            Layout(data=8),
+            "data",
+            "train.micro_batch_rows = 2",
+        ),  # the batch may not change from start to start
+        (
+            Layout(tensor=2, layers_per_stage=(7,)),
+            "pipeline",
+            "one pipeline process",
+        ),  # it would train seven of eight layers
     ],
 )
 def test_each_problem_names_the_field(layout: Layout, field: str, words: str) -> None:
@@ -106,12 +125,16 @@ def test_the_nearest_layouts_can_be_had_with_the_rest_of_the_recipe(
     """Muon needs whole matrices, offload no pipeline, 1-bit Adam data processes alone: no layout is named that is refused next."""
     train = {"steps": 10, "sequence_length": 64, "batch_rows": 16} | sections.get("train", {})
     model = {"overrides": {"layers": 8, "width": 64, "heads": 8, "vocab_size": 257}}
-    given = build_recipe({"data": {"train": "tokens"}, "model": model} | sections | {"train": train}, Recipe, RULES)
+    given = build_recipe(
+        {"data": {"train": "tokens"}, "model": model} | sections | {"train": train}, Recipe, RULES
+    )
     recipe = resolve(given)
     (tmp_path / "recipe.toml").write_text(dump_toml(given))
     layout, rows = recipe.parallel.layout(), (recipe.train.rows_per_step, recipe.train.rows_per_micro_batch)
     near = nearest_layouts(layout, world, GPT, 64, *rows, partial(can_be_had, recipe))
-    assert [{axis: getattr(found, axis) for axis in AXES if getattr(found, axis) > 1} for found in near] == nearest
+    assert [
+        {axis: getattr(found, axis) for axis in AXES if getattr(found, axis) > 1} for found in near
+    ] == nearest
     for found in near:
         options = shlex.split(set_options(layout, found))
         assert options[::2] == ["--set"] * (len(options) // 2)
@@ -172,7 +195,9 @@ def test_parts_cover_a_length_without_overlap() -> None:
         for length in (1, 5, 8, 257):
             for parts in (1, 2, 3, 8):
                 ranges = [cut(length, parts, index) for index in range(parts)]
-                assert [i for start, size in ranges for i in range(start, start + size)] == list(range(length))
+                assert [i for start, size in ranges for i in range(start, start + size)] == list(
+                    range(length)
+                )
     assert min(even_part(5, 5, index)[1] for index in range(5)) == 1
 
 

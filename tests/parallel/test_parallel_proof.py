@@ -59,10 +59,20 @@ def test_table_covers_what_is_promised(table: dict[str, Case]) -> None:
     for sharding in ("zero1", "zero2", "full"):
         assert any(layout.sharding == sharding for layout in layouts)
     assert any(layout.replicas > 1 for layout in layouts)
-    large = [case for case in table.values() if case.layout.world == 32 and case.layout.pipeline == case.layout.tensor == 4]
-    assert {(case.family, case.precision) for case in large} == {("gpt", "fp64"), ("bert", "fp64"), ("gpt", "fp32")}
+    large = [
+        case
+        for case in table.values()
+        if case.layout.world == 32 and case.layout.pipeline == case.layout.tensor == 4
+    ]
+    assert {(case.family, case.precision) for case in large} == {
+        ("gpt", "fp64"),
+        ("bert", "fp64"),
+        ("gpt", "fp32"),
+    }
     single = [case for case in table.values() if case.precision == "fp32"]
-    assert {(axis,) for axis in axes} <= {tuple(axis for axis in axes if getattr(case.layout, axis) > 1) for case in single}
+    assert {(axis,) for axis in axes} <= {
+        tuple(axis for axis in axes if getattr(case.layout, axis) > 1) for case in single
+    }
     assert {case.precision for case in table.values()} == {"fp32", "fp64", "bf16"}
 
 
@@ -109,7 +119,9 @@ def mean_of_micro_batches(engine: Engine) -> None:
 
 def mean_of_processes(engine: Engine) -> None:
     size = engine.mesh.gradient.size
-    engine._inverse_counts = lambda batch: torch.tensor([1.0 / count / size for count in batch.counts], dtype=engine.dtype)
+    engine._inverse_counts = lambda batch: torch.tensor(
+        [1.0 / count / size for count in batch.counts], dtype=engine.dtype
+    )
 
 
 def wrong_positions(engine: Engine) -> None:
@@ -230,7 +242,13 @@ def test_a_number_that_is_not_finite_skips_the_step_everywhere(prover: Prover) -
             result = train_step(trainer, own_rows(case, engine, step), 1.0)
             if bad:
                 engine.leaves[0].value.data.copy_(kept)
-            seen.append((result.skipped, trainer.skipped, sum(p.detach().norm().item() for _, p in engine.named_parameters())))
+            seen.append(
+                (
+                    result.skipped,
+                    trainer.skipped,
+                    sum(p.detach().norm().item() for _, p in engine.named_parameters()),
+                )
+            )
         return seen
 
     for rank in run_ranks(4, steps):

@@ -124,7 +124,9 @@ def stalled_in_a_stage(directory: Path) -> str:
                 while not all((directory / f"seen-{rank}").exists() for rank in range(3)):
                     time.sleep(0.05)
                 return ""
-            engine.accumulate(prepare({"input_ids": ids, "targets": ids}, "gpt", 1, crew.mesh.device, torch.float32), 0)
+            engine.accumulate(
+                prepare({"input_ids": ids, "targets": ids}, "gpt", 1, crew.mesh.device, torch.float32), 0
+            )
     except Lost as lost:
         return lost.why
     finally:

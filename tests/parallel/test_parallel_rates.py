@@ -40,15 +40,29 @@ def test_who_is_the_slowest() -> None:
     even = [Rates(rank, 100.0 + rank, 50.0, 9.0) for rank in range(4)]
     assert slowest(even) == ""
     assert slowest(even[:1]) == ""
-    assert slowest([*even, Rates(4, 100.0, 20.0, 9.0)]) == "process 4 is the slowest: copy at 40 % of the median"
+    assert (
+        slowest([*even, Rates(4, 100.0, 20.0, 9.0)]) == "process 4 is the slowest: copy at 40 % of the median"
+    )
     two = [Rates(0, 60.0, 50.0, 9.0), Rates(1, 100.0, 50.0, 9.0)]
     assert slowest(two) == "process 0 is the slowest: product at 60 % of the median"
 
 
 @pytest.mark.slow
 def test_doctor_under_launch() -> None:
-    command = [sys.executable, "-m", "throughline.cli.main", "launch", "--nproc", "2", "--", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "throughline.cli.main",
+        "launch",
+        "--nproc",
+        "2",
+        "--",
+        "doctor",
+        "--json",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [each["rank"] for each in found["rates"]] == [0, 1]

@@ -4,7 +4,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from throughline.benchmarks.prove_scale import FLOPS_PERCENT, KEPT_PERCENT, SCALES, Row, Scale, measure, per_axis  # noqa: E402
+from throughline.benchmarks.prove_scale import (
+    FLOPS_PERCENT,
+    KEPT_PERCENT,
+    SCALES,
+    Row,
+    Scale,
+    measure,
+    per_axis,
+)  # noqa: E402
 from throughline.models.config import BERTConfig, GPTConfig  # noqa: E402
 from throughline.train.parallel.account import Batch, held, traffic  # noqa: E402
 from throughline.train.parallel.layout import Layout  # noqa: E402
@@ -54,7 +62,9 @@ def test_a_stage_of_the_encoder() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scale", "rank", "recompute"), EVERYTHING, ids=[f"{scale.name}-{rank}-{again}" for scale, rank, again in EVERYTHING]
+    ("scale", "rank", "recompute"),
+    EVERYTHING,
+    ids=[f"{scale.name}-{rank}-{again}" for scale, rank, again in EVERYTHING],
 )
 def test_every_published_layout(scale: Scale, rank: int, recompute: str) -> None:
     assert_as_published(measure(scale, rank, recompute))
@@ -66,13 +76,19 @@ SMALL = [
     (GPTConfig(**SHAPE), Layout(tensor=2, data=2, sharding="zero1"), "none"),
     (GPTConfig(**SHAPE), Layout(data=4, sharding="full", replicas=2), "full"),
     (GPTConfig(**SHAPE, **LLAMA), Layout(tensor=2), "none"),
-    (GPTConfig(**SHAPE), Layout(pipeline=2, tensor=2, data=2, schedule="interleaved-1f1b", stages_per_process=2), "full"),
+    (
+        GPTConfig(**SHAPE),
+        Layout(pipeline=2, tensor=2, data=2, schedule="interleaved-1f1b", stages_per_process=2),
+        "full",
+    ),
     (BERTConfig(**SHAPE), Layout(pipeline=2, tensor=2), "selective"),
     (GPTConfig(**SHAPE), Layout(pipeline=2, schedule="zero-bubble-v", stages_per_process=2), "none"),
 ]
 
 
-@pytest.mark.parametrize(("config", "layout", "recompute"), SMALL, ids=[layout.describe() for _, layout, _ in SMALL])
+@pytest.mark.parametrize(
+    ("config", "layout", "recompute"), SMALL, ids=[layout.describe() for _, layout, _ in SMALL]
+)
 def test_any_layout_can_be_simulated(config: GPTConfig | BERTConfig, layout: Layout, recompute: str) -> None:
     """Its parameters and collectives are those printed, for every pipeline rank and all its stages together."""
     batch = Batch(1, 2, 64, 2 * 10 if isinstance(config, BERTConfig) else 128, "bf16", recompute, halves=True)

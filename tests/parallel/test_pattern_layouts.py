@@ -21,11 +21,18 @@ from throughline.train.parallel.layout import Layout  # noqa: E402
 from throughline.train.recipe import RULES, Recipe, resolve  # noqa: E402
 
 
-@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2), Layout(data=2, sharding="full")], ids=Layout.describe)
+@pytest.mark.parametrize(
+    "layout", [Layout(tensor=2), Layout(pipeline=2), Layout(data=2, sharding="full")], ids=Layout.describe
+)
 def test_a_bert_equals_the_single_process(layout: Layout) -> None:
     """Padded rows, a window, a global block and drawn ones, which depend on the layer's global number: as the proof of layouts."""
     warm()
-    pattern = {"attention_window": 3, "attention_block": 4, "attention_global_blocks": 1, "attention_random_blocks": 1}
+    pattern = {
+        "attention_window": 3,
+        "attention_block": 4,
+        "attention_global_blocks": 1,
+        "attention_random_blocks": 1,
+    }
     errors = Prover().prove(Case(layout.describe(), layout, family="bert", steps=2, model=pattern))
     assert not errors.beyond("fp64"), errors
 
@@ -36,14 +43,28 @@ def test_losses_equal_the_single_process(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     tokens.tofile(tmp_path / "store" / "00000.bin")
     write_index(tmp_path / "store" / "00000.idx", np.array([len(tokens)]), np.array([0, 1]), np.uint16)
-    overrides = {"layers": 2, "width": 32, "heads": 2, "vocab_size": 40, "attention_window": 5, "attention_block": 8}
+    overrides = {
+        "layers": 2,
+        "width": 32,
+        "heads": 2,
+        "vocab_size": 40,
+        "attention_window": 5,
+        "attention_block": 8,
+    }
     warm()
 
     def losses(name: str, **parallel: Any) -> list[float]:
         tree = {
             "data": {"train": str(tmp_path / "store")},
             "model": {"overrides": overrides},
-            "train": {"steps": 3, "sequence_length": 32, "batch_rows": 4, "compile": "off", "device": "cpu", "precision": "fp64"},
+            "train": {
+                "steps": 3,
+                "sequence_length": 32,
+                "batch_rows": 4,
+                "compile": "off",
+                "device": "cpu",
+                "precision": "fp64",
+            },
             "parallel": parallel,
         }
         recipe = resolve(build_recipe(tree, Recipe, RULES))
@@ -56,6 +77,10 @@ def test_losses_equal_the_single_process(tmp_path: Path) -> None:
         return [record["loss"] for record in read_metrics(tmp_path / name)]
 
     alone = losses("alone")
-    for name, parallel in {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}, "full": {"data": 2, "sharding": "full"}}.items():
+    for name, parallel in {
+        "tensor": {"tensor": 2},
+        "pipeline": {"pipeline": 2},
+        "full": {"data": 2, "sharding": "full"},
+    }.items():
         assert losses(name, **parallel) == pytest.approx(alone, abs=1e-12), name
     assert load_model(tmp_path / "tensor")[0].config.attention_pattern == AttentionPattern(window=5, block=8)

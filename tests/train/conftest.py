@@ -15,7 +15,16 @@ from throughline.data.train_tokenizer import train_tokenizer
 from throughline.train.build import Plan, plan_run
 from throughline.train.recipe import RULES, Recipe, resolve
 
-SUBJECTS = ["the cat", "a dog", "my horse", "the old king", "a small bird", "her brother", "this child", "the moon"]
+SUBJECTS = [
+    "the cat",
+    "a dog",
+    "my horse",
+    "the old king",
+    "a small bird",
+    "her brother",
+    "this child",
+    "the moon",
+]
 VERBS = ["sees", "follows", "likes", "never finds", "has lost", "waits for", "sings of", "dreams about"]
 
 
@@ -54,7 +63,9 @@ def gpt_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bert_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """120 documents of 10 sentences in word pieces."""
     documents = [sentences(10, seed) for seed in range(120)]
-    tokenizer = train_tokenizer([sentence for document in documents for sentence in document], "wordpiece", 120)
+    tokenizer = train_tokenizer(
+        [sentence for document in documents for sentence in document], "wordpiece", 120
+    )
     return write_store(tmp_path_factory.mktemp("stores") / "bert", tokenizer, documents)
 
 
@@ -69,7 +80,14 @@ def make_recipe(gpt_store: Path, bert_store: Path) -> Callable[..., Recipe]:
         tree: dict[str, Any] = {
             "data": {"train": str(gpt_store if family == "gpt" else bert_store)},
             "model": {"family": family, "overrides": SMALL},
-            "train": {"steps": 6, "sequence_length": 32, "batch_rows": 4, "compile": "off", "device": "cpu", "seed": 5},
+            "train": {
+                "steps": 6,
+                "sequence_length": 32,
+                "batch_rows": 4,
+                "compile": "off",
+                "device": "cpu",
+                "seed": 5,
+            },
             "optimizer": {"learning_rate": 3e-3},
         }
         for name, fields in sections.items():

@@ -62,12 +62,16 @@ def test_holds_the_weights_and_no_pickle(make_plan: Callable[..., Plan], tmp_pat
     model, tokenizer = load_model(tmp_path / "run")
     assert not model.training
     assert tokenizer is not None
-    assert tokenizer.read_bytes() == (Path(plan.recipe.data.sources()[0].path) / "tokenizer.json").read_bytes()
+    assert (
+        tokenizer.read_bytes() == (Path(plan.recipe.data.sources()[0].path) / "tokenizer.json").read_bytes()
+    )
     again, _ = load_model(path, dtype=torch.float64)
     assert all(torch.equal(p.double(), q) for p, q in zip(model.parameters(), again.parameters()))
 
 
-def test_what_happens_after_the_save_does_not_reach_it(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_happens_after_the_save_does_not_reach_it(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread writes a copy: here it is held until the weights have been overwritten."""
     import threading
 
@@ -122,7 +126,9 @@ def test_keeps_the_newest(trainer: Trainer, tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-00000004\n"
 
 
-def test_a_damaged_later_one_is_not_kept_in_place_of_what_was_just_saved(trainer: Trainer, tmp_path: Path) -> None:
+def test_a_damaged_later_one_is_not_kept_in_place_of_what_was_just_saved(
+    trainer: Trainer, tmp_path: Path
+) -> None:
     """A run that went on from before a damaged checkpoint, with keep = 1: what `latest` names stays."""
     save_steps(tmp_path, trainer, 1, 4)
     flip(tmp_path / "step-00000004" / "weights-00000.safetensors")
@@ -158,7 +164,9 @@ def test_a_save_that_fails_never_becomes_latest(
 
 
 @pytest.mark.parametrize("damage", [flip, halve, Path.unlink])
-@pytest.mark.parametrize("file", ["weights-00000.safetensors", "optimizer-00000.safetensors", "state.json", "tensors.json"])
+@pytest.mark.parametrize(
+    "file", ["weights-00000.safetensors", "optimizer-00000.safetensors", "state.json", "tensors.json"]
+)
 def test_a_damaged_checkpoint_is_passed_over_by_name(
     trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture, damage: Callable[[Path], Any], file: str
 ) -> None:
@@ -224,7 +232,9 @@ def test_load_model_refuses_a_flipped_bit_and_what_is_no_run(trainer: Trainer, t
         load_model(tmp_path)
 
 
-def test_a_checkpoint_of_another_shape_is_refused(trainer: Trainer, tmp_path: Path, make_plan: Callable[..., Plan]) -> None:
+def test_a_checkpoint_of_another_shape_is_refused(
+    trainer: Trainer, tmp_path: Path, make_plan: Callable[..., Plan]
+) -> None:
     save_steps(tmp_path, trainer, 1)
     other = build_trainer(make_plan("gpt", model={"overrides": {"layers": 2, "width": 64, "heads": 2}}))
     with pytest.raises(Refused, match="another model"):
@@ -235,7 +245,10 @@ def test_tensors_are_put_together_from_any_chunks(tmp_path: Path) -> None:
     """The format other layouts write: pieces of one tensor in several files, cut along both dims."""
     whole = torch.arange(24.0).view(4, 6)
     save_file({"w": whole[:, :2].contiguous()}, tmp_path / "weights-00000.safetensors")
-    save_file({"w": whole[:1, 2:].contiguous(), "w.2": whole[1:, 2:].contiguous()}, tmp_path / "weights-00001.safetensors")
+    save_file(
+        {"w": whole[:1, 2:].contiguous(), "w.2": whole[1:, 2:].contiguous()},
+        tmp_path / "weights-00001.safetensors",
+    )
     chunks = [
         {"file": "weights-00000.safetensors", "key": "w", "offset": [0, 0], "shape": [4, 2]},
         {"file": "weights-00001.safetensors", "key": "w", "offset": [0, 2], "shape": [1, 4]},

@@ -75,7 +75,12 @@ def test_a_run_shorter_than_what_is_profiled(recipe: str, tmp_path: Path) -> Non
     """Two profiled steps of six are counted as two (as often called as in a longer run); of four there is none."""
     calls = {}
     for steps in (6, 12):
-        assert call("train", recipe, "--profile", "--set", f"train.steps={steps}", "--run-dir", str(steps)).exit_code == 0
+        assert (
+            call(
+                "train", recipe, "--profile", "--set", f"train.steps={steps}", "--run-dir", str(steps)
+            ).exit_code
+            == 0
+        )
         rows = json.loads((tmp_path / str(steps) / "profile" / "kernels.json").read_text())
         calls[steps] = {row["class"]: row["calls"] for row in rows}["attention"]
     assert calls[6] == calls[12]
@@ -110,10 +115,14 @@ def test_bad_input_is_one_clear_error_and_leaves_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_bert_on_tokens_without_its_special_ones_is_told_how_to_make_them(recipe: str, tmp_path: Path) -> None:
+def test_a_bert_on_tokens_without_its_special_ones_is_told_how_to_make_them(
+    recipe: str, tmp_path: Path
+) -> None:
     result = call("train", recipe, "--set", "model.family=bert", "--run-dir", "bert")
     assert result.exit_code == 2
-    assert "no [CLS], [SEP], [MASK]: it is of type char" in result.stderr and "--type wordpiece" in result.stderr
+    assert (
+        "no [CLS], [SEP], [MASK]: it is of type char" in result.stderr and "--type wordpiece" in result.stderr
+    )
     assert not (tmp_path / "bert").exists()
 
 

@@ -109,7 +109,9 @@ def test_cut_at_any_byte(trainer: Trainer, tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
-def test_the_first_process_may_take_a_part_at_once(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_process_may_take_a_part_at_once(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The directory of a part goes in the moment in which `part.json` appears: whoever wrote it does not touch it again."""
     taken = []
 

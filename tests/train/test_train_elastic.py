@@ -53,7 +53,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_start_in_another_layout(make_recipe: Callable[..., Recipe], tmp_path: Path, family: str, change: str) -> None:
+def test_every_start_in_another_layout(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, family: str, change: str
+) -> None:
     """Each row once, at its place, and by every process of those that share it."""
     warm()
 
@@ -67,7 +69,9 @@ def test_every_start_in_another_layout(make_recipe: Callable[..., Recipe], tmp_p
         layout = recipe(steps, parallel).parallel.layout()
         parts = run_ranks(layout.world, lambda n=steps, p=parallel: start(recipe(n, p), tmp_path / "run"))
         wanted = range(first * ROWS, steps * ROWS)
-        read = [{position: row for position, row in seen.items() if position in wanted} for seen in parts]  # not those read ahead
+        read = [
+            {position: row for position, row in seen.items() if position in wanted} for seen in parts
+        ]  # not those read ahead
         shared = layout.world // layout.data
         assert sorted(position for seen in read for position in seen) == sorted([*wanted] * shared)
         assert all(row == whole[position] for seen in read for position, row in seen.items())
@@ -76,10 +80,14 @@ def test_every_start_in_another_layout(make_recipe: Callable[..., Recipe], tmp_p
     assert [record["step"] for record in one] == [record["step"] for record in other] == list(range(1, 10))
     for record, again in zip(one, other, strict=True):
         assert record["loss"] == pytest.approx(again["loss"], rel=BOUND)
-        assert record["grad_norm"] == pytest.approx(again["grad_norm"], rel=1e-11)  # as the proof of the layouts
+        assert record["grad_norm"] == pytest.approx(
+            again["grad_norm"], rel=1e-11
+        )  # as the proof of the layouts
 
 
-def test_a_signal_to_one_process_stops_all_at_one_step(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_signal_to_one_process_stops_all_at_one_step(
+    make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
     """SIGTERM reaches the second process only: all save the same step and say so (exit 75), and `latest` names it."""
     warm()
 
@@ -103,7 +111,9 @@ def test_a_signal_to_one_process_stops_all_at_one_step(make_recipe: Callable[...
 
 
 @pytest.mark.slow
-def test_a_checkpoint_may_take_longer_than_a_collective(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_checkpoint_may_take_longer_than_a_collective(
+    make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
     """The time limit is 10 s, the first process writes for 12: the other one waits, at the next save and at the end."""
     warm()
 
@@ -117,7 +127,9 @@ def test_a_checkpoint_may_take_longer_than_a_collective(make_recipe: Callable[..
 
         CheckpointWriter._write = slowly
         save = {"save_every_steps": 1}
-        recipe = make_recipe("gpt", train={"steps": 2}, parallel={"data": 2, "timeout_seconds": 10}, checkpoint=save)
+        recipe = make_recipe(
+            "gpt", train={"steps": 2}, parallel={"data": 2, "timeout_seconds": 10}, checkpoint=save
+        )
         return loop.train(plan_run(recipe), tmp_path / "run")["step"]
 
     assert run_ranks(2, rank) == [2, 2]

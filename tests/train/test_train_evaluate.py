@@ -13,7 +13,9 @@ from throughline.train.evaluate import Validation
 from torch.nn import functional as F
 
 
-def test_gpt_figures_equal_a_plain_loop_over_the_split(make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpt_figures_equal_a_plain_loop_over_the_split(
+    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Windows of 32 one by one in float64, the shorter rest included; bytes counted on the decoded text."""
     monkeypatch.setattr(evaluate, "BATCH_TOKENS", {"cpu": 7 * 32})
     plan = make_plan("gpt", train={"precision": "fp64"})
@@ -39,7 +41,9 @@ def test_bert_figures_equal_a_plain_loop_over_the_rows(make_plan: Callable[..., 
     right = masked = pairs_right = 0
     for row in range(dataset.rows):
         batch = {name: torch.from_numpy(values) for name, values in dataset.batch(row, 1).items()}
-        hidden = model.hidden(batch["input_ids"], token_types=batch["token_types"], attention_mask=batch["attention_mask"])
+        hidden = model.hidden(
+            batch["input_ids"], token_types=batch["token_types"], attention_mask=batch["attention_mask"]
+        )
         at = batch["targets"] != -100
         right += int((model.mlm_head(hidden).argmax(-1) == batch["targets"])[at].sum())
         masked += int(at.sum())

@@ -28,7 +28,9 @@ def recipe(optimizer=None, **train):
 # --- loss -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+)
 def test_lean_cross_entropy_equals_the_plain_one(dtype, bound, monkeypatch):
     """Loss and gradient, with ignored targets and a last chunk that is shorter; bf16 differs by one rounding of the gradient."""
     monkeypatch.setattr(losses, "CHUNK_LOGITS", 3 * losses.LARGE_VOCABULARY)
@@ -78,7 +80,10 @@ def test_short_attention_is_as_near_to_the_truth_as_the_fused_kernel(kind):
 
     def outcome(attend, dtype):
         x = qkv.detach().to(dtype, copy=True).requires_grad_()
-        given = {name: value.to(dtype) if name == "mask" and kind == "bias" else value for name, value in options.items()}
+        given = {
+            name: value.to(dtype) if name == "mask" and kind == "bias" else value
+            for name, value in options.items()
+        }
         out = attend(*x.unbind(0), **given)
         out.square().sum().backward()
         return out.detach().double(), x.grad.double()
@@ -99,7 +104,9 @@ def test_attention_is_changed_only_where_it_is_faster():
     assert all(block.attention.attend is short_attention for block in model.blocks.values())
     q = torch.randn(1, 2, 1100, 8, dtype=torch.bfloat16)
     for x in (q, q[:, :, :20].float()):  # too long, and not bf16: the fused kernel, to the bit
-        assert torch.equal(short_attention(x, x, x, is_causal=True), scaled_dot_product(x, x, x, is_causal=True))
+        assert torch.equal(
+            short_attention(x, x, x, is_causal=True), scaled_dot_product(x, x, x, is_causal=True)
+        )
 
 
 # --- optimizers -----------------------------------------------------------------------------------------------------------
@@ -115,7 +122,9 @@ def test_orthogonalise_pulls_singular_values_to_about_one():
         assert values.min() > 0.65 - room
         assert values.max() < 1.22 + room
         left, _, right = torch.linalg.svd(x, full_matrices=False)
-        polar = left @ right  # singular values of 0.68 to 1.21 around 1: the cosine with the exact one stays above 0.97
+        polar = (
+            left @ right
+        )  # singular values of 0.68 to 1.21 around 1: the cosine with the exact one stays above 0.97
         assert (moved * polar).sum() / (moved.norm() * polar.norm()) > 0.97
 
 
@@ -123,7 +132,13 @@ def test_muon_moves_each_matrix_as_torch_does():
     """torch.optim.Muon on separate query, key, value and feed-forward matrices gives the same weights as our batched step."""
     torch.manual_seed(0)
     model = build(preset("gpt-toy", bias=False))
-    chosen = {"name": "muon", "learning_rate": 1e-3, "matrix_learning_rate": 0.03, "weight_decay": 0.1, "beta1": 0.8}
+    chosen = {
+        "name": "muon",
+        "learning_rate": 1e-3,
+        "matrix_learning_rate": 0.03,
+        "weight_decay": 0.1,
+        "beta1": 0.8,
+    }
     optimizer = build_optimizer(model, recipe(chosen, precision="bf16"))
     assert isinstance(optimizer, MuonAdamW)
     block = model.blocks["1"]
@@ -138,7 +153,9 @@ def test_muon_moves_each_matrix_as_torch_does():
 
     reference = [torch.nn.Parameter(x.clone()) for x in all_of(lambda p: p.detach())]
     # "original": lr x sqrt(max(1, rows / columns)); its momentum buffer and ours are the same moving average
-    theirs = torch.optim.Muon(reference, lr=0.03, weight_decay=0.1, momentum=0.8, nesterov=True, adjust_lr_fn="original")
+    theirs = torch.optim.Muon(
+        reference, lr=0.03, weight_decay=0.1, momentum=0.8, nesterov=True, adjust_lr_fn="original"
+    )
     for _ in range(4):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)

@@ -47,8 +47,17 @@ def test_states_are_counted_exactly(make_plan: Callable[..., Plan]) -> None:
     batch = StepBatches(plan, training_rows(plan)).batch(0, 4)
     train_step(trainer, batch, 1.0)
     weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
-    moments = sum(value.nbytes for slots in trainer.optimizer.state.values() for name, value in slots.items() if name != "step")
-    assert (plan.memory["weights"], plan.memory["gradients"], plan.memory["optimizer"]) == (weights, weights, moments)
+    moments = sum(
+        value.nbytes
+        for slots in trainer.optimizer.state.values()
+        for name, value in slots.items()
+        if name != "step"
+    )
+    assert (plan.memory["weights"], plan.memory["gradients"], plan.memory["optimizer"]) == (
+        weights,
+        weights,
+        moments,
+    )
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -72,7 +81,9 @@ def test_recomputation_changes_memory_and_no_bit(make_plan: Callable[..., Plan])
         trainer = build_trainer(plan)
         batch = StepBatches(plan, training_rows(plan)).batch(0, 4)
         step = train_step(trainer, batch, 1.0)
-        results.append((step.loss, step.grad_norm, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])))
+        results.append(
+            (step.loss, step.grad_norm, torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+        )
         kept.append(saved_bytes(plan))
     assert kept[1] < 0.5 * kept[0]
     assert kept[2] < kept[0]
@@ -85,11 +96,19 @@ def test_a_model_larger_than_memory_is_refused_with_three_changes(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "memory_limit_bytes", lambda: 16 * 2**30)
-    recipe = make_recipe("gpt", model={"preset": "gpt2-1.5b", "overrides": {}}, train={"sequence_length": 1024, "batch_rows": 64})
+    recipe = make_recipe(
+        "gpt",
+        model={"preset": "gpt2-1.5b", "overrides": {}},
+        train={"sequence_length": 1024, "batch_rows": 64},
+    )
     with pytest.raises(Refused, match=r"needs .* cpu has 16\.0 GiB") as caught:
         check_memory(preset("gpt2-1.5b"), recipe, torch.device("cpu"))
     lines = caught.value.fix.splitlines()
-    assert [line.split(" = ")[0] for line in lines] == ["train.micro_batch_rows", "train.recompute", "model.preset"]
+    assert [line.split(" = ")[0] for line in lines] == [
+        "train.micro_batch_rows",
+        "train.recompute",
+        "model.preset",
+    ]
     assert "largest that fits" in lines[2]
     assert "optimizer" in caught.value.why
 
@@ -119,4 +138,7 @@ def test_the_run_says_predicted_and_measured(make_recipe: Callable[..., Recipe],
 
 def test_what_fits_is_let_through(make_recipe: Callable[..., Recipe]) -> None:
     recipe = make_recipe("gpt")
-    assert check_memory(preset("gpt-toy"), recipe, torch.device("cpu"))["weights"] == 4 * preset("gpt-toy").parameter_count()
+    assert (
+        check_memory(preset("gpt-toy"), recipe, torch.device("cpu"))["weights"]
+        == 4 * preset("gpt-toy").parameter_count()
+    )

@@ -59,11 +59,16 @@ def test_numbers_that_are_not_finite_are_null_and_the_later_record_counts(tmp_pa
     text = (tmp_path / "run/metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
     first, second, third = read_metrics(tmp_path / "run")
-    assert (first, second) == ({"step": 1, "loss": None}, {"step": 2, "loss": 2.0, "validation": {"loss": 4.0}})
+    assert (first, second) == (
+        {"step": 1, "loss": None},
+        {"step": 2, "loss": 2.0, "validation": {"loss": 4.0}},
+    )
     assert third == kept
 
 
-def test_a_run_that_left_the_finite_numbers_says_so(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_run_that_left_the_finite_numbers_says_so(
+    make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
     """Every step but the first is skipped: the command says how many, and no file of the run holds what JSON cannot."""
     (tmp_path / "r.toml").write_text(dump_toml(make_recipe("gpt", optimizer={"learning_rate": 1e30})))
     done = CliRunner().invoke(main, ["train", str(tmp_path / "r.toml"), "--run-dir", str(tmp_path / "run")])
@@ -74,7 +79,9 @@ def test_a_run_that_left_the_finite_numbers_says_so(make_recipe: Callable[..., R
         assert not re.search(r"\b(NaN|nan|Infinity)\b", (tmp_path / "run" / name).read_text()), name
 
 
-def test_dashboards_have_every_record_when_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dashboards_have_every_record_when_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensorboard's writer keeps what it is given for two minutes and loses it with the process, unless it is flushed."""
     written: dict[str, list[tuple]] = {}
 
@@ -89,7 +96,9 @@ def test_dashboards_have_every_record_when_the_run_ends(tmp_path: Path, monkeypa
             written.setdefault(self.folder, []).extend(self.held)
             self.held = []
 
-    session = SimpleNamespace(log=lambda numbers, step: written.setdefault("wandb", []).append((numbers, step)))
+    session = SimpleNamespace(
+        log=lambda numbers, step: written.setdefault("wandb", []).append((numbers, step))
+    )
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: session))
     with Workspace(tmp_path / "run") as workspace:
@@ -105,13 +114,20 @@ def test_a_dashboard_that_is_not_installed_is_said_before_the_run(
     make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest)
+    )
     with pytest.raises(MissingExtra, match="wandb"):
         make_plan("gpt", log={"sinks": ["wandb"]})
 
 
 def test_dashboards_get_flat_numbers() -> None:
-    record = {"step": 3, "loss": 1.5, "validation": {"loss": 2.0, "note": "x"}, "memory": {"host": {"forward": 7}}}
+    record = {
+        "step": 3,
+        "loss": 1.5,
+        "validation": {"loss": 2.0, "note": "x"},
+        "memory": {"host": {"forward": 7}},
+    }
     assert flat(record) == {"loss": 1.5, "validation/loss": 2.0, "memory/host/forward": 7}
 
 
@@ -126,7 +142,9 @@ def test_compare_finds_the_largest_difference_and_judges_it(tmp_path: Path) -> N
     with pytest.raises(Refused, match="1e-07") as caught:
         check_bound([loss, norm], 1e-7, first, second)
     assert "loss by 1e-06 at step 2" in caught.value.why
-    cut = compare_runs(first, write(tmp_path / "c", *steps[:1], steps[2] | {"step": 7}))  # it ended early, and logged another step
+    cut = compare_runs(
+        first, write(tmp_path / "c", *steps[:1], steps[2] | {"step": 7})
+    )  # it ended early, and logged another step
     assert [(row.steps, row.alone) for row in cut] == [(1, 3)] * 2
 
 
@@ -149,7 +167,9 @@ def test_compare_counts_a_skipped_step_of_one_run_alone(tmp_path: Path) -> None:
         compare_runs(first, write(tmp_path / "d", {"step": 5, "loss": 1.0, "grad_norm": 1.0}))
 
 
-def test_the_report_stands_alone_and_shows_every_curve(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_the_report_stands_alone_and_shows_every_curve(
+    make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
     plan = make_plan("bert", train={"eval_every_steps": 2})
     train(plan, tmp_path / "run <b>", evaluators=[Validation(plan)])
     html = (tmp_path / "run <b>/report.html").read_text()
@@ -205,6 +225,8 @@ def test_memory_is_flat_over_steps_and_saves(make_plan: Callable[..., Plan], tmp
         levels[step] = psutil.Process().memory_info().rss
         return {}
 
-    plan = make_plan("gpt", train={"steps": 400, "eval_every_steps": 100}, checkpoint={"save_every_steps": 50})
+    plan = make_plan(
+        "gpt", train={"steps": 400, "eval_every_steps": 100}, checkpoint={"save_every_steps": 50}
+    )
     train(plan, tmp_path / "run", evaluators=[watch])
     assert levels[400] - levels[100] < 4 * 2**20

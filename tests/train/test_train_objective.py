@@ -30,7 +30,9 @@ def gradients(plan: Plan, batch: StepBatch) -> tuple[float, dict[str, torch.Tens
 
 @pytest.mark.parametrize("family", ["gpt", "bert", "packed"])
 @pytest.mark.parametrize("micro_rows", [1, 2, 3])
-def test_loss_and_gradients_do_not_depend_on_the_micro_batch(make_plan: Callable[..., Plan], family: str, micro_rows: int) -> None:
+def test_loss_and_gradients_do_not_depend_on_the_micro_batch(
+    make_plan: Callable[..., Plan], family: str, micro_rows: int
+) -> None:
     """Rows have unequal numbers of targets; 1e-12 is a thousand times float64's noise and far below any mean of means."""
     plan = make_plan("bert", objective={"packing": True}) if family == "packed" else make_plan(family)
     rows = rows_of(plan)

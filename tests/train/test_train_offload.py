@@ -38,22 +38,32 @@ def test_equals_the_run_without_it(
     for name, offload in (("plain", False), ("moved", True)):
         given = sections | {"train": sections.get("train", {}) | {"offload": offload}}
         train(make_plan(family, **given), tmp_path / name)
-    (records, weights), (other_records, other_weights) = outcome(tmp_path / "plain"), outcome(tmp_path / "moved")
+    (records, weights), (other_records, other_weights) = (
+        outcome(tmp_path / "plain"),
+        outcome(tmp_path / "moved"),
+    )
     assert records == other_records
     assert weights.keys() == other_weights.keys()
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("parallel", [{"data": 2, "sharding": "zero1"}, {"tensor": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{"data": 2, "sharding": "zero1"}, {"tensor": 2}, {"context": 2}], ids=str
+)
 def test_a_bert_in_a_layout_equals_the_run_without_it(
     parallel: dict[str, Any], make_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     """The pair head, which one process of a context has alone, and tables that all share: every step and weight to the bit."""
     warm()
     for name, offload in (("plain", False), ("moved", True)):
-        recipe = make_recipe("bert", train={"steps": 3, "micro_batch_rows": 2, "offload": offload}, parallel=parallel)
+        recipe = make_recipe(
+            "bert", train={"steps": 3, "micro_batch_rows": 2, "offload": offload}, parallel=parallel
+        )
         run_ranks(2, lambda recipe=recipe, name=name: train(plan_run(recipe), tmp_path / name)["step"])
-    (records, weights), (other_records, other_weights) = outcome(tmp_path / "plain"), outcome(tmp_path / "moved")
+    (records, weights), (other_records, other_weights) = (
+        outcome(tmp_path / "plain"),
+        outcome(tmp_path / "moved"),
+    )
     assert records == other_records and len(records) == 3
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
@@ -64,7 +74,10 @@ def test_continues_to_the_bit(make_plan: Callable[..., Plan], tmp_path: Path) ->
     train(make_plan(train=section | {"steps": 3}, schedule=schedule), tmp_path / "parts")
     for name in ("parts", "once"):
         train(make_plan(train=section, schedule=schedule), tmp_path / name)
-    (records, weights), (other_records, other_weights) = outcome(tmp_path / "parts"), outcome(tmp_path / "once")
+    (records, weights), (other_records, other_weights) = (
+        outcome(tmp_path / "parts"),
+        outcome(tmp_path / "once"),
+    )
     assert records == other_records
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
     assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
@@ -85,4 +98,7 @@ def test_what_it_cannot_do_is_told(make_recipe: Callable[..., Recipe]) -> None:
     with pytest.raises(WrongUse, match=r"train\.offload"):
         make_recipe(train={"offload": True, "batch_rows": 4}, parallel={"pipeline": 2})
     with pytest.raises(WrongUse, match=r"added in 16 bits"):
-        make_recipe(train={"offload": True, "batch_rows": 8, "micro_batch_rows": 2, "precision": "bf16"}, parallel={"data": 2})
+        make_recipe(
+            train={"offload": True, "batch_rows": 8, "micro_batch_rows": 2, "precision": "bf16"},
+            parallel={"data": 2},
+        )

@@ -18,7 +18,9 @@ from throughline.train.loop import train
 from throughline.train.parallel.crew import HANDOVER_SECONDS, OWNER, RunWorkspace
 
 
-def test_a_start_whose_token_was_replaced_saves_and_records_nothing_more(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_start_whose_token_was_replaced_saves_and_records_nothing_more(
+    make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
     """As when it was taken for dead on another machine, where the lock does not reach, and wakes up."""
 
     def take_over(model: torch.nn.Module, step: int) -> dict[str, Any]:
@@ -28,7 +30,9 @@ def test_a_start_whose_token_was_replaced_saves_and_records_nothing_more(make_pl
             (tmp_path / "run" / OWNER).write_text("another")
         return {}
 
-    plan = make_plan("gpt", train={"steps": 8, "eval_every_steps": 1}, checkpoint={"save_every_steps": 2, "keep": 0})
+    plan = make_plan(
+        "gpt", train={"steps": 8, "eval_every_steps": 1}, checkpoint={"save_every_steps": 2, "keep": 0}
+    )
     with pytest.raises(Refused, match="another start of this run has taken over") as caught:
         train(plan, tmp_path / "run", evaluators=[take_over])
     assert "belongs to another" in caught.value.why
@@ -37,13 +41,18 @@ def test_a_start_whose_token_was_replaced_saves_and_records_nothing_more(make_pl
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-00000002\n"
     assert max(record["step"] for record in read_records(tmp_path / "run" / "events.jsonl")) == 2
     assert train(plan, tmp_path / "run")["step"] == 8
-    assert find_resumable(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "step-00000008"
+    assert (
+        find_resumable(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "step-00000008"
+    )
     assert not (tmp_path / "run" / OWNER).exists()
 
 
 def test_a_directory_in_use_is_refused_and_one_just_left_is_taken(tmp_path: Path) -> None:
     """A start waits a moment for the processes of a launcher that was just killed, which still hold the lock."""
-    with RunWorkspace(tmp_path, "first") as first, pytest.raises(WrongUse, match="another process is working in this directory"):
+    with (
+        RunWorkspace(tmp_path, "first") as first,
+        pytest.raises(WrongUse, match="another process is working in this directory"),
+    ):
         first.own()
         RunWorkspace(tmp_path, "second").__enter__()
     assert (tmp_path / OWNER).read_text() == "first"

@@ -19,7 +19,11 @@ def tree(**sections: dict) -> dict:
 
 
 def test_a_resolved_recipe_is_valid_input_and_resolves_to_itself() -> None:
-    given = tree(train={"batch_rows": None, "batch_tokens": 192}, model={"preset": "gpt-toy"}, schedule={"warmup_steps": 5})
+    given = tree(
+        train={"batch_rows": None, "batch_tokens": 192},
+        model={"preset": "gpt-toy"},
+        schedule={"warmup_steps": 5},
+    )
     recipe = resolve(build_recipe(given, Recipe, RULES), "/somewhere")
     again = build_recipe(tomllib.loads(dump_toml(recipe)), Recipe, RULES)
     assert again == recipe
@@ -38,17 +42,37 @@ def test_a_resolved_recipe_is_valid_input_and_resolves_to_itself() -> None:
         ({"schedule": {"warmup_steps": 100}}, "schedule.warmup_steps", "not below train.steps = 100"),
         ({"schedule": {"warmup_steps": 50, "decay_steps": 60}}, "schedule.decay_steps", "at most 50"),
         ({"objective": {"mask_fraction": 0.2}}, "objective", "belongs to BERT"),
-        ({"model": {"family": "bert"}, "data": {"separate_documents": True}}, "data.separate_documents", "belongs to GPT"),
+        (
+            {"model": {"family": "bert"}, "data": {"separate_documents": True}},
+            "data.separate_documents",
+            "belongs to GPT",
+        ),
         ({"data": {"train": ""}}, "data.train", "no token store"),
-        ({"data": {"validation_fraction": 0.0}, "train": {"eval_every_steps": 5}}, "train.eval_every_steps", "no validation"),
+        (
+            {"data": {"validation_fraction": 0.0}, "train": {"eval_every_steps": 5}},
+            "train.eval_every_steps",
+            "no validation",
+        ),
         ({"model": {"preset": "gpt-toyy"}}, "model.preset", "did you mean gpt-toy"),
         ({"model": {"overrides": {"layer": 3}}}, "model.overrides.layer", "did you mean layers"),
         ({"model": {"overrides": {"width": 30, "heads": 4}}}, "model", "not a multiple"),
         ({"model": {"family": "bert", "preset": "gpt-toy"}}, "model.family", "is a gpt"),
-        ({"model": {"preset": "gpt-toy"}, "train": {"sequence_length": 64}}, "train.sequence_length", "32 positions"),
-        ({"model": {"family": "bert", "overrides": {"nsp": False}}}, "objective.sentences", "needs a model with nsp"),
+        (
+            {"model": {"preset": "gpt-toy"}, "train": {"sequence_length": 64}},
+            "train.sequence_length",
+            "32 positions",
+        ),
+        (
+            {"model": {"family": "bert", "overrides": {"nsp": False}}},
+            "objective.sentences",
+            "needs a model with nsp",
+        ),
         ({"parallel": {"tensor": 3}}, "parallel.tensor", "cannot be shared by 3 processes"),
-        ({"parallel": {"data": 2, "sharding": "full"}, "optimizer": {"name": "muon"}}, "optimizer.name", "whole matrices"),
+        (
+            {"parallel": {"data": 2, "sharding": "full"}, "optimizer": {"name": "muon"}},
+            "optimizer.name",
+            "whole matrices",
+        ),
         ({"train": {"stepz": 5}}, "train.stepz", "did you mean 'steps'"),
         ({"train": {"precision": "bf17"}}, "train.precision", "bf16"),
         ({"train": {"steps": "100"}}, "train.steps", "integer"),
@@ -66,7 +90,11 @@ def test_each_rule_names_the_field_and_the_way_out(sections: dict, key: str, wor
 
 def test_all_problems_are_shown_at_once() -> None:
     with pytest.raises(WrongUse) as caught:
-        build_recipe(tree(schedule={"warmup_steps": 100}, train={"micro_batch_rows": 5}, parallel={"data": 2}), Recipe, RULES)
+        build_recipe(
+            tree(schedule={"warmup_steps": 100}, train={"micro_batch_rows": 5}, parallel={"data": 2}),
+            Recipe,
+            RULES,
+        )
     assert "3 problems" in caught.value.what
 
 

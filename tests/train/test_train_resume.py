@@ -70,7 +70,9 @@ SLOW = [pytest.param(case, marks=pytest.mark.slow) if "compiled" in case else ca
 
 
 @pytest.mark.parametrize("case", SLOW)
-def test_a_crash_and_a_resume_change_no_bit(make_plan: Callable[..., Plan], tmp_path: Path, case: str) -> None:
+def test_a_crash_and_a_resume_change_no_bit(
+    make_plan: Callable[..., Plan], tmp_path: Path, case: str
+) -> None:
     """With dropout, for every precision: saved at step 2 of 6, crashed at 3. Each start compiles anew, as a process would."""
     family, sections = CASES[case]
     plan = make_plan(
@@ -90,7 +92,9 @@ def test_a_crash_and_a_resume_change_no_bit(make_plan: Callable[..., Plan], tmp_
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_what_is_logged_evaluated_and_saved_changes_no_bit(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_what_is_logged_evaluated_and_saved_changes_no_bit(
+    make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
     plain = make_plan("bert", train={"steps": 8}, log={"every_steps": 100})
     often = {"steps": 8, "eval_every_steps": 2, "eval_rows": 3}
     busy = make_plan("bert", train=often, checkpoint={"save_every_steps": 1, "keep": 1})
@@ -120,12 +124,16 @@ def test_sigterm_saves_says_so_and_goes_on(make_plan: Callable[..., Plan], tmp_p
 def test_ctrl_c_saves_and_interrupts(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
     plan, before = make_plan("gpt", train={"eval_every_steps": 1}), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        train(plan, tmp_path / "run", evaluators=[lambda model, step: os.kill(os.getpid(), signal.SIGINT) or {}])
+        train(
+            plan, tmp_path / "run", evaluators=[lambda model, step: os.kill(os.getpid(), signal.SIGINT) or {}]
+        )
     assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "step-00000001"
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_finished_run_is_left_alone_and_more_steps_continue_it(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_finished_run_is_left_alone_and_more_steps_continue_it(
+    make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
     schedule = {"kind": "constant"}
     train(make_plan("gpt", train={"steps": 8}, schedule=schedule), tmp_path / "whole")
     first = train(make_plan("gpt", train={"steps": 4}, schedule=schedule), tmp_path / "parts")
@@ -147,7 +155,9 @@ def test_another_recipe_or_other_files_are_refused(make_plan: Callable[..., Plan
     (tmp_path / "mine/letter.txt").write_text("dear")
     with pytest.raises(WrongUse, match="not a run's directory"):
         train(make_plan("gpt"), tmp_path / "mine")
-    assert [path.name for path in (tmp_path / "mine").iterdir() if not path.name.startswith(".")] == ["letter.txt"]
+    assert [path.name for path in (tmp_path / "mine").iterdir() if not path.name.startswith(".")] == [
+        "letter.txt"
+    ]
 
 
 def command(recipe: Path, run: Path) -> Sequence[str]:
@@ -172,7 +182,9 @@ def test_sigterm_to_the_command_exits_75(make_recipe: Callable[..., Recipe], tmp
     verify_artifact(tmp_path / "run/checkpoints" / latest)
 
 
-def wait_for_steps(run: Path, process: subprocess.Popen, more: int, file: str = "metrics.jsonl", before: int = 0) -> None:
+def wait_for_steps(
+    run: Path, process: subprocess.Popen, more: int, file: str = "metrics.jsonl", before: int = 0
+) -> None:
     """Until that many more records are written down."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:

@@ -9,7 +9,9 @@ from throughline.train.schedule import learning_rate_factor
 
 
 def factors(steps: int = 100, **schedule: object) -> list[float]:
-    recipe = build_recipe({"train": {"steps": steps, "sequence_length": 8, "batch_rows": 1}, "schedule": schedule}, Recipe)
+    recipe = build_recipe(
+        {"train": {"steps": steps, "sequence_length": 8, "batch_rows": 1}, "schedule": schedule}, Recipe
+    )
     return [learning_rate_factor(step, recipe) for step in range(steps)]
 
 

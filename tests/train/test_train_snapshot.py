@@ -16,7 +16,11 @@ def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
     """Every dtype, no dims, no elements, more than one piece; the hash is that of the file."""
     draw = torch.Generator().manual_seed(0)
     tensors = {str(dtype): torch.randint(0, 2, (3, 5), generator=draw).to(dtype) for dtype in NAMES}
-    tensors |= {"number": torch.tensor(3.5), "empty": torch.empty(0, 4), "long": torch.arange(PIECE_BYTES // 4 + 7).float()}
+    tensors |= {
+        "number": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "long": torch.arange(PIECE_BYTES // 4 + 7).float(),
+    }
     file = tmp_path / "a.safetensors"
     assert write_tensor_file(file, tensors) == hashlib.sha256(file.read_bytes()).hexdigest()
     read = load_file(file)
@@ -44,7 +48,9 @@ def test_the_memory_of_a_copy_is_made_once(make_plan: Callable[..., Plan]) -> No
             assert copy.data_ptr() == places["weights", name] != parameter.data_ptr()
 
 
-def test_a_save_waits_for_the_memory_of_the_one_before(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_save_waits_for_the_memory_of_the_one_before(
+    make_plan: Callable[..., Plan], tmp_path: Path
+) -> None:
     """Saves as fast as they can be asked for: none overwrites what another is still writing."""
     trainer = build_trainer(make_plan("gpt"))
     writer = CheckpointWriter(tmp_path, 0)
@@ -57,4 +63,7 @@ def test_a_save_waits_for_the_memory_of_the_one_before(make_plan: Callable[..., 
     writer.close()
     for step in range(4):
         read = TensorReader(tmp_path / f"step-{step:08d}", "weights")
-        assert all(torch.equal(read(name), torch.full(entry["shape"], float(step))) for name, entry in read.table.items())
+        assert all(
+            torch.equal(read(name), torch.full(entry["shape"], float(step)))
+            for name, entry in read.table.items()
+        )

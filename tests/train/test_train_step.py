@@ -11,7 +11,9 @@ from throughline.train.precision import GROWTH_INTERVAL, LossScaler
 from throughline.train.step import Trainer, train_step
 
 
-def setting(make_plan: Callable[..., Plan], family: str = "gpt", **sections: dict) -> tuple[Trainer, StepBatch]:
+def setting(
+    make_plan: Callable[..., Plan], family: str = "gpt", **sections: dict
+) -> tuple[Trainer, StepBatch]:
     plan = make_plan(family, **sections)
     return build_trainer(plan), StepBatches(plan, training_rows(plan)).batch(0, 4)
 
@@ -49,7 +51,9 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(make_plan: C
     trainer, batch = setting(make_plan)
     train_step(trainer, batch, 1.0)
     before, state = weights(trainer), trainer.optimizer.state_dict()["state"]
-    moments = {(index, slot): value.clone() for index, slots in state.items() for slot, value in slots.items()}
+    moments = {
+        (index, slot): value.clone() for index, slots in state.items() for slot, value in slots.items()
+    }
     healthy = trainer.loss
     trainer.loss = lambda *inputs: tuple(part * math.nan for part in healthy(*inputs))
     assert train_step(trainer, batch, 1.0).skipped
@@ -116,6 +120,8 @@ def test_waits_for_the_device_once(make_plan: Callable[..., Plan], monkeypatch: 
     reads = []
     for name in ("item", "tolist", "__bool__", "__float__"):
         original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, _o=original, _n=name: reads.append(_n) or _o(self, *a))
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, *a, _o=original, _n=name: reads.append(_n) or _o(self, *a)
+        )
     train_step(trainer, batch, 1.0)
     assert reads == ["tolist"]

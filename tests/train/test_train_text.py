@@ -33,7 +33,10 @@ WORDS = ["the cat", "a dog", "my horse", "an old king", "some bird", "her brothe
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two files of 300 documents of a few sentences, and tokenizers trained on them."""
     folder = tmp_path_factory.mktemp("text")
-    documents = [" ".join(f"{WORDS[(n + i) % 8]} sees {WORDS[n * i % 8]}." for i in range(n % 7 + 3)) for n in range(600)]
+    documents = [
+        " ".join(f"{WORDS[(n + i) % 8]} sees {WORDS[n * i % 8]}." for i in range(n % 7 + 3))
+        for n in range(600)
+    ]
     documents = [". ".join(part.capitalize() for part in text.split(". ")) for text in documents]
     (folder / "a.txt").write_text("\n\n".join(documents[:300]))
     (folder / "b.txt").write_text("\n\n".join(documents[300:]))
@@ -43,7 +46,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def from_text(place: Path, make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
+def from_text(
+    place: Path, make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Plan]:
     """`from_text("gpt", train={...})`: a plan that reads a.txt and b.txt in units of 4,000 bytes."""
     monkeypatch.setattr(stream, "UNIT_BYTES", 4000)
     monkeypatch.setattr(stream, "ROWS_IN_UNIT", 1)
@@ -55,7 +60,10 @@ def from_text(place: Path, make_plan: Callable[..., Plan], monkeypatch: pytest.M
 
 
 def text_section(place: Path, family: str) -> dict[str, Any]:
-    return {"train": [str(place / "a.txt"), str(place / "b.txt")], "tokenizer": str(place / ("bpe" if family == "gpt" else "wp"))}
+    return {
+        "train": [str(place / "a.txt"), str(place / "b.txt")],
+        "tokenizer": str(place / ("bpe" if family == "gpt" else "wp")),
+    }
 
 
 def trained(run: Path) -> tuple[list[tuple[int, float, float]], dict[str, torch.Tensor]]:
@@ -77,15 +85,23 @@ CASES = {
     "gpt": ("gpt", {"train": {"batch_rows": 60}}),  # several passes
     "gpt best_fit": ("gpt", {"data": {"packing": "best_fit"}, "train": {"batch_rows": 40}}),
     "bert": ("bert", {"train": {"batch_rows": 60}}),
-    "bert packed without pairs": ("bert", {"objective": {"sentences": "none", "packing": True}, "train": {"batch_rows": 60}}),
+    "bert packed without pairs": (
+        "bert",
+        {"objective": {"sentences": "none", "packing": True}, "train": {"batch_rows": 60}},
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_crash_and_a_resume_change_no_bit(from_text: Callable[..., Plan], tmp_path: Path, case: str) -> None:
+def test_a_crash_and_a_resume_change_no_bit(
+    from_text: Callable[..., Plan], tmp_path: Path, case: str
+) -> None:
     """Saved at step 2 of 6, crashed at 3; a new plan, as a new process would make, goes on from the position alone."""
     family, sections = CASES[case]
-    sections = sections | {"train": {"steps": 6, "eval_every_steps": 1} | sections["train"], "checkpoint": {"save_every_steps": 2}}
+    sections = sections | {
+        "train": {"steps": 6, "eval_every_steps": 1} | sections["train"],
+        "checkpoint": {"save_every_steps": 2},
+    }
     train(from_text(family, **sections), tmp_path / "whole")
     with pytest.raises(Crash):
         train(from_text(family, **sections), tmp_path / "parts", evaluators=[crash])
@@ -136,13 +152,24 @@ def test_the_end_of_text_of_a_model_directory_reaches_the_checkpoint(
     model = tmp_path / "model"
     model.mkdir()
     (model / "tokenizer.json").write_text(json.dumps(config))
-    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "pad_token": known["content"]}))
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "pad_token": known["content"]})
+    )
     constant = {"kind": "constant"}
-    train(from_text("gpt", data={"tokenizer": str(model)}, train={"steps": 1}, schedule=constant), tmp_path / "run")
-    assert Tokenizer.load(load_model(tmp_path / "run")[1]).special == {"eos": known["id"] + 1, "pad": known["id"]}
+    train(
+        from_text("gpt", data={"tokenizer": str(model)}, train={"steps": 1}, schedule=constant),
+        tmp_path / "run",
+    )
+    assert Tokenizer.load(load_model(tmp_path / "run")[1]).special == {
+        "eos": known["id"] + 1,
+        "pad": known["id"],
+    }
     (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": known["content"]}))
     with pytest.raises(Refused, match="data have changed"):
-        train(from_text("gpt", data={"tokenizer": str(model)}, train={"steps": 2}, schedule=constant), tmp_path / "run")
+        train(
+            from_text("gpt", data={"tokenizer": str(model)}, train={"steps": 2}, schedule=constant),
+            tmp_path / "run",
+        )
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
@@ -172,8 +199,9 @@ def test_text_of_another_tokenizer_is_refused(from_text: Callable[..., Plan], gp
         from_text("gpt", data={"validation": str(gpt_store)})
 
 
-
-def test_a_megatron_prefix_is_trained_on(make_plan: Callable[..., Plan], gpt_store: Path, tmp_path: Path) -> None:
+def test_a_megatron_prefix_is_trained_on(
+    make_plan: Callable[..., Plan], gpt_store: Path, tmp_path: Path
+) -> None:
     """PREFIX.bin and PREFIX.idx: no path of that name is there, and a run still knows both files by their content."""
     prefix = tmp_path / "corpus_text_document"
     for suffix in (".bin", ".idx"):
@@ -187,16 +215,24 @@ def test_a_megatron_prefix_is_trained_on(make_plan: Callable[..., Plan], gpt_sto
     other = make_plan(data={"train": str(prefix)}, model=model)
     with pytest.raises(Refused, match=r"do not fit(.|\n)*vocab_size to at least"):
         make_plan(data={"train": str(prefix)}, model={"overrides": model["overrides"] | {"vocab_size": 5}})
-    assert [item.path for item in plan.inputs] == [str(prefix)] and plan.inputs[0].hash != other.inputs[0].hash
+    assert [item.path for item in plan.inputs] == [str(prefix)] and plan.inputs[0].hash != other.inputs[
+        0
+    ].hash
     (tmp_path / "tokenizer.json").write_bytes((gpt_store / "tokenizer.json").read_bytes())
-    assert make_plan(data={"train": str(prefix)}, model=model).tokenizer is not None, "beside them, as the message says"
+    assert make_plan(data={"train": str(prefix)}, model=model).tokenizer is not None, (
+        "beside them, as the message says"
+    )
 
 
 @pytest.fixture
-def recipe(place: Path, make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe(
+    place: Path, make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "text.toml"
-    path.write_text(dump_toml(make_recipe("gpt", data=text_section(place, "gpt"), train={"precision": "fp64"})))
+    path.write_text(
+        dump_toml(make_recipe("gpt", data=text_section(place, "gpt"), train={"precision": "fp64"}))
+    )
     return path
 
 
@@ -216,7 +252,9 @@ def recipe(place: Path, make_recipe: Callable[..., Recipe], tmp_path: Path, monk
         (['data.packing="best_fit"', "data.separate_documents=true", "model.overrides.vocab_size=100"], 3, "vocabulary"),
     ],
 )  # fmt: skip
-def test_bad_text_is_one_clear_error(place: Path, recipe: Path, settings: list[str], code: int, words: str) -> None:
+def test_bad_text_is_one_clear_error(
+    place: Path, recipe: Path, settings: list[str], code: int, words: str
+) -> None:
     arguments = [part for text in settings for part in ("--set", text.replace("{place}", str(place)))]
     done = CliRunner().invoke(main, ["train", str(recipe), *arguments])
     assert done.exit_code == code and words in done.stderr and "fix:" in done.stderr, done.output
@@ -233,9 +271,20 @@ def test_dry_run_and_layout_say_what_is_read(recipe: Path) -> None:
 @pytest.mark.slow
 def test_two_data_processes_read_the_same_rows_as_one(recipe: Path, tmp_path: Path) -> None:
     def losses(run: str, *words: str) -> list[float]:
-        command = [sys.executable, "-m", "throughline.cli.main", *words, "train", str(recipe), "--run-dir", run]
+        command = [
+            sys.executable,
+            "-m",
+            "throughline.cli.main",
+            *words,
+            "train",
+            str(recipe),
+            "--run-dir",
+            run,
+        ]
         command += ["--set", "train.micro_batch_rows=2"] + (["--set", "parallel.data=2"] if words else [])
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
         assert done.returncode == 0, done.stderr
         return [record["loss"] for record in read_metrics(tmp_path / run) if "loss" in record]
 

@@ -32,7 +32,12 @@ from .plan import (
     tensor_placement,
 )
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of a weight, a gradient and an activation between layers, without offload
+BYTES = {
+    "fp64": 8,
+    "fp32": 4,
+    "bf16": 4,
+    "fp16": 4,
+}  # of a weight, a gradient and an activation between layers, without offload
 COMPUTED = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of what enters and leaves a matrix product
 OPTIMIZER_SLOTS = 2
 
@@ -96,7 +101,9 @@ def traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: in
     return [entry for entry in found if entry.calls]
 
 
-def _tensor_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> Iterator[Traffic]:
+def _tensor_traffic(
+    config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int
+) -> Iterator[Traffic]:
     if layout.tensor == 1:
         return
     whole = batch.rows * batch.length // layout.context * config.width
@@ -126,16 +133,30 @@ def _tensor_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_
                 gathers[computed] += 2 * n
                 scatters[computed] += n
     for kind, counted in (("all-gather", gathers), ("reduce-scatter", scatters), ("all-reduce", sums)):
-        yield Traffic("tensor", kind, sum(counted.values()), sum(size * calls for size, calls in counted.items()), "rows and loss")
+        yield Traffic(
+            "tensor",
+            kind,
+            sum(counted.values()),
+            sum(size * calls for size, calls in counted.items()),
+            "rows and loss",
+        )
     partial = [
         piece.box.numel * batch.kept
         for piece in pieces(config, layout, Place(pipeline_rank))
         if piece.placement == "partial"
     ]
-    yield Traffic("tensor", "all-reduce", len(bucket_slices(partial)), sum(partial), "gradients of norms, biases and tables")
+    yield Traffic(
+        "tensor",
+        "all-reduce",
+        len(bucket_slices(partial)),
+        sum(partial),
+        "gradients of norms, biases and tables",
+    )
 
 
-def _context_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> Iterator[Traffic]:
+def _context_traffic(
+    config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int
+) -> Iterator[Traffic]:
     if layout.context == 1:
         return
     layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
@@ -146,15 +167,26 @@ def _context_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline
     yield Traffic("context", "reduce-scatter", calls, calls * size, "their gradients")
 
 
-def _pipeline_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> Iterator[Traffic]:
+def _pipeline_traffic(
+    config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int
+) -> Iterator[Traffic]:
     here = layout.stages_of(pipeline_rank)
     size = batch.rows * batch.length // (layout.context * layout.tensor) * config.width * batch.kept
     for step, what in ((1, "activations"), (-1, "their gradients")):
-        peers = [stage + step for stage in here if 0 <= stage + step < layout.stages and stage + step not in here]
+        peers = [
+            stage + step for stage in here if 0 <= stage + step < layout.stages and stage + step not in here
+        ]
         calls = batch.micro_batches * len(peers)
         yield Traffic("pipeline", "send", calls, calls * size, what)
-    if layout.pipeline > 1 and is_tied(config) and ({0, layout.stages - 1} & set(here)) and not {0, layout.stages - 1} <= set(here):
-        piece = next(p for p in pieces(config, layout, Place(pipeline_rank)) if p.name == "token_table.weight")
+    if (
+        layout.pipeline > 1
+        and is_tied(config)
+        and ({0, layout.stages - 1} & set(here))
+        and not {0, layout.stages - 1} <= set(here)
+    ):
+        piece = next(
+            p for p in pieces(config, layout, Place(pipeline_rank)) if p.name == "token_table.weight"
+        )
         yield Traffic("pipeline", "all-reduce", 1, piece.box.numel * batch.kept, "gradient of the tied table")
 
 
@@ -165,7 +197,9 @@ def _data_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_ra
         if layout.data * layout.context > 1:
             yield from _copies_traffic(parts, layout.data * layout.context, batch)
         return
-    blocks: Counter[tuple[int, str]] = Counter()  # (stage, group) -> bytes, rounded up as each parameter is cut
+    blocks: Counter[tuple[int, str]] = (
+        Counter()
+    )  # (stage, group) -> bytes, rounded up as each parameter is cut
     for piece in parts:
         rows = -(-piece.box.size[0] // layout.shards) * layout.shards
         group = piece.name.split(".")[1] if piece.name.startswith("blocks.") else ""
@@ -178,7 +212,9 @@ def _data_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_ra
     calls = gathered[0] * len(layers) + gathered[1] * len(rest)
     size = gathered[0] * sum(layers.values()) + gathered[1] * sum(rest.values())
     yield Traffic("data", "all-gather", calls, size, "weights")
-    yield Traffic("data", "reduce-scatter", reduced * len(blocks), reduced * sum(blocks.values()), "gradients")
+    yield Traffic(
+        "data", "reduce-scatter", reduced * len(blocks), reduced * sum(blocks.values()), "gradients"
+    )
     if layout.replicas > 1:
         size = reduced * sum(blocks.values()) // layout.shards
         yield Traffic("data", "all-reduce", reduced * len(blocks), size, "gradients of the copies")
@@ -195,9 +231,14 @@ def _copies_traffic(parts: list[Piece], copies: int, batch: Batch) -> Iterator[T
     elif batch.scheme == "powersgd":
         pays = [low_rank_pays(piece.box.size, batch.rank) for piece in parts]
         shapes = [(piece.box.size[0], piece.box.numel // piece.box.size[0]) for piece in parts]
-        yield summed([piece.box.numel * batch.kept for piece, thin in zip(parts, pays) if not thin], "gradients of vectors")
+        yield summed(
+            [piece.box.numel * batch.kept for piece, thin in zip(parts, pays) if not thin],
+            "gradients of vectors",
+        )
         for which in (0, 1):
-            sizes = [shape[which] * batch.rank * max(batch.kept, 4) for shape, thin in zip(shapes, pays) if thin]
+            sizes = [
+                shape[which] * batch.rank * max(batch.kept, 4) for shape, thin in zip(shapes, pays) if thin
+            ]
             yield summed(sizes, f"factors of {('rows', 'columns')[which]}")
     else:
         signs = batch.scheme == "one-bit-adam"
@@ -240,7 +281,9 @@ def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], 
         weights = count if layout.sharding == "full" and layout.pipeline == 1 else whole
         sizes = {"weights": weights * batch.kept, "gradients": gradients * batch.kept}
         # with offload: master and gradient beside the optimizer's numbers, on the host
-        slots = OPTIMIZER_SLOTS * count - (_muon_matrices(config, layout, place) if recipe.optimizer.name == "muon" else 0)
+        slots = OPTIMIZER_SLOTS * count - (
+            _muon_matrices(config, layout, place) if recipe.optimizer.name == "muon" else 0
+        )
         sizes[held_names[-1]] = number * (slots + 2 * count * batch.halves)
         processes.append(dataclasses.asdict(place) | {"parameters": count} | sizes)
     sent = {rank: traffic(config, layout, batch, rank) for rank in range(layout.pipeline)}
@@ -256,8 +299,18 @@ def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], 
     lines += table(("parameter", "shape", "over tensor", "stage"), _placement_rows(config, layout))
     lines += ["", "held in a step by one process of each place; its copies hold the same"]
     header = ("pipeline", "tensor", "shard", "parameters", *held_names)
-    lines += table(header, [[row[name] if name in header[:4] else amount(row[name], "B") for name in header] for row in processes])
-    lines += ["", "sent by one process in a step" + ("" if batch.scheme == "none" else ", after the warm-up of compression")]
+    lines += table(
+        header,
+        [
+            [row[name] if name in header[:4] else amount(row[name], "B") for name in header]
+            for row in processes
+        ],
+    )
+    lines += [
+        "",
+        "sent by one process in a step"
+        + ("" if batch.scheme == "none" else ", after the warm-up of compression"),
+    ]
     rows = [
         (rank, entry.axis, entry.kind, entry.what, entry.calls, amount(entry.bytes, "B"))
         for rank, entries in sent.items()
@@ -321,13 +374,16 @@ def per_process(terms: dict[str, int], config: ModelConfig, recipe: Recipe) -> d
     kept = max(held(config, layout, place) for place in corners)
     gathered = max(held(config, unsharded, place) for place in corners)
     streamed = layout.sharding == "full" and layout.pipeline == 1
-    largest = max(config.block_parameters(), whole - config.layers * config.block_parameters()) // layout.tensor
+    largest = (
+        max(config.block_parameters(), whole - config.layers * config.block_parameters()) // layout.tensor
+    )
     weights = kept + min(2 * largest, gathered) if streamed else gathered
     if layout.shards > 1 and not streamed:
         weights += kept
     summed = layout.sharding in ("replicated", "zero1") or layout.pipeline > 1
     layers = max(
-        sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(rank)) for rank in range(layout.pipeline)
+        sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(rank))
+        for rank in range(layout.pipeline)
     )
     flying = batch.micro_batches if layout.schedule == "gpipe" else min(batch.micro_batches, layout.pipeline)
     spread = layout.tensor * layout.context

@@ -27,7 +27,9 @@ class Scattering:
     """A reduce-scatter along a dim, in flight."""
 
     def __init__(self, x: Tensor, dim: int, axis: Axis) -> None:
-        self.parts = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()  # alive until the sum is there
+        self.parts = (
+            x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
+        )  # alive until the sum is there
         self.out = x.new_empty(self.parts.shape[1:])
         self.work = _reduce_scatter(self.out.view(-1), self.parts.view(-1), group=axis.group, async_op=True)
 

@@ -105,7 +105,9 @@ class CompressedSum:
     same on all to the bit.
     """
 
-    def __init__(self, wire: Wire, codec: Bf16 | Signs, numel: int, like: Tensor, error_feedback: bool = True) -> None:
+    def __init__(
+        self, wire: Wire, codec: Bf16 | Signs, numel: int, like: Tensor, error_feedback: bool = True
+    ) -> None:
         self.wire, self.codec, self.numel, self.error_feedback = wire, codec, numel, error_feedback
         processes = wire.axis.size
         part = -(-numel // (processes * codec.unit)) * codec.unit
@@ -147,7 +149,9 @@ class CompressedSums:
             made = CompressedSum(self.wire, self.codec, x.numel(), x, self.error_feedback)
             for kind, error in (("own", made.own_error), ("sum", made.sum_error)):
                 saved = self._restored.get(f"{kind}.{index}")
-                if saved is not None and saved.shape == error.shape:  # else of another layout: errors start at zero
+                if (
+                    saved is not None and saved.shape == error.shape
+                ):  # else of another layout: errors start at zero
                     error.copy_(saved)
             self._sums.append(made)
         return self._sums[index](x)
@@ -155,7 +159,11 @@ class CompressedSums:
     def errors(self) -> dict[str, Tensor]:
         """This process's errors by name, for a checkpoint; not copies."""
         sums = enumerate(self._sums)
-        return {f"{kind}.{i}": error for i, x in sums for kind, error in (("own", x.own_error), ("sum", x.sum_error))}
+        return {
+            f"{kind}.{i}": error
+            for i, x in sums
+            for kind, error in (("own", x.own_error), ("sum", x.sum_error))
+        }
 
     def load_errors(self, errors: dict[str, Tensor]) -> None:
         """Go on with the errors of a checkpoint, before the first sum."""
@@ -244,7 +252,10 @@ class PowerSum(Exchange):
         self.steps += 1
         if self.wire.axis.group is None:
             return
-        pays = [self.steps > self.dense_steps and low_rank_pays(gradient.shape, self.rank) for gradient in gradients]
+        pays = [
+            self.steps > self.dense_steps and low_rank_pays(gradient.shape, self.rank)
+            for gradient in gradients
+        ]
         thin = [index for index, thinned in enumerate(pays) if thinned]
         self.dense.sum_gradients([gradient for gradient, thinned in zip(gradients, pays) if not thinned])
         if thin:
@@ -254,11 +265,16 @@ class PowerSum(Exchange):
     def _sum_thin(self, matrices: dict[int, Tensor], gradients: Sequence[Tensor]) -> None:
         wanted = {}
         for index, matrix in matrices.items():
-            if index not in self.lost or self.lost[index].shape != matrix.shape:  # the first time, or saved by another layout
+            if (
+                index not in self.lost or self.lost[index].shape != matrix.shape
+            ):  # the first time, or saved by another layout
                 generator = torch.Generator().manual_seed(index)
                 self.factors[index] = torch.randn(matrix.shape[1], self.rank, generator=generator)
                 self.lost[index] = torch.zeros_like(matrix)
-            self.factors[index], self.lost[index] = self.factors[index].to(matrix), self.lost[index].to(matrix)
+            self.factors[index], self.lost[index] = (
+                self.factors[index].to(matrix),
+                self.lost[index].to(matrix),
+            )
             wanted[index] = matrix + self.lost[index]
         left = [wanted[index] @ self.factors[index] for index in matrices]  # (rows, rank)
         self.dense.sum_gradients(left)
@@ -275,7 +291,9 @@ class PowerSum(Exchange):
 
     def errors(self) -> dict[str, Tensor]:
         """This process's errors and factors, and its count of steps."""
-        found = {f"lost.{i}": x for i, x in self.lost.items()} | {f"factor.{i}": x for i, x in self.factors.items()}
+        found = {f"lost.{i}": x for i, x in self.lost.items()} | {
+            f"factor.{i}": x for i, x in self.factors.items()
+        }
         return found | {"steps": torch.tensor(self.steps)}
 
     def load_errors(self, errors: dict[str, Tensor]) -> None:

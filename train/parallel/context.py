@@ -90,7 +90,13 @@ def make_attend(axis: Axis) -> Callable[..., Tensor]:
     """What replaces `Attention.attend`: queries here, keys and values of the whole row."""
 
     def attend(
-        q_BACD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor, *, mask: Tensor | None = None, is_causal: bool = False, dropout: float = 0.0
+        q_BACD: Tensor,
+        k_BGCD: Tensor,
+        v_BGCD: Tensor,
+        *,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout: float = 0.0,
     ) -> Tensor:
         assert not is_causal, "a part of a row is not causal by its own order"
         # one collective for both, in the dtype of the products: rotary positions leave the keys in fp32

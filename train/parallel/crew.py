@@ -29,7 +29,9 @@ from .pulse import Pulse
 
 Decision = TypeVar("Decision")
 # what gloo and NCCL say when a peer is gone or stalled
-LOST = re.compile("Connection (was likely )?closed|Connection reset|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|remote process exited")
+LOST = re.compile(
+    "Connection (was likely )?closed|Connection reset|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|remote process exited"
+)
 STALLED = re.compile("[Tt]imed out|[Tt]imeout")
 HANDOVER_SECONDS = 2.0  # in which the processes of a launcher that was just killed have ended
 LOOK_EVERY_S = 0.5  # whether the first process has let the others go
@@ -81,7 +83,9 @@ class RunWorkspace(Workspace):
     def own(self) -> None:
         """Become the owner, once nothing speaks against this start: one that is refused takes nothing from a run that lives."""
         write_atomic(self.path / OWNER, self.token)
-        shutil.rmtree(self.path / PULSE, ignore_errors=True)  # of processes that were killed, perhaps more than there are now
+        shutil.rmtree(
+            self.path / PULSE, ignore_errors=True
+        )  # of processes that were killed, perhaps more than there are now
 
     def check_owner(self) -> None:
         """Raises Refused when the run was started again elsewhere since."""
@@ -126,7 +130,9 @@ class Crew:
 
     def __init__(self, mesh: Mesh, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.mesh, self.timeout_seconds = mesh, timeout_seconds
-        self.token = self.share(os.urandom(4).hex())  # of this start: tells what it writes from remains of another
+        self.token = self.share(
+            os.urandom(4).hex()
+        )  # of this start: tells what it writes from remains of another
         self.behind: list[str] = []  # who the others waited for when a collective failed
         self._turns = 0  # of the first process before the others
 
@@ -197,7 +203,11 @@ class Crew:
     def watch(self, directory: Path) -> Iterator[Pulse]:
         """Tell the others, by records in `directory`, how far this process is; when a collective fails, find who was behind."""
         pulse = Pulse(
-            None if self.alone else directory, self.mesh.rank, self.mesh.world.size, self.timeout_seconds, self.mesh.groups()
+            None if self.alone else directory,
+            self.mesh.rank,
+            self.mesh.world.size,
+            self.timeout_seconds,
+            self.mesh.groups(),
         )
         try:
             yield pulse

@@ -66,7 +66,9 @@ class Engine:
         self.config, self.mesh, self.layout, self.seed = config, mesh, mesh.layout, seed
         self.dtype = dtype or weight_dtype(precision)
         self.exchange: Exchange | None = None  # a compressed sum over the copies
-        self.wire = Wire(mesh.gradient)  # counts what copies send for gradients; `fully_shard` sends by itself, uncounted
+        self.wire = Wire(
+            mesh.gradient
+        )  # counts what copies send for gradients; `fully_shard` sends by itself, uncounted
         self.stages: list[Stage] = []
         self.leaves: list[Leaf] = []
         self._pipelines: dict[tuple[int, int, int], Pipeline] = {}
@@ -85,7 +87,9 @@ class Engine:
         leaves = []
         for name, parameter in stage.model.named_parameters():
             piece = make_piece(name, shapes[name], self.config, stage.index, self.layout, place)
-            value = nn.Parameter(local_part(parameter.detach())) if isinstance(parameter, DTensor) else parameter
+            value = (
+                nn.Parameter(local_part(parameter.detach())) if isinstance(parameter, DTensor) else parameter
+            )
             assert tuple(value.shape) == piece.box.size, (name, tuple(value.shape), piece.box)
             leaves.append(Leaf(piece, parameter, value))
         return leaves
@@ -138,7 +142,9 @@ class Engine:
         own = len(rows["input_ids"]) // data.size
         mine = {name: values[data.rank * own : (data.rank + 1) * own] for name, values in rows.items()}
         family = family_of(self.config)
-        (batch,) = prepare(self.cut(mine), family, own, self.mesh.device, self.dtype, mask_fraction).micro_batches
+        (batch,) = prepare(
+            self.cut(mine), family, own, self.mesh.device, self.dtype, mask_fraction
+        ).micro_batches
         heads = [stage.head for stage in self.stages]
         for stage in self.stages:
             stage.eval()
@@ -181,13 +187,21 @@ class Engine:
         elif self.mesh.shard.group is None:
             sum_gradients(self.gradients(), self.mesh.gradient)
             self.wire.count_all_reduce(sum(gradient.nbytes for gradient in self.gradients()))
-        partial = [leaf.value.grad for leaf in self.leaves if leaf.piece.placement == "partial" and leaf.value.grad is not None]
+        partial = [
+            leaf.value.grad
+            for leaf in self.leaves
+            if leaf.piece.placement == "partial" and leaf.value.grad is not None
+        ]
         sum_gradients(partial, self.mesh.tensor)
         self._sum_tied()
 
     def _sum_tied(self) -> None:
         """The token table of the first and of the last stage get the sum of both gradients."""
-        tables = [leaf.value.grad for leaf in self.leaves if leaf.name == "token_table.weight" and leaf.value.grad is not None]
+        tables = [
+            leaf.value.grad
+            for leaf in self.leaves
+            if leaf.name == "token_table.weight" and leaf.value.grad is not None
+        ]
         if self.layout.stages == 1 or not tables or not is_tied(self.config):
             return
         if len(tables) == 2:  # both ends of a V

@@ -56,7 +56,9 @@ def vocabulary_cross_entropy(logits_NV: Tensor, targets_N: Tensor, vocab_size: i
 
     `logits_NV` are the columns of this process. Computed in float32 at least.
     """
-    return _VocabularyCrossEntropy.apply(logits_NV, targets_N, even_part(vocab_size, axis.size, axis.rank)[0], axis)
+    return _VocabularyCrossEntropy.apply(
+        logits_NV, targets_N, even_part(vocab_size, axis.size, axis.rank)[0], axis
+    )
 
 
 def gpt_logits(model: Model, hidden_BPW: Tensor, axis: Axis) -> Tensor:
@@ -71,7 +73,9 @@ def mlm_logits(model: Model, hidden_NW: Tensor, axis: Axis) -> Tensor:
     if axis.group is None:
         return model.mlm_head(hidden_NW)
     features_NW = model.mlm_features(hidden_NW)
-    features_NW = features_NW.to(computing_dtype(features_NW))  # as the product casts it: so the gradient is summed in as few bytes
+    features_NW = features_NW.to(
+        computing_dtype(features_NW)
+    )  # as the product casts it: so the gradient is summed in as few bytes
     return linear(sum_gradient(features_NW, axis), model.token_table.weight, model.mlm_bias)
 
 
@@ -93,7 +97,9 @@ def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Ten
     logits_NV = mlm_logits(model, hidden_TW.index_select(0, batch["predicted"]), axis)
     masked = loss_sum(model, logits_NV, batch["predicted_targets"], axis)
     if "pairs" in batch:
-        pairs = cross_entropy_sum(model.nsp_head(hidden_TW.index_select(0, batch["pairs"])), batch["pair_targets"])
+        pairs = cross_entropy_sum(
+            model.nsp_head(hidden_TW.index_select(0, batch["pairs"])), batch["pair_targets"]
+        )
     else:
         pairs = torch.zeros_like(masked)
     return torch.stack((masked, pairs))

@@ -27,7 +27,9 @@ class HostParts:
         self._held = engine.leaves
         self.leaves = [replace(leaf, value=nn.Parameter(_on_host(leaf.value))) for leaf in engine.leaves]
         cuda = engine.mesh.device.type == "cuda"
-        self._gradients = [torch.empty(leaf.value.shape, dtype=leaf.value.dtype, pin_memory=cuda) for leaf in self.leaves]
+        self._gradients = [
+            torch.empty(leaf.value.shape, dtype=leaf.value.dtype, pin_memory=cuda) for leaf in self.leaves
+        ]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and masters, fp32 (fp64 of an fp64 model) on the host, of the parts that hold anything."""
@@ -42,7 +44,9 @@ class HostParts:
         if self._held[0].value.is_cuda:
             torch.cuda.synchronize(self._held[0].value.device)
         if factor != 1.0:
-            torch._foreach_mul_([master.value.grad for master in self.leaves if master.value.grad is not None], factor)
+            torch._foreach_mul_(
+                [master.value.grad for master in self.leaves if master.value.grad is not None], factor
+            )
         optimizer.step()
         for master in self.leaves:
             master.value.grad = None
@@ -60,4 +64,3 @@ class HostParts:
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:
     return value.detach().to("cpu", torch.promote_types(value.dtype, torch.float32), copy=True)
-

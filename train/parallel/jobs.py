@@ -145,7 +145,7 @@ code=$?
 def kubernetes_manifest(job: Job, image: str) -> str:
     """A Service and an indexed Job: pod i is machine i, and pod 0 is found under a fixed name."""
     first = f"{job.name}-0.{job.name}"
-    lines = [ENVIRONMENT, f'exec {job.command("$JOB_COMPLETION_INDEX", first)}']
+    lines = [ENVIRONMENT, f"exec {job.command('$JOB_COMPLETION_INDEX', first)}"]
     script = textwrap.indent("\n".join(lines), " " * 14)
     return f"""\
 # {job.describe}

@@ -58,7 +58,9 @@ def _run_once(processes: int, arguments: Sequence[str], start: int) -> tuple[int
         command = [sys.executable, "-m", "throughline.cli.main", *arguments]
         running = [
             subprocess.Popen(
-                command, env=environment(rank, processes, port, file, start), start_new_session=True,
+                command,
+                env=environment(rank, processes, port, file, start),
+                start_new_session=True,
                 preexec_fn=end_with_parent,
             )
             for rank in range(processes)
@@ -78,12 +80,19 @@ def _run_once(processes: int, arguments: Sequence[str], start: int) -> tuple[int
             for number, handler in old.items():
                 signal.signal(number, handler)
         said = _said(file)
-        if said is not None and codes[0] in (said, -signal.SIGKILL):  # killed here when it took its time to end
+        if said is not None and codes[0] in (
+            said,
+            -signal.SIGKILL,
+        ):  # killed here when it took its time to end
             return said, stopped, ""
         if codes[first] in FINAL:
             warn(f"process {first} ended with exit code {codes[first]}, which another start would not mend")
             return codes[first], stopped, ""
-        ended = f"was lost ({signal.Signals(-codes[first]).name})" if codes[first] < 0 else f"ended with exit code {codes[first]}"
+        ended = (
+            f"was lost ({signal.Signals(-codes[first]).name})"
+            if codes[first] < 0
+            else f"ended with exit code {codes[first]}"
+        )
         return None, stopped, f"process {first} {ended}"
 
 
@@ -101,17 +110,23 @@ def _watch(running: Sequence[subprocess.Popen], file: Path) -> tuple[list[int], 
     closes the run after the others, and to hash a large one takes minutes.
     """
     first_end, first = 0.0, -1
-    while None in [worker.poll() for worker in running]:  # each is asked: the first may be the one that stands still
+    while None in [
+        worker.poll() for worker in running
+    ]:  # each is asked: the first may be the one that stands still
         failed = [rank for rank, worker in enumerate(running) if worker.returncode]
         if first < 0 and failed:
-            first = min(failed, key=lambda rank: running[rank].returncode)  # of several at once the one that was killed
+            first = min(
+                failed, key=lambda rank: running[rank].returncode
+            )  # of several at once the one that was killed
             first_end = time.monotonic()
         told = running[0].returncode in (EXIT_FAILED, *FINAL) and _said(file) == running[0].returncode
         if first >= 0 and (told or time.monotonic() - first_end > GRACE_SECONDS):
             _signal(running, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
     codes = [worker.returncode for worker in running]
-    return codes, first if first >= 0 else min(range(len(codes)), key=lambda rank: (codes[rank] == 0, codes[rank]))
+    return codes, first if first >= 0 else min(
+        range(len(codes)), key=lambda rank: (codes[rank] == 0, codes[rank])
+    )
 
 
 def _signal(running: Sequence[subprocess.Popen], number: int) -> None:

@@ -42,7 +42,9 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    sharding: Sharding = "replicated"  # what the data processes share: nothing, optimizer states, + gradients, + weights
+    sharding: Sharding = (
+        "replicated"  # what the data processes share: nothing, optimizer states, + gradients, + weights
+    )
     replicas: int = 1  # hybrid sharding: groups of data processes that each hold a whole copy
     schedule: Schedule = "1f1b"
     stages_per_process: int = 1
@@ -70,7 +72,9 @@ class Layout:
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         }
-        split = {"layers_per_stage": list(self.layers_per_stage)} if self.layers_per_stage else {}  # as JSON gives it back
+        split = (
+            {"layers_per_stage": list(self.layers_per_stage)} if self.layers_per_stage else {}
+        )  # as JSON gives it back
         return {"world": self.world} | differing | split
 
     def product(self) -> str:
@@ -84,7 +88,9 @@ class Layout:
             stages = f", {self.stages_per_process} stages each" if self.stages_per_process > 1 else ""
             parts.append(f"pipeline {self.pipeline} ({self.schedule}{stages})")
         if self.data > 1:
-            hybrid = f", {self.replicas} copies" if self.replicas > 1 and self.sharding != "replicated" else ""
+            hybrid = (
+                f", {self.replicas} copies" if self.replicas > 1 and self.sharding != "replicated" else ""
+            )
             parts.append(f"data {self.data} ({self.sharding}{hybrid})")
         if self.context > 1:
             parts.append(f"context {self.context}" + (f" ({self.sharding})" if self.data == 1 else ""))
@@ -115,13 +121,17 @@ def anything(layout: Layout, micro_rows: int) -> bool:
     return True
 
 
-def layout_problems(layout: Layout, config: ModelConfig, sequence_length: int, rows: int, micro_rows: int) -> list[Problem]:
+def layout_problems(
+    layout: Layout, config: ModelConfig, sequence_length: int, rows: int, micro_rows: int
+) -> list[Problem]:
     """Everything that keeps this model and batch from being trained in this layout; empty when it is legal.
 
     `rows` are those of one optimizer step, `micro_rows` those that one process computes at once.
     """
     problems = [
-        Problem(axis, f"{getattr(layout, axis)} processes", "at least 1") for axis in AXES if getattr(layout, axis) < 1
+        Problem(axis, f"{getattr(layout, axis)} processes", "at least 1")
+        for axis in AXES
+        if getattr(layout, axis) < 1
     ]
     if problems:
         return problems
@@ -139,13 +149,20 @@ def _tensor_problems(layout: Layout, config: ModelConfig, sequence_length: int) 
         return
     for name, size in (
         ("heads", config.heads),
-        ("kv_heads", config.key_value_heads if config.key_value_heads > 1 else tensor),  # a single one is held by all
+        (
+            "kv_heads",
+            config.key_value_heads if config.key_value_heads > 1 else tensor,
+        ),  # a single one is held by all
         ("mlp_width", config.feed_forward_size),
     ):
         if size % tensor:
-            yield Problem("tensor", f"{size} {name} cannot be shared by {tensor} processes", f"a divisor of {size}")
+            yield Problem(
+                "tensor", f"{size} {name} cannot be shared by {tensor} processes", f"a divisor of {size}"
+            )
     if config.vocab_size < tensor:
-        yield Problem("tensor", f"{tensor} processes for a vocabulary of {config.vocab_size}: some would hold no row")
+        yield Problem(
+            "tensor", f"{tensor} processes for a vocabulary of {config.vocab_size}: some would hold no row"
+        )
     if sequence_length // layout.context % tensor:
         yield Problem(
             "tensor",
@@ -165,22 +182,38 @@ def _context_problems(layout: Layout, config: ModelConfig, sequence_length: int)
             f"a train.sequence_length that is a multiple of {2 * context}",
         )
     if config.attention_pattern is not None:
-        yield Problem("context", "a pattern of attention needs whole sequences", "context = 1, or attention_window = 0")
+        yield Problem(
+            "context", "a pattern of attention needs whole sequences", "context = 1, or attention_window = 0"
+        )
     if isinstance(config, BERTConfig) and config.relative_buckets:
-        yield Problem("context", "the relative position bias needs whole sequences", "context = 1, or relative_buckets = 0")
+        yield Problem(
+            "context",
+            "the relative position bias needs whole sequences",
+            "context = 1, or relative_buckets = 0",
+        )
 
 
 def _data_problems(layout: Layout, rows: int, micro_rows: int) -> Iterator[Problem]:
     if rows % (layout.data * micro_rows):
-        fitting = f" or train.micro_batch_rows = {math.gcd(rows // layout.data, micro_rows)}" if rows % layout.data == 0 else ""
+        fitting = (
+            f" or train.micro_batch_rows = {math.gcd(rows // layout.data, micro_rows)}"
+            if rows % layout.data == 0
+            else ""
+        )
         yield Problem(
             "data",
             f"{rows} rows are no whole number of micro-batches of {micro_rows} rows on each of {layout.data} data processes",
             f"train.batch_rows a multiple of {layout.data * micro_rows}{fitting}",
         )
     if layout.sharding == "replicated" and layout.replicas not in (1, layout.data):
-        yield Problem("replicas", "every data process holds a whole copy already", 'parallel.sharding = "full", or replicas = 1')
-    elif layout.sharding != "replicated" and (layout.data % layout.replicas or layout.data == layout.replicas > 1):
+        yield Problem(
+            "replicas",
+            "every data process holds a whole copy already",
+            'parallel.sharding = "full", or replicas = 1',
+        )
+    elif layout.sharding != "replicated" and (
+        layout.data % layout.replicas or layout.data == layout.replicas > 1
+    ):
         yield Problem(
             "replicas",
             f"{layout.data} data processes cannot be {layout.replicas} groups that shard among themselves",
@@ -192,14 +225,22 @@ def _pipeline_problems(layout: Layout, config: ModelConfig, rows: int, micro_row
     pipeline, schedule = layout.pipeline, layout.schedule
     if pipeline == 1:
         if layout.stages_per_process > 1 or layout.layers_per_stage not in ((), (config.layers,)):
-            yield Problem("pipeline", "one pipeline process holds all layers", "set parallel.pipeline, or leave the stages out")
+            yield Problem(
+                "pipeline",
+                "one pipeline process holds all layers",
+                "set parallel.pipeline, or leave the stages out",
+            )
         return
     fewest, most = STAGES_PER_PROCESS[schedule]
     if not fewest <= layout.stages_per_process <= most:
         wanted = str(fewest) if fewest == most else f"at least {fewest}"
         yield Problem("stages_per_process", f"{schedule} needs {wanted}, not {layout.stages_per_process}")
     if config.layers < layout.stages:
-        yield Problem("pipeline", f"{config.layers} layers cannot fill {layout.stages} stages", f"at most {config.layers} stages")
+        yield Problem(
+            "pipeline",
+            f"{config.layers} layers cannot fill {layout.stages} stages",
+            f"at most {config.layers} stages",
+        )
     split = layout.layers_per_stage
     if split and (len(split) != layout.stages or sum(split) != config.layers):
         yield Problem(
@@ -207,9 +248,15 @@ def _pipeline_problems(layout: Layout, config: ModelConfig, rows: int, micro_row
             f"{list(split)} are {len(split)} stages with {sum(split)} layers, not {layout.stages} with {config.layers}",
         )
     if split and min(split) < 1:
-        yield Problem("layers_per_stage", f"{list(split)} has a stage of {min(split)} layers", "at least 1 in each")
+        yield Problem(
+            "layers_per_stage", f"{list(split)} has a stage of {min(split)} layers", "at least 1 in each"
+        )
     if isinstance(config, BERTConfig) and config.relative_buckets:
-        yield Problem("pipeline", "the relative position bias is shared by all layers", "pipeline = 1, or relative_buckets = 0")
+        yield Problem(
+            "pipeline",
+            "the relative position bias is shared by all layers",
+            "pipeline = 1, or relative_buckets = 0",
+        )
     if schedule in ZERO_BUBBLE and layout.sharding == "full":
         # the split backward of torch 2.13 frees gathered weights before their gradient is taken: gradients would be lost silently
         yield Problem(
@@ -229,7 +276,9 @@ def _micro_batch_problems(layout: Layout, own_rows: int, micro_rows: int) -> Ite
         if own_rows < pipeline:  # no micro-batch is small enough
             yield Problem("pipeline", text, f"train.batch_rows of at least {layout.data * pipeline}")
         else:
-            yield Problem("train.micro_batch_rows", text, f"at most {own_rows // pipeline}, a divisor of {own_rows}")
+            yield Problem(
+                "train.micro_batch_rows", text, f"at most {own_rows // pipeline}, a divisor of {own_rows}"
+            )
     elif schedule.startswith("interleaved") and micro_batches % max(1, micro_batches // pipeline):
         yield Problem(
             "train.micro_batch_rows",
@@ -254,7 +303,13 @@ def default_micro_rows(layout: Layout, rows: int) -> int:
 
 
 def require_world(
-    layout: Layout, world: int, config: ModelConfig, sequence_length: int, rows: int, micro_rows: int, allowed: Allowed = anything
+    layout: Layout,
+    world: int,
+    config: ModelConfig,
+    sequence_length: int,
+    rows: int,
+    micro_rows: int,
+    allowed: Allowed = anything,
 ) -> None:
     """Raise WrongUse, with the nearest legal layouts, when the running processes are not those of the layout."""
     if layout.world == world:
@@ -280,7 +335,8 @@ def set_options(layout: Layout, other: Layout) -> str:
     values = {field.name: getattr(other, field.name) for field in dataclasses.fields(Layout)}
     changed = {name: value for name, value in values.items() if value != getattr(layout, name)}
     return " ".join(
-        f"--set parallel.{name}={list(value) if isinstance(value, tuple) else value}" for name, value in changed.items()
+        f"--set parallel.{name}={list(value) if isinstance(value, tuple) else value}"
+        for name, value in changed.items()
     )
 
 

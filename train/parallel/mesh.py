@@ -18,7 +18,9 @@ from ...core.errors import WrongUse
 from .layout import Layout
 
 TIMEOUT_SECONDS = 600
-START_SECONDS = 600  # until every process has been started and has imported torch; longer than a collective may need
+START_SECONDS = (
+    600  # until every process has been started and has imported torch; longer than a collective may need
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class Axis:
     ranks: tuple[int, ...] = (0,)  # global ranks of the group, in order
     group: dist.ProcessGroup | None = None
 
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
         """Reduce in place over the axis; nothing to do when alone."""
         if self.group is not None:
             dist.all_reduce(tensor, op, group=self.group)
@@ -59,7 +63,9 @@ class Mesh:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups that this process is in, each once."""
-        axes = [getattr(self, field.name) for field in fields(self) if isinstance(getattr(self, field.name), Axis)]
+        axes = [
+            getattr(self, field.name) for field in fields(self) if isinstance(getattr(self, field.name), Axis)
+        ]
         return list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
 
     def sharding_mesh(self) -> DeviceMesh | None:
@@ -144,7 +150,10 @@ def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIM
     made: dict[tuple[int, ...], Axis] = {}
     axes = {}
     for name, free in dims.items():
-        ranks = tuple(int(r) for r in cube[tuple(slice(None) if dim in free else here[dim] for dim in range(5))].flatten())
+        ranks = tuple(
+            int(r)
+            for r in cube[tuple(slice(None) if dim in free else here[dim] for dim in range(5))].flatten()
+        )
         if ranks not in made:  # two axes with the same members are one group
             made[ranks] = _axis(ranks, rank, limit)
         axes[name] = made[ranks]

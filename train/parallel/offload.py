@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from ...models.bert import BERT
 from ...models.gpt import GPT
 
-IN_FLIGHT_BYTES = 2**30  # gradients of the device that wait for their copy: where the link is slower than backward, backward waits
+IN_FLIGHT_BYTES = (
+    2**30
+)  # gradients of the device that wait for their copy: where the link is slower than backward, backward waits
 
 
 class HostOffload:
@@ -57,7 +59,9 @@ class HostOffload:
         self._flying: deque[tuple[torch.cuda.Event, int]] = deque()
         self._worker = ThreadPoolExecutor(1, "offload")
         self._unit_of = self._watch(model)
-        self._units = [[i for i, unit in enumerate(self._unit_of) if unit == u] for u in range(len(model.blocks) + 1)]
+        self._units = [
+            [i for i, unit in enumerate(self._unit_of) if unit == u] for u in range(len(model.blocks) + 1)
+        ]
         if self._sums is None and any(m.dtype != p.dtype for m, p in zip(self._masters, parameters)):
             self._scratch = self._make_scratch()
         self._updates: list[Future[None] | None] = [None] * len(self._units)
@@ -113,7 +117,9 @@ class HostOffload:
             self._staging[index].copy_(gradient)
         else:
             self._down.wait_stream(torch.cuda.current_stream(self.device))
-            if (sent := self._sent[self._unit_of[index]]) is not None:  # the buffer's weights are still on their way up
+            if (
+                sent := self._sent[self._unit_of[index]]
+            ) is not None:  # the buffer's weights are still on their way up
                 self._down.wait_event(sent)
             with torch.cuda.stream(self._down):
                 self._staging[index].copy_(gradient, non_blocking=True)
@@ -234,7 +240,12 @@ class HostOffload:
     def bytes_held(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, int]]:
         """Bytes of the tensors that exist now, by the terms of `memory_terms`."""
         self.wait()
-        states = (value for slots in optimizer.state.values() for value in slots.values() if isinstance(value, Tensor))
+        states = (
+            value
+            for slots in optimizer.state.values()
+            for value in slots.values()
+            if isinstance(value, Tensor)
+        )
         host = {
             "master weights": sum(master.nbytes for master in self._masters),
             "optimizer": sum(value.nbytes for value in states if value.dim()),  # step counts left out
@@ -257,7 +268,11 @@ def _master_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def memory_terms(
-    parameters: int, largest_unit: int, dtype: torch.dtype = torch.bfloat16, micro_batches: int = 1, slots: int = 2
+    parameters: int,
+    largest_unit: int,
+    dtype: torch.dtype = torch.bfloat16,
+    micro_batches: int = 1,
+    slots: int = 2,
 ) -> dict[str, dict[str, int]]:
     """Bytes on the device and on the host by term, for a model of so many parameters whose weights are `dtype` on the device.
 

@@ -71,7 +71,9 @@ class OneBitAdam(torch.optim.AdamW, Exchange):
         sketch = gradients[0].new_zeros(SKETCH)
         for index, gradient in enumerate(gradients):
             generator = torch.Generator(gradient.device).manual_seed(index)  # the same signs on every process
-            signs = torch.randint(2, gradient.shape, generator=generator, device=gradient.device, dtype=torch.int8)
+            signs = torch.randint(
+                2, gradient.shape, generator=generator, device=gradient.device, dtype=torch.int8
+            )
             flat = (gradient * signs.mul_(2).sub_(1)).flatten()
             whole = flat.numel() // SKETCH * SKETCH
             sketch += flat[:whole].view(-1, SKETCH).sum(0)
@@ -112,4 +114,3 @@ class OneBitAdam(torch.optim.AdamW, Exchange):
 
     def load_errors(self, errors: dict[str, Tensor]) -> None:
         self.sums.load_errors(errors)
-

@@ -30,12 +30,23 @@ class Pipeline:
     """The stages of this process in a schedule for one shape of micro-batches: (rows, sequence_length), `micro_batches` of them."""
 
     def __init__(
-        self, stages: Sequence[Stage], layout: Layout, micro_batches: int, rows: int, sequence_length: int, dtype: torch.dtype
+        self,
+        stages: Sequence[Stage],
+        layout: Layout,
+        micro_batches: int,
+        rows: int,
+        sequence_length: int,
+        dtype: torch.dtype,
     ) -> None:
         self.stages, self.micro_batches = stages, micro_batches
         device, group = stages[0].mesh.device, stages[0].mesh.pipeline.group
-        activation = torch.empty(stages[0].activation_shape(rows, sequence_length), dtype=dtype, device="meta", requires_grad=True)
-        nothing, loss = torch.empty(1, device="meta"), torch.empty((), dtype=dtype, device="meta", requires_grad=True)
+        activation = torch.empty(
+            stages[0].activation_shape(rows, sequence_length), dtype=dtype, device="meta", requires_grad=True
+        )
+        nothing, loss = (
+            torch.empty(1, device="meta"),
+            torch.empty((), dtype=dtype, device="meta", requires_grad=True),
+        )
         parts = [
             pipelining.PipelineStage(
                 stage, stage.index, layout.stages, device, group=group,
@@ -59,7 +70,9 @@ class Pipeline:
 
 
 @torch.no_grad()
-def run_forward(stages: Sequence[Stage], batch: Batch, layout: Layout, dtype: torch.dtype) -> torch.Tensor | None:
+def run_forward(
+    stages: Sequence[Stage], batch: Batch, layout: Layout, dtype: torch.dtype
+) -> torch.Tensor | None:
     """One micro-batch through the pipeline without gradients: the sums of the last stage, None on other processes.
 
     torch's own evaluation does not know the V placement of zero-bubble.

@@ -15,8 +15,12 @@ from typing import Literal
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
 from .layout import Layout
 
-BUCKET_BYTES = 25 * 2**20  # of gradients summed at once: large enough for bandwidth, small enough to be packed meanwhile
-SIGNS_PER_SCALE = 2048  # one fp32 scale to so many signs: 1.6 % more bytes, and a block is rarely wider than a layer
+BUCKET_BYTES = (
+    25 * 2**20
+)  # of gradients summed at once: large enough for bandwidth, small enough to be packed meanwhile
+SIGNS_PER_SCALE = (
+    2048  # one fp32 scale to so many signs: 1.6 % more bytes, and a block is rarely wider than a layer
+)
 SKETCH = 1024  # numbers in the sketch of a gradient: its norm is known within sqrt(1 / (2 x 1024)) = 2.2 % (one standard deviation)
 
 # How a parameter lies over the tensor axis: cut on a dim; or whole on every process, with a gradient that is partial (each
@@ -110,7 +114,9 @@ class Piece:
     box: Box
     stage: int
     placement: Placement
-    primary: bool  # the copy that counts in the norm and goes into a checkpoint, among all that hold the same box
+    primary: (
+        bool  # the copy that counts in the norm and goes into a checkpoint, among all that hold the same box
+    )
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,9 @@ def pieces(config: ModelConfig, layout: Layout, place: Place) -> Iterator[Piece]
                 yield make_piece(name, shape, config, stage, layout, place)
 
 
-def make_piece(name: str, shape: tuple[int, ...], config: ModelConfig, stage: int, layout: Layout, place: Place) -> Piece:
+def make_piece(
+    name: str, shape: tuple[int, ...], config: ModelConfig, stage: int, layout: Layout, place: Place
+) -> Piece:
     """The part of one parameter that a process holds on one of its stages."""
     placement = tensor_placement(name, config)
     box = tensor_box(name, shape, config, layout.tensor, place.tensor)

@@ -96,7 +96,9 @@ class Pulse:
             if stands < SPEAK_AT * self.limit or self._warned == self._marks:
                 continue
             found, self._warned = self.behind(), self._marks
-            if found and self.rank == min(set(range(self.world)) - set(found), default=-1):  # one of those who wait speaks
+            if found and self.rank == min(
+                set(range(self.world)) - set(found), default=-1
+            ):  # one of those who wait speaks
                 warn("\n".join([f"the processes have waited for {duration(stands)}:", *found.values()]))
 
     def _write(self) -> None:
@@ -127,7 +129,10 @@ def name_behind(places: Mapping[int, Place | None], now: float, patience_s: floa
     """
     silent = {rank: place for rank, place in places.items() if place is None or now - place.time > patience_s}
     if silent:
-        words = {r: f"has not answered for {duration(now - p.time)}: {p}" if p else "never answered" for r, p in silent.items()}
+        words = {
+            r: f"has not answered for {duration(now - p.time)}: {p}" if p else "never answered"
+            for r, p in silent.items()
+        }
         return {rank: f"process {rank} {text}" for rank, text in words.items()}
     known = {rank: place for rank, place in places.items() if place is not None}
     most = max(place.marks for place in known.values())
@@ -135,7 +140,11 @@ def name_behind(places: Mapping[int, Place | None], now: float, patience_s: floa
     if not late:
         names = {name for place in known.values() for name in place.collectives}
         started = {name: max(place.collectives.get(name, 0) for place in known.values()) for name in names}
-        late = [r for r, place in known.items() if any(count < started[name] for name, count in place.collectives.items())]
+        late = [
+            r
+            for r, place in known.items()
+            if any(count < started[name] for name, count in place.collectives.items())
+        ]
     return {rank: f"process {rank} is behind: {known[rank]}" for rank in late}
 
 

@@ -13,7 +13,10 @@ from .mesh import Axis
 
 TRIALS = 5
 SLOW = 0.8  # of the median of all processes: a process below it holds the others up
-SIZES = {"cpu": (1024, 1 << 26, 1 << 24), "cuda": (8192, 1 << 30, 1 << 28)}  # of a matrix; bytes copied; bytes summed
+SIZES = {
+    "cpu": (1024, 1 << 26, 1 << 24),
+    "cuda": (8192, 1 << 30, 1 << 28),
+}  # of a matrix; bytes copied; bytes summed
 
 
 @dataclass(frozen=True)
@@ -75,5 +78,8 @@ def slowest(rates: Sequence[Rates]) -> str:
         for each in rates:
             share = getattr(each, name) / median
             if share < worst[0]:
-                worst = (share, f"process {each.rank} is the slowest: {name} at {100 * share:.0f} % of the median")
+                worst = (
+                    share,
+                    f"process {each.rank} is the slowest: {name} at {100 * share:.0f} % of the median",
+                )
     return worst[1]

@@ -38,7 +38,9 @@ def shard_stage(stage: Stage, mesh: Mesh) -> None:
         fully_shard(block, mesh=device_mesh, reshard_after_forward=free)
     fully_shard(stage, mesh=device_mesh, reshard_after_forward=False)
     for module in stage.modules():
-        if isinstance(module, FSDPModule):  # losses are divided by the global count, so gradients are summed, not averaged
+        if isinstance(
+            module, FSDPModule
+        ):  # losses are divided by the global count, so gradients are summed, not averaged
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

@@ -85,7 +85,9 @@ class Watch(TorchDispatchMode):
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         return sum(size for _, size, mask in self._alive.values() if mask or not masks)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # comes again with its local parts
         kwargs = kwargs or {}
@@ -101,7 +103,11 @@ class Watch(TorchDispatchMode):
 
     def _count_collective(self, function: Any, args: tuple[Any, ...]) -> None:
         leaves = tree_leaves(args)
-        group = next(leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()))
+        group = next(
+            leaf
+            for leaf in leaves
+            if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
+        )
         name = function.overloadpacket.__name__
         size = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
         if size > SMALL_BYTES and name != "recv_":
@@ -114,7 +120,9 @@ def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
     if function is aten._scaled_dot_product_flash_attention.default:
         return 4 * args[0].numel() * args[1].shape[2]
     if function is aten._scaled_dot_product_flash_attention_backward.default:
-        return 8 * args[1].numel() * args[2].shape[2]  # four products; the scores, computed again, would be a fifth
+        return (
+            8 * args[1].numel() * args[2].shape[2]
+        )  # four products; the scores, computed again, would be a fifth
     count = flop_registry.get(function.overloadpacket)
     return 0 if count is None else count(*args, **kwargs, out_val=result)
 
@@ -142,7 +150,14 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float | None
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, dropout_p: float, enable_gqa: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    enable_gqa: bool,
 ) -> Tensor:
     assert attn_mask is None, "a simulated row is one document without padding"
     return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
@@ -174,7 +189,9 @@ def simulate(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: i
     # gathered weights come and go with the activations: those are counted where weights stay
     plain = _simulate_rank(config, replace(layout, sharding="replicated", replicas=1), batch, pipeline_rank)
     sharded = _simulate_rank(config, layout, batch, pipeline_rank)
-    return [replace(kept, parameters=one.parameters, traffic=one.traffic) for kept, one in zip(plain, sharded)]
+    return [
+        replace(kept, parameters=one.parameters, traffic=one.traffic) for kept, one in zip(plain, sharded)
+    ]
 
 
 def _simulate_rank(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> list[Simulated]:
@@ -182,7 +199,12 @@ def _simulate_rank(config: ModelConfig, layout: Layout, batch: Batch, pipeline_r
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         engine = Engine(
-            config, make_mesh(layout, torch.device("cpu")), "fp32", recomputing=batch.recompute, dtype=DTYPE, memory=fake
+            config,
+            make_mesh(layout, torch.device("cpu")),
+            "fp32",
+            recomputing=batch.recompute,
+            dtype=DTYPE,
+            memory=fake,
         )
         with fake:
             return [_simulate_stage(engine, stage, batch) for stage in engine.stages]
@@ -194,7 +216,14 @@ def _simulate_stage(engine: Engine, stage: Stage, batch: Batch) -> Simulated:
     mesh, layout, config = engine.mesh, engine.layout, engine.config
     watch, family = Watch(), family_of(config)
     held = [leaf for leaf in engine.leaves if leaf.piece.stage == stage.index]
-    rows = prepare(_rows(config, batch), family, batch.rows, mesh.device, DTYPE, batch.predicted / (batch.rows * batch.length))
+    rows = prepare(
+        _rows(config, batch),
+        family,
+        batch.rows,
+        mesh.device,
+        DTYPE,
+        batch.predicted / (batch.rows * batch.length),
+    )
     stage.load(rows.micro_batches, torch.ones(len(rows.counts), dtype=DTYPE), 1.0)
     x = torch.empty(stage.activation_shape(batch.rows, batch.length), dtype=DTYPE, requires_grad=True)
     for tensor in (x, *(leaf.value for leaf in held), *stage.micro_batches[0].values()):
@@ -249,8 +278,18 @@ def _mark_blocks(stage: Stage, watch: Watch) -> list[tuple[int, int]]:
 
 
 def _traffic(mesh: Mesh, watch: Watch) -> Iterator[Traffic]:
-    axes = {"tensor": mesh.tensor, "pipeline": mesh.ends, "data": mesh.gradient, "replica": mesh.replica, "shard": mesh.shard}
-    names: dict[str, str] = {axis.group.group_name: name for name, axis in reversed(axes.items()) if axis.group is not None}
+    axes = {
+        "tensor": mesh.tensor,
+        "pipeline": mesh.ends,
+        "data": mesh.gradient,
+        "replica": mesh.replica,
+        "shard": mesh.shard,
+    }
+    names: dict[str, str] = {
+        axis.group.group_name: name for name, axis in reversed(axes.items()) if axis.group is not None
+    }
     for (group, kind), calls in watch.calls.items():
         axis = names.get(group, group)
-        yield Traffic("data" if axis in ("replica", "shard") else axis, kind, calls, watch.bytes[group, kind], "")
+        yield Traffic(
+            "data" if axis in ("replica", "shard") else axis, kind, calls, watch.bytes[group, kind], ""
+        )

@@ -68,7 +68,9 @@ class Stage(nn.Module):
         positions = batch.get("positions")
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)
-        inputs: dict[str, Tensor | None] = {name: batch[name] for name in ("document_ids", "attention_mask") if name in batch}
+        inputs: dict[str, Tensor | None] = {
+            name: batch[name] for name in ("document_ids", "attention_mask") if name in batch
+        }
         if self.mesh.context.group is not None:
             inputs["mask"] = context_mask(batch, self.mesh.context, self.causal)
         if self.is_first:

@@ -30,7 +30,10 @@ def _wanted(ctx: Any, index: int) -> bool:
         return False
     try:
         return torch._C._will_engine_execute_node(node)
-    except (AttributeError, RuntimeError):  # RuntimeError: asked about a leaf, which is only met when it is wanted
+    except (
+        AttributeError,
+        RuntimeError,
+    ):  # RuntimeError: asked about a leaf, which is only met when it is wanted
         return True
 
 
@@ -203,7 +206,9 @@ def apply_tensor_parallel(model: Any, axis: Axis) -> None:
         if isinstance(module, nn.Linear):
             owner, attribute = _owner(model, name)
             placement = tensor_placement(f"{name}.weight", model.config)
-            if (placement == 0 and name != "output") or name.endswith(".attention.kv"):  # the head is computed with the loss
+            if (placement == 0 and name != "output") or name.endswith(
+                ".attention.kv"
+            ):  # the head is computed with the loss
                 setattr(owner, attribute, ColumnLinear(module, axis))
             elif placement == 1:
                 setattr(owner, attribute, RowLinear(module, axis))
