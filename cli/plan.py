@@ -1,0 +1,408 @@
+"""`throughline plan`: what fits, which layout is best, how long it takes and what it costs, before it is paid for."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..core import console
+from ..core.errors import Failed, WrongUse
+from .common import throughline_command
+
+if TYPE_CHECKING:
+    from ..planner.search import Candidate, Found, Search
+    from ..train.recipe import Recipe
+
+
+class Plans(click.Group):
+    """`plan NAME ...` is `plan layouts NAME ...` unless NAME is a subcommand."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args = ["layouts", *args]
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Plans)
+def command() -> None:
+    """Plan a run: layouts, time, memory and cost before it is paid for.
+
+    \b
+    Example:  throughline plan gpt3-13b --gpus 64 --on a100-80gb --rows 512 --target-tokens 300e9
+              throughline plan my-recipe.toml --gpus 8 --on h100-80gb --write-recipe planned.toml
+    """
+
+
+def question(function: Any) -> Any:
+    """The options that describe the model, the batch and the machines, shared by all commands on layouts."""
+    for option in reversed(
+        (
+            click.argument("model"),
+            click.option(
+                "--on",
+                required=True,
+                help="Chip or cluster, for example a100-80gb, dgx-2h, aws-p5.48xlarge or here.",
+            ),
+            click.option(
+                "--rows", type=int, help="Rows of one optimizer step (default: the recipe's, or 512)."
+            ),
+            click.option(
+                "--length", type=int, help="Tokens of a row (default: the recipe's, or the model's)."
+            ),
+            click.option(
+                "--precision",
+                help="fp32, tf32, fp16, bf16 (default: the recipe's, or 16 bits as the chip can).",
+            ),
+            click.option(
+                "--predicted",
+                type=float,
+                default=0.15,
+                show_default=True,
+                help="BERT: share of positions with logits.",
+            ),
+            click.option(
+                "--fill",
+                type=float,
+                default=1.0,
+                show_default=True,
+                help="Share of a row that is computed, where rows are unpadded.",
+            ),
+            click.option(
+                "--layout",
+                "fixed",
+                default="",
+                help="Axes to hold fixed, for example tensor=8,data=64,recompute=full.",
+            ),
+            click.option(
+                "--software",
+                default="throughline",
+                show_default=True,
+                help="Training program, as planner/software.toml describes it.",
+            ),
+            click.option(
+                "--hardware",
+                type=click.Path(exists=True, path_type=Path),
+                help="TOML file with own [chips.KEY] and [clusters.KEY].",
+            ),
+            click.option(
+                "--target-tokens", type=float, default=0.0, help="Tokens of the whole run, for days and cost."
+            ),
+            click.option(
+                "--set",
+                "overrides",
+                multiple=True,
+                metavar="SECTION.KEY=VALUE",
+                help="Override a field of the recipe. Repeatable.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def make_search(gpus: int, options: dict[str, Any]) -> "tuple[Search, Recipe | None]":
+    """What was asked, from a recipe or from the name of a preset."""
+    from ..core.recipe import shipped_recipes
+    from ..models.presets import preset, preset_names
+    from ..planner.constants import constants_here
+    from ..planner.cost import Work
+    from ..planner.hardware import find_cluster, read_calibration
+    from ..planner.search import Search
+    from ..planner.software import find_software
+
+    cluster = find_cluster(options["on"], options["hardware"])
+    recipe, rows, length, precision = None, options["rows"] or 512, options["length"], options["precision"]
+    is_recipe = Path(options["model"]).is_file() or options["model"] in shipped_recipes()
+    if options["model"] in preset_names() and not is_recipe:
+        config = preset(options["model"])
+        if length and length > config.sequence_length:
+            config = dataclasses.replace(config, sequence_length=length)
+        length = length or config.sequence_length
+    else:
+        from ..core.recipe import load_recipe
+        from ..train.recipe import RULES, Recipe, model_config, resolve
+
+        loaded = load_recipe(options["model"], Recipe, options["overrides"], RULES)
+        recipe = resolve(loaded)
+        config, length = model_config(recipe), length or recipe.train.sequence_length
+        rows = options["rows"] or recipe.train.rows_per_step
+        if loaded.train.precision != "auto":  # else what the planned chip is made for, not this machine
+            precision = precision or loaded.train.precision
+    dtypes = cluster.chip.tflops
+    precision = precision or ("bf16" if "bf16" in dtypes else "fp16" if "fp16" in dtypes else "fp32")
+    work = Work(config, rows, length, options["predicted"], options["fill"])
+    software = find_software(options["software"], precision)
+    if software.name == "throughline":
+        software = dataclasses.replace(software, dropout=config.dropout > 0)
+    measured = read_calibration() if cluster.key == "here" else {}
+    fixed = read_fixed(options["fixed"])
+    return Search(work, cluster, software, gpus, fixed, constants_here(measured), bool(measured)), recipe
+
+
+def read_fixed(text: str) -> dict[str, tuple[int, ...]]:
+    """`tensor=8,recompute=full` as values of the search's axes. Raises WrongUse naming the axes."""
+    from ..planner.cost import RECOMPUTES, SHARDINGS
+    from ..planner.search import AXES
+
+    fixed: dict[str, tuple[int, ...]] = {}
+    for item in filter(None, text.split(",")):
+        name, _, value = item.strip().partition("=")
+        words = {"sharding": SHARDINGS, "recompute": RECOMPUTES}.get(name, ())
+        if name not in AXES or not (value.isdigit() or value in words):
+            fix = f"axes: {', '.join(AXES)}" + (f"; {name} is one of {', '.join(words)}" if words else "")
+            raise WrongUse(f"{item!r} fixes no axis", where="--layout", fix=fix)
+        fixed[name] = (words.index(value) if value in words else int(value),)
+    return fixed
+
+
+def require_fit(found: "Found") -> None:
+    """Raise Failed, with the layout that needs least, when nothing fits."""
+    if found.best:
+        return
+    if not len(found.seconds):
+        raise Failed(
+            "no layout is legal",
+            where=f"{found.search.world} chips",
+            fix="another number of chips, or --rows that they divide",
+        )
+    least = found.layouts.take(int(found.needed.argmin()))
+    from ..planner.search import candidate_at
+
+    nearest = candidate_at(found.search, least)
+    raise Failed(
+        f"nothing fits on {found.search.world} x {found.search.cluster.chip.name}",
+        where=nearest.describe(),
+        why=f"the layout that needs least needs {nearest.needed_bytes / 2**30:,.1f} of {found.capacity / 2**30:,.1f} GiB"
+        + (
+            f" and {nearest.host_bytes / 2**30:,.0f} GiB of host memory for each process"
+            if nearest.host_bytes
+            else ""
+        ),
+        fix="throughline plan recommend names the fewest chips that fit",
+    )
+
+
+@command.command()
+@question
+@click.option("--gpus", type=click.IntRange(1), required=True, help="Number of chips.")
+@click.option(
+    "--write-recipe", type=click.Path(path_type=Path), help="Write a recipe in the best layout to this file."
+)
+@click.option(
+    "--pareto", is_flag=True, help="Also print days against numbers of chips; needs --target-tokens."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Write the plan as an artifact: plan.html, JSON, CSV and a trace.",
+)
+@throughline_command
+def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None, **options: Any) -> None:
+    """Rank the layouts of MODEL (a recipe or a preset) on a number of chips.
+
+    \b
+    Example:  throughline plan gpt-1t-deepspeed --gpus 800 --on v100-32gb --rows 2048
+    """
+    from ..planner.report import ranked
+    from ..planner.search import find_or_offload
+
+    search, recipe = make_search(gpus, options)
+    found = find_or_offload(search)
+    require_fit(found)
+    facts, lines = ranked(found, options["target_tokens"])
+    if write_recipe:
+        write_recipe.write_text(planned_recipe(found, recipe, options), encoding="utf-8")
+        lines += ["", f"recipe in the best layout: {write_recipe}"]
+    if pareto:
+        from ..planner.report import pareto_lines
+        from ..planner.view import days_by_chips
+
+        lines += ["", *pareto_lines(days_by_chips(found, options["target_tokens"]))]
+    if out:
+        from ..planner.view import write_plan
+
+        write_plan(out, found, facts, options["target_tokens"])
+        lines += ["", f"plan in {out}: open {out / 'plan.html'}"]
+    console.result(facts, lines)
+
+
+@command.command()
+@question
+@click.option("--gpus", type=click.IntRange(1), required=True, help="Number of chips.")
+@throughline_command
+def explain(gpus: int, **options: Any) -> None:
+    """Where the time and the memory of the best layout go; with --layout, of that one.
+
+    \b
+    Example:  throughline plan explain gpt3-13b --gpus 64 --on a100-80gb --layout tensor=8,data=8
+    """
+    from ..planner.report import explain as explained
+    from ..planner.search import find_or_offload
+
+    search, _ = make_search(gpus, options)
+    found = find_or_offload(search)
+    require_fit(found)
+    console.result(*explained(search, found.best[0], options["target_tokens"]))
+
+
+@command.command()
+@question
+@click.option(
+    "--target-days",
+    type=float,
+    default=0.0,
+    help="Days that --target-tokens may take (default: any, the model only has to fit).",
+)
+@click.option("--most", type=int, default=8192, show_default=True, help="Largest number of chips to try.")
+@throughline_command
+def recommend(target_days: float, most: int, **options: Any) -> None:
+    """The fewest chips on which MODEL fits, or that meet --target-days for --target-tokens.
+
+    \b
+    Example:  throughline plan recommend gpt-1t-megatron --on a100-40gb --rows 3072
+    """
+    from ..planner.report import ranked
+    from ..planner.search import fewest_chips
+
+    if target_days and not options["target_tokens"]:
+        raise WrongUse("days of how many tokens?", where="--target-days", fix="--target-tokens 300e9")
+    search, _ = make_search(1, options)
+    node = search.cluster.chips_per_node
+    worlds = [*(n for n in (1, 2, 4, 8, 16) if n < node), *range(node, most + 1, node)]
+    found = fewest_chips(search, worlds, target_days, options["target_tokens"])
+    if found is None:
+        raise Failed(
+            f"not on up to {most} chips",
+            where=search.cluster.name,
+            fix="--most a larger number, or other chips: --on",
+        )
+    facts, lines = ranked(found, options["target_tokens"])
+    console.result(facts, [f"fewest: {found.search.world} chips, in whole machines of {node}", *lines])
+
+
+@command.command()
+@click.option("--rows", "all_rows", is_flag=True, help="Print every row, not only the tables.")
+@throughline_command
+def validate(all_rows: bool) -> None:
+    """Replay every published measurement in planner/published: predicted, reported and error.
+
+    \b
+    Example:  throughline plan validate
+    """
+    from ..planner.validate import validation
+
+    facts, lines, good = validation(all_rows)
+    console.result(facts, lines)
+    if not good:
+        raise Failed("a goal of accuracy is missed", where="planner/published", fix="see the table")
+
+
+@command.command()
+@click.argument("model")
+@click.option("--on", required=True, help="Chip or rented machine, for example t4, l4 or aws-g4dn.xlarge.")
+@click.option(
+    "--length", type=int, help="Tokens of a request (default: 128, or the model's if it has fewer)."
+)
+@click.option("--new-tokens", type=int, default=0, help="GPT: tokens generated for each request.")
+@click.option(
+    "--precision",
+    type=click.Choice(["int8", "fp8", "fp16", "bf16", "fp32"]),
+    default="fp16",
+    show_default=True,
+)
+@click.option(
+    "--p99", type=float, default=0.0, help="Milliseconds within which 99 of 100 requests are answered."
+)
+@click.option("--qps", type=float, default=0.0, help="Requests a second.")
+@click.option(
+    "--hardware",
+    type=click.Path(exists=True, path_type=Path),
+    help="TOML file with own [chips.KEY] and [clusters.KEY].",
+)
+@throughline_command
+def serve(
+    model: str,
+    on: str,
+    length: int | None,
+    new_tokens: int,
+    precision: str,
+    p99: float,
+    qps: float,
+    hardware: Path | None,
+) -> None:
+    """Latency and throughput of the preset MODEL in an engine, by batch; cards and cost of a load.
+
+    \b
+    Example:  throughline plan serve bert-base --on t4 --length 128 --p99 10 --qps 2000
+    """
+    from ..models.presets import preset
+    from ..planner.hardware import find_cluster
+    from ..planner.serve import plan_service
+
+    config, cluster = preset(model), find_cluster(on, hardware)
+    length = length or min(128, config.sequence_length)
+    facts = plan_service(config, cluster, length, new_tokens, precision, p99, qps)
+    rows = [
+        (row["batch"], f"{row['seconds'] * 1e3:,.2f}", f"{row['first_token_seconds'] * 1e3:,.2f}",
+         f"{row['per_second']:,.0f}", f"{row['bytes'] / 2**30:,.2f}")
+        for row in facts["rows"]
+    ]  # fmt: skip
+    new = f" and {new_tokens} new ones" if new_tokens else ""
+    lines = [f"{model}, {length} tokens{new}, {precision}, on {cluster.name}", ""]
+    lines += console.table(("batch", "ms", "first token ms", "requests/s", "GiB"), rows)
+    load = f" for {qps:,g} requests/s" if qps else ""
+    lines += ["", f"best batch {facts['best']['batch']}; cards{load}: {facts['cards']}"]
+    if facts["cost_per_million"]:
+        lines += [
+            f"{facts['cost_per_million']:,.2f} {facts['currency']} a million requests ({facts['priced']})"
+        ]
+    console.result(facts, lines)
+
+
+def planned_recipe(found: "Found", recipe: "Recipe | None", options: dict[str, Any]) -> str:
+    """The best layout as a recipe that `recipe check` accepts: the given one with another layout, or a new one."""
+    refused = None
+    for best in found.best:  # the fastest that the rest of the recipe, such as its optimizer, can be had in
+        try:
+            return _recipe_text(found, best, recipe, options)
+        except WrongUse as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _recipe_text(found: "Found", best: "Candidate", recipe: "Recipe | None", options: dict[str, Any]) -> str:
+    from ..core.recipe import build_recipe, dump_toml
+    from ..models.config import family_of
+    from ..train.recipe import RULES, Recipe
+
+    work = found.search.work
+    layout = best.layout()
+    parallel = {
+        key: value
+        for key, value in dataclasses.asdict(layout).items()
+        if value != getattr(type(layout)(), key)
+    }
+    train: dict[str, Any] = {
+        "sequence_length": work.length, "batch_rows": work.rows, "micro_batch_rows": int(best.layouts.micro_rows),
+        "precision": found.search.software.precision.compute.replace("tf32", "fp32"),
+        "recompute": ("none", "selective", "full")[int(best.layouts.recompute)], "offload": bool(best.layouts.offload),
+    }  # fmt: skip
+    if recipe is None:
+        steps = max(1, round((options["target_tokens"] or 1000 * work.tokens) / work.tokens))
+        data = {"train": "tokens", "validation_fraction": 0.0}
+        model = {"preset": options["model"], "family": family_of(work.config)}
+        if work.length > work.config.sequence_length:
+            model["overrides"] = {"sequence_length": work.length}
+        tree: dict[str, Any] = {"data": data, "model": model, "train": {"steps": steps}}
+    else:
+        tree = recipe.model_dump(mode="json", exclude_none=True)
+        tree["train"].pop("batch_tokens", None)
+    tree["train"] = tree["train"] | train
+    tree["parallel"] = parallel
+    built = build_recipe(tree, Recipe, RULES, where="the planned recipe")
+    world = f"{found.search.world} x {found.search.cluster.chip.name}"
+    return f"# Planned for {world}: {best.describe()}, {best.seconds:.3g} s a step predicted\n" + dump_toml(
+        built
+    )

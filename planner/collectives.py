@@ -1,0 +1,52 @@
+"""How long collectives take: a start-up time and a bandwidth, with the ranks where they stand.
+
+Ranks lie tensor innermost, then context, data, pipeline, and fill nodes in that order. A group that stays in a
+node runs at the chips' own links. One that crosses nodes runs at what its ranks of one node have together:
+data parallelism beside tensor 8 has one adapter to a rank, data parallelism alone has all of them
+(Narayanan et al. 2021, section 3). Bytes are those of the whole result.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from .constants import Constants
+from .hardware import Cluster
+
+Number = Any
+
+
+def group_bandwidth(cluster: Cluster, constants: Constants, ranks: Number, stride: Number) -> Number:
+    """Bytes per second that a ring of `ranks` processes reaches, neighbours `stride` ranks apart."""
+    inner = cluster.inner_gb_s * 1e9 * constants.link_fraction
+    in_node = np.clip(cluster.chips_per_node // np.maximum(stride, 1), 1, ranks)
+    outer = (
+        cluster.network_gb_s * 1e9 * constants.network_fraction * np.minimum(in_node, cluster.ports_per_node)
+    )
+    if not cluster.network_gb_s:  # one machine: ranks beyond it have no way to each other but the same links
+        return inner + 0.0 * in_node
+    return np.where(stride * ranks > cluster.chips_per_node, np.minimum(inner, outer), inner)
+
+
+def start_time(constants: Constants, ranks: Number) -> Number:
+    """Seconds before the first byte of a collective: grows with the tree's depth."""
+    return constants.start_s * (1 + np.log2(np.maximum(ranks, 1)))
+
+
+def all_reduce(size: Number, ranks: Number, stride: Number, cluster: Cluster, constants: Constants) -> Number:
+    """Seconds of one sum over `ranks`: a ring sends 2 (n - 1) / n of the bytes. 0 for one rank."""
+    bandwidth = group_bandwidth(cluster, constants, ranks, stride)
+    return np.where(ranks > 1, start_time(constants, ranks) + 2 * (ranks - 1) / ranks * size / bandwidth, 0.0)
+
+
+def gather(size: Number, ranks: Number, stride: Number, cluster: Cluster, constants: Constants) -> Number:
+    """Seconds of one all-gather or reduce-scatter: half the traffic of a sum."""
+    bandwidth = group_bandwidth(cluster, constants, ranks, stride)
+    return np.where(ranks > 1, start_time(constants, ranks) + (ranks - 1) / ranks * size / bandwidth, 0.0)
+
+
+def hop(size: Number, stride: Number, cluster: Cluster, constants: Constants) -> Number:
+    """Seconds of one send to the next pipeline stage, `stride` ranks away."""
+    inner = cluster.inner_gb_s * 1e9 * constants.link_fraction
+    outer = (cluster.network_gb_s or cluster.inner_gb_s) * 1e9 * constants.network_fraction
+    return constants.start_s + size / np.where(stride >= cluster.chips_per_node, outer, inner)

@@ -1,0 +1,181 @@
+"""The kernels of a model: one list with FLOPs, bytes and what is kept for backward, for time, memory and profiler.
+
+Every size may be a number or an array over candidate layouts: nothing here branches on them. B rows of a
+micro-batch, S length, W width, F feed-forward width, A heads of D, T tensor degree, C context degree.
+Sources: GEMM shapes, Shoeybi et al. 2019 (section 3); bytes kept, Korthikanti et al. 2022 (section 4.1);
+flash attention, Dao et al. 2022 (backward does five products for the forward's two).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ..models.config import BERTConfig, ModelConfig
+from .software import Software
+
+Kind = Literal["product", "attention", "memory"]
+Phase = Literal["forward", "backward"]
+Number = Any  # float, or an array of them
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kind of work of one layer and one micro-batch on one process."""
+
+    name: str
+    phase: Phase
+    kind: Kind
+    flops: Number = 0.0
+    bytes: Number = 0.0  # through the chip's memory
+    inner: Number = 1.0  # summed dim of a product
+    launches: float = 1.0
+    core: bool = False  # part of the attention core that selective recomputation runs again
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process computes at once: rows, their length, and the degrees that divide it."""
+
+    rows: Number
+    length: Number
+    tensor: Number = 1
+    context: Number = 1
+
+    @property
+    def tokens(self) -> Number:
+        return self.rows * self.length / self.context
+
+
+def linear(
+    name: str, tokens: Number, inner: Number, outer: Number, size: int, count: int = 1
+) -> Iterator[Kernel]:
+    """A matrix product forward, and its two backward: gradients of the input and of the weight."""
+    flops = 2.0 * tokens * inner * outer * count
+    moved = float(size) * count * (tokens * inner + inner * outer + tokens * outer)
+    yield Kernel(name, "forward", "product", flops, moved, inner, count)
+    yield Kernel(name + " input gradient", "backward", "product", flops, moved, outer, count)
+    yield Kernel(name + " weight gradient", "backward", "product", flops, moved, tokens, count)
+
+
+def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list[Kernel]:
+    """One transformer layer, forward and backward, without recomputation."""
+    size, tokens, width = software.precision.activation, share.tokens, config.width
+    mlp = config.feed_forward_size / share.tensor
+    heads, keys = config.heads / share.tensor, np.maximum(config.key_value_heads / share.tensor, 1)
+    return [
+        *linear("query, key, value", tokens, width, (heads + 2 * keys) * config.head_size, size),
+        *attention(config, share, software),
+        *linear("attention output", tokens, heads * config.head_size, width, size),
+        *linear("feed-forward up", tokens, width, mlp, size, 2 if config.gated else 1),
+        *linear("feed-forward down", tokens, mlp, width, size),
+        *pointwise(config, share, software),
+    ]
+
+
+def attention(config: ModelConfig, share: Share, software: Software) -> Iterator[Kernel]:
+    """The attention core. Fused kernels skip the masked half of a causal square; batched products do not."""
+    size, heads = software.precision.activation, config.heads / share.tensor
+    seen = (
+        config.attention_pattern.widest(int(np.max(share.length)))
+        if config.attention_pattern
+        else share.length
+    )
+    scores = share.tokens * seen * heads
+    flops = 4.0 * scores * config.head_size
+    inputs = 4.0 * size * share.tokens * heads * config.head_size
+    if software.fused_attention:
+        half = 0.5 if not isinstance(config, BERTConfig) and config.attention_pattern is None else 1.0
+        yield Kernel("attention", "forward", "attention", half * flops, inputs, config.head_size, 1, True)
+        yield Kernel("attention", "backward", "attention", 2.5 * half * flops, 2 * inputs, config.head_size)
+        return
+    moved, stream = inputs + 2.0 * size * scores, software.precision.stream
+    yield Kernel("scores and values", "forward", "attention", flops, moved, config.head_size, 2, True)
+    yield Kernel("scores and values", "backward", "attention", 2 * flops, 2 * moved, config.head_size, 4)
+    # scale, mask, softmax and dropout of a score: one kernel, or each step reads and writes for itself
+    forward, backward = ((9, 11) if software.fused_softmax else (21, 19)) if software.dropout else (4, 6)
+    steps = 1 if software.fused_softmax else 5
+    yield Kernel("softmax", "forward", "memory", 0, forward * scores * stream / 2, 1, steps, True)
+    yield Kernel("softmax", "backward", "memory", 0, backward * scores * stream / 2, 1, steps)
+
+
+def pointwise(config: ModelConfig, share: Share, software: Software) -> Iterator[Kernel]:
+    """Norms, residuals and dropout (on whole rows, divided under sequence parallelism), and what is divided in
+    any case: bias, activation, the transposes around attention.
+
+    Bytes of a token and unit of width in two-byte numbers, counted kernel by kernel. Fused: two norms (8),
+    twice bias + dropout + residual (14); backward 20 and 14. Apart: a bias 4, dropout 5, residual 6 each.
+    """
+    scale, tokens, width = software.precision.activation / 2, share.tokens, config.width
+    stream = software.precision.stream / 2
+    whole = share.tensor if software.sequence_parallel else 1
+    ratio = config.feed_forward_size / width * (1.5 if config.gated else 1.0)
+    fused, activation = software.fused_norms, software.fused_activation
+    for phase, norms, rows, acted in (
+        (
+            "forward",
+            22 if fused else 38,
+            16 if fused else 28,
+            4 if fused and activation else 8 if activation else 26,
+        ),
+        (
+            "backward",
+            34 if fused else 46,
+            26 if fused else 34,
+            6 if fused and activation else 10 if activation else 34,
+        ),
+    ):
+        kernels = 4 if fused else 10
+        bytes_ = norms * stream * tokens * width / whole
+        yield Kernel("norms, dropout, residual", phase, "memory", 0, bytes_, 1, kernels)  # type: ignore[arg-type]
+        bytes_ = (rows + acted * ratio) * scale * tokens * width / share.tensor
+        yield Kernel("bias, activation", phase, "memory", 0, bytes_, 1, kernels)  # type: ignore[arg-type]
+
+
+def head_kernels(config: ModelConfig, share: Share, software: Software, targets: Number) -> list[Kernel]:
+    """Everything after the last layer: logits and loss of `targets` positions, and BERT's transform."""
+    size = software.precision.activation
+    kernels = [*linear("logits", targets, config.width, config.vocab_size / share.tensor, size)]
+    entries = targets * config.vocab_size / share.tensor
+    kernels += [Kernel("loss", "forward", "memory", 0, 10.0 * entries, 1, 4)]
+    kernels += [Kernel("loss", "backward", "memory", 0, 8.0 * entries, 1, 3)]
+    if isinstance(config, BERTConfig) and config.mlm_transform:
+        kernels += linear("masked-token transform", targets, config.width, config.width, size)
+    return kernels
+
+
+def table_kernels(config: ModelConfig, share: Share, software: Software) -> list[Kernel]:
+    """The token and position tables: rows read, and their gradients added up."""
+    moved = 2.0 * software.precision.activation * share.tokens * config.width
+    return [
+        Kernel("tables", "forward", "memory", 0, 2 * moved, 1, 3),
+        Kernel("tables", "backward", "memory", 0, 3 * moved, 1, 3),
+    ]
+
+
+def kept_bytes(config: ModelConfig, share: Share, software: Software) -> dict[str, Number]:
+    """Bytes that one layer keeps for backward, by term (Korthikanti et al. 2022, equations 1 and 2).
+
+    With two-byte numbers and the GPT-2 shape they add up to S B W (34 + 5 A S / W), 34 without scores.
+    """
+    size, tokens, width = software.precision.activation, share.tokens, config.width
+    whole = share.tensor if software.sequence_parallel else 1
+    heads, keys = config.heads / share.tensor, np.maximum(config.key_value_heads / share.tensor, 1)
+    scores = share.rows * config.heads / share.tensor * share.length * share.length / share.context
+    terms = {
+        "norm inputs": 2.0 * software.precision.stream * tokens * width / whole,
+        "norm outputs": 2.0 * size * tokens * width / whole,
+        "query, key, value": 1.0 * size * tokens * (heads + 2 * keys) * config.head_size,
+        "attention output": 1.0 * size * tokens * heads * config.head_size,
+        "feed-forward": size
+        * tokens
+        * config.feed_forward_size
+        / share.tensor
+        * (3.0 if config.gated else 2.0),
+        "scores": 0.0 * tokens,
+        "dropout masks": (2.0 if software.dropout else 0.0) * tokens * width / whole,
+    }
+    if not software.fused_attention and config.attention_pattern is None:
+        terms["scores"] = (2.0 * size + 1 if software.dropout else 1.0 * size) * scores
+    return terms

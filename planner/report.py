@@ -1,0 +1,176 @@
+"""A plan in words and numbers: the ranked table, the reasons, and the two breakdowns that sum exactly."""
+
+import csv
+import io
+from typing import Any
+
+from ..core.console import amount, table
+from .cost import Work
+from .memory import MOMENTS, RUNTIME_BYTES, device_terms
+from .search import Candidate, Found, Search, band, flops_facts, neighbours, run_days, why_not
+from .software import Software
+
+
+def candidate_facts(search: Search, candidate: Candidate, tokens: float) -> dict[str, Any]:
+    """Everything about one layout, for JSON, CSV and the page."""
+    cluster, work = search.cluster, search.work
+    days = run_days(work, candidate.seconds, tokens)
+    world = int(candidate.layouts.world)
+    price = cluster.price_per_chip_hour * 24 * days * world if cluster.price_per_chip_hour else None
+    return {
+        "layout": candidate.describe(),
+        "parallel": candidate.layout().facts(),
+        "micro_batch_rows": int(candidate.layouts.micro_rows),
+        "recompute": ("none", "selective", "full")[int(candidate.layouts.recompute)],
+        "offload": bool(candidate.layouts.offload),
+        "step_seconds": candidate.seconds,
+        "tokens_per_second": work.tokens / candidate.seconds,
+        **flops_facts(work, candidate, cluster, search.software),
+        "needed_gib": candidate.needed_bytes / 2**30,
+        "host_gib": candidate.host_bytes / 2**30,
+        "days": days or None,
+        "cost": price,
+        "band": band(search),
+        "parts": candidate.parts,
+    }
+
+
+def ranked(found: Found, tokens: float) -> tuple[dict[str, Any], list[str]]:
+    """The table of the best layouts and one line for each neighbour of the first, as facts and as lines."""
+    search, best = found.search, found.best
+    rows = [candidate_facts(search, candidate, tokens) for candidate in best]
+    reasons = (
+        [(name, why_not(best[0], other, found.capacity)) for name, other in neighbours(search, best[0])]
+        if best
+        else []
+    )
+    facts = {
+        **search_facts(found),
+        "layouts": rows,
+        "neighbours": [{"step": a, "reason": b} for a, b in reasons],
+    }
+    lines = [
+        f"{search.world} x {search.cluster.name}; {search.work.rows} rows of {search.work.length} tokens a step; "
+        f"{len(found.seconds):,} legal layouts, {int(found.fits.sum()):,} fit in {amount(found.capacity, 'B')}",
+        "",
+    ]
+    header = [
+        "layout",
+        "s/step",
+        f"+-{band(search):.0%}",
+        "TFLOP/s",
+        "MFU",
+        "HFU",
+        "GiB",
+        "days",
+        search.cluster.currency,
+    ]
+    cells = [
+        (row["layout"], _short(row["step_seconds"]), _short(row["step_seconds"] * row["band"]), f"{row['model_tflops']:,.1f}",
+         f"{row['mfu']:.1%}", f"{row['hfu']:.1%}", f"{row['needed_gib']:,.1f}", _short(row["days"]), _money(row["cost"]))
+        for row in rows
+    ]  # fmt: skip
+    lines += table(header, cells)
+    if reasons:
+        lines += ["", f"beside {best[0].describe()}:", *(f"  {name:<26}{reason}" for name, reason in reasons)]
+    if search.cluster.price_per_chip_hour:
+        lines += [
+            "",
+            f"price: {search.cluster.price_per_chip_hour:g} {search.cluster.currency} a chip and hour, {search.cluster.priced}",
+        ]
+    return facts, lines
+
+
+def search_facts(found: Found) -> dict[str, Any]:
+    """What was asked and how much was looked at."""
+    search = found.search
+    return {
+        "chips": search.world,
+        "cluster": search.cluster.key,
+        "chip": search.cluster.chip.key,
+        "software": search.software.name,
+        "rows": search.work.rows,
+        "length": search.work.length,
+        "parameters": search.work.config.parameter_count(),
+        "legal": len(found.seconds),
+        "fit": int(found.fits.sum()),
+        "capacity_gib": found.capacity / 2**30,
+    }
+
+
+def memory_facts(work: Work, candidate: Candidate, software: Software) -> list[dict[str, Any]]:
+    """For the first and the last process of the pipeline: bytes by term, and the sum at every moment of a step."""
+    found = []
+    for stage in ("first", "last") if candidate.layouts.pipeline > 1 else ("first",):
+        terms = {
+            name: float(size) for name, size in device_terms(work, candidate.layouts, software, stage).items()
+        }
+        terms["runtime"] = RUNTIME_BYTES
+        moments = {
+            moment: sum(terms[name] for name in names) + RUNTIME_BYTES for moment, names in MOMENTS.items()
+        }
+        peak = max(moments, key=lambda moment: moments[moment])
+        found.append({"stage": stage, "terms": terms, "moments": moments, "peak": peak})
+    return found
+
+
+def explain(search: Search, candidate: Candidate, tokens: float) -> tuple[dict[str, Any], list[str]]:
+    """Where the time and the memory of one layout go. Both lists sum to what the table says."""
+    facts = candidate_facts(search, candidate, tokens)
+    facts["memory"] = memory_facts(search.work, candidate, search.software)
+    lines = [f"{candidate.describe()} on {search.world} x {search.cluster.name}", "", "seconds of a step"]
+    rows = [
+        (name, f"{value:,.4f}", f"{value / candidate.seconds:.1%}")
+        for name, value in candidate.parts.items()
+        if value
+    ]
+    lines += table(("part", "s", "share"), [*rows, ("step", f"{candidate.seconds:,.4f}", "100.0%")])
+    for stage in facts["memory"]:
+        lines += ["", f"memory of the {stage['stage']} process, at its worst moment: {stage['peak']}"]
+        names = (*MOMENTS[stage["peak"]], "runtime")
+        held = [(name, f"{stage['terms'][name] / 2**30:,.3f}") for name in names if stage["terms"][name]]
+        lines += table(("term", "GiB"), [*held, ("sum", f"{stage['moments'][stage['peak']] / 2**30:,.3f}")])
+    if candidate.host_bytes:
+        lines += ["", f"host memory for each process: {amount(candidate.host_bytes, 'B')}"]
+    return facts, lines
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    """The table of layouts for a spreadsheet: one column a part."""
+    flat = [
+        {name: value for name, value in row.items() if name not in ("parts", "parallel", "memory")}
+        | {f"seconds {name}": value for name, value in row["parts"].items()}
+        for row in rows
+    ]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(flat[0]) if flat else [])
+    writer.writeheader()
+    writer.writerows(flat)
+    return out.getvalue()
+
+
+def pareto_lines(points: list[tuple[int, float]], width: int = 60) -> list[str]:
+    """Days against chips as bars in a terminal: one line for each number of chips that fits."""
+    longest = max((days for _, days in points), default=1.0)
+    return [
+        f"{chips:>8,} chips {'#' * max(1, round(width * days / longest))} {_short(days)} days"
+        for chips, days in points
+    ]
+
+
+def halvings(found: Found) -> list[int]:
+    """Numbers of chips for the Pareto plot: that asked for, halves down to one and doubles up to eight times."""
+    world = found.search.world
+    smaller: list[int] = []
+    while world % 2 == 0 and len(smaller) < 10:
+        world //= 2
+        smaller.append(world)
+    return sorted([*smaller, *(found.search.world * factor for factor in (1, 2, 4, 8))])
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _money(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"

@@ -1,0 +1,318 @@
+"""Every layout of a model on a cluster: enumerated as arrays, pruned by what is legal and what fits, ranked by time.
+
+The rules of `layout.layout_problems` are stated here once more, for arrays; whatever is shown went through that
+function too, and a test compares the two on random layouts.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..models.config import BERTConfig
+from .constants import FITTED, Constants
+from .cost import RECOMPUTES, SHARDINGS, Layouts, Work, step_time
+from .hardware import Cluster
+from .layout import Layout, layout_problems
+from .memory import capacity_bytes, host_bytes, needed_bytes
+from .software import Software
+
+AXES = tuple(field.name for field in dataclasses.fields(Layouts))
+SECONDS_PER_DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout with what it is predicted to need."""
+
+    layouts: Layouts  # of numbers
+    seconds: float
+    parts: dict[str, float]
+    needed_bytes: float
+    host_bytes: float
+    fits: bool
+
+    def layout(self) -> Layout:
+        """As a recipe's `[parallel]` describes it."""
+        here = self.layouts
+        turns = int(here.turns)
+        return Layout(
+            int(here.data), int(here.tensor), int(here.pipeline), int(here.context), SHARDINGS[int(here.sharding)],  # type: ignore[arg-type]
+            schedule="interleaved-1f1b" if turns > 1 else "1f1b", stages_per_process=turns,
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        """One short line: degrees, rows of a micro-batch, and what is shared, recomputed or on the host."""
+        here = self.layouts
+        names = [
+            (short, int(getattr(here, axis)))
+            for axis, short in (("tensor", "T"), ("pipeline", "P"), ("context", "C"), ("data", "D"))
+        ]
+        words = [f"{short}{degree}" for short, degree in names if degree > 1] or ["one process"]
+        words += [f"micro {int(here.micro_rows)}"]
+        words += [f"turns {int(here.turns)}"] if here.turns > 1 else []
+        words += [SHARDINGS[int(here.sharding)]] if here.sharding else []
+        words += [f"recompute {RECOMPUTES[int(here.recompute)]}"] if here.recompute else []
+        return " ".join(words + (["offload"] if here.offload else []))
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was asked: chips, and the values that each axis may take (an empty tuple: all)."""
+
+    work: Work
+    cluster: Cluster
+    software: Software
+    world: int
+    fixed: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    constants: Constants = FITTED
+    calibrated: bool = False  # by a study of the machine
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result: all legal layouts as arrays, and the best that fit, best first."""
+
+    search: Search
+    layouts: Layouts
+    seconds: Any
+    needed: Any
+    fits: Any
+    best: list[Candidate]
+
+    @property
+    def capacity(self) -> float:
+        return capacity_bytes(self.search.cluster.chip.memory_gb)
+
+
+def enumerate_layouts(search: Search) -> Layouts:
+    """All layouts of exactly `world` processes that are legal, as arrays."""
+    work, config, fixed = search.work, search.work.config, search.fixed
+    divisors = [n for n in range(1, search.world + 1) if search.world % n == 0]
+    tensors = fixed.get("tensor") or [n for n in divisors if n <= min(search.cluster.chips_per_node, 64)]
+    pipelines = fixed.get("pipeline") or [n for n in divisors if n <= config.layers]
+    contexts = fixed.get("context") or [
+        n for n in divisors if (n in (1, 2, 4, 8, 16) and work.length // n >= 4096) or n == 1
+    ]
+    micro = fixed.get("micro_rows") or [2**power for power in range(11) if 2**power <= work.rows]
+    columns: list[tuple[int, ...]] = []
+    for tensor, pipeline, context in itertools.product(tensors, pipelines, contexts):
+        rest, odd = divmod(search.world, tensor * pipeline * context)
+        if odd or not _degrees_fit(search, tensor, pipeline, context, rest):
+            continue
+        per = work.rows // rest
+        turns = [1]
+        if pipeline > 1:
+            stages = config.layers // pipeline
+            turns = (
+                [1, *(n for n in range(2, stages + 1) if stages % n == 0)]
+                if config.layers % pipeline == 0
+                else [1]
+            )
+        shardings = (0,) if rest * context == 1 else (0, 1) if pipeline > 1 else (0, 1, 2, 3)
+        columns += [
+            (tensor, pipeline, rest, context, rows, turn, sharding, recompute, offload)
+            for rows in micro
+            if per % rows == 0 and _micro_batches_fit(per // rows, pipeline)
+            for turn in (fixed.get("turns") or turns)
+            if turn == 1 or (per // rows) % max(1, per // rows // pipeline) == 0
+            for sharding in (fixed.get("sharding") or shardings)
+            for recompute in (fixed.get("recompute") or ((0, 2) if search.software.fused_attention else (0, 1, 2)))
+            for offload in ((0,) if pipeline > 1 else fixed.get("offload", (0,)))
+        ]  # fmt: skip
+    table = np.array(columns, dtype=np.int64).reshape(-1, len(AXES)).T
+    return Layouts(*table)
+
+
+def _degrees_fit(search: Search, tensor: int, pipeline: int, context: int, data: int) -> bool:
+    """Heads, widths, vocabulary, length and rows divide as the tables cut them (`layout_problems`)."""
+    work, config = search.work, search.work.config
+    keys = config.key_value_heads if config.key_value_heads > 1 else tensor
+    if (
+        config.heads % tensor
+        or keys % tensor
+        or config.feed_forward_size % tensor
+        or config.vocab_size < tensor
+    ):
+        return False
+    if (
+        work.length % (2 * context if context > 1 else 1)
+        or work.length // context % tensor
+        or work.rows % data
+    ):
+        return False
+    relative = isinstance(config, BERTConfig) and config.relative_buckets
+    return not (
+        (context > 1 and (config.attention_pattern is not None or relative)) or (pipeline > 1 and relative)
+    )
+
+
+def _micro_batches_fit(micro_batches: int, pipeline: int) -> bool:
+    return micro_batches >= pipeline
+
+
+def find_layouts(search: Search, count: int = 8) -> Found:
+    """Every legal layout priced; the best ones that fit, no two with the same degrees and sharding."""
+    layouts = enumerate_layouts(search)
+    if not np.size(layouts.tensor):
+        empty = np.zeros(0)
+        return Found(search, layouts, empty, empty, empty.astype(bool), [])
+    parts = step_time(search.work, layouts, search.cluster, search.software, search.constants)
+    seconds = sum(np.broadcast_to(part, np.shape(layouts.tensor)) for part in parts.values())
+    needed = needed_bytes(search.work, layouts, search.software)
+    host = host_bytes(search.work, layouts, search.software) * np.minimum(
+        search.world, search.cluster.chips_per_node
+    )
+    fits = needed <= capacity_bytes(search.cluster.chip.memory_gb)
+    fits &= (host <= search.cluster.host_memory_gb * 1e9) | (search.cluster.host_memory_gb == 0)
+    best: list[Candidate] = []
+    seen = set()
+    for index in np.argsort(np.where(fits, seconds, np.inf), kind="stable"):
+        if len(best) == count or not fits[index]:
+            break
+        candidate = candidate_at(search, layouts.take(index))
+        key = tuple(
+            int(getattr(candidate.layouts, axis))
+            for axis in ("tensor", "pipeline", "context", "sharding", "offload")
+        )
+        if key not in seen and not problems_of(search, candidate):
+            best.append(candidate)
+            seen.add(key)
+    return Found(search, layouts, seconds, needed, fits, best)
+
+
+def find_or_offload(search: Search, count: int = 8) -> Found:
+    """As `find_layouts`; when nothing fits, with optimizer and masters in the host's memory."""
+    found = find_layouts(search, count)
+    if found.best or "offload" in search.fixed:
+        return found
+    offloaded = find_layouts(dataclasses.replace(search, fixed=search.fixed | {"offload": (1,)}), count)
+    return offloaded if offloaded.best or not len(found.seconds) else found
+
+
+def problems_of(search: Search, candidate: Candidate) -> list[str]:
+    """What the trainer would say against a layout."""
+    work = search.work
+    found = layout_problems(
+        candidate.layout(), work.config, work.length, work.rows, int(candidate.layouts.micro_rows)
+    )
+    return [problem.text for problem in found]
+
+
+def candidate_at(search: Search, layouts: Layouts) -> Candidate:
+    """One layout priced by itself."""
+    layouts = Layouts(**{axis: int(getattr(layouts, axis)) for axis in AXES})
+    parts = {
+        name: float(value)
+        for name, value in step_time(
+            search.work, layouts, search.cluster, search.software, search.constants
+        ).items()
+    }
+    needed = float(needed_bytes(search.work, layouts, search.software))
+    host = float(host_bytes(search.work, layouts, search.software))
+    capacity = capacity_bytes(search.cluster.chip.memory_gb)
+    return Candidate(layouts, sum(parts.values()), parts, needed, host, needed <= capacity)
+
+
+def neighbours(search: Search, best: Candidate) -> list[tuple[str, Candidate]]:
+    """Layouts one step from the best, with the step's name: what a person would try next."""
+    here = best.layouts
+    steps: list[tuple[str, dict[str, int]]] = []
+    for first, second in (
+        ("tensor", "data"),
+        ("pipeline", "data"),
+        ("tensor", "pipeline"),
+        ("context", "data"),
+    ):
+        for more, less in ((first, second), (second, first)):
+            if getattr(here, less) % 2 == 0:
+                change = {more: getattr(here, more) * 2, less: getattr(here, less) // 2}
+                steps.append((f"{more} x 2, {less} / 2", change))
+    steps += [
+        ("micro-batch x 2", {"micro_rows": here.micro_rows * 2}),
+        ("micro-batch / 2", {"micro_rows": here.micro_rows // 2}),
+    ]
+    steps += [
+        (f"recompute {RECOMPUTES[value]}", {"recompute": value})
+        for value in range(3)
+        if value != here.recompute
+    ]
+    steps += [
+        (f"sharding {SHARDINGS[value]}", {"sharding": value})
+        for value in range(4)
+        if value != here.sharding and here.data > 1
+    ]
+    steps += [("without interleaving", {"turns": 1})] if here.turns > 1 else []
+    found = []
+    for name, change in steps:
+        layouts = dataclasses.replace(here, **change)
+        if (
+            min(
+                getattr(layouts, axis)
+                for axis in ("tensor", "pipeline", "data", "context", "micro_rows", "turns")
+            )
+            < 1
+        ):
+            continue
+        candidate = candidate_at(search, layouts)
+        if not problems_of(search, candidate):
+            found.append((name, candidate))
+    return found
+
+
+def why_not(best: Candidate, other: Candidate, capacity: float) -> str:
+    """One line: it does not fit, or which part of the step grew most."""
+    if not other.fits:
+        return f"does not fit: {other.needed_bytes / 2**30:,.1f} of {capacity / 2**30:,.1f} GiB"
+    grown = max(best.parts, key=lambda name: other.parts[name] - best.parts[name])
+    slower = other.seconds / best.seconds - 1
+    if slower <= 0:
+        return (
+            "as fast" if slower > -0.0005 else f"{-slower:.1%} faster, and left to the search's other choices"
+        )
+    return f"{slower:.1%} slower, most of it {grown} (+{other.parts[grown] - best.parts[grown]:,.3g} s)"
+
+
+def fewest_chips(
+    search: Search, worlds: Sequence[int], days: float = 0.0, tokens: float = 0.0
+) -> Found | None:
+    """The smallest of these numbers of chips on which the model fits and, when asked, `tokens` take at most `days`."""
+    for world in worlds:
+        found = find_layouts(dataclasses.replace(search, world=world), 8)
+        if found.best and (not days or run_days(search.work, found.best[0].seconds, tokens) <= days):
+            return found
+    return None
+
+
+def run_days(work: Work, seconds: float, tokens: float) -> float:
+    """Days of a whole run."""
+    return tokens / work.tokens * seconds / SECONDS_PER_DAY
+
+
+def flops_facts(work: Work, candidate: Candidate, cluster: Cluster, software: Software) -> dict[str, float]:
+    """Model and hardware FLOP/s of a chip and their shares of the peak: MFU leaves recomputation out, HFU counts it."""
+    world, config = float(candidate.layouts.world), work.config
+    model = config.flops_per_token(work.length) * work.tokens
+    core = 4 * config.layers * work.length * config.heads * config.head_size * work.tokens
+    blocks = config.blocks_flops_per_token(work.length) * work.tokens / 3
+    hardware = model + (0.0, core, blocks)[int(candidate.layouts.recompute)]
+    peak = (cluster.chip.tflops.get(software.precision.compute) or max(cluster.chip.tflops.values())) * 1e12
+    rate = candidate.seconds * world
+    return {
+        "model_tflops": model / rate / 1e12, "hardware_tflops": hardware / rate / 1e12,
+        "mfu": model / rate / peak, "hfu": hardware / rate / peak,
+    }  # fmt: skip
+
+
+KNOWN_CHIPS = ("v100", "a100", "h100", "tpu-v4")  # those of the published tables
+
+
+def band(search: Search) -> float:
+    """Relative error that four predictions in five keep: 17 % on chips of the published tables (their software differs
+    from ours), 35 % elsewhere, half of it after `study`.
+    """
+    known = search.cluster.chip.key.startswith(KNOWN_CHIPS)
+    return (0.17 if known else 0.35) / (2 if search.calibrated else 1)

@@ -1,0 +1,106 @@
+"""What the software of a run does, as data: how many bytes a number takes in each role, what is fused and what overlaps.
+
+A plan of a run that Throughline trains uses `throughline`; the published tables were made by other programs, whose
+properties are stated here from their texts and code. These are switches, not fitted numbers.
+"""
+
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from ..core.errors import WrongUse
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of a number in each role, and the dtype of the products (a key of a chip's `tflops`)."""
+
+    compute: str = "bf16"
+    weight: int = 2
+    gradient: int = 4  # as it is accumulated
+    master: int = 4  # fp32 copy of a weight beside the optimizer's numbers; 0: the weight is the master
+    moments: int = 8
+    activation: int = 2
+    stream: int = 2  # of the residual stream, norms and softmax: autocast keeps them in fp32
+    sent: int = 2  # of an activation or a gathered weight on its way to another process
+    reduced: int = 4  # of a gradient on its way
+    cast: int = 0  # 16-bit copy of a matrix that autocast makes from an fp32 weight
+
+    @property
+    def state(self) -> int:
+        """Bytes for one parameter when nothing is sharded."""
+        return self.weight + self.gradient + self.master + self.moments
+
+
+HALF = Precision()  # 16-bit weights, fp32 gradients, masters and moments: 18 B
+AUTOCAST = Precision(
+    weight=4, gradient=4, master=0, stream=4, sent=4, cast=2
+)  # 16 B, and 2 B of cast matrices
+FP32 = Precision("fp32", weight=4, gradient=4, master=0, activation=4, stream=4, sent=4, reduced=4)
+APEX = Precision("fp16", gradient=2, reduced=2)  # 16-bit gradients: 16 B [1910.02054, section 3.1]
+FP64 = Precision(
+    "fp64", weight=8, gradient=8, master=0, moments=16, activation=8, stream=8, sent=8, reduced=8
+)
+
+
+@dataclass(frozen=True)
+class Software:
+    """A training program. `precision` is for 16-bit runs; fp32 and tf32 runs replace it."""
+
+    name: str
+    precision: Precision = HALF
+    fused_attention: bool = True  # one kernel, no matrix of scores in memory
+    fused_softmax: bool = True  # scale, mask, softmax and dropout of the scores in one kernel
+    fused_norms: bool = True  # bias, dropout and residual in one kernel
+    fused_activation: bool = True  # the activation in one kernel; with fused_norms its bias too
+    pass_bytes: int = 10  # read and written for one parameter in each micro-batch: casts, gradients added up
+    split_inputs: bool = False  # full recomputation keeps a layer's input divided over the tensor ranks
+    gathered_blocks: int = (
+        2  # layers whose weights are whole at once under full sharding: this one, and the next
+    )
+    split_sends: bool = True  # each tensor rank sends its part of what passes between stages
+    drains_queue: bool = (
+        False  # the host waits for the device in every layer: issuing adds to the kernels' time
+    )
+    one_ring: bool = False  # gathers between nodes use one adapter
+    sequence_parallel: bool = False  # norms, dropout and residual divided by the tensor degree
+    overlap_data: bool = True  # gradients are summed during backward
+    overlap_tensor: bool = False  # part of the tensor axis' traffic hides behind products
+    every_logit: bool = True  # BERT: logits for all positions, not for the masked ones alone
+    loss_bytes: int = 8  # of a logit at the peak of the loss
+    dropout: bool = True
+    optimizer_bytes: int = 36  # read and written for one owned parameter (Adam: g, w, m, v, master)
+    source: str = ""
+
+
+NUMBERS = {"half": HALF, "autocast": AUTOCAST, "apex": APEX}
+
+
+@cache
+def _table() -> dict[str, Software]:
+    rows = tomllib.loads(Path(__file__).with_name("software.toml").read_text(encoding="utf-8"))
+    found = {}
+    for name, row in rows.items():
+        precision = replace(NUMBERS[row.pop("precision")], **row.pop("bytes", {}))
+        found[name] = Software(name, precision, **row)
+    return found
+
+
+def software_names() -> list[str]:
+    """Every program in `software.toml`."""
+    return list(_table())
+
+
+def find_software(name: str, compute: str = "") -> Software:
+    """The program of that name, with its numbers in another dtype: fp32 and tf32 keep everything in 4 bytes,
+    fp64 in 8. Raises WrongUse for an unknown name.
+    """
+    if name not in _table():
+        raise WrongUse(f"no software {name!r}", where="--software", fix="one of " + ", ".join(_table()))
+    software = _table()[name]
+    if compute in ("fp32", "tf32"):
+        return replace(software, precision=replace(FP32, compute=compute), pass_bytes=12)
+    if compute == "fp64":
+        return replace(software, precision=FP64)
+    return replace(software, precision=replace(software.precision, compute=compute)) if compute else software

@@ -1,0 +1,270 @@
+"""A layout as data: which part of which parameter every process holds.
+
+Tensor parallelism is a table from parameter names to dims; data sharding cuts what is left on dim 0 (as
+`fully_shard` does); the pipeline decides by layer. So every process holds a box of each of its parameters:
+start and size on every dim. Building, initial values, checkpoints and `--show-layout` read the same boxes.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from ..models.config import BERTConfig, GPTConfig, ModelConfig
+from .layout import Layout
+
+BUCKET_BYTES = (
+    25 * 2**20
+)  # of gradients summed at once: large enough for bandwidth, small enough to be packed meanwhile
+SIGNS_PER_SCALE = (
+    2048  # one fp32 scale to so many signs: 1.6 % more bytes, and a block is rarely wider than a layer
+)
+SKETCH = 1024  # numbers in the sketch of a gradient: its norm is known within sqrt(1 / (2 x 1024)) = 2.2 % (one standard deviation)
+
+# How a parameter lies over the tensor axis: cut on a dim; or whole on every process, with a gradient that is
+# partial (each process saw its part of the sequence, or used it for its own heads) or complete (each computed
+# the same).
+Placement = Literal[0, 1, "partial", "same"]
+
+TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
+    ("token_table.weight", 0),
+    ("output.weight", 0),
+    ("mlm_bias", 0),
+    ("relative_bias.table.weight", 1),
+    ("blocks.*.attention.qkv.*", 0),
+    ("blocks.*.attention.q.*", 0),
+    ("blocks.*.attention.kv.*", 0),
+    ("blocks.*.attention.out.weight", 1),
+    ("blocks.*.mlp.up.*", 0),
+    ("blocks.*.mlp.gate.*", 0),
+    ("blocks.*.mlp.down.weight", 1),
+    ("mlm_transform.*", "same"),  # the heads of BERT work on selected positions, the same on every process
+    ("mlm_norm.*", "same"),
+    ("pooler.*", "same"),
+    ("nsp.*", "same"),
+    ("*", "partial"),  # norms, position and type tables, biases added after a reduce-scatter
+)
+
+
+def tensor_placement(name: str, config: ModelConfig) -> Placement:
+    """How the parameter of this name lies over the tensor axis. The one key head of multi-query attention
+    serves all processes.
+    """
+    if config.key_value_heads == 1 and ".attention.kv." in name:
+        return "partial"
+    return next(placement for pattern, placement in TENSOR_TABLE if fnmatchcase(name, pattern))
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: first index and size on every dim."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Box":
+        return cls((0,) * len(shape), tuple(shape))
+
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes this part out of the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
+
+    def cut(self, dim: int, start: int, size: int) -> "Box":
+        """The part of this box from `start`, relative to the box, on one dim."""
+        starts, sizes = list(self.start), list(self.size)
+        starts[dim] += start
+        sizes[dim] = size
+        return Box(tuple(starts), tuple(sizes))
+
+    @property
+    def numel(self) -> int:
+        total = 1
+        for size in self.size:
+            total *= size
+        return total
+
+
+def even_part(length: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, size) of part `index` when `length` is cut as evenly as possible; no part is empty while length
+    >= parts.
+    """
+    base, extra = divmod(length, parts)
+    return index * base + min(index, extra), base + (index < extra)
+
+
+def sharded_part(length: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, size) of part `index` as `fully_shard` cuts dim 0: equal rounded-up parts, the last ones short
+    or empty.
+    """
+    size = -(-length // parts)
+    start = min(index * size, length)
+    return start, min(size, length - start)
+
+
+def tensor_box(name: str, shape: tuple[int, ...], config: ModelConfig, parts: int, index: int) -> Box:
+    """The part of a parameter that tensor rank `index` holds."""
+    box, placement = Box.whole(shape), tensor_placement(name, config)
+    if parts == 1 or isinstance(placement, str):
+        return box
+    return box.cut(placement, *even_part(shape[placement], parts, index))
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What one process holds of one parameter. Copies of a tied table on two stages are two specs of one
+    name.
+    """
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+    box: Box
+    stage: int
+    placement: Placement
+    primary: (
+        bool  # the copy that counts in the norm and goes into a checkpoint, among all that hold the same box
+    )
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Coordinates of a process: its rank on every axis, and on the two halves of the gradient axis."""
+
+    pipeline: int = 0
+    tensor: int = 0
+    replica: int = 0
+    shard: int = 0
+
+
+@functools.lru_cache(maxsize=8)
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter, in the order of the module's own (a test compares). Not to be changed."""
+    width, bert = config.width, config if isinstance(config, BERTConfig) else None
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def linear(name: str, outer: int, inner: int = width) -> None:
+        shapes[f"{name}.weight"] = (outer, inner)
+        if config.bias:
+            shapes[f"{name}.bias"] = (outer,)
+
+    def norm(name: str) -> None:
+        shapes[f"{name}.weight"] = (width,)
+        if config.bias and config.norm == "layernorm":
+            shapes[f"{name}.bias"] = (width,)
+
+    if bert and config.bias:
+        shapes["mlm_bias"] = (config.vocab_size,)
+    shapes["token_table.weight"] = (config.vocab_size, width)
+    if bert or config.positions == "learned":  # type: ignore[union-attr]
+        shapes["position_table.weight"] = (config.sequence_length, width)
+    if bert and bert.token_types:
+        shapes["type_table.weight"] = (bert.token_types, width)
+    if bert and bert.relative_buckets:
+        shapes["relative_bias.table.weight"] = (bert.relative_buckets, config.heads)
+    heads, keys = config.heads * config.head_size, config.key_value_heads * config.head_size
+    for block in (f"blocks.{layer}" for layer in range(config.layers)):
+        norm(f"{block}.attention_norm")
+        if heads == keys:
+            linear(f"{block}.attention.qkv", 3 * heads)
+        else:
+            linear(f"{block}.attention.q", heads)
+            linear(f"{block}.attention.kv", 2 * keys)
+        linear(f"{block}.attention.out", width, heads)
+        norm(f"{block}.mlp_norm")
+        linear(f"{block}.mlp.up", config.feed_forward_size)
+        if config.gated:
+            linear(f"{block}.mlp.gate", config.feed_forward_size)
+        linear(f"{block}.mlp.down", width, config.feed_forward_size)
+    norm("norm")
+    if bert and bert.mlm_transform:
+        linear("mlm_transform", width)
+        norm("mlm_norm")
+    if bert and bert.nsp:
+        linear("pooler", width)
+        linear("nsp", 2)
+    if not bert and not is_tied(config):
+        shapes["output.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+def stage_holds(name: str, stage: int, config: ModelConfig, layout: Layout) -> bool:
+    """Whether a pipeline stage holds the parameter of this name."""
+    first, last = stage == 0, stage == layout.stages - 1
+    if name.startswith("blocks."):
+        return int(name.split(".")[1]) in layout.layers_of(stage, config.layers)
+    if name == "token_table.weight":  # also the output matrix of a tied GPT, and of every BERT
+        return first or (last and is_tied(config))
+    if name.startswith("norm."):  # on the embeddings of a post-norm BERT
+        return first if isinstance(config, BERTConfig) and not config.norm_first else last
+    return first if name.startswith(("position_table.", "type_table.", "relative_bias.")) else last
+
+
+def is_tied(config: ModelConfig) -> bool:
+    """Whether the output matrix is the token table."""
+    return config.tied if isinstance(config, GPTConfig) else True
+
+
+def shard_specs(config: ModelConfig, layout: Layout, place: Coordinates) -> Iterator[ShardSpec]:
+    """What a process holds, stage by stage in the order of the model's parameters."""
+    shapes = parameter_shapes(config)
+    for stage in layout.stages_of(place.pipeline):
+        for name, shape in shapes.items():
+            if stage_holds(name, stage, config, layout):
+                yield make_shard_spec(name, shape, config, stage, layout, place)
+
+
+def make_shard_spec(
+    name: str, shape: tuple[int, ...], config: ModelConfig, stage: int, layout: Layout, place: Coordinates
+) -> ShardSpec:
+    """The part of one parameter that a process holds on one of its stages."""
+    placement = tensor_placement(name, config)
+    box = tensor_box(name, shape, config, layout.tensor, place.tensor)
+    if layout.shards > 1:
+        box = box.cut(0, *sharded_part(box.size[0], layout.shards, place.shard))
+    primary = place.replica == 0 and (placement in (0, 1) or place.tensor == 0)
+    if name == "token_table.weight" and stage > 0:
+        primary = False  # the tied copy on the last stage
+    return ShardSpec(name, shape, box, stage, placement, primary)
+
+
+def is_decayed(name: str, dims: int) -> bool:
+    """Whether weight decay is for a parameter: for matrices that are no tables."""
+    return dims > 1 and "table" not in name
+
+
+def is_hidden_matrix(name: str, dims: int) -> bool:
+    """Whether Muon moves a parameter when it is the optimizer: a matrix of a layer."""
+    return is_decayed(name, dims) and name.startswith("blocks.")
+
+
+def optimizer_numbers(optimizer: str, name: str, size: Sequence[int]) -> int:
+    """Numbers of state that an optimizer keeps for a part of this size of a parameter."""
+    whole = math.prod(size)
+    if optimizer == "muon" and is_hidden_matrix(name, len(size)):
+        return whole  # the momentum
+    if optimizer == "adafactor":
+        return sum(size) if len(size) > 1 else whole  # a mean square for each row and column
+    return 2 * whole  # mean and mean square
+
+
+def low_rank_pays(shape: Sequence[int], rank: int) -> bool:
+    """Whether a gradient of this shape, as a matrix of its first dim and the rest, is larger than its two
+    factors (PowerSGD).
+    """
+    if len(shape) < 2:
+        return False
+    rows, columns = shape[0], math.prod(shape[1:])
+    return (rows + columns) * rank < rows * columns
+
+
+def bucket_slices(sizes: Sequence[int], limit: int = BUCKET_BYTES) -> list[slice]:
+    """Consecutive tensors of these bytes in buckets of at most `limit`, unless one alone is larger."""
+    slices, start, filled = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and filled + size > limit:
+            slices.append(slice(start, index))
+            start, filled = index, 0
+        filled += size
+    return [*slices, slice(start, len(sizes))] if sizes else []

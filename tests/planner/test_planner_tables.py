@@ -1,0 +1,26 @@
+"""The closed-form shapes of parameters are those of the built model, names, order and all."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from throughline.models.config import BERTConfig, GPTConfig, ModelConfig  # noqa: E402
+from throughline.models.init import empty_model  # noqa: E402
+from throughline.models.presets import preset  # noqa: E402
+from throughline.planner.tables import parameter_shapes  # noqa: E402
+
+SHAPES = [
+    GPTConfig(layers=2),
+    GPTConfig(layers=2, bias=False),
+    GPTConfig(layers=2, bias=False, norm="rmsnorm", gated=True, positions="rotary", tied=False, kv_heads=4),
+    GPTConfig(layers=2, kv_heads=1, head_width=80, mlp_width=1000),
+    BERTConfig(layers=2),
+    BERTConfig(layers=2, norm_first=True, nsp=False, token_types=0, bias=False),
+    BERTConfig(layers=2, mlm_transform=False, relative_buckets=32, kv_heads=1, norm="rmsnorm", gated=True),
+]
+
+
+@pytest.mark.parametrize("config", [*SHAPES, preset("google-481b"), preset("llama-70b")], ids=str)
+def test_shapes_are_those_of_the_model(config: ModelConfig) -> None:
+    built = {name: tuple(parameter.shape) for name, parameter in empty_model(config).named_parameters()}
+    assert list(parameter_shapes(config).items()) == list(built.items())
