@@ -1,7 +1,9 @@
-"""Who turns text into ids: one adapter, several engines, all checked against the reference before they are used.
+"""Who turns text into ids: one adapter, several engines, all checked against the reference before they are
+used.
 
-Every backend has `name` and `encode_batch(list[str]) -> (ids int32 (tokens,), lengths int64 (texts,))`: flat arrays, because
-Python lists of ids cost five to eight times the encoding itself. The reference is the `tokenizers` library.
+Every backend has `name` and `encode_batch(list[str]) -> (ids int32 (tokens,), lengths int64 (texts,))`: flat
+arrays, because Python lists of ids cost five to eight times the encoding itself. The reference is the
+`tokenizers` library.
 """
 
 import json
@@ -20,24 +22,58 @@ FEW_TEXTS = (
 )
 SAMPLE_BYTES = 1 << 15  # 10 ms of the reference
 
-# What breaks tokenizers: contractions, runs of white space, digits, scripts, marks, emoji, controls, literal special text.
+# What breaks tokenizers: contractions, runs of white space, digits, scripts, marks, emoji, controls, literal
+# special text.
 NASTY = (
-    "", " ", "\n", "  \n\t ", "a", "Hello, world!", "I'm we'll they've it's 'tis DON'T I'LL 'S ''s",
-    "x  y   z    \n\n\n  w \t\t v", "tabs\tand\r\ncarriage\rreturns", " leading", "trailing ",
-    "under_score __dunder__ snake_case CamelCase", "1234567890 3.14 1,000 2e-5 ½ ²³ ١٢٣",
-    "<|endoftext|>", "a<|endoftext|>b", "[CLS] [SEP] [MASK][PAD] [UNK]", "[mask] ##ing # ## ###",
-    "<s></s><pad><unk>", "<|unk|>", "naïve café résumé ÀÉÎ ẞ ß ﬁ ﬀ Ǆ İ ı", "e\u0301 a\u0308 n\u0303 \u0301",
-    "日本語のテキスト", "中文字符", "한국어", "𠀀𠀁", "שלום עולם", "مرحبا بالعالم", "नमस्ते", "สวัสดีครับ",
-    "Ελληνικά ΟΔΟΣ Σ ς Русский Ёё Ўў", "😀👨‍👩‍👧‍👦🏳️‍🌈 👍🏽 ©®™",
+    "",
+    " ",
+    "\n",
+    "  \n\t ",
+    "a",
+    "Hello, world!",
+    "I'm we'll they've it's 'tis DON'T I'LL 'S ''s",
+    "x  y   z    \n\n\n  w \t\t v",
+    "tabs\tand\r\ncarriage\rreturns",
+    " leading",
+    "trailing ",
+    "under_score __dunder__ snake_case CamelCase",
+    "1234567890 3.14 1,000 2e-5 ½ ²³ ١٢٣",
+    "<|endoftext|>",
+    "a<|endoftext|>b",
+    "[CLS] [SEP] [MASK][PAD] [UNK]",
+    "[mask] ##ing # ## ###",
+    "<s></s><pad><unk>",
+    "<|unk|>",
+    "naïve café résumé ÀÉÎ ẞ ß ﬁ ﬀ Ǆ İ ı",
+    "e\u0301 a\u0308 n\u0303 \u0301",
+    "日本語のテキスト",
+    "中文字符",
+    "한국어",
+    "𠀀𠀁",
+    "שלום עולם",
+    "مرحبا بالعالم",
+    "नमस्ते",
+    "สวัสดีครับ",
+    "Ελληνικά ΟΔΟΣ Σ ς Русский Ёё Ўў",
+    "😀👨‍👩‍👧‍👦🏳️‍🌈 👍🏽 ©®™",
     "\u00a0no\u00a0break\u2003em\u3000wide\u2028line\u2029para\u0085nel",
-    "\u200bzero\u200cwidth\u200d\ufeff\u00adsoft", "\x00\x01\x07\x1b\x1c\x1f\x7f\x80\x9f",
-    "\ufffd\ufffe\uffff\ue000\U000f0000\U0010ffff", "!?.,;:\"'`~@#$%^&*()-_=+[]{}|\\/<>",
-    "“quotes” ‘single’ — – … « » ‹ ›", "http://example.org/a?b=c&d=%20#e mail@example.org",
-    "if (x != y) { return a[i] <<= 2; } // code\n\tx += 1;", "a" * 300, "ab" * 150 + " " + "-" * 200,
-    " " * 100 + "x" + "\n" * 50, "Supercalifragilisticexpialidocious antidisestablishmentarianism",
-    "x" * 99 + " " + "y" * 100 + " " + "z" * 101, "é" * 120, "ｆｕｌｌ ｗｉｄｔｈ", "T\u0307 ﷽ ꙮ \u1e9e\u0130",
+    "\u200bzero\u200cwidth\u200d\ufeff\u00adsoft",
+    "\x00\x01\x07\x1b\x1c\x1f\x7f\x80\x9f",
+    "\ufffd\ufffe\uffff\ue000\U000f0000\U0010ffff",
+    "!?.,;:\"'`~@#$%^&*()-_=+[]{}|\\/<>",
+    "“quotes” ‘single’ — – … « » ‹ ›",
+    "http://example.org/a?b=c&d=%20#e mail@example.org",
+    "if (x != y) { return a[i] <<= 2; } // code\n\tx += 1;",
+    "a" * 300,
+    "ab" * 150 + " " + "-" * 200,
+    " " * 100 + "x" + "\n" * 50,
+    "Supercalifragilisticexpialidocious antidisestablishmentarianism",
+    "x" * 99 + " " + "y" * 100 + " " + "z" * 101,
+    "é" * 120,
+    "ｆｕｌｌ ｗｉｄｔｈ",
+    "T\u0307 ﷽ ꙮ \u1e9e\u0130",
     "\t\x0b\x0c\x1d \x1e",
-)  # fmt: skip
+)
 
 
 class Backend(Protocol):
@@ -58,7 +94,9 @@ class Reference:
 
 
 class Gigatoken:
-    """The `gigatoken` package (extra `fast`): BPE at over 100 MB per core-second. One thread: processes share the cores."""
+    """The `gigatoken` package (extra `fast`): BPE at over 100 MB per core-second. One thread: processes share
+    the cores.
+    """
 
     name = "gigatoken"
 
@@ -134,8 +172,9 @@ def open_backend(
 ) -> Backend:
     """The backend `name`, or with "auto" the fastest that is installed and agrees with the reference.
 
-    It is checked on NASTY and on the first texts of `sample`, unless `check` is off. Raises Refused when a named backend
-    differs (with "auto" a warning and the next one), MissingExtra when it is not installed, WrongUse for another type.
+    It is checked on NASTY and on the first texts of `sample`, unless `check` is off. Raises Refused when a
+    named backend differs (with "auto" a warning and the next one), MissingExtra when it is not installed,
+    WrongUse for another type.
     """
     fitting = BACKENDS.get(tokenizer.type, {})
     if name == "tokenizers":

@@ -1,9 +1,12 @@
-"""BERT rows: [CLS] A [SEP] B [SEP], masked anew each time, one pair to a row or several packed without padding."""
+"""BERT rows: [CLS] A [SEP] B [SEP], masked anew each time, one pair to a row or several packed without
+padding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,19 +21,23 @@ from .store import TokenStore
 
 
 class BERTPairs:
-    """Sentence pairs (or stretches) of a store. A packed row holds whole pairs of one shard, kept apart in attention.
+    """Sentence pairs (or stretches) of a store. A packed row holds whole pairs of one shard, kept apart in
+    attention.
 
-    An epoch is `pair_copies` passes over the text. The rows and their pairs are fixed for a store; their order and
-    their masks are drawn for (seed, epoch).
+    An epoch is `pair_copies` passes over the text. The rows and their pairs are fixed for a store; their
+    order and their masks are drawn for (seed, epoch).
     """
 
     def __init__(self, store: TokenStore, options: DatasetOptions, cache: Path | None = None):
         check_sentences(store, options)
         self.store, self.options, self.mask = store, options, Masker(options)
         identity = {
-            "what": "bert rows", "store": store.content_identity(), "length": options.sequence_length,
-            "packed": options.packing == "packed", "nsp": options.nsp,
-        }  # fmt: skip
+            "what": "bert rows",
+            "store": store.content_identity(),
+            "length": options.sequence_length,
+            "packed": options.packing == "packed",
+            "nsp": options.nsp,
+        }
         if options.nsp != "none":
             identity |= {"seed": options.seed, "copies": options.pair_copies, "short": options.short_fraction}
         self.pairs, self.ends = computed_once(cache, identity, (PAIR, np.dtype("<i8")), self._index())
@@ -91,8 +98,10 @@ def _row_lengths(pairs: np.ndarray) -> np.ndarray:
 
 def _assemble(
     store: TokenStore, pairs: np.ndarray, sizes: np.ndarray, within: np.ndarray, options: DatasetOptions
-):
-    """(tokens, token types), each (sum of sizes,) int64, of samples laid end to end. `within`: each token's place in its own."""
+) -> Any:
+    """(tokens, token types), each (sum of sizes,) int64, of samples laid end to end. `within`: each token's
+    place in its own.
+    """
     starts = np.cumsum(sizes) - sizes
     after_a = np.repeat(pairs["a_length"].astype(np.int64) + 1, sizes)  # where the first [SEP] stands
     in_b = within > after_a

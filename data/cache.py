@@ -1,8 +1,9 @@
 """What depends on content is computed once per store and kept beside it, hashed: packing and sentence pairs.
 
-An entry is `<key>.<n>.bin` files (raw arrays, mapped when read) and `<key>.json`, the commit record with their sizes and
-sha256, written last. The key hashes everything the arrays depend on. Any number of processes may compute the same entry
-at once: each writes aside and renames the same bytes. A damaged entry is computed again.
+An entry is `<key>.<n>.bin` files (raw arrays, mapped when read) and `<key>.json`, the commit record with
+their sizes and sha256, written last. The key hashes everything the arrays depend on. Any number of processes
+may compute the same entry at once: each writes aside and renames the same bytes. A damaged entry is computed
+again.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ FORMAT = 1
 def computed_once(
     cache: Path | None, identity: dict, dtypes: tuple[np.dtype, ...], parts: Iterable[tuple[np.ndarray, ...]]
 ) -> tuple[np.ndarray, ...]:
-    """The arrays made by joining the tuples of `parts` (one tuple per shard, consumed only when nothing usable is kept).
+    """The arrays made by joining the tuples of `parts` (one tuple per shard, consumed only when nothing
+    usable is kept).
 
-    Kept under `cache`, or only in memory when it is None or cannot be written (said once). `identity` must be JSON.
+    Kept under `cache`, or only in memory when it is None or cannot be written (said once). `identity` must be
+    JSON.
     """
     if cache is None:
         return _joined(dtypes, parts)

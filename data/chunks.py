@@ -1,4 +1,6 @@
-"""Texts as chunks of a stated size: how our NumPy engines go through a batch with temporaries that stay in the cache."""
+"""Texts as chunks of a stated size: how our NumPy engines go through a batch with temporaries that stay in
+the cache.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ def distinct(codes: np.ndarray) -> np.ndarray:
 class ChunkedEngine:
     """`encode_batch` in chunks of about `chunk` characters, longer texts cut where `safe_cut` matches.
 
-    ASCII texts are split into words apart from the others, which cost more. Half and twice the chunk take 10 to 40 % longer.
+    ASCII texts are split into words apart from the others, which cost more. Half and twice the chunk take 10
+    to 40 % longer.
     """
 
     chunk = 1 << 19
@@ -65,11 +68,15 @@ class ChunkedEngine:
     _table: WordTable
 
     def _words(self, pieces: list[str]) -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray]:
-        """(bytes, where in them words start, the words' sizes, where each piece ends), int64, of pieces all ASCII or none."""
+        """(bytes, where in them words start, the words' sizes, where each piece ends), int64, of pieces all
+        ASCII or none.
+        """
         raise NotImplementedError
 
     def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 laid end to end, lengths int64 (texts,)); no special tokens are added or made out of text."""
+        """(ids int32 laid end to end, lengths int64 (texts,)); no special tokens are added or made out of
+        text.
+        """
         lengths = np.zeros(len(texts), np.int64)
         parts = [np.empty(0, np.int32)]
         for pieces, owners in cut(texts, self.chunk, self.safe_cut):

@@ -10,9 +10,16 @@ TARGET_BYTES = 4 << 20  # of text per batch of rows
 
 
 def parquet_rows(
-    path: str, start: int, stop: int | None, column: str, on_bytes: Callable[[int], None]
+    path: str,
+    start: int,
+    stop: int | None,
+    column: str,
+    on_bytes: Callable[[int], None],
+    whole: bool = False,
 ) -> Iterator[list[Any]]:
-    """Lists of values (bytes or None) of the row groups whose first byte lies in [start, stop)."""
+    """Lists of values (bytes or None) of the row groups whose first byte lies in [start, stop); with `whole`
+    lists of the rows they stand in, as dicts.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -40,10 +47,16 @@ def parquet_rows(
                 if _offset(facts) >= start and (stop is None or _offset(facts) < stop):
                     size = _column(facts, column).total_uncompressed_size
                     rows = max(1, min(4096, TARGET_BYTES * max(facts.num_rows, 1) // max(size, 1)))
-                    for batch in file.iter_batches(rows, [group], [column]):
-                        values = batch.column(0)
+                    for batch in file.iter_batches(rows, [group], None if whole else [column]):
+                        values = batch.column(batch.schema.get_field_index(column))
                         values = values.dictionary_decode() if kept is not kind else values
-                        yield values.cast(pa.large_binary()).to_pylist()  # bytes: arrow does not check UTF-8
+                        found = values.cast(
+                            pa.large_binary()
+                        ).to_pylist()  # bytes: arrow does not check UTF-8
+                        if whole:
+                            others = batch.select([name for name in names if name != column]).to_pylist()
+                            found = [{column: text} | other for text, other in zip(found, others)]
+                        yield found
                     on_bytes(sum(facts.column(i).total_compressed_size for i in range(facts.num_columns)))
     except (pa.ArrowInvalid, OSError) as error:
         fix = "copy or download the file again"
@@ -65,8 +78,12 @@ def _offset(row_group: Any) -> int:
     return first.dictionary_page_offset if first.has_dictionary_page else first.data_page_offset
 
 
-def dataset_rows(name: str, split: str, column: str, on_bytes: Callable[[int], None]) -> Iterator[list[Any]]:
-    """Lists of values (str or None) of a `save_to_disk` directory or of `datasets:NAME[:CONFIG]`, streamed from the hub."""
+def dataset_rows(
+    name: str, split: str, column: str, on_bytes: Callable[[int], None], whole: bool = False
+) -> Iterator[list[Any]]:
+    """Lists of values (str or None) of a `save_to_disk` directory or of `datasets:NAME[:CONFIG]`, streamed
+    from the hub; with `whole` lists of the rows they stand in, as dicts.
+    """
     try:
         import datasets
     except ImportError:
@@ -93,7 +110,7 @@ def dataset_rows(name: str, split: str, column: str, on_bytes: Callable[[int], N
         if (names := rows.column_names) is not None:
             if column not in names:
                 raise _no_column(name, column, names)
-            rows = rows.select_columns([column])
+            rows = rows if whole else rows.select_columns([column])
         for batch in rows.iter(batch_size=64):
             if column not in batch:  # of a stream whose columns were not known
                 raise _no_column(name, column, list(batch))
@@ -102,7 +119,7 @@ def dataset_rows(name: str, split: str, column: str, on_bytes: Callable[[int], N
                 what, why = f"column {column!r} holds no text", f"it holds {type(odd[0]).__name__}"
                 raise WrongUse(what, where=name, why=why, fix="name another with --field")
             on_bytes(sum(len(value) for value in values if value))
-            yield values
+            yield [dict(zip(batch, row)) for row in zip(*batch.values())] if whole else values
     except ThroughlineError:
         raise
     except Exception as error:  # of the network, of formats of every kind: the library has no root for them

@@ -1,21 +1,26 @@
-"""Duplicate documents out of text: exact ones by a 128-bit hash, near ones by MinHash; the first of each kind is kept.
+"""Duplicate documents out of text: exact ones by a 128-bit hash, near ones by MinHash; the first of each kind
+is kept.
 
-Three passes with flat memory. Hashes go to 256 buckets on disk; each bucket is sorted alone; then the text is read again and
-what stays is written as .jsonl.zst, one file per input. Memory grows only with the number of duplicates found.
+Three passes with flat memory. Hashes go to 256 buckets on disk; each bucket is sorted alone; then the text is
+read again and the records that stay are written with all their fields as .jsonl.zst, one file per input. Memory
+grows only with the number of
+duplicates found.
 
-Near duplicates: 14 bands of 8 minimum hashes over word 5-grams, the setting of datatrove; two documents that share half of
-their 5-grams meet with probability 0.05, that share 0.8 of them with 0.92, that share 0.9 with 0.9996.
+Near duplicates: 14 bands of 8 minimum hashes over word 5-grams, the setting of datatrove; two documents that
+share half of their 5-grams meet with probability 0.05, that share 0.8 of them with 0.92, that share 0.9 with
+0.9996.
 """
 
+import base64
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date, time
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,10 +29,10 @@ import numpy as np
 from ..core.artifact import check_free
 from ..core.console import progress
 from ..core.errors import Failed
-from ..core.files import full_disk
+from ..core.files import full_disk, written_aside
 from .inputs import Source, expand_inputs
-from .plan import read_unchanged
-from .readers import ReadOptions
+from .readers import ReadOptions, read_records
+from .task_plan import check_unchanged, read_unchanged
 from .text import COUNTS, MAX_REPLACED, check_replaced
 
 BUCKETS = 256
@@ -47,10 +52,11 @@ def dedup(
     dry_run: bool = False,
     max_replaced: float = MAX_REPLACED,
 ) -> dict[str, Any]:
-    """Remove duplicate documents of `inputs`; returns counts, whole and per source. With `dry_run` nothing is written.
+    """Remove duplicate documents of `inputs`; returns counts, whole and per source. With `dry_run` nothing is
+    written.
 
-    Documents are equal when they differ in white space alone. Raises WrongUse for a taken `out`, Failed for bad input and for
-    more than `max_replaced` of invalid characters.
+    Documents are equal when they differ in white space alone. Raises WrongUse for a taken `out`, Failed for
+    bad input and for more than `max_replaced` of invalid characters.
     """
     sources = expand_inputs(inputs)
     options = replace(options, piece_bytes=None)
@@ -76,13 +82,9 @@ def dedup(
         if not firsts[-1]:
             raise Failed("no text in the input", where=sources[0].path, fix="name inputs that hold text")
         if not dry_run:
-            staging = Path(scratch) / "out"
-            staging.mkdir()
-            _write_kept(sources, options, drop, staging)
-            (staging / "report.json").write_text(json.dumps(rows, indent=1) + "\n")
-            if Path(out or "").is_dir():
-                Path(out or "").rmdir()
-            os.rename(staging, out or "")
+            with written_aside(out or "") as staging:
+                _write_kept(sources, options, drop, staging)
+                (staging / "report.json").write_text(json.dumps(rows, indent=1) + "\n")
     return {
         "documents": firsts[-1],
         "exact": len(exact),
@@ -107,7 +109,9 @@ def _documents(
 def _hash_all(
     sources: list[Source], options: ReadOptions, scratch: Path, near: bool, counts: Counter[str]
 ) -> tuple[list[int], list[str]]:
-    """Write the records of every document; returns the first document of each source (and the count) and the kinds."""
+    """Write the records of every document; returns the first document of each source (and the count) and the
+    kinds.
+    """
     kinds = ["exact", "near"] if near else ["exact"]
     per_source = [0] * len(sources)
     writers = {kind: _Buckets(scratch, kind) for kind in kinds}
@@ -158,8 +162,9 @@ class _Buckets:
         folder = scratch / kind
         folder.mkdir()
         self._files: list[BinaryIO] = [
-            open(folder / f"{i:03d}", "wb", buffering=1 << 16) for i in range(BUCKETS)
-        ]  # noqa: SIM115
+            open(folder / f"{i:03d}", "wb", buffering=1 << 16)  # noqa: SIM115
+            for i in range(BUCKETS)
+        ]
 
     def write(self, records: np.ndarray) -> None:
         owners = (records["high"] % BUCKETS).astype(np.int64)
@@ -209,31 +214,33 @@ def _later(pairs: np.ndarray) -> np.ndarray:
 
 
 def _write_kept(sources: list[Source], options: ReadOptions, drop: np.ndarray, folder: Path) -> None:
-    """The documents that stay, one .jsonl.zst per source."""
+    """The records that stay, one .jsonl.zst per source."""
     import zstandard
 
-    document, number = 0, -1
-    file: Any = None
+    document = 0
+    with progress("write", sum(source.bytes for source in sources) or None, "B") as bar:
+        for number, source in enumerate(sources):
+            check_unchanged(source)
+            name = f"{number:05d}-{Path(source.path).name.split('.')[0]}.jsonl.zst"
+            with zstandard.open(folder / name, "wb", cctx=zstandard.ZstdCompressor(3)) as file:
+                for records in read_records(source, options, Counter(), bar.advance):
+                    here = slice(*np.searchsorted(drop, [document, document + len(records)]))
+                    kept = np.ones(len(records), bool)
+                    kept[drop[here] - document] = False
+                    file.write(b"".join(_line(record) for record, keep in zip(records, kept) if keep))
+                    document += len(records)
+            check_unchanged(source)
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    """A record as a line of JSON; dates as text, bytes in base64."""
     try:
-        for source, texts in _documents(sources, options, "write", Counter()):
-            if source != number:
-                if file is not None:
-                    file.close()
-                name = Path(sources[source].path).name.split(".")[0]
-                file = zstandard.open(
-                    folder / f"{source:05d}-{name}.jsonl.zst", "wb", cctx=zstandard.ZstdCompressor(3)
-                )
-                number = source
-            here = slice(*np.searchsorted(drop, [document, document + len(texts)]))
-            kept = np.ones(len(texts), bool)
-            kept[drop[here] - document] = False
-            lines = [
-                json.dumps({"text": text}, ensure_ascii=False) + "\n"
-                for text, keep in zip(texts, kept)
-                if keep
-            ]
-            file.write("".join(lines).encode())
-            document += len(texts)
-    finally:
-        if file is not None:
-            file.close()
+        return (json.dumps(record, ensure_ascii=False, default=_plain) + "\n").encode()
+    except UnicodeEncodeError:  # half a surrogate pair in another field than the text
+        return (json.dumps(record, default=_plain) + "\n").encode()
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if isinstance(value, date | time) else str(value)

@@ -4,9 +4,10 @@ The pattern of GPT-2 (Radford et al. 2019, encoder.py),
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-looks at most two characters ahead and one back once runs of a class are known, so where words begin is boolean algebra over
-the classes of a chunk's characters (letter, number, space, other blank, symbol, end of a text). The class of a character is what
-the library's own pattern makes of it, asked once and kept. Words go through data/wordtable.py, new ones through `Merger`.
+looks at most two characters ahead and one back once runs of a class are known, so where words begin is
+boolean algebra over the classes of a chunk's characters (letter, number, space, other blank, symbol, end of a
+text). The class of a character is what the library's own pattern makes of it, asked once and kept. Words go
+through data/wordtable.py, new ones through `Merger`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class BPEEngine(ChunkedEngine):
         return raw, starts, stops - starts, ends
 
     def _meet(self, codes: np.ndarray) -> None:
-        """Learn the classes of characters: which of a letter, a number and a symbol the library joins each to."""
+        """Learn the classes of characters: which of a letter, a number and a symbol the library joins each
+        to.
+        """
         self._classes[codes] = BLANK
         for kind, before in ((LETTER, "a"), (NUMBER, "1"), (SYMBOL, "!")):
             split = self._split("".join(f"\n{before}{chr(code)}" for code in codes.tolist()))
@@ -92,7 +95,7 @@ class BPEEngine(ChunkedEngine):
             self._classes[32] = SPACE
 
     @cached_property
-    def _library(self):
+    def _library(self) -> Any:
         """Takes each text as one word; loading it is slow, so only when a word is long."""
         import tokenizers
 
@@ -154,7 +157,9 @@ def _alphabet() -> list[str]:
 
 
 def _begins(classes: np.ndarray) -> np.ndarray:
-    """Where words begin, but for contractions: bool, from the class of each character; the end of a text counts as a word."""
+    """Where words begin, but for contractions: bool, from the class of each character; the end of a text
+    counts as a word.
+    """
     before = np.empty_like(classes)
     before[0], before[1:] = END, classes[:-1]
     solid = classes <= SYMBOL
@@ -172,7 +177,9 @@ def _begins(classes: np.ndarray) -> np.ndarray:
 
 
 def _split_contractions(codes: np.ndarray, begins: np.ndarray) -> None:
-    """'s 't 'm 'd 're 've 'll at the beginning of a word are words of their own: mark where what follows them begins."""
+    """'s 't 'm 'd 're 've 'll at the beginning of a word are words of their own: mark where what follows them
+    begins.
+    """
     marks = np.flatnonzero((codes == ord("'")) & begins)
     marks = marks[marks < len(codes) - 2]  # the last character is a separator
     one, two = codes[marks + 1], codes[marks + 2]
@@ -186,9 +193,11 @@ def _split_contractions(codes: np.ndarray, begins: np.ndarray) -> None:
 
 
 class Merger:
-    """Byte-pair merging of many words at once: in every round each word makes its earliest learned merge, leftmost first.
+    """Byte-pair merging of many words at once: in every round each word makes its earliest learned merge,
+    leftmost first.
 
-    `vocab`: token to id, in the printable alphabet of byte-level BPE; `merges`: pairs of tokens, first learned first.
+    `vocab`: token to id, in the printable alphabet of byte-level BPE; `merges`: pairs of tokens, first
+    learned first.
     """
 
     def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], alphabet: list[str]):
@@ -206,7 +215,9 @@ class Merger:
     def __call__(
         self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(ids laid end to end int32, ids per word int64). Words (starts, lengths in bytes of `data`) have 1 to WIDEST bytes."""
+        """(ids laid end to end int32, ids per word int64). Words (starts, lengths in bytes of `data`) have 1
+        to WIDEST bytes.
+        """
         first = np.cumsum(lengths) - lengths
         text = data.take(np.repeat(starts - first, lengths) + counting(int(lengths.sum())))
         tokens = self._bytes.take(text)

@@ -1,9 +1,12 @@
 """BERT's tokenizer in NumPy: the ids of the `tokenizers` library, in arrays.
 
 1. Texts are laid end to end, a chunk at a time. ASCII goes through `bytes.translate`; any other character is
-   replaced by what the library itself makes of it (normalised, and with spaces around what it splits off), asked once
-   per character and kept: BERT's normaliser (clean, NFD, strip accents, lower case, spaces around CJK) works character
-   by character. The exception, combining characters that survive it and may be reordered, sends a text to the library.
+   replaced by what the library itself makes of it (normalised, and with spaces around what it splits off),
+   asked once
+   per character and kept: BERT's normaliser (clean, NFD, strip accents, lower case, spaces around CJK) works
+   character
+   by character. The exception, combining characters that survive it and may be reordered, sends a text to the
+   library.
 2. Words are the stretches between spaces and ASCII punctuation, found by boolean algebra over bytes.
 3. Words are looked up in data/wordtable.py; new ones are cut by the greedy longest match of WordPiece.
 """
@@ -14,6 +17,7 @@ import json
 import re
 import unicodedata
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -120,7 +124,8 @@ class WordPieceEngine(ChunkedEngine):
         return raw, np.flatnonzero(np.frombuffer(raw, np.uint8) == ord(SEPARATOR)) + 1
 
     def _image(self, characters: str) -> list[str]:
-        """What the library makes of each character, with a space wherever it splits: asked with digits around it.
+        """What the library makes of each character, with a space wherever it splits: asked with digits around
+        it.
 
         No character but the digits themselves gives a 0 or a 1, and neither splits from letters.
         """
@@ -143,7 +148,7 @@ class WordPieceEngine(ChunkedEngine):
                 self._images[code] = ord(image) if image else DELETED
 
     @cached_property
-    def _library(self):
+    def _library(self) -> Any:
         import tokenizers
 
         library = tokenizers.Tokenizer.from_str(self._config)
@@ -204,7 +209,8 @@ class GreedyMatcher:
     def __call__(
         self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(ids laid end to end, ids per word), int64: a word with a part that no piece matches is the unknown id.
+        """(ids laid end to end, ids per word), int64: a word with a part that no piece matches is the unknown
+        id.
 
         data: uint8, UTF-8; starts, lengths: int64 (words,), in bytes, lengths above 0.
         """
@@ -302,7 +308,9 @@ class GreedyMatcher:
 
 
 def _lines(data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The characters of the words, each followed by SEPARATOR, which no piece holds: uint8 when all are ASCII, else uint32."""
+    """The characters of the words, each followed by SEPARATOR, which no piece holds: uint8 when all are
+    ASCII, else uint32.
+    """
     sizes = lengths + 1
     ends = np.cumsum(sizes)
     places = np.repeat(starts - ends + sizes, sizes)

@@ -1,7 +1,8 @@
 """Who runs the tasks: this process, local processes, elements of a job array, or Ray. The result is the same.
 
-Workers are spawned, never forked (tokenizer libraries deadlock after a fork), each single-threaded, each with its own pipe.
-A worker that dies is replaced and its task tried once more; a worker whose parent has died ends at its next message.
+Workers are spawned, never forked (tokenizer libraries deadlock after a fork), each single-threaded, each with
+its own pipe. A worker that dies is replaced and its task tried once more; a worker whose parent has died ends
+at its next message.
 """
 
 import multiprocessing
@@ -21,7 +22,7 @@ from typing import Any, cast
 from ..core.console import warn
 from ..core.errors import Failed, MissingExtra
 from .backends import open_backend
-from .plan import Plan, Task, read_plan
+from .task_plan import Task, TaskPlan, read_plan
 from .tasks import run_task
 from .tokenizer import FILE, Tokenizer
 
@@ -30,7 +31,7 @@ TRIES = 2
 
 def run_here(
     work: Path,
-    plan: Plan,
+    plan: TaskPlan,
     tasks: Sequence[Task],
     tokenizer: Tokenizer,
     backend: Any,
@@ -44,7 +45,9 @@ def run_here(
 def run_processes(
     work: Path, tasks: Sequence[Task], workers: int, backend: str, on_bytes: Callable[[int], None]
 ) -> None:
-    """Run the tasks in `workers` local processes. Raises what a task raises, and Failed when a task kills its worker twice."""
+    """Run the tasks in `workers` local processes. Raises what a task raises, and Failed when a task kills its
+    worker twice.
+    """
     waiting = deque(task.index for task in tasks)
     tries: Counter[int] = Counter()
     pool: dict[Connection, tuple[BaseProcess, int]] = {}
@@ -106,8 +109,10 @@ def _judge_death(process: BaseProcess, index: int, tries: int, work: Path) -> No
     warn(f"a worker died with {how} in task {index}; trying the task again")
 
 
-def _open(folder: Path) -> tuple[Plan, Tokenizer]:
-    """The plan in a work directory and its tokenizer, whose roles are the plan's: a tokenizer.json alone does not say them."""
+def _open(folder: Path) -> tuple[TaskPlan, Tokenizer]:
+    """The plan in a work directory and its tokenizer, whose roles are the plan's: a tokenizer.json alone does
+    not say them.
+    """
     plan = read_plan(folder)
     return plan, Tokenizer.load(folder / FILE, plan.special)
 
@@ -132,7 +137,9 @@ def _worker(pipe: Connection, work: str, backend_name: str) -> None:
 
 
 def run_ray(work: Path, tasks: Sequence[Task], backend: str, on_bytes: Callable[[int], None]) -> None:
-    """Run the tasks on a Ray cluster whose nodes share the file system. A lost node's tasks run again elsewhere."""
+    """Run the tasks on a Ray cluster whose nodes share the file system. A lost node's tasks run again
+    elsewhere.
+    """
     try:
         import ray
     except ImportError:
@@ -151,15 +158,18 @@ def run_ray(work: Path, tasks: Sequence[Task], backend: str, on_bytes: Callable[
 
 
 def slurm_array(arguments: Sequence[str], elements: int, cores: int, name: str) -> str:
-    """A batch file for sbatch: `throughline ARGUMENTS` as a job array of so many elements with so many cores each."""
+    """A batch file for sbatch: `throughline ARGUMENTS` as a job array of so many elements with so many cores
+    each.
+    """
     name = re.sub(r"[^\w.-]+", "-", name)  # a directive ends at a space
     share = f'--workers "$SLURM_CPUS_PER_TASK" --task-index "$SLURM_ARRAY_TASK_ID" --task-count {elements}'
     return f"""\
 #!/bin/bash
 # Tokenisation by {elements} elements of {cores} processes, on a file system that all of them see.
 # Submit with: sbatch {name}.sbatch
-# Each element makes the same plan from the sizes of the inputs; element i takes shards i, i + {elements}, i + {2 * elements} ...
-# The one that commits the last shard completes the store, so that no job depends on another. Submitted again, it does what is left.
+# Each element makes the same plan from the sizes of the inputs; element i takes shards i, i + {elements}, i +
+# {2 * elements} ... The one that commits the last shard completes the store, so that no job depends on
+# another. Submitted again, it does what is left.
 #SBATCH --job-name={name}
 #SBATCH --array=0-{elements - 1}
 #SBATCH --ntasks=1

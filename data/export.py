@@ -11,9 +11,6 @@
 import os
 import pickle
 import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +19,7 @@ import numpy as np
 from ..core.artifact import check_free
 from ..core.console import progress
 from ..core.errors import WrongUse
-from ..core.files import full_disk, sync
+from ..core.files import written_aside
 from .store import Shard, TokenStore
 from .tokenizer import Tokenizer, tokenizer_beside
 
@@ -34,7 +31,8 @@ ROWS = 10_000
 
 
 def export_store(path: Path | str, target: Target, out: Path | str, val_fraction: float = 0.0) -> list[Path]:
-    """Write the store `path` in another layout into the directory `out`, whole or not at all; returns the files.
+    """Write the store `path` in another layout into the directory `out`, whole or not at all; returns the
+    files.
 
     Raises WrongUse when `out` is taken or the target cannot hold the store's ids.
     """
@@ -48,7 +46,7 @@ def export_store(path: Path | str, target: Target, out: Path | str, val_fraction
         raise WrongUse(
             "ids of a width that llm.c does not read", where=path, why=why, fix="export to olmo or parquet"
         )
-    with _staged(Path(out)) as folder, progress(f"export {target}", store.tokens, "token") as bar:
+    with written_aside(out) as folder, progress(f"export {target}", store.tokens, "token") as bar:
         if target == "nanogpt":
             _nanogpt(store, folder, val_fraction, Path(path), bar)
         for number, shard in enumerate(store.shards):
@@ -60,19 +58,6 @@ def export_store(path: Path | str, target: Target, out: Path | str, val_fraction
                 _parquet(shard, folder / f"{number:05d}.parquet")
             bar.advance(shard.tokens if target != "nanogpt" else 0)
     return sorted(Path(out).iterdir())
-
-
-@contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    staging = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
-    try:
-        with full_disk(out):
-            staging.mkdir(parents=True)
-            yield staging
-            os.rename(staging, out)
-            sync(out.parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _nanogpt(store: TokenStore, folder: Path, val_fraction: float, source: Path, bar: progress) -> None:

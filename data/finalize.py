@@ -11,10 +11,10 @@ from typing import Any
 from ..core.artifact import Input, seal
 from ..core.console import warn
 from ..core.errors import Failed
-from ..core.files import sha256_json, sync
+from ..core.files import sha256_json, swap_in
 from .inputs import DATASET_PREFIX
-from .plan import Plan, Task
 from .store import token_dtype
+from .task_plan import Task, TaskPlan
 from .tasks import STORE, read_record
 from .text import COUNTS, PIECE_BYTES, check_replaced
 from .tokenizer import FILE, Tokenizer, tokenizer_records
@@ -32,7 +32,7 @@ def alone(folder: Path) -> Iterator[None]:
 def finalize(
     folder: Path,
     out: Path,
-    plan: Plan,
+    plan: TaskPlan,
     tasks: list[Task],
     tokenizer: Tokenizer,
     tokenizer_path: Path | str,
@@ -40,11 +40,12 @@ def finalize(
 ) -> None:
     """Make the committed shards in `folder` the artifact `out`, and remove `folder`.
 
-    Raises Failed for a corpus without text or with too many invalid characters, and for a shard that has gone.
+    Raises Failed for a corpus without text or with too many invalid characters, and for a shard that has
+    gone.
     """
     records = [record for task in tasks if (record := read_record(folder, task.index)) is not None]
     facts = facts_of(plan, records, tokenizer)
-    counts = facts["counts"]
+    counts = facts["made"]["counts"]
     check_replaced(
         counts["replaced"], facts["characters"], max_replaced, f"{len(plan.sources)} inputs for {out}"
     )
@@ -68,13 +69,7 @@ def finalize(
         Input(_place(s.path), "foreign", hashes.get(s.path) or sha256_json(s.path)) for s in plan.sources
     ]
     seal(store, "tokens", inputs, None, facts, {name: file["sha256"] for name, file in files.items()})
-    if out.exists():  # an empty directory, or an artifact that the caller wants replaced
-        old = out.with_name(f".{out.name}.old.tmp")
-        shutil.rmtree(old, ignore_errors=True)  # left by an end that was killed
-        os.rename(out, old)
-        shutil.rmtree(old, ignore_errors=True)
-    os.rename(store, out)
-    sync(out.parent)
+    swap_in(store, out)  # what is there is an empty directory, or an artifact that the caller wants replaced
     shutil.rmtree(folder, ignore_errors=True)
     if counts["replaced"]:
         warn(f"{counts['replaced']:,} characters replaced by U+FFFD (invalid UTF-8 or NUL)")
@@ -86,8 +81,12 @@ def _place(path: str) -> str:
     return path if path.startswith(DATASET_PREFIX) else os.path.abspath(path)
 
 
-def facts_of(plan: Plan, records: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The facts of a store's manifest, from the records of its tasks."""
+def facts_of(plan: TaskPlan, records: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The facts of a store's manifest, from the records of its tasks.
+
+    Facts under `made` are no part of the store's hash: the same text at another place, tokenised by another
+    encoder or more workers, is the same store.
+    """
     measures = ("tokens", "documents", "sequences", "text_bytes")
     return {
         **{key: sum(record[key] for record in records) for key in (*measures, "characters")},
@@ -100,12 +99,14 @@ def facts_of(plan: Plan, records: list[dict[str, Any]], tokenizer: Tokenizer) ->
         "append_eos": plan.append_eos,
         "sentences": plan.sentences,
         "documents_are": plan.options.documents,
-        "counts": {key: sum(record["counts"].get(key, 0) for record in records) for key in COUNTS},
-        "backends": sorted({record["backend"] for record in records}),
-        "plan": plan.hash,
         "shards": [
             {"name": f"{record['task']:05d}", **{key: record[key] for key in measures}}
             for record in records
             if record["tokens"]
         ],
+        "made": {
+            "counts": {key: sum(record["counts"].get(key, 0) for record in records) for key in COUNTS},
+            "backends": sorted({record["backend"] for record in records}),
+            "plan": plan.hash,
+        },
     }

@@ -25,7 +25,9 @@ DATASET_PREFIX = "datasets:"
 
 @dataclass(frozen=True)
 class Source:
-    """One input: a file, or a dataset (`bytes` is its size, 0 when unknown; `modified_ns` its time of change, 0 for a dataset)."""
+    """One input: a file, or a dataset (`bytes` is its size, 0 when unknown; `modified_ns` its time of change,
+    0 for a dataset).
+    """
 
     path: str
     bytes: int
@@ -86,7 +88,9 @@ def _format(path: str) -> tuple[str, str]:
 
 
 def _file(path: str) -> Source:
-    """A file named by the user: an unknown suffix is taken as text (what is no text is noticed when it is read)."""
+    """A file named by the user: an unknown suffix is taken as text (what is no text is noticed when it is
+    read).
+    """
     try:
         facts = os.stat(path)
     except OSError as error:  # a link to nothing

@@ -1,4 +1,6 @@
-"""What is in a token store: counts, document lengths, bytes per token, sample documents and the most repeated ones."""
+"""What is in a token store: counts, document lengths, bytes per token, sample documents and the most repeated
+ones.
+"""
 
 import hashlib
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import WrongUse
+from ..core.page import Bar, Part, page
 from .store import Shard, TokenStore
 from .tokenizer import Tokenizer, tokenizer_beside
 
@@ -19,7 +22,8 @@ def inspect_store(
 ) -> dict[str, Any]:
     """Facts of a store for people and scripts; reads every index and `MOST_HASHED` documents at most.
 
-    Raises WrongUse and Refused as TokenStore.open does, and WrongUse for a foreign store without `tokenizer_path`.
+    Raises WrongUse and Refused as TokenStore.open does, and WrongUse for a foreign store without
+    `tokenizer_path`.
     """
     store = TokenStore.open(path)
     file = tokenizer_beside(path)
@@ -42,12 +46,47 @@ def inspect_store(
         "bytes_per_token": facts["text_bytes"] / store.tokens if "text_bytes" in facts else None,
         "tokens_per_document": store.tokens / store.documents,
         "lengths": {f"{2**power:,}": int(count) for power, count in enumerate(histogram) if count},
-        "counts": facts.get("counts", {}),
+        "counts": facts.get("made", {}).get("counts", {}),
         "samples": [
             {"document": int(place), "text": _text(store, tokenizer, int(place))} for place in spaced
         ],
         "repeated": [{"times": n, "text": _text(store, tokenizer, d)} for n, d in _repeated(store, top)],
     }
+
+
+def inspect_page(path: Path | str, found: dict[str, Any]) -> str:
+    """What `inspect_store` has found as an HTML page."""
+    facts = [
+        (key.replace("_", " "), f"{found[key]:,}")
+        for key in ("tokens", "documents", "sequences", "shards", "vocab_size")
+    ]
+    facts += [
+        (key.replace("_", " "), f"{found[key]:.4g}")
+        for key in ("bytes_per_token", "tokens_per_document")
+        if found[key]
+    ]
+    most = max(found["lengths"].values(), default=1)
+    lengths = [
+        Bar(f"up to {length} tokens", count / most, text=f"{count:,}")
+        for length, count in found["lengths"].items()
+    ]
+    counted = [(key, f"{count:,}") for key, count in found["counts"].items() if count]
+    parts = [
+        Part(rows=facts),
+        Part("Lengths of documents", bars=lengths),
+        Part("Found in the text", rows=counted),
+        Part(
+            "Documents",
+            header=("document", "beginning"),
+            rows=[(s["document"], s["text"]) for s in found["samples"]],
+        ),
+        Part(
+            "Most repeated documents",
+            header=("times", "beginning"),
+            rows=[(r["times"], r["text"]) for r in found["repeated"]],
+        ),
+    ]
+    return page(f"Token store {path}", parts)
 
 
 def _document_lengths(shard: Shard) -> np.ndarray:

@@ -1,8 +1,10 @@
-"""Batches made ahead of the training step. The state is one integer: the samples consumed by all ranks together.
+"""Batches made ahead of the training step. The state is one integer: the samples consumed by all ranks
+together.
 
-Batch k of rank r is rows position + (k * world + r) * batch_size onward, `batch_size` of them: a pure function, so any
-number of workers, ranks and restarts reads the same rows. Workers are threads: the work is NumPy's large loops and the
-tokenizer, which both release Python's lock, and a process would copy each batch once more.
+Batch k of rank r is rows position + (k * world + r) * batch_size onward, `batch_size` of them: a pure
+function, so any number of workers, ranks and restarts reads the same rows. Workers are threads: the work is
+NumPy's large loops and the tokenizer, which both release Python's lock, and a process would copy each batch
+once more.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from .options import Batch, Dataset
 
 
 class Loader:
-    """An endless iterator of batches; `position` counts the samples consumed by all ranks, after what was yielded.
+    """An endless iterator of batches; `position` counts the samples consumed by all ranks, after what was
+    yielded.
 
-    `workers` threads keep `ahead` batches each ready; with 0 workers a batch is made when it is asked for. `waited`
-    counts the batches that were not ready when asked for, after the first. Use as a context manager, or call `close`.
+    `workers` threads keep `ahead` batches each ready; with 0 workers a batch is made when it is asked for.
+    `waited` counts the batches that were not ready when asked for, after the first. Use as a context manager,
+    or call `close`.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 """BERT's dynamic masks: drawn anew for every (seed, epoch, row) by a counter-based generator (data/order.py).
 
-Of the maskable tokens of a segment `rate` are chosen (Devlin et al. 2018, section 3.1 and appendix A.1); of the chosen,
-80 % become [MASK], 10 % a random token, 10 % stay. A segment with n maskable tokens has floor(rate * n + u) chosen, with
-u uniform in [0, 1), so the mean rate is exact at every length; at least one (which matters under 7 tokens). The
-replacement is uniform over the vocabulary without its special ids. With whole words, words are chosen in random order while
-they fit; the first that does not is taken with the probability that keeps the mean.
+Of the maskable tokens of a segment `rate` are chosen (Devlin et al. 2018, section 3.1 and appendix A.1); of
+the chosen, 80 % become [MASK], 10 % a random token, 10 % stay. A segment with n maskable tokens has
+floor(rate * n + u) chosen, with u uniform in [0, 1), so the mean rate is exact at every length; at least one
+(which matters under 7 tokens). The replacement is uniform over the vocabulary without its special ids. With
+whole words, words are chosen in random order while they fit; the first that does not is taken with the
+probability that keeps the mean.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ CACHEFUL = 1 << 14  # tokens masked together: the temporaries stay in the cache
 
 
 class Masker:
-    """Look-up tables for one vocabulary. `special` bool (vocab,): never masked. `continues` bool (vocab,): inside a word."""
+    """Look-up tables for one vocabulary. `special` bool (vocab,): never masked. `continues` bool (vocab,):
+    inside a word.
+    """
 
     def __init__(self, options: DatasetOptions):
         self.options = options
@@ -39,8 +42,8 @@ class Masker:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Mask segments laid end to end, a cacheful at a time.
 
-        tokens (T,) int64, special tokens included; lengths (N,) of the segments; keys (N,) uint64, one per segment.
-        Returns (inputs, targets), both (T,) int64; targets is NO_TARGET where nothing was chosen.
+        tokens (T,) int64, special tokens included; lengths (N,) of the segments; keys (N,) uint64, one per
+        segment. Returns (inputs, targets), both (T,) int64; targets is NO_TARGET where nothing was chosen.
         """
         inputs, targets = tokens.copy(), np.full(len(tokens), NO_TARGET, np.int64)
         ends = np.cumsum(lengths)
@@ -74,7 +77,15 @@ class Masker:
         quota = np.floor(self.options.mask_rate * candidates + unit(mix(keys ^ COUNT))).astype(np.int64)
         return np.minimum(np.maximum(quota, 1), candidates)
 
-    def _choose_tokens(self, tokens, maskable, segment, words, candidates, quota) -> np.ndarray:
+    def _choose_tokens(
+        self,
+        tokens: np.ndarray,
+        maskable: np.ndarray,
+        segment: np.ndarray,
+        words: np.ndarray,
+        candidates: np.ndarray,
+        quota: np.ndarray,
+    ) -> np.ndarray:
         """Indices into `maskable` of the `quota` smallest draws of each segment."""
         ranked = _ranked(segment, words)
         first = np.cumsum(candidates) - candidates
@@ -83,7 +94,15 @@ class Masker:
         limit[drawn] = np.sort(ranked)[(first + quota - 1)[drawn]]
         return np.flatnonzero((ranked <= limit[segment]) & drawn[segment])
 
-    def _choose_words(self, tokens, maskable, segment, words, candidates, quota) -> np.ndarray:
+    def _choose_words(
+        self,
+        tokens: np.ndarray,
+        maskable: np.ndarray,
+        segment: np.ndarray,
+        words: np.ndarray,
+        candidates: np.ndarray,
+        quota: np.ndarray,
+    ) -> np.ndarray:
         """Indices into `maskable` of whole words, drawn until each segment's quota is met."""
         if not len(maskable):
             return np.empty(0, np.int64)

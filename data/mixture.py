@@ -1,9 +1,9 @@
 """Mixtures: several datasets read by weight, exact over any prefix, the position still one integer.
 
-Weights become whole numbers out of PERIOD (or their exact ratio, when it needs a smaller period), so the choice repeats
-and any position is found at once. Within a period the next sample comes from the dataset whose share is most urgent
-(Tijdeman 1980, the chairman assignment problem), which keeps every prefix within one sample of its share, for any number
-of datasets: simple rounding does not.
+Weights become whole numbers out of PERIOD (or their exact ratio, when it needs a smaller period), so the
+choice repeats and any position is found at once. Within a period the next sample comes from the dataset whose
+share is most urgent (Tijdeman 1980, the chairman assignment problem), which keeps every prefix within one
+sample of its share, for any number of datasets: simple rounding does not.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ PERIOD = 10_000
 
 
 class Mixture:
-    """`weights` over `datasets` of one kind. `shares` are the weights really used; an epoch has the datasets' rows together.
+    """`weights` over `datasets` of one kind. `shares` are the weights really used; an epoch has the datasets'
+    rows together.
 
-    A dataset whose rows are used up begins its next epoch, so a weight may repeat or leave out part of its text.
+    A dataset whose rows are used up begins its next epoch, so a weight may repeat or leave out part of its
+    text.
     """
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]):
@@ -64,7 +66,9 @@ class Mixture:
 
 
 def _whole(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights as whole numbers in their exact ratio, or out of PERIOD (each at least 1) when that ratio needs more."""
+    """Weights as whole numbers in their exact ratio, or out of PERIOD (each at least 1) when that ratio needs
+    more.
+    """
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in exact))
     whole = [int(fraction * scale) for fraction in exact]
@@ -81,7 +85,9 @@ def _whole(weights: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _schedule(counts: tuple[int, ...]) -> np.ndarray:
-    """Which dataset gives each sample of one period, int64: an earliest-deadline schedule in exact arithmetic."""
+    """Which dataset gives each sample of one period, int64: an earliest-deadline schedule in exact
+    arithmetic.
+    """
     period, kinds = sum(counts), len(counts)
     given = [0] * kinds
     table = np.empty(period, np.int64)

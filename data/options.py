@@ -27,9 +27,9 @@ class Dataset(Protocol):
 class DatasetOptions:
     """One dataset. Sizes are in tokens; ids belong to the store's tokenizer.
 
-    `packing`: "windows" cuts the stream every `sequence_length` tokens (GPT) or gives each pair a row of its own (BERT);
-    "best_fit" (GPT) and "packed" (BERT) put whole documents or pairs together into rows with nothing but a remnant of
-    padding, kept apart in attention.
+    `packing`: "windows" cuts the stream every `sequence_length` tokens (GPT) or gives each pair a row of its
+    own (BERT); "best_fit" (GPT) and "packed" (BERT) put whole documents or pairs together into rows with
+    nothing but a remnant of padding, kept apart in attention.
     """
 
     family: Literal["gpt", "bert"]

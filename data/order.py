@@ -1,10 +1,12 @@
-"""Order as arithmetic: a keyed permutation of range(n) and the counter-based draws that everything random here uses.
+"""Order as arithmetic: a keyed permutation of range(n) and the counter-based draws that everything random
+here uses.
 
-`permute` is an unbalanced Feistel network over the bits of n with cycle walking: a bijection of range(n) for every key,
-O(1) memory, any element by itself. Each round adds (multiplier * half + addend) >> shift, a strongly universal hash keyed
-per round; 6 rounds leave no visible structure (24 for small n, whose halves are short; measured by
-tests/data/test_sampling_order.py; it is no cipher). `bits` is SplitMix64 (Steele, Lea and Flood 2014) read by counter:
-word i of a key needs no other word. Neither depends on NumPy's generators, whose streams may change between versions.
+`permute` is an unbalanced Feistel network over the bits of n with cycle walking: a bijection of range(n) for
+every key, O(1) memory, any element by itself. Each round adds (multiplier * half + addend) >> shift, a
+strongly universal hash keyed per round; 6 rounds leave no visible structure (24 for small n, whose halves are
+short; measured by tests/data/test_sampling_order.py; it is no cipher). `bits` is SplitMix64 (Steele, Lea and
+Flood 2014) read by counter: word i of a key needs no other word. Neither depends on NumPy's generators, whose
+streams may change between versions.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def mix(words: np.ndarray) -> np.ndarray:
 
 
 def key(*parts: int | np.ndarray) -> np.ndarray:
-    """A uint64 key from whole numbers (seed, epoch, row, purpose); arrays are broadcast, each entry gets its own key."""
+    """A uint64 key from whole numbers (seed, epoch, row, purpose); arrays are broadcast, each entry gets its
+    own key.
+    """
     state = np.zeros(1, np.uint64)
     for part in parts:
         word = (
@@ -60,7 +64,9 @@ def unit(words: np.ndarray) -> np.ndarray:
 
 
 def permute(indices: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where the permutation of range(n) keyed by (seed, epoch) sends each index: int64, same length as `indices`."""
+    """Where the permutation of range(n) keyed by (seed, epoch) sends each index: int64, same length as
+    `indices`.
+    """
     indices = np.asarray(indices, np.int64)
     out = np.empty(len(indices), np.int64)
     if n < 2:
@@ -99,7 +105,9 @@ def _feistel(words: np.ndarray, n: int, schedule: list[np.ndarray]) -> np.ndarra
 
 
 def locate(position: int, count: int, rows: int, seed: int, shuffled: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(epochs, rows), int64 (count,), of places position .. position + count in the endless sequence of epochs."""
+    """(epochs, rows), int64 (count,), of places position .. position + count in the endless sequence of
+    epochs.
+    """
     places = np.arange(position, position + count, dtype=np.int64)
     epochs, inside = places // rows, places % rows
     if shuffled and count:

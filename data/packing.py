@@ -1,8 +1,9 @@
-"""Pieces in rows: documents cut, best-fit decreasing packing over the histogram of lengths, and where every token stands.
+"""Pieces in rows: documents cut, best-fit decreasing packing over the histogram of lengths, and where every
+token stands.
 
-Pieces of one length are interchangeable, so rows are built as *patterns* (a tuple of lengths, made so many times) and the
-work depends on the number of distinct lengths, not of pieces (Krell et al. 2021, "Efficient sequence packing without
-cross-contamination"): millions of pieces take milliseconds.
+Pieces of one length are interchangeable, so rows are built as *patterns* (a tuple of lengths, made so many
+times) and the work depends on the number of distinct lengths, not of pieces (Krell et al. 2021, "Efficient
+sequence packing without cross-contamination"): millions of pieces take milliseconds.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import numpy as np
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of at most `capacity` made of whole pieces: (order, ends), int64, deterministic.
 
-    `lengths` (pieces,) are in 1 .. capacity. Row r holds pieces order[ends[r - 1] : ends[r]], longest first; every piece is in
-    exactly one row.
+    `lengths` (pieces,) are in 1 .. capacity. Row r holds pieces order[ends[r - 1] : ends[r]], longest first;
+    every piece is in exactly one row.
     """
     lengths = np.asarray(lengths, np.int64)
     by_length = np.argsort(-lengths, kind="stable")
@@ -71,7 +72,8 @@ def lay_out(ends: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def split_documents(bounds: np.ndarray, capacity: int, spare: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents (token `bounds`, (documents + 1,)) into stretches of at most `capacity`: (starts, lengths) int64.
+    """Cut documents (token `bounds`, (documents + 1,)) into stretches of at most `capacity`: (starts,
+    lengths) int64.
 
     The last `spare` tokens of a document are in no stretch.
     """
@@ -83,7 +85,8 @@ def split_documents(bounds: np.ndarray, capacity: int, spare: int = 0) -> tuple[
 
 
 class Placed:
-    """Pieces of `sizes` tokens in rows of `length`, row by row in the order of `owner`, each after the one before in its row.
+    """Pieces of `sizes` tokens in rows of `length`, row by row in the order of `owner`, each after the one
+    before in its row.
 
     For every token: `within`, its place in its piece; `numbers`, which piece of its row that is.
     """

@@ -1,18 +1,22 @@
-"""BERT's segments: which stretches of the text form each sample. Computed once per store, shard by shard (data/cache.py).
+"""BERT's segments: which stretches of the text form each sample. Computed once per store, shard by shard
+(data/cache.py).
 
-"nsp" follows google-research/bert (create_pretraining_data.py): a document aims at S - 3 tokens, or with probability
-`short_fraction` at a random length from 2; whole sentences are gathered until the aim is reached or the document ends; A
-is a random number of the first ones; B is the rest, or with probability 1/2 (always when the rest is empty) text from a
-random sentence of another document on, and then the unused rest goes back and begins the next sample. The longer of A
-and B is shortened to S - 3, each token taken from its front or back at random. "sop" (ALBERT, Lan et al. 2019) always
-takes the rest and swaps the two with probability 1/2. "none" cuts documents into stretches of S - 2 tokens.
+"nsp" follows google-research/bert (create_pretraining_data.py): a document aims at S - 3 tokens, or with
+probability `short_fraction` at a random length from 2; whole sentences are gathered until the aim is reached
+or the document ends; A is a random number of the first ones; B is the rest, or with probability 1/2 (always
+when the rest is empty) text from a random sentence of another document on, and then the unused rest goes back
+and begins the next sample. The longer of A and B is shortened to S - 3, each token taken from its front or
+back at random. "sop" (ALBERT, Lan et al. 2019) always takes the rest and swaps the two with probability 1/2.
+"none" cuts documents into stretches of S - 2 tokens.
 
-A random next comes from another document of the same shard (of the same document when the shard has one).
-All documents of a shard advance together, one sample a step, so the pass is vectorised: the draws of a document are
-keyed by (seed, copy, document, sentence) and depend on no other document.
+A random next comes from another document of the same shard (of the same document when the shard has one). All
+documents of a shard advance together, one sample a step, so the pass is vectorised: the draws of a document
+are keyed by (seed, copy, document, sentence) and depend on no other document.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +33,11 @@ IS_NEXT, IS_RANDOM = 0, 1  # labels of google-research/bert; for "sop" 1 means s
 def sample_segments(
     part: TokenStore, first_token: int, first_document: int, options: DatasetOptions
 ) -> np.ndarray:
-    """The samples of one shard's part of a store: PAIR records in text order, token offsets from the store's start.
+    """The samples of one shard's part of a store: PAIR records in text order, token offsets from the store's
+    start.
 
-    `a`, `b` are the first tokens of the segments, lengths in tokens (b_length 0: one segment, label NO_TARGET).
+    `a`, `b` are the first tokens of the segments, lengths in tokens (b_length 0: one segment, label
+    NO_TARGET).
     """
     if options.nsp == "none":
         return _stretches(part.document_starts, options.sequence_length - 2, first_token)
@@ -96,8 +102,10 @@ def _walk(part: TokenStore, first_document: int, options: DatasetOptions, copy: 
 
 def _elsewhere(
     part: TokenStore, documents: np.ndarray, aim: np.ndarray, which: np.ndarray, where: np.ndarray
-):
-    """(start, stop) tokens of whole sentences from a random one of another document on, at least `aim` when it has them."""
+) -> Any:
+    """(start, stop) tokens of whole sentences from a random one of another document on, at least `aim` when
+    it has them.
+    """
     starts, bounds = part.sequence_starts, part.document_bounds
     filled = np.flatnonzero(np.diff(starts[bounds]) > 0)
     mine = np.searchsorted(filled, documents)
@@ -111,8 +119,12 @@ def _elsewhere(
     return starts[first], starts[last]
 
 
-def _shorten(a, a_stop, b, b_stop, most: int, draw_a: np.ndarray, draw_b: np.ndarray):
-    """Take tokens from the longer segment (B when equal) until both make `most`; each from the front with odds 1/2."""
+def _shorten(
+    a: Any, a_stop: Any, b: Any, b_stop: Any, most: int, draw_a: np.ndarray, draw_b: np.ndarray
+) -> Any:
+    """Take tokens from the longer segment (B when equal) until both make `most`; each from the front with
+    odds 1/2.
+    """
     length_a, length_b = a_stop - a, b_stop - b
     over = np.maximum(length_a + length_b - most, 0)
     gap = length_a - length_b
@@ -135,7 +147,7 @@ def _heads(tosses: np.ndarray, words: np.ndarray) -> np.ndarray:
     return heads
 
 
-def _records(a, a_length, b, b_length, label, swap) -> np.ndarray:
+def _records(a: Any, a_length: Any, b: Any, b_length: Any, label: Any, swap: Any) -> np.ndarray:
     out = np.empty(len(a), PAIR)
     out["a"], out["b"] = np.where(swap, b, a), np.where(swap, a, b)
     out["a_length"], out["b_length"] = np.where(swap, b_length, a_length), np.where(swap, a_length, b_length)

@@ -1,8 +1,8 @@
 """Readers: any byte range of any supported file as batches of documents, in bounded memory.
 
-Ranges that cover a file yield each document once and in order wherever the cuts fall. Plain .txt (a document per line or
-per block) and .jsonl files are read in any range, .parquet by row groups; a compressed file, a document per file and a
-dataset are read whole. What happens to dirty text is stated in text.py.
+Ranges that cover a file yield each document once and in order wherever the cuts fall. Plain .txt (a document
+per line or per block) and .jsonl files are read in any range, .parquet by row groups; a compressed file, a
+document per file and a dataset are read whole. What happens to dirty text is stated in text.py.
 """
 
 import json
@@ -23,7 +23,8 @@ _BLANK_LINES = re.compile(BLANK_LINES.pattern.decode())
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How text becomes documents: `documents` for .txt, `field` for .jsonl, .parquet and datasets, `split` for datasets.
+    """How text becomes documents: `documents` for .txt, `field` for .jsonl, .parquet and datasets, `split`
+    for datasets.
 
     `piece_bytes` None hands every document over whole: for a tokenizer whose tokens cross white space.
     """
@@ -35,7 +36,7 @@ class ReadOptions:
     piece_bytes: int | None = PIECE_BYTES
 
 
-class Batch(NamedTuple):
+class DocumentBatch(NamedTuple):
     """Documents in order. With `continues` the last one goes on in the first text of the next batch."""
 
     texts: list[str]
@@ -56,11 +57,12 @@ def read(
     options: ReadOptions,
     counts: Counter[str],
     on_bytes: Callable[[int], None] = lambda _: None,
-) -> Iterator[Batch]:
-    """The documents of bytes [start, stop) of `source` (None: to its end), cleaned and counted by text.py's policy.
+) -> Iterator[DocumentBatch]:
+    """The documents of bytes [start, stop) of `source` (None: to its end), cleaned and counted by text.py's
+    policy.
 
-    `on_bytes` is told how many bytes of the file were taken since the last call. Raises Failed for a file that is cut
-    short, damaged or not text, and for a record without the field.
+    `on_bytes` is told how many bytes of the file were taken since the last call. Raises Failed for a file
+    that is cut short, damaged or not text, and for a record without the field.
     """
     if source.format == "dataset":
         yield from _values(dataset_rows(source.path, options.split, options.field, on_bytes), options, counts)
@@ -75,11 +77,56 @@ def read(
                 where = source.path.replace("%", "%%") + (
                     ":%d" if start == 0 else f", line %d after byte {start:,}"
                 )
-                yield from _jsonl(blocks, where, options, counts)
+                for records in _json_records(blocks, where, options, counts):
+                    yield from _values([[record[options.field] for record in records]], options, counts)
             elif options.documents == "file":
                 yield from _whole(blocks, options, counts)
             else:
                 yield from _split(blocks, separator, options, counts)
+
+
+def read_records(
+    source: Source,
+    options: ReadOptions,
+    counts: Counter[str],
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> Iterator[list[dict[str, Any]]]:
+    """The documents of a whole source in the order of `read`, each with all its fields.
+
+    The text is cleaned and stands under its own name ("text" of a .txt file). Raises Failed as `read` does.
+    """
+    rows: Iterable[list[dict[str, Any]]]
+    if source.format == "dataset":
+        rows = dataset_rows(source.path, options.split, options.field, on_bytes, whole=True)
+    elif source.format == "parquet":
+        rows = parquet_rows(source.path, 0, None, options.field, on_bytes, whole=True)
+    elif source.format == "jsonl":
+        with open_blocks(source.path, source.compression, 0, on_bytes) as opened:
+            blocks = _checked(opened, source.path, 0, counts)
+            for records in _json_records(blocks, source.path.replace("%", "%%") + ":%d", options, counts):
+                yield _cleaned(records, options, counts)
+        return
+    else:
+        for batch in read(source, 0, None, options, counts, on_bytes):
+            yield [{"text": text} for text in batch.texts]
+        return
+    for records in rows:
+        yield _cleaned(records, options, counts)
+
+
+def _cleaned(
+    records: list[dict[str, Any]], options: ReadOptions, counts: Counter[str]
+) -> list[dict[str, Any]]:
+    texts = [_clean_value(record[options.field], options, counts) for record in records]
+    return [
+        record | {options.field: text} for record, text in zip(records, texts) if text and not text.isspace()
+    ]
+
+
+def _clean_value(value: str | bytes | None, options: ReadOptions, counts: Counter[str]) -> str:
+    if isinstance(value, bytes):
+        return clean(value, counts, options.unwrap)
+    return clean_string(value or "", counts, options.unwrap)
 
 
 def _checked(blocks: Iterable[bytes], path: str, start: int, counts: Counter[str]) -> Iterator[bytes]:
@@ -93,7 +140,7 @@ def _checked(blocks: Iterable[bytes], path: str, start: int, counts: Counter[str
         yield block
 
 
-def _whole(blocks: Iterable[bytes], options: ReadOptions, counts: Counter[str]) -> Iterator[Batch]:
+def _whole(blocks: Iterable[bytes], options: ReadOptions, counts: Counter[str]) -> Iterator[DocumentBatch]:
     """The whole stream as one document, in pieces."""
     carry, going = b"", False
     if options.piece_bytes is None:
@@ -103,7 +150,7 @@ def _whole(blocks: Iterable[bytes], options: ReadOptions, counts: Counter[str]) 
         while options.piece_bytes and len(carry) > options.piece_bytes:
             carry, piece = _cut(carry, options, counts, going)
             going = True
-            yield Batch([piece], continues=True)
+            yield DocumentBatch([piece], continues=True)
     text = clean(carry, counts, options.unwrap, going)
     yield from _kept([text], counts, going)
 
@@ -116,24 +163,26 @@ def _cut(raw: bytes, options: ReadOptions, counts: Counter[str], going: bool) ->
     return raw[place:], clean(raw[:place], counts, options.unwrap, going)
 
 
-def _kept(texts: list[str], counts: Counter[str], going: bool = False) -> Iterator[Batch]:
-    """A batch without its empty documents; with `going` the first text ends a document begun before and always stays."""
+def _kept(texts: list[str], counts: Counter[str], going: bool = False) -> Iterator[DocumentBatch]:
+    """A batch without its empty documents; with `going` the first text ends a document begun before and
+    always stays.
+    """
     kept = [text for text in texts[going:] if text and not text.isspace()]
     counts["empty"] += len(texts) - going - len(kept)
     if going:
         kept.insert(0, texts[0])
     if kept:
-        yield Batch(kept)
+        yield DocumentBatch(kept)
 
 
 def _split(
     blocks: Iterable[bytes], separator: re.Pattern[bytes], options: ReadOptions, counts: Counter[str]
-) -> Iterator[Batch]:
+) -> Iterator[DocumentBatch]:
     """Documents between separators. A document longer than `piece_bytes` is cut by its own content alone."""
     limit, ending = options.piece_bytes, b"\n" if separator is LINE_END else b"\n\n"
     carry, going = b"", False
 
-    def take(raw: bytes) -> Iterator[Batch]:
+    def take(raw: bytes) -> Iterator[DocumentBatch]:
         """Whole documents with their separators; the first may be the rest of one that was begun."""
         nonlocal going
         while limit and (long := _first_long(raw, limit, separator)) is not None:
@@ -142,7 +191,7 @@ def _split(
                 raw, going = raw[long:], False
             raw, piece = _cut(raw, options, counts, going)
             going = True
-            yield Batch([piece], continues=True)
+            yield DocumentBatch([piece], continues=True)
         if raw:
             yield from _kept(_texts(raw, separator, options, counts, going), counts, going)
             going = False
@@ -163,7 +212,7 @@ def _split(
         while limit and len(carry if separator is LINE_END else carry.rstrip(b" \t\r\n")) > limit:
             carry, piece = _cut(carry, options, counts, going)
             going = True
-            yield Batch([piece], continues=True)
+            yield DocumentBatch([piece], continues=True)
     carry = b"".join([carry, *waiting])
     if carry or going:
         yield from take(carry if separator is LINE_END and carry.endswith(b"\n") else carry + ending)
@@ -223,32 +272,33 @@ def _first_long(raw: bytes, limit: int, separator: re.Pattern[bytes]) -> int | N
     return None
 
 
-def _jsonl(
+def _json_records(
     blocks: Iterable[bytes], where: str, options: ReadOptions, counts: Counter[str]
-) -> Iterator[Batch]:
-    """The field of every line; a line is held whole. `where` has a place for the number of a line."""
+) -> Iterator[list[dict[str, Any]]]:
+    """The objects of the lines; a line is held whole. `where` has a place for the number of a line."""
     number = 0
     pending: list[bytes] = []
     for block in blocks:
         place = block.rfind(b"\n") + 1
         if place:
             raw = b"".join([*pending, block[:place]])
-            yield from _values([_fields(clean(raw, counts), where, number, options.field)], options, counts)
+            yield _parsed(clean(raw, counts), where, number, options.field)
             number += raw.count(b"\n")
             pending = []
         pending.append(block[place:])
     if rest := b"".join(pending):
-        yield from _values([_fields(clean(rest, counts), where, number, options.field)], options, counts)
+        yield _parsed(clean(rest, counts), where, number, options.field)
 
 
-def _fields(text: str, where: str, number: int, field: str) -> list[str | None]:
-    values = []
+def _parsed(text: str, where: str, number: int, field: str) -> list[dict[str, Any]]:
+    records = []
     for line in text.split("\n"):
         number += 1
         if not line or line.isspace():
             continue
         try:
-            value = json.loads(line)[field]
+            record = json.loads(line)
+            value = record[field]
             if value is not None and not isinstance(value, str):
                 raise TypeError
         except (ValueError, RecursionError) as error:
@@ -256,8 +306,8 @@ def _fields(text: str, where: str, number: int, field: str) -> list[str | None]:
             raise Failed("a line is not JSON", where=where % number, why=str(error), fix=fix) from error
         except (KeyError, TypeError, IndexError) as error:
             raise _bad_field(line, where % number, field) from error
-        values.append(value)
-    return values
+        records.append(record)
+    return records
 
 
 def _bad_field(line: str, where: str, field: str) -> Failed:
@@ -274,16 +324,13 @@ def _bad_field(line: str, where: str, field: str) -> Failed:
     )
 
 
-def _values(rows: Iterable[list[Any]], options: ReadOptions, counts: Counter[str]) -> Iterator[Batch]:
+def _values(rows: Iterable[list[Any]], options: ReadOptions, counts: Counter[str]) -> Iterator[DocumentBatch]:
     """Values of a column (str, bytes or None) as batches; None counts as an empty document."""
     limit = options.piece_bytes
     for values in rows:
         texts: list[str] = []
         for value in values:
-            if isinstance(value, bytes):
-                text = clean(value, counts, options.unwrap)
-            else:
-                text = clean_string(value or "", counts, options.unwrap)
+            text = _clean_value(value, options, counts)
             if limit is None or len(text) * 4 <= limit or len(text.encode()) <= limit:
                 texts.append(text)
                 continue

@@ -1,8 +1,8 @@
 """GPT rows, and `open_dataset`: from token stores and plain options to a dataset.
 
-A dataset is a pure function of (seed, epoch, row): `batch(position, count)` gives rows position .. position + count of
-the endless sequence of epochs, the same for any batch size, rank count or restart. Batches are dicts of numpy arrays
-whose keys docs/architecture.md lists.
+A dataset is a pure function of (seed, epoch, row): `batch(position, count)` gives rows position .. position +
+count of the endless sequence of epochs, the same for any batch size, rank count or restart. Batches are dicts
+of numpy arrays whose keys docs/architecture.md lists.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ PIECE = np.dtype([("start", "<i8"), ("length", "<i4")])
 
 
 class GPTWindows:
-    """Window i of the stream covers tokens [i*S, i*S + S + 1): S inputs and the same shifted by one as targets.
+    """Window i of the stream covers tokens [i*S, i*S + S + 1): S inputs and the same shifted by one as
+    targets.
 
-    With `random_offsets` the windows of epoch e begin at a phase drawn from [0, S) for (seed, e), so that epochs cut the
-    text differently; an epoch then has one row less and leaves out up to S tokens at either end. With
-    `separate_documents` the batch says where documents begin, and no target lies in another document than its input.
+    With `random_offsets` the windows of epoch e begin at a phase drawn from [0, S) for (seed, e), so that
+    epochs cut the text differently; an epoch then has one row less and leaves out up to S tokens at either
+    end. With `separate_documents` the batch says where documents begin, and no target lies in another
+    document than its input.
     """
 
     def __init__(self, store: TokenStore, options: DatasetOptions):
@@ -59,7 +61,9 @@ class GPTWindows:
 
 
 def _document_begins(store: TokenStore, starts: np.ndarray, length: int) -> np.ndarray:
-    """How many documents begin at each token of each window: (rows, length) int32; what runs on at column 0 counts not."""
+    """How many documents begin at each token of each window: (rows, length) int32; what runs on at column 0
+    counts not.
+    """
     first, last = store.document_at(starts), store.document_at(starts + length - 1)
     counts = last - first
     row = np.repeat(np.arange(len(starts)), counts)
@@ -79,8 +83,8 @@ def _document_columns(begins: np.ndarray) -> Batch:
 class GPTPacked:
     """Documents cut into pieces of at most S inputs, packed best-fit into rows of S, shard by shard.
 
-    A document of n tokens gives n - 1 inputs, each with the next token of the same document as its target; a document
-    of one token gives none. The room left in a row is padding (document_ids -1, no target).
+    A document of n tokens gives n - 1 inputs, each with the next token of the same document as its target; a
+    document of one token gives none. The room left in a row is padding (document_ids -1, no target).
     """
 
     def __init__(self, store: TokenStore, options: DatasetOptions, cache: Path | None = None):
@@ -125,8 +129,9 @@ def open_dataset(
 ) -> Dataset:
     """The dataset of one store, or the mixture of several by `weights` (by their rows when None).
 
-    `cache` is a directory for what has to be computed once per store (packing, sentence pairs); without one it is kept
-    in memory. Raises WrongUse when the options contradict each other or the store holds less than one row.
+    `cache` is a directory for what has to be computed once per store (packing, sentence pairs); without one
+    it is kept in memory. Raises WrongUse when the options contradict each other or the store holds less than
+    one row.
     """
     options.validate()
     stores = [stores] if isinstance(stores, TokenStore) else list(stores)

@@ -5,9 +5,9 @@ A shard is two files. `.bin` holds token ids back to back. `.idx` (little-endian
     "MMIDIDX\\0\\0"  version u64 = 1  dtype code u8  sequences u64  documents + 1 u64      (34 bytes)
     int32 lengths[sequences]   int64 byte pointers[sequences]   int64 first sequence of each document[documents + 1]
 
-A store is any number of shards in name order. Nothing is read up front but the headers; tokens and indexes stay in the
-page cache (mmap advised for random access), so resident memory grows with what is read and the kernel takes it back.
-At most MAPPED_SHARDS files are mapped at a time: a mapping holds a file descriptor.
+A store is any number of shards in name order. Nothing is read up front but the headers; tokens and indexes
+stay in the page cache (mmap advised for random access), so resident memory grows with what is read and the
+kernel takes it back. At most MAPPED_SHARDS files are mapped at a time: a mapping holds a file descriptor.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def write_index(
     path: str | Path, lengths: np.ndarray, document_bounds: np.ndarray, dtype: np.dtype | str
 ) -> None:
-    """Write one `.idx`: `lengths` int32 (sequences,) in tokens, `document_bounds` int64 (documents + 1,) sequences."""
+    """Write one `.idx`: `lengths` int32 (sequences,) in tokens, `document_bounds` int64 (documents + 1,)
+    sequences.
+    """
     name = np.dtype(dtype).name
     code = next(code for code, known in CODES.items() if known == name)
     lengths = np.ascontiguousarray(lengths, "<i4")
@@ -150,7 +152,9 @@ class Shard:
 
 
 class HeldShard:
-    """A shard in memory: `ids` (tokens,), `lengths` of its sequences in tokens, `counts` of each document in sequences."""
+    """A shard in memory: `ids` (tokens,), `lengths` of its sequences in tokens, `counts` of each document in
+    sequences.
+    """
 
     def __init__(self, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray, dtype: np.dtype):
         self.data, self.lengths, self.dtype = ids.astype(dtype), lengths, dtype
@@ -162,7 +166,9 @@ class HeldShard:
 
 
 def _last_at_most(key: Callable[[np.ndarray], np.ndarray], count: int, values: np.ndarray) -> np.ndarray:
-    """The last i in range(count) with key(i) <= value, for each value: a bisection that touches log2(count) entries."""
+    """The last i in range(count) with key(i) <= value, for each value: a bisection that touches log2(count)
+    entries.
+    """
     low, high = np.zeros(len(values), np.int64), np.full(len(values), count, np.int64)
     while (high - low > 1).any():
         middle = (low + high) // 2
@@ -197,7 +203,9 @@ def _shard_cut(counts: np.ndarray) -> Cut:
 
 
 class TokenStore:
-    """Shards as one stream of `tokens` ids in `sequences` inside `documents`. Positions are tokens from the start."""
+    """Shards as one stream of `tokens` ids in `sequences` inside `documents`. Positions are tokens from the
+    start.
+    """
 
     def __init__(self, shards: list[Shard], facts: dict, identity: str, cuts: tuple[Cut, Cut] | None = None):
         self.shards, self.identity, self._all_facts = shards, identity, facts
@@ -214,15 +222,19 @@ class TokenStore:
     def held(
         cls, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray, facts: dict, identity: str
     ) -> TokenStore:
-        """A store in memory, of the arrays that HeldShard takes; `facts` has vocab_size, `identity` names the content."""
+        """A store in memory, of the arrays that HeldShard takes; `facts` has vocab_size, `identity` names the
+        content.
+        """
         shard = HeldShard(ids, lengths, counts, token_dtype(facts["vocab_size"]))
         return cls([cast(Shard, shard)], facts, identity)
 
     @classmethod
     def open(cls, path: str | Path) -> TokenStore:
-        """Open a store artifact, or adopt a foreign Megatron prefix or directory (facts["foreign"] is then True).
+        """Open a store artifact, or adopt a foreign Megatron prefix or directory (facts["foreign"] is then
+        True).
 
-        Raises WrongUse when there is no store, Refused when one is unfinished, cut or (up to REHASH_BYTES) changed.
+        Raises WrongUse when there is no store, Refused when one is unfinished, cut or (up to REHASH_BYTES)
+        changed.
         """
         path = Path(path)
         manifest = path / "manifest.json"
@@ -297,7 +309,9 @@ class TokenStore:
         return out
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Tokens [start, start + length) for each start: (len(starts), length) int64, gathered shard by shard."""
+        """Tokens [start, start + length) for each start: (len(starts), length) int64, gathered shard by
+        shard.
+        """
         starts = np.asarray(starts, np.int64)
         if len(starts) and not (starts.min() >= 0 and starts.max() + length <= self.tokens):
             raise IndexError(f"windows {starts.min()}..{starts.max() + length} of a store of {self.tokens}")
@@ -370,7 +384,9 @@ class TokenStore:
 
     @cached_property
     def sequence_starts(self) -> np.ndarray:
-        """Token offset of every sequence and the end, int64 (sequences + 1,): 8 bytes a sequence, for whole passes."""
+        """Token offset of every sequence and the end, int64 (sequences + 1,): 8 bytes a sequence, for whole
+        passes.
+        """
         start, stop = self._cuts
         every = [first[0] + s.pointers // s.dtype.itemsize for first, s in zip(self._firsts, self.shards)]
         kept = np.concatenate(every)[start.sequence : start.sequence + self.sequences]
@@ -392,8 +408,9 @@ class TokenStore:
     def view(self, start_fraction: float, stop_fraction: float) -> TokenStore:
         """The part between two fractions of the stream.
 
-        A cut falls on the nearest document boundary; when that is an end of the store (one document), on the nearest
-        boundary of sequences; when that is an end too, on the token. Views over adjoining fractions share no token.
+        A cut falls on the nearest document boundary; when that is an end of the store (one document), on the
+        nearest boundary of sequences; when that is an end too, on the token. Views over adjoining fractions
+        share no token.
         """
         if not 0 <= start_fraction < stop_fraction <= 1:
             raise WrongUse(

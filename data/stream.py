@@ -1,13 +1,14 @@
 """Rows tokenised while training reads them: a first run without a token store.
 
-Text is read in sequence, in units of about a megabyte (data/plan.py: whole documents of byte ranges). A unit becomes a
-token store in memory, and its rows are those that data/samples.py makes of a store, in an order drawn for (seed, pass,
-unit). Promised, as by a store: the same rows for any batch size, ranks and restart of the same text, settings and
-tokenizer. Not promised: a shuffle wider than a unit, a random next sentence from beyond it, mixtures; the tokens after the last
-whole row are left out in every unit, where a store leaves them out once; and every process tokenises all the text.
+Text is read in sequence, in units of about a megabyte (data/task_plan.py: whole documents of byte ranges). A unit
+becomes a token store in memory, and its rows are those that data/samples.py makes of a store, in an order
+drawn for (seed, pass, unit). Promised, as by a store: the same rows for any batch size, ranks and restart of
+the same text, settings and tokenizer. Not promised: a shuffle wider than a unit, a random next sentence from
+beyond it, mixtures; the tokens after the last whole row are left out in every unit, where a store leaves them
+out once; and every process tokenises all the text.
 
-The position is still one integer. Where a row lies in the text follows from how many rows the units before it have, so
-those counts are kept under `cache`; without them a restart tokenises again from the beginning.
+The position is still one integer. Where a row lies in the text follows from how many rows the units before it
+have, so those counts are kept under `cache`; without them a restart tokenises again from the beginning.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from ..core.files import sha256_json, write_atomic
 from .backends import open_backend
 from .options import Batch, Dataset, DatasetOptions
 from .order import key
-from .plan import Task, read_unchanged
 from .readers import ReadOptions, splittable
 from .samples import open_dataset
 from .store import TokenStore
+from .task_plan import Task, read_unchanged
 from .tasks import Encoder
 from .text import MAX_REPLACED, check_replaced
 from .tokenize import make_plan
@@ -50,8 +51,8 @@ SAVE_EVERY_UNITS = 64
 class Text:
     """Text to train on as it is: files, directories, globs. `tasks` are the units of what is trained on.
 
-    The last `held_out` of its bytes, at most MOST_HELD_OUT_BYTES, is kept out of them. `sentences` as a BERT's pairs need
-    them. Raises WrongUse for inputs that are missing or cannot be read in parts.
+    The last `held_out` of its bytes, at most MOST_HELD_OUT_BYTES, is kept out of them. `sentences` as a
+    BERT's pairs need them. Raises WrongUse for inputs that are missing or cannot be read in parts.
     """
 
     def __init__(
@@ -115,7 +116,9 @@ class Text:
         return store
 
     def store(self, tasks: Sequence[Task]) -> TokenStore:
-        """The documents of some tasks. Raises Refused for a file that has changed and Failed for one that is bad."""
+        """The documents of some tasks. Raises Refused for a file that has changed and Failed for one that is
+        bad.
+        """
         encode = Encoder(self.tokenizer, self.backend, self.plan.append_eos, self.plan.sentences)
         parts = [(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))]
         counts: Counter[str] = Counter()
@@ -142,7 +145,9 @@ class Text:
 
 
 class TextStream:
-    """The endless sequence of passes over a text, by position. `rows` of a pass is known after the first (before that 0)."""
+    """The endless sequence of passes over a text, by position. `rows` of a pass is known after the first
+    (before that 0).
+    """
 
     def __init__(self, text: Text, options: DatasetOptions, cache: Path | None = None):
         self._text, self._options = text, options.validate()

@@ -1,7 +1,8 @@
 """One task: its documents to one shard. Any process on any machine may run any task any number of times.
 
-Files are written under temporary names and renamed; `NNNNN.json`, renamed last, is the commit record. A task whose record
-is there is skipped. Killed at any point it leaves temporary files that the end of the tokenisation removes with the directory.
+Files are written under temporary names and renamed; `NNNNN.json`, renamed last, is the commit record. A task
+whose record is there is skipped. Killed at any point it leaves temporary files that the end of the
+tokenisation removes with the directory.
 """
 
 import hashlib
@@ -20,10 +21,10 @@ from ..core.artifact import input_record
 from ..core.errors import Failed
 from ..core.files import full_disk, read_json, sha256_file, sync, write_atomic
 from .backends import Backend
-from .plan import Plan, Task, read_unchanged
-from .readers import Batch
+from .readers import DocumentBatch
 from .sentences import split_sentences
 from .store import token_dtype, write_index
+from .task_plan import Task, TaskPlan, read_unchanged
 from .text import PIECE_BYTES
 from .tokenizer import Tokenizer
 
@@ -32,6 +33,7 @@ STORE = "store"  # inside the work directory: what becomes the artifact
 
 
 def record_path(work: Path, index: int) -> Path:
+    """Where the commit record of a task stands."""
     return work / f"{index:05d}.json"
 
 
@@ -53,11 +55,13 @@ class Encoder:
             0,
         )  # the same with sentences: its last sentence so far, its sentences written
 
-    def __call__(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(ids, lengths of the sequences, sequences of each document that ends here); all empty documents are left out."""
+    def __call__(self, batch: DocumentBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(ids, lengths of the sequences, sequences of each document that ends here); all empty documents are
+        left out.
+        """
         return self._by_sentence(batch) if self._sentences else self._by_document(batch)
 
-    def _by_document(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _by_document(self, batch: DocumentBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ids, lengths = self._backend.encode_batch(batch.texts)
         totals = lengths.copy()
         totals[0] += self._open
@@ -70,7 +74,7 @@ class Encoder:
         done = totals[:ended][kept]
         return ids, done, np.ones(len(done), np.int64)
 
-    def _by_sentence(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _by_sentence(self, batch: DocumentBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         sentences: list[str] = []
         counts = []
         for place, text in enumerate(batch.texts):
@@ -157,13 +161,15 @@ def _spilled(file: BinaryIO, dtype: type) -> np.ndarray:
 
 def run_task(
     work: Path,
-    plan: Plan,
+    plan: TaskPlan,
     task: Task,
     tokenizer: Tokenizer,
     backend: Backend,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Write the shard of `task` and commit it; returns its record. Raises Failed for bad input and a full disk."""
+    """Write the shard of `task` and commit it; returns its record. Raises Failed for bad input and a full
+    disk.
+    """
     if committed := read_record(work, task.index):
         on_bytes(task.bytes)
         return committed
@@ -210,15 +216,15 @@ def run_task(
 
 
 def _batches(
-    plan: Plan, task: Task, counts: Counter[str], on_bytes: Callable[[int], None]
-) -> Iterator[Batch]:
+    plan: TaskPlan, task: Task, counts: Counter[str], on_bytes: Callable[[int], None]
+) -> Iterator[DocumentBatch]:
     for span in task.spans:
         yield from read_unchanged(
             plan.sources[span.source], span.start, span.stop, plan.options, counts, on_bytes
         )
 
 
-def _hashes(plan: Plan, task: Task) -> dict[str, str]:
+def _hashes(plan: TaskPlan, task: Task) -> dict[str, str]:
     """Hash of each file or dataset that this task begins (1.7 GB/s: little beside the encoding)."""
     begun = [plan.sources[span.source].path for span in task.spans if span.start == 0]
     return {path: input_record(path).hash for path in begun if os.path.exists(path)}

@@ -87,7 +87,9 @@ def strip_bom(head: bytes, counts: Counter[str]) -> bytes:
 
 
 def check_is_text(head: bytes, where: str, at_start: bool) -> None:
-    """Raise Failed when the first block of a file or of a byte range is not text. `head` may end inside a character."""
+    """Raise Failed when the first block of a file or of a byte range is not text. `head` may end inside a
+    character.
+    """
     sample = head[: 1 << 16]
     text = sample.decode("utf-8", "replace")
     bad = max(text.count("\ufffd") - sample.count(b"\xef\xbf\xbd") - 1, 0) + text.count("\0")
@@ -120,10 +122,12 @@ def check_replaced(replaced: int, characters: int, limit: float, where: str) -> 
 
 
 def cut_place(window: bytes) -> tuple[int, bool]:
-    """Where to cut a long document whose next PIECE_BYTES bytes are `window`: (offset, whether tokens can differ).
+    """Where to cut a long document whose next PIECE_BYTES bytes are `window`: (offset, whether tokens can
+    differ).
 
-    The cut falls before the last space or newline that follows a character other than white space. There every
-    pre-tokenizer that splits at white space begins a new token, so the pieces' tokens are those of the whole.
+    The cut falls before the last space or newline that follows a character other than white space. There
+    every pre-tokenizer that splits at white space begins a new token, so the pieces' tokens are those of the
+    whole.
     """
     place = space = newline = len(window)
     while True:

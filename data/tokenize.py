@@ -1,7 +1,9 @@
-"""The stage: text to a token store. Work is kept in `OUT.partial` until the store is whole, then renamed to `OUT`.
+"""The stage: text to a token store. Work is kept in `OUT.partial` until the store is whole, then renamed to
+`OUT`.
 
-A run that was stopped, killed or filled the disk continues with the same command: committed shards are skipped. Any number
-of processes may work on one plan at a time (a job array); the one that commits the last shard completes the store.
+A run that was stopped, killed or filled the disk continues with the same command: committed shards are
+skipped. Any number of processes may work on one plan at a time (a job array); the one that commits the last
+shard completes the store.
 """
 
 import os
@@ -23,9 +25,9 @@ from .backends import Backend, open_backend
 from .executors import run_here, run_processes, run_ray
 from .finalize import alone, finalize
 from .inputs import expand_inputs
-from .plan import Plan, Task, default_shard_bytes, write_plan
-from .readers import Batch, ReadOptions, read
+from .readers import DocumentBatch, ReadOptions, read
 from .store import partial
+from .task_plan import Task, TaskPlan, default_shard_bytes, write_plan
 from .tasks import STORE, read_record
 from .text import MAX_REPLACED
 from .tokenizer import FILE, Tokenizer
@@ -38,7 +40,9 @@ KEEP_BYTES = (
 
 @dataclass(frozen=True)
 class Work:
-    """How the tasks are run; nothing here changes a byte of the result. `share` is (index, count) in a job array."""
+    """How the tasks are run; nothing here changes a byte of the result. `share` is (index, count) in a job
+    array.
+    """
 
     workers: int = 1
     executor: Literal["local", "ray"] = "local"
@@ -63,10 +67,12 @@ def tokenize(
     work: Work = ONE_WORKER,
     overwrite: bool = False,
 ) -> Manifest | None:
-    """Tokenise `inputs` into the store `out`; returns its manifest, or None while other elements of a job array have work left.
+    """Tokenise `inputs` into the store `out`; returns its manifest, or None while other elements of a job
+    array have work left.
 
-    `append_eos` None appends the tokenizer's end-of-text token to every document when it has one and `sentences` is off.
-    Raises WrongUse, Failed and Refused for the user's and the input's faults, Stopped on SIGTERM.
+    `append_eos` None appends the tokenizer's end-of-text token to every document when it has one and
+    `sentences` is off. Raises WrongUse, Failed and Refused for the user's and the input's faults, Stopped on
+    SIGTERM.
     """
     out = Path(os.path.realpath(out))  # a link leads to the disk that is meant
     if overwrite and work.share is not None:
@@ -127,7 +133,7 @@ def make_plan(
     append_eos: bool | None,
     sentences: bool,
     shard_bytes: int | None,
-) -> Plan:
+) -> TaskPlan:
     """The plan for the inputs as they are now. Raises WrongUse for inputs or settings that cannot be."""
     if append_eos and sentences:
         why = "a sentence store keeps sentences as they are"
@@ -141,10 +147,10 @@ def make_plan(
         options = replace(options, piece_bytes=None)
     sources = tuple(expand_inputs(inputs))
     size = shard_bytes or default_shard_bytes(sum(source.bytes for source in sources))
-    return Plan(sources, options, tokenizer.fingerprint(), append_eos, sentences, size, tokenizer.special)
+    return TaskPlan(sources, options, tokenizer.fingerprint(), append_eos, sentences, size, tokenizer.special)
 
 
-def _run(folder: Path, plan: Plan, tasks: list[Task], tokenizer: Tokenizer, work: Work) -> None:
+def _run(folder: Path, plan: TaskPlan, tasks: list[Task], tokenizer: Tokenizer, work: Work) -> None:
     if work.share is not None:
         index, count = work.share
         if index >= count:
@@ -166,11 +172,13 @@ def _run(folder: Path, plan: Plan, tasks: list[Task], tokenizer: Tokenizer, work
             run_processes(folder, todo, work.workers, backend.name, bar.advance)
 
 
-def _checked_backend(plan: Plan, task: Task, tokenizer: Tokenizer, name: str) -> Backend:
-    """The backend, checked on the first documents of a task; text that starts badly is said before the work, not after."""
+def _checked_backend(plan: TaskPlan, task: Task, tokenizer: Tokenizer, name: str) -> Backend:
+    """The backend, checked on the first documents of a task; text that starts badly is said before the work,
+    not after.
+    """
     span, counts = task.spans[0], Counter[str]()
     batches = read(plan.sources[span.source], span.start, span.stop, plan.options, counts)
-    texts = next(batches, Batch([])).texts
+    texts = next(batches, DocumentBatch([])).texts
     if counts["replaced"] > MAX_REPLACED * sum(map(len, texts)):
         path = plan.sources[span.source].path
         warn(
@@ -179,16 +187,18 @@ def _checked_backend(plan: Plan, task: Task, tokenizer: Tokenizer, name: str) ->
     return open_backend(tokenizer, name, texts)
 
 
-def _completed(out: Path, plan: Plan, folder: Path) -> Manifest | None:
-    """The manifest of `out` when it is the store of this plan, as by another process meanwhile; what is left of work goes."""
+def _completed(out: Path, plan: TaskPlan, folder: Path) -> Manifest | None:
+    """The manifest of `out` when it is the store of this plan, as by another process meanwhile; what is left
+    of work goes.
+    """
     manifest = read_manifest(out) if is_artifact(out) else None
-    if manifest is None or manifest.facts.get("plan") != plan.hash:
+    if manifest is None or manifest.facts.get("made", {}).get("plan") != plan.hash:
         return None
     shutil.rmtree(folder, ignore_errors=True)
     return manifest
 
 
-def _clear_up(folder: Path, plan: Plan, error: BaseException) -> None:
+def _clear_up(folder: Path, plan: TaskPlan, error: BaseException) -> None:
     """After an error keep what is committed where it is worth it; leave nothing when nothing is."""
     ours = isinstance(error, ThroughlineError)
     if any(folder.glob("[0-9]*.json")) and (

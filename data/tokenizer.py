@@ -1,4 +1,5 @@
-"""The tokenizer that every stage uses: a `tokenizer.json` in the Hugging Face format, and which ids have a role.
+"""The tokenizer that every stage uses: a `tokenizer.json` in the Hugging Face format, and which ids have a
+role.
 
 Encoding never adds special tokens and never makes one out of text: a document that contains the characters
 `<|endoftext|>` or `[MASK]` is encoded as those characters.
@@ -68,8 +69,8 @@ class Tokenizer:
     def load(cls, path: Path | str, special: dict[str, int] | None = None) -> "Tokenizer":
         """Load from a tokenizer artifact, a store, a checkpoint, a model directory or a tokenizer.json.
 
-        `special` has the ids of the roles where the place does not state them. Raises WrongUse when there is no tokenizer there
-        and Refused when the file is damaged.
+        `special` has the ids of the roles where the place does not state them. Raises WrongUse when there is
+        no tokenizer there and Refused when the file is damaged.
         """
         path = Path(path)
         file = path / FILE if path.is_dir() else path
@@ -83,7 +84,8 @@ class Tokenizer:
             raise Refused("not a tokenizer", where=file, why=str(error), fix=fix) from error
         return cls(text, _stated_roles(file) if special is None else special, str(file))
 
-    # Whoever needs these two parses anew: kept, the words and merges of GPT-2 would take 50 MB as Python objects.
+    # Whoever needs these two parses anew: kept, the words and merges of GPT-2 would take 50 MB as Python
+    # objects.
     @property
     def config(self) -> dict[str, Any]:
         """The content of the tokenizer.json."""
@@ -102,7 +104,7 @@ class Tokenizer:
 
     @cached_property
     def type(self) -> str:
-        """ "bpe", "wordpiece" or "char"; for other foreign models their name in lower case."""
+        """One of "bpe", "wordpiece", "char"; for other foreign models their name in lower case."""
         model = str(self._steps["model"]["type"] or "").lower()
         splits = self._steps.get("pre_tokenizer") or {}
         return "char" if model == "wordlevel" and splits.get("type") == "Split" else model
@@ -157,7 +159,9 @@ class Tokenizer:
 
     @cached_property
     def splits_at_space(self) -> bool:
-        """Whether text may be cut before white space without changing its tokens (true of all that are made here)."""
+        """Whether text may be cut before white space without changing its tokens (true of all that are made
+        here).
+        """
         steps = _flatten(self._steps.get("pre_tokenizer"), "pretokenizers")
         normal = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "StripAccents"}
         if any(step["type"] not in normal for step in _flatten(self._steps.get("normalizer"), "normalizers")):
@@ -178,6 +182,11 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Token ids of `text`, int32 (tokens,)."""
         return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids as `encode` gives them, and where each token stands in the text: (tokens, 2) characters."""
+        encoding = self._library.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts back to back, int32 (tokens,), and the tokens of each, int64 (texts,)."""
@@ -200,7 +209,9 @@ class Tokenizer:
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def fingerprint(self) -> str:
-        """sha256 of the tokenizer.json in canonical form: the same for the same tokens, however the file is laid out."""
+        """sha256 of the tokenizer.json in canonical form: the same for the same tokens, however the file is
+        laid out.
+        """
         return self._fingerprint
 
     @cached_property
@@ -236,7 +247,9 @@ class Tokenizer:
 
 
 def tokenizer_records(path: Path | str) -> list[Input]:
-    """How an artifact names the tokenizer it was made with: ours, or of another's place the files that are read and no weights."""
+    """How an artifact names the tokenizer it was made with: ours, or of another's place the files that are
+    read and no weights.
+    """
     if is_artifact(path):
         return [input_record(path)]
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
@@ -244,7 +257,9 @@ def tokenizer_records(path: Path | str) -> list[Input]:
 
 
 def tokenizer_beside(store: Path | str) -> Path:
-    """Where the tokenizer.json of a token store is if it has one: in its directory, or beside a Megatron prefix."""
+    """Where the tokenizer.json of a token store is if it has one: in its directory, or beside a Megatron
+    prefix.
+    """
     store = Path(store)
     return (store if store.is_dir() else store.parent) / FILE
 

@@ -1,8 +1,9 @@
-"""Tokenizers made here: byte-level BPE, WordPiece and characters, trained on a sample of the text or imported.
+"""Tokenizers made here: byte-level BPE, WordPiece and characters, trained on a sample of the text or
+imported.
 
-Training is a pure function of the files and the settings: the same tokenizer.json on every run. The library's WordPiece
-trainer is not (ids of continuing characters follow the order of a hash map), so WordPiece is trained by its BPE trainer
-over words whose continuing characters are letters of their own.
+Training is a pure function of the files and the settings: the same tokenizer.json on every run. The library's
+WordPiece trainer is not (ids of continuing characters follow the order of a hash map), so WordPiece is
+trained by its BPE trainer over words whose continuing characters are letters of their own.
 """
 
 import re
@@ -55,9 +56,9 @@ def sample(
 ) -> Iterator[str]:
     """About `budget` bytes of text, each file in proportion to its size; of files below a stripe, every n-th.
 
-    A file that can be read in ranges gives evenly spaced stripes; a compressed one, a dataset, a document per file and what
-    has documents longer than the stripes give their beginning, as much as their share. Raises Failed when more
-    than `max_replaced` of the characters are invalid.
+    A file that can be read in ranges gives evenly spaced stripes; a compressed one, a dataset, a document per
+    file and what has documents longer than the stripes give their beginning, as much as their share. Raises
+    Failed when more than `max_replaced` of the characters are invalid.
     """
     ratios = [COMPRESSED_RATIO if source.compression else 1 for source in sources]
     sizes = [s.bytes * ratio or (budget if s.format == "dataset" else 0) for s, ratio in zip(sources, ratios)]
@@ -100,7 +101,8 @@ def _stripes(
 def train_tokenizer(texts: Iterable[str], kind: Type, vocab_size: int, lowercase: bool = True) -> Tokenizer:
     """Train on `texts`. The vocabulary has at most `vocab_size` entries, special tokens included.
 
-    Raises Failed when there is no text or the merging would not fit into memory, WrongUse for a vocabulary too small.
+    Raises Failed when there is no text or the merging would not fit into memory, WrongUse for a vocabulary
+    too small.
     """
     if kind == "char":
         return _characters(texts, vocab_size)
@@ -211,7 +213,9 @@ def _watched(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _merge(library: Library, words: Counter[str], vocab_size: int, alphabet: list[str]) -> None:
-    """Train the BPE model of `library` on counted words, alphabet first; each word is given as often as it counts."""
+    """Train the BPE model of `library` on counted words, alphabet first; each word is given as often as it
+    counts.
+    """
     if not words:
         raise Failed("no text to train on", fix="name inputs that hold text")
     check_memory(len(words))
@@ -236,7 +240,9 @@ def _repeated(words: Counter[str]) -> Iterator[str]:
 
 
 def check_memory(words: int) -> None:
-    """Say how much memory merging this many distinct words takes; raise Failed when that is more than is free."""
+    """Say how much memory merging this many distinct words takes; raise Failed when that is more than is
+    free.
+    """
     needed, free = (
         words * WORD_BYTES + (128 << 20),
         min(psutil.virtual_memory().available, memory_limit_bytes()),
@@ -270,7 +276,9 @@ def _made(library: Library, vocab_size: int) -> Tokenizer:
 
 
 def _characters(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Ids in the order of code points, then the special tokens; rarer characters than there is room for become unknown."""
+    """Ids in the order of code points, then the special tokens; rarer characters than there is room for
+    become unknown.
+    """
     seen: Counter[str] = Counter()
     for text in texts:
         seen.update(text)
@@ -287,8 +295,11 @@ def _characters(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def bert_library(vocab: dict[str, int], lowercase: bool) -> Library:
-    """BERT's tokenizer over a vocabulary: its normaliser, its splitting at white space and punctuation, greedy WordPiece."""
-    library = Library(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))
+    """BERT's tokenizer over a vocabulary: its normaliser, its splitting at white space and punctuation,
+    greedy WordPiece.
+    """
+    unknown = "[UNK]"
+    library = Library(models.WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
     library.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     library.decoder = decoders.WordPiece()
@@ -301,10 +312,11 @@ def bert_library(vocab: dict[str, int], lowercase: bool) -> Library:
 
 
 def import_tokenizer(path: Path | str, lowercase: bool | None = None) -> tuple[Tokenizer, list[Path]]:
-    """A GPT-2 vocabulary (encoder.json + vocab.bpe, or vocab.json + merges.txt), BERT's vocab.txt, or a tokenizer.json.
+    """A GPT-2 vocabulary (encoder.json + vocab.bpe, or vocab.json + merges.txt), BERT's vocab.txt, or a
+    tokenizer.json.
 
-    `path` is the directory or one of the files; also returned are the files it was made from. `lowercase` of a BERT
-    vocabulary is found out from its entries when not given. Raises WrongUse and Refused.
+    `path` is the directory or one of the files; also returned are the files it was made from. `lowercase` of
+    a BERT vocabulary is found out from its entries when not given. Raises WrongUse and Refused.
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent

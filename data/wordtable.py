@@ -1,8 +1,9 @@
 """A cache from words to token ids that NumPy reads a chunk at a time: what our own tokenizer engines share.
 
-A word is a stretch of at most 32 UTF-8 bytes read as 1, 2 or 4 little-endian uint64s, the bytes after its end set to 0xFF,
-which UTF-8 never contains: keys are exact, not hashes. Tables are open-addressed. Longer words go through a dict. New
-words are handed to `solve`, once each; when LIMIT words are known all are forgotten, so memory is bounded (about 130 MB).
+A word is a stretch of at most 32 UTF-8 bytes read as 1, 2 or 4 little-endian uint64s, the bytes after its end
+set to 0xFF, which UTF-8 never contains: keys are exact, not hashes. Tables are open-addressed. Longer words
+go through a dict. New words are handed to `solve`, once each; when LIMIT words are known all are forgotten,
+so memory is bounded (about 130 MB).
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ Solver = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.nda
 
 
 class WordTable:
-    """Words to ids. `solve(data, starts, lengths) -> (ids laid end to end, ids per word)` is asked for words not yet known."""
+    """Words to ids. `solve(data, starts, lengths) -> (ids laid end to end, ids per word)` is asked for words
+    not yet known.
+    """
 
     def __init__(self, solve: Solver):
         self._solve = solve

@@ -1,4 +1,6 @@
-"""Our NumPy engines give the ids of the `tokenizers` library: on every script, every code point, and whatever is nasty."""
+"""Our NumPy engines give the ids of the `tokenizers` library: on every script, every code point, and whatever
+is nasty.
+"""
 
 import bz2
 import gzip
@@ -17,15 +19,37 @@ from throughline.data.engines_wordpiece import WordPieceEngine
 from tokenizers import models, normalizers, pre_tokenizers
 
 MORE = (
-    "'s's 're'll x's 'stuff ''s \n's \t't 'S a'b", "x \n\n  y\u00a0z \u3000 w  ", "a  ", "  a", "\n\n", "don't", "can't've",
-    "'", "''", "' s", " 's", "\u302e\u302f a\U0001d165\U0001d16d", "a\x00b", "\x00" * 8 + "x", "word" * 200, "½" * 120 + " x",
-    "é" * 101, "é" * 100, "x" * 100, "x" * 101, "한국어 각 힣", "ẍ ½ ０１", "Ω Å K", "\ufb1d", "xx0x1x01 10 0 1 11",
-)  # fmt: skip
+    "'s's 're'll x's 'stuff ''s \n's \t't 'S a'b",
+    "x \n\n  y\u00a0z \u3000 w  ",
+    "a  ",
+    "  a",
+    "\n\n",
+    "don't",
+    "can't've",
+    "'",
+    "''",
+    "' s",
+    " 's",
+    "\u302e\u302f a\U0001d165\U0001d16d",
+    "a\x00b",
+    "\x00" * 8 + "x",
+    "word" * 200,
+    "½" * 120 + " x",
+    "é" * 101,
+    "é" * 100,
+    "x" * 100,
+    "x" * 101,
+    "한국어 각 힣",
+    "ẍ ½ ０１",
+    "Ω Å K",
+    "\ufb1d",
+    "xx0x1x01 10 0 1 11",
+)
 
 
 @pytest.fixture(scope="module")
-def wordpiece(shared) -> str:
-    lines = (shared / "data" / "bert-base-uncased" / "vocab.txt").read_text("utf-8").splitlines()
+def wordpiece(samples) -> str:
+    lines = (samples / "bert-base-uncased" / "vocab.txt").read_text("utf-8").splitlines()
     return wordpiece_config({token: i for i, token in enumerate(lines)})
 
 
@@ -38,8 +62,8 @@ def wordpiece_config(vocab, **normalizer) -> str:
 
 
 @pytest.fixture(scope="module")
-def bpe(shared) -> str:
-    folder = shared / "data" / "gpt2-bpe"
+def bpe(samples) -> str:
+    folder = samples / "gpt2-bpe"
     lines = (folder / "vocab.bpe").read_text("utf-8").split("\n")[1:]
     library = tokenizers.Tokenizer(
         models.BPE(
@@ -108,15 +132,17 @@ def test_every_language(wordpiece, bpe, shared):
             same(engine, config, texts)
 
 
-def test_a_novel(wordpiece, bpe, shared):
-    path = sorted((shared / "data" / "novels").glob("*.bz2"))[0]
+def test_a_novel(wordpiece, bpe, samples):
+    path = sorted((samples / "novels").glob("*.bz2"))[0]
     text = bz2.decompress(path.read_bytes()).decode("utf-8", "replace")[:200_000]
     for engine, config in both(wordpiece, bpe):
         same(engine, config, [text, *text.split("\n\n")])
 
 
 def test_every_code_point(wordpiece, bpe):
-    """Each one between letters, doubled, and after a blank; of ideographs, Hangul and what is not assigned a sample."""
+    """Each one between letters, doubled, and after a blank; of ideographs, Hangul and what is not assigned a
+    sample.
+    """
     alike = [
         (0x3400, 0x4DB0),
         (0x4E00, 0x9FF0),

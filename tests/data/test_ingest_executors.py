@@ -1,4 +1,6 @@
-"""Who runs the tasks changes no byte: an emitted job array, run for real element by element; a Ray cluster that loses a node."""
+"""Who runs the tasks changes no byte: an emitted job array, run for real element by element; a Ray cluster
+that loses a node.
+"""
 
 import hashlib
 import json
@@ -163,7 +165,9 @@ os.replace = replace
 def test_a_killed_worker_is_replaced(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first worker that commits shard 3 is killed by signal 9 (planted where Python starts): its task is tried again."""
+    """The first worker that commits shard 3 is killed by signal 9 (planted where Python starts): its task is
+    tried again.
+    """
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "sitecustomize.py").write_text(KILLED_ONCE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "start"))
@@ -215,9 +219,11 @@ finally:
 
 @pytest.mark.slow
 def test_a_ray_cluster_that_loses_a_node_gives_the_same_bytes(place: Path, tmp_path: Path) -> None:
-    """Two one-core nodes beside a head without cores; one is taken away without grace. No process is left behind.
+    """Two one-core nodes beside a head without cores; one is taken away without grace. No process is left
+    behind.
 
-    Shards from 5 on wait (planted where Python starts) until the node is gone, so that it always goes in the middle.
+    Shards from 5 on wait (planted where Python starts) until the node is gone, so that it always goes in the
+    middle.
     """
     pytest.importorskip("ray", reason="ray is not installed (extra ray; it has no wheel for some Pythons)")
     assert len(list((place / "plain").glob("*.bin"))) > 8

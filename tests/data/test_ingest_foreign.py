@@ -1,4 +1,6 @@
-"""Tokenizers and tables that others wrote: which token ends a text, what is special, and what of a place is recorded."""
+"""Tokenizers and tables that others wrote: which token ends a text, what is special, and what of a place is
+recorded.
+"""
 
 import json
 import shutil
@@ -16,9 +18,9 @@ from throughline.data import backends, executors
 from throughline.data.backends import BACKENDS, open_backend
 from throughline.data.inputs import expand_inputs
 from throughline.data.inspect import inspect_store
-from throughline.data.plan import write_plan
 from throughline.data.readers import ReadOptions, read
 from throughline.data.store import TokenStore
+from throughline.data.task_plan import write_plan
 from throughline.data.tokenize import Work, make_plan, tokenize
 from throughline.data.tokenizer import CONFIG, FILE, Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
@@ -28,7 +30,9 @@ TEXTS = [f"The cat {i} sat on a mat and saw {i % 7} dogs." for i in range(400)]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text, and `model`, a directory whose end of text is a token that only its tokenizer_config.json names."""
+    """A text, and `model`, a directory whose end of text is a token that only its tokenizer_config.json
+    names.
+    """
     folder = tmp_path_factory.mktemp("foreign")
     (folder / "t.txt").write_text("\n\n".join(TEXTS))
     config = json.loads(train_tokenizer(TEXTS, "bpe", 300).to_json())
@@ -94,8 +98,10 @@ def test_what_else_lies_in_a_model_directory_is_not_recorded(place: Path, tmp_pa
     tokenize([str(place / "t.txt")], tmp_path / "model", tmp_path / "model" / "tokens")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
     assert [(item.path, same) for _, item, same in chain(tmp_path / "model" / "tokens")] == [
-        (str(tmp_path / "model" / FILE), True), (str(tmp_path / "model" / CONFIG), True), (str(place / "t.txt"), True),
-    ]  # fmt: skip
+        (str(tmp_path / "model" / FILE), True),
+        (str(tmp_path / "model" / CONFIG), True),
+        (str(place / "t.txt"), True),
+    ]
 
 
 def changed(place: Path, **change: object) -> Tokenizer:
@@ -115,7 +121,9 @@ def test_a_role_is_special_whatever_the_file_calls_it(place: Path) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS["bpe"])
 def test_added_tokens_that_are_not_special_are_left_to_the_reference(place: Path, name: str) -> None:
-    """Their text does become their id; no sample need hold it, so that no check of a backend would show the difference."""
+    """Their text does become their id; no sample need hold it, so that no check of a backend would show the
+    difference.
+    """
     tokenizer = changed(place, special=False, content="<tool>")
     assert 299 in tokenizer.encode("a <tool> b")
     with pytest.raises(WrongUse, match=r"bpe-numpy|gigatoken(.|\n)*not special"):
@@ -150,7 +158,7 @@ def test_text_columns_of_every_kind_are_read(place: Path, tmp_path: Path, kind: 
     assert (
         manifest is not None
         and manifest.facts["documents"] == len(TEXTS)
-        and manifest.facts["counts"]["empty"] == 1
+        and manifest.facts["made"]["counts"]["empty"] == 1
     )
     assert manifest.facts["text_bytes"] == sum(map(len, TEXTS))
 

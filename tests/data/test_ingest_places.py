@@ -1,4 +1,6 @@
-"""A tokenisation in odd places: links, disks without links, leavings of others, workers ended half-way, what fits no format."""
+"""A tokenisation in odd places: links, disks without links, leavings of others, workers ended half-way, what
+fits no format.
+"""
 
 import hashlib
 import json
@@ -10,12 +12,12 @@ import pytest
 from throughline.core.artifact import chain
 from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.data import dedup as dedup_module
-from throughline.data import plan as plan_module
 from throughline.data import readers
+from throughline.data import task_plan as plan_module
 from throughline.data import tasks as tasks_module
 from throughline.data import tokenize as tokenize_module
 from throughline.data.backends import Reference
-from throughline.data.readers import Batch, ReadOptions
+from throughline.data.readers import DocumentBatch, ReadOptions
 from throughline.data.stream import Text
 from throughline.data.tasks import Encoder, run_task
 from throughline.data.text import PIECE_BYTES
@@ -116,8 +118,10 @@ def test_a_store_traces_back_from_anywhere(
     tokenize(["../t.txt", "../saved"], os.path.relpath(place / "bpe"), "../tokens")
     monkeypatch.chdir("/")
     assert [(item.path, same) for _, item, same in chain(tmp_path / "tokens")] == [
-        (str(place / "bpe"), True), (str(tmp_path / "t.txt"), True), (str(tmp_path / "saved"), True),
-    ]  # fmt: skip
+        (str(place / "bpe"), True),
+        (str(tmp_path / "t.txt"), True),
+        (str(tmp_path / "saved"), True),
+    ]
     (tmp_path / "saved" / "more").write_text("x")
     assert [same for *_, same in chain(tmp_path / "tokens")] == [True, True, False]
 
@@ -132,15 +136,13 @@ def test_a_link_is_filled_where_it_leads(place: Path, plain: Path, tmp_path: Pat
     assert sorted(os.listdir(tmp_path)) == ["disk", "out"] and os.listdir(tmp_path / "disk") == ["tokens"]
 
 
-def test_what_a_killed_end_left_is_no_obstacle_nor_is_a_disk_without_links(
+def test_a_store_is_replaced_on_a_disk_without_links(
     place: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def link(*_: object, **__: object) -> None:
         raise PermissionError(1, "Operation not permitted")  # of a file system that has no hard links
 
     monkeypatch.setattr(os, "link", link)
-    (tmp_path / ".out.old.tmp").mkdir()
-    (tmp_path / ".out.old.tmp" / "00000.bin").touch()
     run(place, tmp_path / "out", tokenizer="wp")
     run(place, tmp_path / "out", shard_bytes=20_000, overwrite=True)
     assert files_hash(tmp_path / "out") == files_hash(plain) and os.listdir(tmp_path) == ["out"]
@@ -152,7 +154,7 @@ def test_a_sentence_without_end_takes_no_more_memory_than_a_piece(place: Path) -
     encode = Encoder(tokenizer, Reference(tokenizer), append_eos=False, sentences=True)
     piece, found = " word" * (PIECE_BYTES // 10), []
     for number in range(7):
-        ids, lengths, documents = encode(Batch([piece], continues=number < 6))
+        ids, lengths, documents = encode(DocumentBatch([piece], continues=number < 6))
         assert len(encode._tail) < 2 * PIECE_BYTES
         found.append((len(ids), lengths.tolist(), documents.tolist()))
     total = 7 * len(tokenizer.encode(piece))
@@ -214,4 +216,4 @@ def test_documents_without_a_token_are_counted_as_empty(place: Path, tmp_path: P
         manifest = tokenize(
             [str(tmp_path / "t.jsonl")], place / "wp", tmp_path / f"out-{sentences}", sentences=sentences
         )
-        assert manifest.facts["documents"] == 2 and manifest.facts["counts"]["empty"] == 2
+        assert manifest.facts["documents"] == 2 and manifest.facts["made"]["counts"]["empty"] == 2

@@ -1,4 +1,6 @@
-"""Readers: byte ranges share and lose nothing, long documents are cut by their own content, dirt is counted, damage is named."""
+"""Readers: byte ranges share and lose nothing, long documents are cut by their own content, dirt is counted,
+damage is named.
+"""
 
 import bz2
 import gzip
@@ -68,7 +70,8 @@ def test_ranges_partition_the_documents(tmp_path_factory, mode, raw, cuts, block
         return
     text = (raw.decode() + "\n\n").replace("\0", "\ufffd").replace("\r\n", "\n")
     plain = text.split("\n") if mode == "line" else re.split(r"\n(?:[ \t\r]*\n)+", text)
-    # White space alone is no document, unless it is longer than a piece: then it was begun before it was seen.
+    # White space alone is no document, unless it is longer than a piece: then it was begun before it was
+    # seen.
     assert whole == [document for document in plain if document.strip() or len(document) > piece]
 
 
@@ -79,7 +82,9 @@ def test_blocks_are_split_at_blank_lines(tmp_path: Path) -> None:
 
 
 def test_long_line_is_cut_before_white_space(tmp_path: Path) -> None:
-    """Pieces of a document begin at white space, join to the document, and do not depend on how the file was read."""
+    """Pieces of a document begin at white space, join to the document, and do not depend on how the file was
+    read.
+    """
     words = "word " * 5000 + "\u3000 " + "x" * 3000 + " tail"
     (tmp_path / "t.txt").write_text(f"first\n{words}\nlast\n")
     [source] = expand_inputs([str(tmp_path / "t.txt")])
@@ -97,7 +102,9 @@ def test_long_line_is_cut_before_white_space(tmp_path: Path) -> None:
 
 
 def test_a_long_run_of_mixed_white_space_takes_no_time() -> None:
-    """Spaces and no-break spaces in turn, as web pages have them, are gone through once: 4 MiB took 18 s of CPU time, not 2."""
+    """Spaces and no-break spaces in turn, as web pages have them, are gone through once: 4 MiB took 18 s of
+    CPU time, not 2.
+    """
     window = ("\u00a0 ".encode() * 400_000)[: 1 << 20]
     start = time.process_time()
     assert [cut_place(window) for _ in range(4)] == [((1 << 20) - 1, True)] * 4
@@ -108,7 +115,9 @@ def test_a_long_run_of_mixed_white_space_takes_no_time() -> None:
 def test_a_long_document_held_whole_is_looked_at_a_few_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """As for removing duplicates: a file without separators, of 1,000 reads, is not scanned again at every one of them."""
+    """As for removing duplicates: a file without separators, of 1,000 reads, is not scanned again at every
+    one of them.
+    """
     text = "first\n\n" + "words without end " * 5000 + "\n\nlast"
     (tmp_path / "t.txt").write_text(text)
     monkeypatch.setattr(streams, "BLOCK_BYTES", 90)
@@ -234,7 +243,9 @@ def test_inputs_expand_in_order_and_complain(tmp_path: Path) -> None:
 
 
 def test_directories_are_walked_whole(tmp_path: Path) -> None:
-    """A glob of directories, links to directories (in circles too) and whatever spelling of a path: each file once, none lost."""
+    """A glob of directories, links to directories (in circles too) and whatever spelling of a path: each file
+    once, none lost.
+    """
     corpus = tmp_path / "my corpus"
     for name in ("é/a.txt", ".git/b.txt", "c.txt", "../elsewhere/d.txt"):
         (corpus / name).parent.mkdir(parents=True, exist_ok=True)
@@ -294,7 +305,9 @@ def test_columns_of_any_name_and_progress_in_bytes_of_the_file(tmp_path: Path) -
 
 
 def test_datasets_streamed_split_and_without_text(tmp_path: Path) -> None:
-    """`datasets:NAME` (here a directory: no network), a split of a saved dictionary, and columns that hold no text."""
+    """`datasets:NAME` (here a directory: no network), a split of a saved dictionary, and columns that hold no
+    text.
+    """
     import datasets
 
     (tmp_path / "hub").mkdir()

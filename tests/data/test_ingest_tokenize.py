@@ -1,4 +1,6 @@
-"""The stage: the same bytes whoever does the work and however it is interrupted; clear errors and nothing half-written."""
+"""The stage: the same bytes whoever does the work and however it is interrupted; clear errors and nothing
+half-written.
+"""
 
 import hashlib
 import json
@@ -16,7 +18,7 @@ from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
 from throughline.data import tasks as tasks_module
 from throughline.data import tokenize as tokenize_module
 from throughline.data.backends import Reference
-from throughline.data.readers import Batch, ReadOptions
+from throughline.data.readers import DocumentBatch, ReadOptions
 from throughline.data.sentences import split_sentences
 from throughline.data.store import TokenStore
 from throughline.data.tasks import Encoder
@@ -79,8 +81,25 @@ def run(place: Path, out: Path, tokenizer: str = "bpe", **settings) -> Path:
 
 def command(place: Path, out: Path, *more: str) -> list[str]:
     main = "import sys; from throughline.cli.main import main; sys.exit(main())"
-    return [sys.executable, "-c", main, "data", "tokenize", str(place / "corpus"), "--tokenizer", str(place / "bpe"),
-            "--out", str(out), "--shard-bytes", "20000", "--workers", "1", "--backend", "tokenizers", *more]  # fmt: skip
+    return [
+        sys.executable,
+        "-c",
+        main,
+        "data",
+        "tokenize",
+        str(place / "corpus"),
+        "--tokenizer",
+        str(place / "bpe"),
+        "--out",
+        str(out),
+        "--shard-bytes",
+        "20000",
+        "--workers",
+        "1",
+        "--backend",
+        "tokenizers",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +204,9 @@ PHASES = {
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_kill_in_every_phase_then_continue(place: Path, plain: Path, tmp_path: Path, phase: str) -> None:
-    """kill -9 (os.kill from inside) at each step of a task and of the end; the same command then gives the same bytes."""
+    """kill -9 (os.kill from inside) at each step of a task and of the end; the same command then gives the
+    same bytes.
+    """
     target, count = PHASES[phase]
     module = "finalize" if target in ("seal", "os.rename", "shutil.rmtree") else "tasks"
     code = f"""
@@ -265,7 +286,9 @@ def test_another_builder_completes_before_the_first_look(
 def test_another_builder_completes_first(
     place: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: bool
 ) -> None:
-    """The store appears, and the directory of work goes, between this builder's last task and its look at the records."""
+    """The store appears, and the directory of work goes, between this builder's last task and its look at the
+    records.
+    """
     out, real = tmp_path / "out", tokenize_module._run
 
     def late(*args) -> None:
@@ -405,7 +428,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(place: Path, tmp_path: Path, 
 def test_single_bad_bytes_are_replaced_and_counted(place: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"good text " * 500 + b"\xff\x00" + b" good text" * 500)
     manifest = tokenize([str(tmp_path / "t.txt")], place / "bpe", tmp_path / "out")
-    assert manifest.facts["counts"]["replaced"] == 2 and manifest.facts["counts"]["nul"] == 1
+    assert manifest.facts["made"]["counts"]["replaced"] == 2 and manifest.facts["made"]["counts"]["nul"] == 1
 
 
 def test_vocabulary_decides_the_dtype(place: Path, tmp_path: Path) -> None:
@@ -429,9 +452,9 @@ def test_empty_documents_and_open_documents(place: Path) -> None:
     tokenizer = Tokenizer.load(place / "wp")
     tokenizer.special["eos"] = 3
     encode = Encoder(tokenizer, Reference(tokenizer), append_eos=True, sentences=False)
-    ids, lengths, documents = encode(Batch(["\u200b", "a"], continues=True))
+    ids, lengths, documents = encode(DocumentBatch(["\u200b", "a"], continues=True))
     assert len(lengths) == 0 and len(documents) == 0 and 3 not in ids
-    ids, lengths, documents = encode(Batch(["", "\u200b", "a"]))
+    ids, lengths, documents = encode(DocumentBatch(["", "\u200b", "a"]))
     assert (
         ids.tolist() == [3, *tokenizer.encode("a"), 3]
         and lengths.tolist() == [2, 2]

@@ -1,4 +1,6 @@
-"""Tokenizers: deterministic training, exact imports, no special token out of text, backends equal to the reference."""
+"""Tokenizers: deterministic training, exact imports, no special token out of text, backends equal to the
+reference.
+"""
 
 import json
 import os
@@ -83,16 +85,20 @@ def test_characters_are_in_code_point_order() -> None:
     assert made.encode("\nabcz").tolist() == [0, 1, 2, 3, made.unk_id]
 
 
-def test_gpt2_and_bert_vocabularies(shared: Path) -> None:
+def test_gpt2_and_bert_vocabularies(samples: Path) -> None:
     """Known ids of known texts (GPT-2's and BERT's own), roles, and the types."""
-    gpt2, files = import_tokenizer(shared / "data/gpt2-bpe")
+    gpt2, files = import_tokenizer(samples / "gpt2-bpe")
     assert [file.name for file in files] == ["encoder.json", "vocab.bpe"]
     assert gpt2.encode("Hello world").tolist() == [15496, 995] and gpt2.eos_id == 50256 == gpt2.vocab_size - 1
-    bert, _ = import_tokenizer(shared / "data/bert-base-uncased")
+    bert, _ = import_tokenizer(samples / "bert-base-uncased")
     assert bert.encode("Hello World").tolist() == [7592, 2088] and bert.special == {
-        "pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103,
-    }  # fmt: skip
-    assert import_tokenizer(shared / "data/bert-base-uncased/vocab.txt", lowercase=False)[0].encode(
+        "pad": 0,
+        "unk": 100,
+        "cls": 101,
+        "sep": 102,
+        "mask": 103,
+    }
+    assert import_tokenizer(samples / "bert-base-uncased/vocab.txt", lowercase=False)[0].encode(
         "Hello"
     ).tolist() != [7592]
 
@@ -325,7 +331,9 @@ def test_memory_is_what_the_control_group_allows(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_long_run_of_white_space_takes_no_time() -> None:
-    """The trainer moves what is behind a pair at every merge, of 100,000 spaces 15 s of CPU time, of a megabyte hours."""
+    """The trainer moves what is behind a pair at every merge, of 100,000 spaces 15 s of CPU time, of a
+    megabyte hours.
+    """
     start = time.process_time()
     made = train_tokenizer([" " * 100_000 + "some text", "\n \t" * 50_000, *TEXTS], "bpe", 300)
     assert made.vocab_size == 300 and time.process_time() - start < 10

@@ -1,4 +1,6 @@
-"""BERT rows: google-research's rules for pairs, packed and unpacked rows of the same samples, any batch size, any restart."""
+"""BERT rows: google-research's rules for pairs, packed and unpacked rows of the same samples, any batch size,
+any restart.
+"""
 
 import json
 import resource
@@ -100,7 +102,9 @@ def test_unused_sentences_go_back(tmp_path):
 
 
 def google_rules(documents, length, short_fraction, rng):
-    """google-research's walk over one document at a time, written plainly: (A, B, random?) lengths before shortening."""
+    """google-research's walk over one document at a time, written plainly: (A, B, random?) lengths before
+    shortening.
+    """
     out = []
     for document in documents:
         aim = length - 3
@@ -122,7 +126,9 @@ def google_rules(documents, length, short_fraction, rng):
 
 @pytest.mark.parametrize("short_fraction", [0.0, 0.1, 1.0])
 def test_statistics_equal_a_plain_walk(tmp_path, short_fraction):
-    """Number of samples and share of random ones against the plain walk of other draws: within 5 standard errors."""
+    """Number of samples and share of random ones against the plain walk of other draws: within 5 standard
+    errors.
+    """
     documents = sentences(2, 2000)
     store = make_store(tmp_path, documents)
     rng = np.random.default_rng(5)

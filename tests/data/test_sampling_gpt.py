@@ -1,4 +1,6 @@
-"""GPT rows: the right tokens, each sample once an epoch, the same rows for any batch size, rank count and restart."""
+"""GPT rows: the right tokens, each sample once an epoch, the same rows for any batch size, rank count and
+restart.
+"""
 
 import queue
 
@@ -13,7 +15,9 @@ from throughline.data.store import TokenStore, write_index
 
 
 def make_store(path, sizes, shards=1, seed=0) -> TokenStore:
-    """One sequence per document. A token is its own position in the stream, so a row tells where it came from."""
+    """One sequence per document. A token is its own position in the stream, so a row tells where it came
+    from.
+    """
     first = 0
     for number, part in enumerate(np.array_split(np.asarray(sizes), shards)):
         np.arange(first, first + part.sum(), dtype=np.int32).tofile(path / f"{number:05d}.bin")
@@ -206,10 +210,13 @@ def test_too_little_text_is_said(tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"sequence_length": 0}, {"packing": "packed"}, {"random_offsets": True, "order": "sequential"},
-        {"family": "bert"}, {"family": "bert", "packing": "best_fit"},
+        {"sequence_length": 0},
+        {"packing": "packed"},
+        {"random_offsets": True, "order": "sequential"},
+        {"family": "bert"},
+        {"family": "bert", "packing": "best_fit"},
     ],
-)  # fmt: skip
+)
 def test_options_that_contradict_each_other_are_refused(store, wrong):
     with pytest.raises(WrongUse, match="do not fit together"):
         open_dataset(store, DatasetOptions(**({"family": "gpt", "sequence_length": 16} | wrong)))

@@ -1,4 +1,6 @@
-"""Dynamic masks: rates within binomial bounds, never a special token, replacements uniform, whole words whole."""
+"""Dynamic masks: rates within binomial bounds, never a special token, replacements uniform, whole words
+whole.
+"""
 
 import numpy as np
 import pytest
@@ -97,7 +99,9 @@ def test_whole_words_are_chosen_whole():
 
 
 def test_draws_belong_to_the_key_not_to_the_neighbours():
-    """A segment gets the same mask alone, among others, and beyond a cacheful; another epoch gives another mask."""
+    """A segment gets the same mask alone, among others, and beyond a cacheful; another epoch gives another
+    mask.
+    """
     masker = make()
     tokens, lengths = text(300, 128)
     keys = key(7, 0, np.arange(300))

@@ -1,4 +1,6 @@
-"""The permutation behind sample order: a bijection for any size, without visible structure, the same for ever."""
+"""The permutation behind sample order: a bijection for any size, without visible structure, the same for
+ever.
+"""
 
 import tracemalloc
 
@@ -48,7 +50,9 @@ def test_every_order_of_four_is_equally_likely():
 
 @pytest.mark.parametrize("n", [100_003, 1 << 17])
 def test_no_visible_structure(n):
-    """Place against image, neighbours and epochs: within what a random permutation shows (bounds at 1 in 1e5 or less)."""
+    """Place against image, neighbours and epochs: within what a random permutation shows (bounds at 1 in 1e5
+    or less).
+    """
     image = permute(np.arange(n), n, seed=3, epoch=0).astype(float)
     table = np.histogram2d(np.arange(n), image, bins=32)[0]
     chi_square = ((table - table.mean()) ** 2 / table.mean()).sum()

@@ -1,4 +1,6 @@
-"""Text tokenised while it is read: the rows of a store, any batch size, restart from one integer, honest limits."""
+"""Text tokenised while it is read: the rows of a store, any batch size, restart from one integer, honest
+limits.
+"""
 
 import gzip
 import itertools
@@ -126,9 +128,16 @@ def test_a_restart_reads_only_where_it_stands(corpus, words, monkeypatch):
 
 def bert(tokenizer: Tokenizer, **others) -> DatasetOptions:
     return DatasetOptions(
-        "bert", 64, vocab_size=tokenizer.vocab_size, special_ids=tuple(tokenizer.special_ids), pad_id=tokenizer.pad_id,
-        cls_id=tokenizer.cls_id, sep_id=tokenizer.sep_id, mask_id=tokenizer.mask_id, **others,
-    )  # fmt: skip
+        "bert",
+        64,
+        vocab_size=tokenizer.vocab_size,
+        special_ids=tuple(tokenizer.special_ids),
+        pad_id=tokenizer.pad_id,
+        cls_id=tokenizer.cls_id,
+        sep_id=tokenizer.sep_id,
+        mask_id=tokenizer.mask_id,
+        **others,
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +191,9 @@ def test_dirty_text_is_held_to_the_policy(corpus, words, capsys):
 
 
 def test_a_unit_that_holds_little_but_the_end_of_a_long_document(corpus, words):
-    """Of the second thousand bytes only a document of five words begins there: it gives no row, and training goes on."""
+    """Of the second thousand bytes only a document of five words begins there: it gives no row, and training
+    goes on.
+    """
     long = ("w1 " * 700)[:1989]
     (corpus / "t.txt").write_text(f"{long}\nw5 w6 w7 w8 w9\n" + "w11 w12 w13 w14 w15 w16 w17\n" * 100)
     text = Text([str(corpus / "t.txt")], words, LINES, sequence_length=16)

@@ -1,4 +1,6 @@
-"""Token stores: Megatron's format to the byte, many shards as one stream, parts, and every way a store can be broken."""
+"""Token stores: Megatron's format to the byte, many shards as one stream, parts, and every way a store can be
+broken.
+"""
 
 import itertools
 import os
@@ -84,23 +86,37 @@ def test_megatron_lm_reads_ours_and_we_read_its(tmp_path, monkeypatch, pytestcon
 
 
 def load_megatron(checkout: Path, monkeypatch):
-    """indexed_dataset.py alone: its package's `__init__` files and cloud helpers want a GPU stack, so they are stubbed."""
+    """indexed_dataset.py alone: its package's `__init__` files and cloud helpers want a GPU stack, so they
+    are stubbed.
+    """
     import importlib.util
 
     path = checkout / "megatron" / "core" / "datasets" / "indexed_dataset.py"
     if not path.is_file():
         pytest.skip(f"{checkout} has no {path.relative_to(checkout)}")
     stubs = {
-        "megatron": {}, "megatron.core": {}, "megatron.core.datasets": {},
+        "megatron": {},
+        "megatron.core": {},
+        "megatron.core.datasets": {},
         "megatron.core.datasets.object_storage_utils": dict.fromkeys(
-            ("S3Config", "ObjectStorageConfig", "cache_index_file", "dataset_exists", "get_index_cache_path",
-             "get_object_storage_access", "parse_s3_path"), object,
-        ) | {"is_object_storage_path": lambda path: False},
+            (
+                "S3Config",
+                "ObjectStorageConfig",
+                "cache_index_file",
+                "dataset_exists",
+                "get_index_cache_path",
+                "get_object_storage_access",
+                "parse_s3_path",
+            ),
+            object,
+        )
+        | {"is_object_storage_path": lambda path: False},
         "megatron.core.msc_utils": {
-            "MultiStorageClientFeature": types.SimpleNamespace(is_enabled=lambda: False), "maybe_msc": object,
+            "MultiStorageClientFeature": types.SimpleNamespace(is_enabled=lambda: False),
+            "maybe_msc": object,
         },
         "megatron.core.utils": {"log_single_rank": lambda *args, **kwargs: None},
-    }  # fmt: skip
+    }
     for name, members in stubs.items():
         stub = types.ModuleType(name)
         stub.__dict__.update(members)

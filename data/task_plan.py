@@ -1,7 +1,7 @@
 """The plan of a tokenisation: which bytes of which file make which shard, computed from file sizes alone.
 
-Document order is the plan's: sources in the order given, bytes in the order of the file. It does not depend on the shard
-size, on who runs a task or when. A plan of 10 TB takes a second and a few megabytes.
+Document order is the plan's: sources in the order given, bytes in the order of the file. It does not depend
+on the shard size, on who runs a task or when. A plan of 10 TB takes a second and a few megabytes.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 from ..core.errors import Failed, Refused
 from ..core.files import full_disk, read_json, sha256_json, write_atomic
 from .inputs import Source
-from .readers import Batch, ReadOptions, read, splittable
+from .readers import DocumentBatch, ReadOptions, read, splittable
 
 PLAN = "plan.json"
 LEAST_SHARD, MOST_SHARD = (
@@ -45,8 +45,10 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All that decides the tokens, and the shard size. `tokenizer` is a fingerprint, `special` the ids of its roles."""
+class TaskPlan:
+    """All that decides the tokens, and the shard size. `tokenizer` is a fingerprint, `special` the ids of its
+    roles.
+    """
 
     sources: tuple[Source, ...]
     options: ReadOptions
@@ -105,15 +107,17 @@ class Plan:
 
 
 def default_shard_bytes(total: int) -> int:
-    """Shard size for a corpus: 64 shards, but none below 8 MiB nor above 256 MiB of input. Not a matter of the workers."""
+    """Shard size for a corpus: 64 shards, but none below 8 MiB nor above 256 MiB of input. Not a matter of
+    the workers.
+    """
     return min(max(-(-total // 64), LEAST_SHARD), MOST_SHARD)
 
 
-def write_plan(work: Path, plan: Plan) -> None:
+def write_plan(work: Path, plan: TaskPlan) -> None:
     """Put the plan into the work directory, or check that the one there is the same.
 
-    Raises Refused naming what differs (a re-run continues only with the same inputs, tokenizer and settings), Failed when
-    it cannot be written.
+    Raises Refused naming what differs (a re-run continues only with the same inputs, tokenizer and settings),
+    Failed when it cannot be written.
     """
     file = work / PLAN
     if not file.exists():
@@ -128,9 +132,11 @@ def write_plan(work: Path, plan: Plan) -> None:
     differs = differences(read_json(file), json.loads(json.dumps(asdict(plan))))
     if differs:
         raise Refused(
-            "an unfinished tokenisation with other inputs or settings is here", where=work, why="; ".join(differs),
+            "an unfinished tokenisation with other inputs or settings is here",
+            where=work,
+            why="; ".join(differs),
             fix="repeat the first command to continue it, pass --overwrite to start again, or choose another --out",
-        )  # fmt: skip
+        )
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -138,11 +144,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     found = []
     for key in ("tokenizer", "special", "append_eos", "sentences", "shard_bytes", "options"):
         if old.get(key) != new[key]:
-            found.append(
-                f"{key} was {old.get(key)}, is {new[key]}"
-                if key != "tokenizer"
-                else "the tokenizer has changed"
-            )
+            changed = f"{key} was {old.get(key)}, is {new[key]}"
+            found.append("the tokenizer has changed" if key == "tokenizer" else changed)
     before = {source["path"]: source for source in old["sources"]}
     after = {source["path"]: source for source in new["sources"]}
     found += [f"input {path} is gone" for path in before if path not in after][:3]
@@ -155,12 +158,12 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return found
 
 
-def read_plan(work: Path) -> Plan:
+def read_plan(work: Path) -> TaskPlan:
     """The plan in a work directory. Raises WrongUse when there is none."""
     raw = read_json(work / PLAN)
     raw["sources"] = tuple(Source(**source) for source in raw["sources"])
     raw["options"] = ReadOptions(**raw["options"])
-    return Plan(**raw)
+    return TaskPlan(**raw)
 
 
 def check_unchanged(source: Source) -> None:
@@ -185,8 +188,10 @@ def read_unchanged(
     options: ReadOptions,
     counts: Counter[str],
     on_bytes: Callable[[int], None] = lambda _: None,
-) -> Iterator[Batch]:
-    """What `readers.read` gives. Raises Refused when the file is not what it was when the plan was made, before or behind it."""
+) -> Iterator[DocumentBatch]:
+    """What `readers.read` gives. Raises Refused when the file is not what it was when the plan was made,
+    before or behind it.
+    """
     check_unchanged(source)
     yield from read(source, start, stop, options, counts, on_bytes)
     check_unchanged(source)

@@ -1,4 +1,6 @@
-"""Plans of any size are made in seconds from file sizes, and a task that cannot be done ends the work with one error."""
+"""Plans of any size are made in seconds from file sizes, and a task that cannot be done ends the work with
+one error.
+"""
 
 import os
 import time
@@ -10,17 +12,19 @@ import pytest
 from throughline.core.errors import Failed
 from throughline.data import executors
 from throughline.data.inputs import Source
-from throughline.data.plan import PLAN, Plan, Task, default_shard_bytes, read_plan, write_plan
 from throughline.data.readers import ReadOptions
+from throughline.data.task_plan import PLAN, Task, TaskPlan, default_shard_bytes, read_plan, write_plan
 from throughline.data.tasks import read_record
 
 
 def test_a_plan_of_10_tb_takes_seconds(tmp_path: Path) -> None:
-    """40 files of 250 GB: 40,000 shards, every byte in one of them, planned in well under 10 s; a work directory of kilobytes."""
+    """40 files of 250 GB: 40,000 shards, every byte in one of them, planned in well under 10 s; a work
+    directory of kilobytes.
+    """
     start = time.process_time()
     sources = tuple(Source(f"/data/{i:03d}.jsonl", 250 * 10**9 + i, 1, "jsonl") for i in range(40))
     total = sum(source.bytes for source in sources)
-    plan = Plan(sources, ReadOptions(), "f", True, False, default_shard_bytes(total))
+    plan = TaskPlan(sources, ReadOptions(), "f", True, False, default_shard_bytes(total))
     found = plan.tasks()
     write_plan(tmp_path / "work", plan)
     assert (
