@@ -1,50 +1,52 @@
-"""Attention to a part of the sequence: sliding windows and block-sparse patterns that cost no more than what they look at.
+"""Attention to a part of the sequence: sliding windows and block-sparse patterns that cost no more than what
+they look at.
 
-A config with `attention_window` set has one; it replaces `Attention.attend` from outside. The sequence is cut into blocks; for
-each block of queries only the blocks of keys that hold a visible token are gathered, and one fused kernel runs for all query
-blocks that have as many. Inside a gathered block a mask keeps the pattern exact to the token. Documents, padding and a
-relative bias come as the mask that the models make anyway, and only its needed parts are read.
+A config with `attention_window` set has one; it replaces `Attention.attend` from outside. The sequence is cut
+into blocks; for each block of queries only the blocks of keys that hold a visible token are gathered, and one
+fused kernel runs for all query blocks that have as many. Inside a gathered block a mask keeps the pattern
+exact to the token. Documents, padding and a relative bias come as the mask that the models make anyway, and
+only its needed parts are read.
 
 | kind | a token at i sees a token at j when (causal: and j <= i) |
 |---|---|
 | sliding | they are less than `window` apart, or either is in the first `global_blocks` blocks, or i's block drew j's |
 | fixed | both are in the same stretch of `window` tokens, or j is in the last `global_blocks` blocks of a stretch |
 
-Sources: sliding, Beltagy et al. 2020 (Longformer) and, with `random_blocks`, Zaheer et al. 2020 (BigBird); fixed, Child et al.
-2019 (Sparse Transformer, section 4.3). Each block of queries draws its random blocks from those beyond window and global ones, one
-from each of as many equal stretches; other ones in every layer, as in BigBird, but the same for all heads, which one kernel
-serves. A decoder draws from the past alone, so its draws do not change as the text grows; an encoder's depend on the length.
+Sources: sliding, Beltagy et al. 2020 (Longformer) and, with `random_blocks`, Zaheer et al. 2020 (BigBird);
+fixed, Child et al. 2019 (Sparse Transformer, section 4.3). Each block of queries draws its random blocks from
+those beyond window and global ones, one from each of as many equal stretches; other ones in every layer, as
+in BigBird, but the same for all heads, which one kernel serves. A decoder draws from the past alone, so its
+draws do not change as the text grows; an encoder's depend on the length.
 
-Cost: with B blocks of keys to a block of queries, time and the memory of gathered keys and values are B blocks a query block
-instead of S / block; a smaller block follows a window closer and gathers more copies, and 128 to 256 is a good compromise for
-windows of 512. Where memory is short the copies need not be kept for backward: `recompute = "selective"`.
+Cost: with B blocks of keys to a block of queries, time and the memory of gathered keys and values are B
+blocks a query block instead of S / block; a smaller block follows a window closer and gathers more copies,
+and 128 to 256 is a good compromise for windows of 512. Where memory is short the copies need not be kept for
+backward: `recompute = "selective"`.
 
-Shape letters: B batch, S query positions, T key positions, A heads, G key-value heads, D head width; N blocks, C tokens
-of a block, R query blocks computed together, M key blocks that each of them sees.
+Shape letters: B batch, S query positions, T key positions, A heads, G key-value heads, D head width; N
+blocks, C tokens of a block, R query blocks computed together, M key blocks that each of them sees.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import AttentionPattern, GPTConfig
-from .layers import Block, scaled_dot_product
-
-if TYPE_CHECKING:
-    from .bert import BERT
-    from .gpt import GPT
+from .config import AttentionPattern
+from .documents import Documents, attend_documents, has_varlen
+from .layers import Block, Mask, scaled_dot_product
 
 
 def block_table(pattern: AttentionPattern, length: int, causal: bool, layer: int = 0) -> Tensor:
-    """(N, N) bool for a sequence of this length: which blocks of keys hold anything that a block of queries sees.
+    """(N, N) bool for a sequence of this length: which blocks of keys hold anything that a block of queries
+    sees.
 
-    The corners of a pair of blocks decide: all bounds but the window's are at block edges, and the tokens of two
-    blocks that are nearest or in order are corners.
+    The corners of a pair of blocks decide: all bounds but the window's are at block edges, and the tokens of
+    two blocks that are nearest or in order are corners.
     """
     first = torch.arange(-(-length // pattern.block)) * pattern.block
     corners = torch.stack((first, first + pattern.block - 1))  # (2, N)
@@ -67,7 +69,9 @@ class _Group:
 def _rows_by_count(
     pattern: AttentionPattern, length: int, causal: bool, layer: int
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """Query blocks that see the same number of key blocks, and which: numbers only, which a compiler takes as constants."""
+    """Query blocks that see the same number of key blocks, and which: numbers only, which a compiler takes as
+    constants.
+    """
     seen = [row.nonzero()[:, 0].tolist() for row in block_table(pattern, length, causal, layer)]
     grouped: dict[int, tuple[list[int], list[list[int]]]] = {}
     for row, keys in enumerate(seen):
@@ -77,14 +81,17 @@ def _rows_by_count(
     return list(grouped.values())
 
 
-# What torch.compiler.assume_constant_result does; calling it here would import the compiler with every GPT: 70 MB and a second.
+# What torch.compiler.assume_constant_result does; calling it here would import the compiler with every GPT:
+# 70 MB and a second.
 _rows_by_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _make_groups(
     pattern: AttentionPattern, length: int, causal: bool, layer: int, device: torch.device
 ) -> tuple[list[_Group], Tensor]:
-    """The groups of a sequence, and where each query block's result stands when the groups' results are put in a row."""
+    """The groups of a sequence, and where each query block's result stands when the groups' results are put
+    in a row.
+    """
     inside = torch.arange(pattern.block, device=device)
     groups = []
     for row_numbers, key_numbers in _rows_by_count(pattern, length, causal, layer):
@@ -96,7 +103,8 @@ def _make_groups(
     return groups, torch.cat([group.rows_R for group in groups]).argsort()
 
 
-_kept_groups = functools.lru_cache(maxsize=64)(_make_groups)
+# An entry for each layer when blocks are drawn at random: 128 layers at the lengths of training and evaluation.
+_kept_groups = functools.lru_cache(maxsize=256)(_make_groups)
 
 
 def _groups(
@@ -116,18 +124,26 @@ def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Call
         k_BGTD: Tensor,
         v_BGTD: Tensor,
         *,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         is_causal: bool = False,
         dropout: float = 0.0,
     ) -> Tensor:
         length = q_BASD.shape[2]
         if length != k_BGTD.shape[2]:
-            assert causal and mask is not None, "only a decoder with a cache asks for other keys than queries"
+            assert causal and isinstance(mask, Tensor), (
+                "only a decoder with a cache asks for other keys than queries"
+            )
             return scaled_dot_product(
                 q_BASD, k_BGTD, v_BGTD, mask=_cached_mask(pattern, mask, layer), dropout=dropout
             )
         if pattern.kind == "sliding" and length <= pattern.window:  # everything is near: the dense kernel
             return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, is_causal=is_causal, dropout=dropout)
+        banded = pattern.kind == "sliding" and not pattern.global_blocks and not pattern.random_blocks
+        if banded and not isinstance(mask, Tensor) and has_varlen(v_BGTD, dropout):
+            if mask is None:
+                ends = torch.arange(len(q_BASD) + 1, dtype=torch.int32, device=q_BASD.device)
+                mask = Documents(ends * length, length)
+            return attend_documents(q_BASD, k_BGTD, v_BGTD, mask, causal, dropout, pattern.window)
         return _attend_blocks(pattern, causal, layer, (q_BASD, k_BGTD, v_BGTD), mask, dropout)
 
     return attend
@@ -145,7 +161,7 @@ def _attend_blocks(
     causal: bool,
     layer: int,
     qkv: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
+    mask: Mask | None,
     dropout: float,
 ) -> Tensor:
     """Attention group by group; (B, A, S, D)."""
@@ -153,7 +169,9 @@ def _attend_blocks(
     groups, places = _groups(pattern, length, causal, layer, qkv[0].device)
     missing = -length % size
     q, k, v = (_blocks(x, size, missing) for x in qkv)  # each (B, N, C, heads, D)
-    if mask is not None:
+    if isinstance(mask, Documents):
+        mask = F.pad(mask.ids(len(q), length), (0, missing), value=-1)
+    elif mask is not None:
         mask = F.pad(mask, (0, missing, 0, missing if mask.shape[2] > 1 else 0))
     results = []
     for group in groups:
@@ -183,16 +201,22 @@ def _blocks(x_BASD: Tensor, size: int, missing: int) -> Tensor:
 
 
 def _group_mask(group: _Group, mask: Tensor | None, batch: int) -> Tensor:
-    """The pattern and the model's own mask for one group: (B R, 1 or A, C, M C), bool or a bias.
+    """The pattern and the model's own mask, or the numbers of the documents (B, S), for one group.
 
-    A query that would see nothing (a padded place far from all real tokens) sees itself: a softmax over nothing is NaN, and
-    NaN at a padded place would reach the others through the next layer.
+    (B R, 1 or A, C, M C), bool or a bias.
+
+    A query that would see nothing (a padded place far from all real tokens) sees itself: a softmax over
+    nothing is NaN, and NaN at a padded place would reach the others through the next layer.
     """
     visible_RCK = group.visible_RCK
     size = visible_RCK.shape[1]
     if mask is None:
         return visible_RCK.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
-    if mask.shape[2] == 1:  # the same for every query
+    if mask.dim() == 2:
+        blocks = mask.unflatten(1, (-1, size))  # (B, N, C)
+        keys = blocks[:, group.keys_RM].flatten(2)  # (B, R, M C)
+        taken = (blocks[:, group.rows_R][..., None] == keys[:, :, None])[:, :, None]  # (B, R, 1, C, M C)
+    elif mask.shape[2] == 1:  # the same for every query
         blocks = mask.unflatten(3, (-1, size))[:, :, 0]  # (b, a, N, C)
         taken = blocks[:, :, group.keys_RM]  # (b, a, R, M, C)
         taken = taken.transpose(1, 2).flatten(3)[:, :, :, None]  # (b, R, a, 1, M C)
@@ -210,9 +234,7 @@ def _group_mask(group: _Group, mask: Tensor | None, batch: int) -> Tensor:
     return seen.expand(batch, *seen.shape[1:]).flatten(0, 1)
 
 
-def apply_pattern(model: "GPT | BERT", pattern: AttentionPattern) -> None:
-    """Let every block of a GPT or a BERT attend by the pattern: its weights, names and inputs stay what they are."""
-    for layer, block in model.blocks.items():
-        cast(Block, block).attention.attend = make_attend(
-            pattern, isinstance(model.config, GPTConfig), int(layer)
-        )
+def apply_pattern(blocks: nn.ModuleDict, pattern: AttentionPattern, causal: bool) -> None:
+    """Let every block of a model attend by the pattern: its weights, names and inputs stay what they are."""
+    for layer, block in blocks.items():
+        cast(Block, block).attention.attend = make_attend(pattern, causal, int(layer))

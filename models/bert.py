@@ -1,7 +1,7 @@
 """BERT: a bidirectional encoder with a masked-LM head and a next-sentence head.
 
-Post-norm as published by default; `norm_first` gives the pre-norm order of Megatron's BERT. The masked-LM head works on any
-selection of positions, so that training pays for logits only where there is a target.
+Post-norm as published by default; `norm_first` gives the pre-norm order of Megatron's BERT. The masked-LM
+head works on any selection of positions, so that training pays for logits only where there is a target.
 
 Shape letters: B batch, S positions, W width, N selected positions, V vocabulary.
 """
@@ -12,15 +12,17 @@ from torch.nn import functional as F
 
 from .attention_patterns import apply_pattern
 from .config import BERTConfig
-from .layers import Block, RelativeBias, activation_function, make_norm
+from .documents import Documents
+from .layers import Block, Mask, RelativeBias, activation_function, make_norm
 from .linear import Linear, linear
 
 
 class BERT(nn.Module):
-    """`model(ids)` gives logits everywhere; training calls `hidden`, `mlm_head` on the masked positions, and `nsp_head`.
+    """`model(ids)` gives logits everywhere; training calls `hidden`, `mlm_head` on the masked positions, and
+    `nsp_head`.
 
-    Blocks are keyed by their layer number. Parameters have torch's default values until `init.initialise` or a
-    checkpoint fills them.
+    Blocks are keyed by their layer number. Parameters have torch's default values until `init.initialise` or
+    a checkpoint fills them.
     """
 
     def __init__(self, config: BERTConfig) -> None:
@@ -33,7 +35,7 @@ class BERT(nn.Module):
         self.relative_bias = RelativeBias(config) if config.relative_buckets else None
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
         if config.attention_pattern is not None:
-            apply_pattern(self, config.attention_pattern)
+            apply_pattern(self.blocks, config.attention_pattern, causal=False)
         self.norm = make_norm(config)  # after the embeddings (post-norm) or after the last block (norm_first)
         self.mlm_transform = Linear(width, width, bias=config.bias) if config.mlm_transform else None
         self.mlm_norm = make_norm(config) if config.mlm_transform else None
@@ -53,16 +55,19 @@ class BERT(nn.Module):
         attention_mask: Tensor | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        document_bounds: Tensor | None = None,
     ) -> Tensor:
         """Ids (B, S) -> (B, S, W).
 
-        `token_types` (B, S): sentence A (0, when absent) or B (1). `attention_mask` (B, S) bool: True for real tokens.
-        `positions` (B, S): 0, 1, 2, ... when absent. `document_ids` (B, S): tokens of a packed row see only their own document.
+        `token_types` (B, S): sentence A (0, when absent) or B (1). `attention_mask` (B, S) bool: True for
+        real tokens. `positions` (B, S): 0, 1, 2, ... when absent. `document_ids` (B, S): tokens of a packed
+        row see only their own document. `document_bounds` (N + 1,): the same for documents that are runs of
+        tokens, see `Documents`, without a dense mask; padding is a document of its own.
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x_BSW = self.embed(input_ids, positions, token_types)
-        return self.encode(x_BSW, positions, attention_mask, document_ids)
+        return self.encode(x_BSW, positions, attention_mask, document_ids, None, document_bounds)
 
     def embed(self, input_ids: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
         """Ids (B, S), positions (S,) or (B, S), types (B, S) -> (B, S, W)."""
@@ -82,22 +87,31 @@ class BERT(nn.Module):
         positions: Tensor,
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
+        document_bounds: Tensor | None = None,
     ) -> Tensor:
         """The blocks, and the final norm of the pre-norm order.
 
-        `mask` (1 or B, 1, S, T), True where a token may look: for rows of which this is only a part; without `document_ids`.
+        `mask`, for rows of which this is only a part and without `document_ids`: (1 or B, 1, S, T), True where
+        a token may look, or the documents that a context-parallel `attend` understands.
         """
+        documents = mask if isinstance(mask, Documents) else None
+        mask = mask if isinstance(mask, Tensor) else None
+        if document_bounds is not None:
+            documents = Documents(document_bounds, min(positions.shape[-1], self.config.sequence_length))
         if document_ids is not None:
             mask = (document_ids[:, :, None] == document_ids[:, None, :])[:, None]  # (B, 1, S, S)
+        elif documents is not None and self.relative_bias is not None:
+            mask, documents = documents.mask(len(x_BSW), x_BSW.shape[1], is_causal=False), None
         if attention_mask is not None:
             real = attention_mask.bool()[:, None, None, :]  # (B, 1, 1, S)
             mask = real if mask is None else mask & real
         if self.relative_bias is not None:
             bias = self.relative_bias(positions).to(x_BSW.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        seen: Mask | None = documents if documents is not None else mask
         for block in self.blocks.values():
-            x_BSW = block(x_BSW, mask)
+            x_BSW = block(x_BSW, seen)
         return self.norm(x_BSW) if self.config.norm_first else x_BSW
 
     def mlm_head(self, hidden_NW: Tensor) -> Tensor:
@@ -105,13 +119,17 @@ class BERT(nn.Module):
         return linear(self.mlm_features(hidden_NW), self.token_table.weight, self.mlm_bias)
 
     def mlm_features(self, hidden_NW: Tensor) -> Tensor:
-        """The transform before the decoder: what a loss that computes the logits in pieces multiplies with the token table."""
+        """The transform before the decoder: what a loss that computes the logits in pieces multiplies with
+        the token table.
+        """
         if self.mlm_transform is None or self.mlm_norm is None:
             return hidden_NW
         return self.mlm_norm(self.activation(self.mlm_transform(hidden_NW)))
 
     def nsp_head(self, first_BW: Tensor) -> Tensor | None:
-        """First position `hidden[:, 0]` (B, W) -> (B, 2): logits of "B follows A" and "B is random"; None without the head."""
+        """First position `hidden[:, 0]` (B, W) -> (B, 2): logits of "B follows A" and "B is random"; None
+        without the head.
+        """
         return None if self.nsp is None else self.nsp(self.pooled(first_BW))
 
     def pooled(self, first_BW: Tensor) -> Tensor | None:

@@ -1,7 +1,8 @@
 """Keys and values of the tokens read so far, for generation.
 
-A cache has a fixed number of rows (slots) and of places per row. Rows may hold different numbers of tokens: a batch of
-prompts is given padded on the right, `advance` says how many tokens of each row were real, and the next call overwrites the rest.
+A cache has a fixed number of rows (slots) and of places per row. Rows may hold different numbers of tokens: a
+batch of prompts is given padded on the right, `advance` says how many tokens of each row were real, and the
+next call overwrites the rest.
 
 Shape letters: B rows, S new positions, T places, G key-value heads, D head width.
 """
@@ -15,8 +16,9 @@ from .config import GPTConfig
 class KeyValueCache:
     """Room for `places` tokens in each of `rows` sequences; `lengths` (B,) says how many each holds.
 
-    One step: `model.hidden(ids, cache=cache)` and then `cache.advance(counts)`. Until `advance` is called, nothing counts as read.
-    An exporter or a server may pass its own object with the same four methods: `positions`, `mask`, `layer`, `advance`.
+    One step: `model.hidden(ids, cache=cache)` and then `cache.advance(counts)`. Until `advance` is called,
+    nothing counts as read. An exporter or a server may pass its own object with the same four methods:
+    `positions`, `mask`, `layer`, `advance`.
     """
 
     def __init__(
@@ -25,7 +27,7 @@ class KeyValueCache:
         rows: int,
         places: int | None = None,
         *,
-        device=None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         places = places or config.sequence_length
@@ -46,7 +48,9 @@ class KeyValueCache:
         return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
 
     def mask(self, positions: Tensor) -> Tensor:
-        """(B, S) -> (B, 1, S, T): a token sees the places up to its own. Called once per step, before any layer."""
+        """(B, S) -> (B, 1, S, T): a token sees the places up to its own. Called once per step, before any
+        layer.
+        """
         self._places_now = positions
         self.seen = int(positions[:, -1].max()) + 1
         if self.seen > self.places:
@@ -67,7 +71,9 @@ class KeyValueCache:
         self.lengths[rows] = 0
 
     def take(self, start: int, stop: int) -> "KeyValueCache":
-        """Rows [start, stop) as a cache over the same memory: a prompt can be read into one row while others wait."""
+        """Rows [start, stop) as a cache over the same memory: a prompt can be read into one row while others
+        wait.
+        """
         part = object.__new__(KeyValueCache)
         part.keys_LBGTD, part.values_LBGTD = self.keys_LBGTD[:, start:stop], self.values_LBGTD[:, start:stop]
         part.lengths = self.lengths[start:stop]

@@ -1,9 +1,10 @@
 """Shapes of the models: what a GPT or a BERT is made of, how many parameters it has and what a token costs.
 
-No torch here: recipes, the planner and `throughline show` read these on any machine. The counts are tested against the
-built models and against the published ones.
+No torch here: recipes, the planner and `throughline show` read these on any machine. The counts are tested
+against the built models and against the published ones.
 
-Letters: L layers, W width, A heads, G key-value heads, D head width, F feed-forward width, V vocabulary, S sequence.
+Letters: L layers, W width, A heads, G key-value heads, D head width, F feed-forward width, V vocabulary, S
+sequence.
 """
 
 import dataclasses
@@ -48,9 +49,11 @@ class AttentionPattern:
         return problems
 
     def sees(self, queries: Any, keys: Any, causal: bool, length: int = 0, layer: int = 0) -> Any:
-        """Whether the token at each query position sees the one at each key position: int arrays or tensors, which broadcast.
+        """Whether the token at each query position sees the one at each key position: int arrays or tensors,
+        which broadcast.
 
-        `length` of the sequence and `layer` matter to random blocks alone, the length only when bidirectional.
+        `length` of the sequence and `layer` matter to random blocks alone, the length only when
+        bidirectional.
         """
         wide = self.global_blocks * self.block
         if self.kind == "sliding":
@@ -68,8 +71,9 @@ class AttentionPattern:
     def _drawn(self, rows: Any, draw: int, causal: bool, length: int, layer: int) -> Any:
         """The block that each block of queries draws, -1 where nothing is left to draw from.
 
-        What lies beyond the window and the global blocks is cut into as many stretches as there are draws, and each draw takes
-        one block of its stretch: none twice. A function of (layer, row, draw), the same for all heads.
+        What lies beyond the window and the global blocks is cut into as many stretches as there are draws,
+        and each draw takes one block of its stretch: none twice. A function of (layer, row, draw), the same
+        for all heads.
         """
         reach = (self.window + self.block - 2) // self.block  # blocks of the window on each side
         left = (rows - reach - self.global_blocks) * (rows > reach + self.global_blocks)
@@ -93,12 +97,16 @@ class AttentionPattern:
         return block * (room > 0) - (room == 0) * 1
 
     def widest(self, length: int) -> int:
-        """Columns of the band that the pattern leaves of a (length, length) square; global tokens count as one stripe."""
+        """Columns of the band that the pattern leaves of a (length, length) square; global tokens count as
+        one stripe.
+        """
         return min(length, 2 * self.window + (self.global_blocks + self.random_blocks) * self.block)
 
 
 def _wrong_kind(field: dataclasses.Field, value: Any) -> str:
-    """What is wrong with the kind of a field's value, "" when nothing is: no "12" for 12, no 1 for true, no inf."""
+    """What is wrong with the kind of a field's value, "" when nothing is: no "12" for 12, no 1 for true, no
+    inf.
+    """
     if allowed := get_args(field.type):
         return (
             "" if value in allowed else f"{field.name} is {value!r}; it must be one of {', '.join(allowed)}"
@@ -118,7 +126,9 @@ def _wrong_kind(field: dataclasses.Field, value: Any) -> str:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """What a GPT and a BERT share. Zero in `kv_heads`, `head_width` or `mlp_width` means the usual size (see properties)."""
+    """What a GPT and a BERT share. Zero in `kv_heads`, `head_width` or `mlp_width` means the usual size (see
+    properties).
+    """
 
     vocab_size: int = 50257
     sequence_length: int = 1024  # the longest sequence, and the rows of a learned position table
@@ -170,7 +180,8 @@ class TransformerConfig:
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """The config with these fields, the others at their defaults.
 
-        Raises `WrongUse` on a field that does not exist (naming the nearest one) and on a shape that cannot be built.
+        Raises `WrongUse` on a field that does not exist (naming the nearest one) and on a shape that cannot
+        be built.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         for key in fields:
@@ -228,7 +239,9 @@ class TransformerConfig:
         return self.width * (2 if self.bias and self.norm == "layernorm" else 1)
 
     def block_matrix_parameters(self) -> int:
-        """Weights of one block that multiply every token: query, key, value, output and the feed-forward matrices."""
+        """Weights of one block that multiply every token: query, key, value, output and the feed-forward
+        matrices.
+        """
         attention = 2 * self.width * self.head_size * (self.heads + self.key_value_heads)
         return attention + (3 if self.gated else 2) * self.width * self.feed_forward_size
 
@@ -242,10 +255,10 @@ class TransformerConfig:
     def blocks_flops_per_token(self, sequence_length: int) -> int:
         """Forward and backward through all blocks, for one token of a sequence of this length.
 
-        Forward: 2 FLOPs per weight, and 2 S A D each for the scores and for the weighted sum; backward: twice that. Attention is
-        counted over the whole square (of a pattern: over the band that it leaves), causal or not, as the published figures
-        do (Narayanan et al. 2021, section 5.1 and appendix, without the recomputed forward; the same convention as
-        Chowdhery et al. 2022, appendix B).
+        Forward: 2 FLOPs per weight, and 2 S A D each for the scores and for the weighted sum; backward: twice
+        that. Attention is counted over the whole square (of a pattern: over the band that it leaves), causal
+        or not, as the published figures do (Narayanan et al. 2021, section 5.1 and appendix, without the
+        recomputed forward; the same convention as Chowdhery et al. 2022, appendix B).
         """
         pattern = self.attention_pattern
         keys = sequence_length if pattern is None else pattern.widest(sequence_length)
@@ -255,7 +268,9 @@ class TransformerConfig:
 
 @dataclass(frozen=True)
 class GPTConfig(TransformerConfig):
-    """A causal decoder: GPT-2 by default; rotary positions, RMS norm, gated MLP and fewer key heads make it a Llama."""
+    """A causal decoder: GPT-2 by default; rotary positions, RMS norm, gated MLP and fewer key heads make it a
+    Llama.
+    """
 
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10000.0
@@ -276,8 +291,9 @@ class GPTConfig(TransformerConfig):
     def flops_per_token(self, sequence_length: int | None = None) -> int:
         """Model FLOPs of forward and backward for one token, with logits for every token.
 
-        Equals 72 L W^2 (1 + S/(6W) + V/(12 L W)) for the GPT-2 shape: Narayanan et al. 2021 give 96 B S L W^2 (1 + S/(6W) +
-        V/(16 L W)) per iteration with the forward of every block computed twice; this is once. Recomputation is never counted.
+        Equals 72 L W^2 (1 + S/(6W) + V/(12 L W)) for the GPT-2 shape: Narayanan et al. 2021 give 96 B S L W^2
+        (1 + S/(6W) + V/(16 L W)) per iteration with the forward of every block computed twice; this is once.
+        Recomputation is never counted.
         """
         blocks = self.blocks_flops_per_token(sequence_length or self.sequence_length)
         return blocks + 6 * self.width * self.vocab_size
@@ -331,10 +347,12 @@ class BERTConfig(TransformerConfig):
         return tables + norms + self.layers * self.block_parameters() + head
 
     def flops_per_token(self, sequence_length: int | None = None, predicted: float = 1.0) -> int:
-        """Model FLOPs of forward and backward for one token; `predicted` is the share of tokens that get MLM logits.
+        """Model FLOPs of forward and backward for one token; `predicted` is the share of tokens that get MLM
+        logits.
 
-        With 1.0 (logits everywhere) this is the published convention, see `GPTConfig.flops_per_token`; a model that
-        computes the head on the masked 15 % only does less. The transform and the pooler (once per sequence) are counted.
+        With 1.0 (logits everywhere) this is the published convention, see `GPTConfig.flops_per_token`; a
+        model that computes the head on the masked 15 % only does less. The transform and the pooler (once per
+        sequence) are counted.
         """
         length = sequence_length or self.sequence_length
         head = 6 * self.width * self.vocab_size + (6 * self.width * self.width if self.mlm_transform else 0)

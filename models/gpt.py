@@ -1,9 +1,11 @@
 """GPT: a causal decoder. GPT-2's shape by default; the config's switches make it a Llama.
 
-What differs from the GPT-2 paper: dropout is off unless asked for, and query, key and value are one matrix ordered by head
-(see `Attention`). Everything else is GPT-2: learned positions, a norm before each branch and at the end, tied output matrix.
+What differs from the GPT-2 paper: dropout is off unless asked for, and query, key and value are one matrix
+ordered by head (see `Attention`). Everything else is GPT-2: learned positions, a norm before each branch and
+at the end, tied output matrix.
 
-Shape letters: B batch, S positions, W width, V vocabulary; `hidden` (B, S, W) is written hidden_BSH in the contracts.
+Shape letters: B batch, S positions, W width, V vocabulary; `hidden` (B, S, W) is written hidden_BSH in the
+contracts.
 """
 
 import torch
@@ -13,15 +15,16 @@ from torch.nn import functional as F
 from .attention_patterns import apply_pattern
 from .cache import KeyValueCache
 from .config import GPTConfig
-from .layers import Block, make_norm, rotary_table
+from .documents import Documents
+from .layers import Block, Mask, make_norm, rotary_table
 from .linear import Linear, linear
 
 
 class GPT(nn.Module):
     """`model(ids)` gives logits; `hidden` and `head` are its two halves.
 
-    Blocks are keyed by their layer number, so a pipeline stage that holds some of them keeps their names. Parameters have
-    torch's default values until `init.initialise` or a checkpoint fills them.
+    Blocks are keyed by their layer number, so a pipeline stage that holds some of them keeps their names.
+    Parameters have torch's default values until `init.initialise` or a checkpoint fills them.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -33,7 +36,7 @@ class GPT(nn.Module):
         )
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
         if config.attention_pattern is not None:
-            apply_pattern(self, config.attention_pattern)
+            apply_pattern(self.blocks, config.attention_pattern, causal=True)
         self.norm = make_norm(config)
         self.output = None if config.tied else Linear(config.width, config.vocab_size, bias=False)
 
@@ -53,18 +56,21 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        document_bounds: Tensor | None = None,
     ) -> Tensor:
         """Ids (B, S) -> (B, S, W), the final norm included.
 
-        `positions` (B, S): where each token stands; 0, 1, 2, ... when absent. `document_ids` (B, S): tokens see only their
-        own document. `cache`: the ids continue what its rows hold; positions and the mask come from it, and it keeps the
-        new keys and values.
+        `positions` (B, S): where each token stands; 0, 1, 2, ... when absent. `document_ids` (B, S): tokens
+        see only their own document. `document_bounds` (N + 1,): the same for documents that are runs of tokens,
+        see `Documents`, without a dense mask. `cache`: the ids continue what its rows hold; positions and the
+        mask come from it, and it keeps the new keys and values.
         """
         if cache is not None and positions is None:
             positions = cache.positions(input_ids.shape[1])
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        return self.encode(self.embed(input_ids, positions), positions, document_ids, cache)
+        x_BSW = self.embed(input_ids, positions)
+        return self.encode(x_BSW, positions, document_ids, cache, None, document_bounds)
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Ids (B, S) and positions (S,) or (B, S) -> (B, S, W)."""
@@ -79,22 +85,28 @@ class GPT(nn.Module):
         positions: Tensor,
         document_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
+        document_bounds: Tensor | None = None,
     ) -> Tensor:
-        """The blocks and the final norm. A causal kernel without a mask is used unless documents or a cache need one.
+        """The blocks and the final norm. A causal kernel without a mask is used unless documents or a cache
+        need one.
 
-        `mask` (1 or B, 1, S, T), True where a token may look, replaces the causal one: for rows of which this is only a part.
+        `mask` replaces the causal one, for rows of which this is only a part: (1 or B, 1, S, T), True where a
+        token may look, or the documents that a context-parallel `attend` understands.
         """
         if cache is not None:
             mask = cache.mask(positions)
         elif document_ids is not None:
             mask = causal_document_mask(document_ids)
+        elif document_bounds is not None:
+            mask = Documents(document_bounds, min(positions.shape[-1], self.config.sequence_length))
         rotary = None
         if self.config.positions == "rotary":
             rotary = rotary_table(positions, self.config.head_size, self.config.rope_theta, x_BSW.dtype)
+        is_causal = mask is None or isinstance(mask, Documents)
         for layer, block in self.blocks.items():
             memory = cache.layer(int(layer)) if cache is not None else None
-            x_BSW = block(x_BSW, mask, mask is None, rotary, memory)
+            x_BSW = block(x_BSW, mask, is_causal, rotary, memory)
         return self.norm(x_BSW)
 
     def head(self, hidden_BSW: Tensor) -> Tensor:

@@ -1,18 +1,18 @@
 """Weights in and out of the Hugging Face layouts of GPT-2, Llama and BERT.
 
-A table says which of their tensors make up each of ours; the same table is read in both directions, and both are exact.
-Only safetensors files are read: a pickle can run code.
+A table says which of their tensors make up each of ours; the same table is read in both directions, and both
+are exact. Only safetensors files are read: a pickle can run code.
 """
 
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.errors import Failed, Refused, WrongUse
 from .bert import BERT
@@ -34,8 +34,9 @@ IGNORED = re.compile(
 def to_huggingface(model: GPT | BERT) -> tuple[dict[str, Any], State]:
     """The `config.json` fields and the tensors of a model, in the layout that its shape has at Hugging Face.
 
-    A GPT with learned positions becomes GPT-2 (absent biases are written as zeros: the same function), a rotary one Llama, a
-    post-norm BERT with an MLM transform BERT. Raises `Refused` for a shape that none of them can express.
+    A GPT with learned positions becomes GPT-2 (absent biases are written as zeros: the same function), a
+    rotary one Llama, a post-norm BERT with an MLM transform BERT. Raises `Refused` for a shape that none of
+    them can express.
     """
     config = model.config
     fields, target = describe(config)
@@ -43,9 +44,7 @@ def to_huggingface(model: GPT | BERT) -> tuple[dict[str, Any], State]:
     for name, parameter in empty_model(target).named_parameters():
         if name not in state:  # only the biases of a bias-free GPT-2
             state[name] = torch.zeros(parameter.shape, dtype=model.token_table.weight.dtype)
-    theirs: State = {}
-    for pair in pairs(target):
-        theirs.update(zip(pair.theirs, _outward(state[pair.ours], pair, config.head_size), strict=True))
+    theirs = outward(state, list(pairs(target)), config.head_size)
     fields["torch_dtype"] = str(model.token_table.weight.dtype).removeprefix("torch.")
     return fields, theirs
 
@@ -53,10 +52,19 @@ def to_huggingface(model: GPT | BERT) -> tuple[dict[str, Any], State]:
 def from_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) -> GPT | BERT:
     """The model in a Hugging Face directory (`config.json` and safetensors), on the CPU, in this dtype.
 
-    Raises `WrongUse` when files are missing, `Refused` when the model is of another kind or uses something that our models
-    do not have, `Failed` when a tensor is missing or has the wrong shape.
+    Raises `WrongUse` when files are missing, `Refused` when the model is of another kind or uses something
+    that our models do not have, `Failed` when a tensor is missing or has the wrong shape.
     """
     directory = Path(directory)
+    fields, state = read_directory(directory)
+    config = read_config(fields, state, str(directory / "config.json"))
+    model = empty_model(config, "cpu", dtype)
+    fill(model, list(pairs(config)), config.head_size, state, directory)
+    return model
+
+
+def read_directory(directory: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """The fields of config.json, and the tensors by name, read when asked for. Raises as `from_huggingface`."""
     path = directory / "config.json"
     if not path.is_file():
         raise WrongUse(
@@ -68,11 +76,15 @@ def from_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
         raise Failed("config.json is not valid JSON", where=path, why=str(error)) from error
     if not isinstance(fields, dict):
         raise Failed("config.json is no table of fields", where=path)
-    state = _read_tensors(directory)
-    config = read_config(fields, state, str(path))
-    model = empty_model(config, "cpu", dtype)
+    return fields, _read_tensors(directory)
+
+
+def fill(
+    model: nn.Module, table: Sequence[Pair], head_size: int, state: Mapping[str, Tensor], directory: Path
+) -> None:
+    """Give every parameter of a model its values by this table of names; every tensor must have a place."""
     ours = dict(model.named_parameters())
-    missing = [name for pair in pairs(config) for name in pair.theirs if name not in state]
+    missing = [name for pair in table for name in pair.theirs if name not in state]
     if missing:
         raise Failed(
             "tensors are missing",
@@ -81,8 +93,8 @@ def from_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
         )
     used: set[str] = set()
     with torch.no_grad():
-        for pair in pairs(config):
-            value = _inward([state[name] for name in pair.theirs], pair, config.head_size)
+        for pair in table:
+            value = _inward([state[name] for name in pair.theirs], pair, head_size)
             if value.shape != ours[pair.ours].shape:
                 why = (
                     f"it has shape {tuple(value.shape)}, config.json asks for {tuple(ours[pair.ours].shape)}"
@@ -94,14 +106,16 @@ def from_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
     if extra:
         why = f"{len(extra)} tensors have no place in our model, such as {', '.join(extra[:5])}"
         raise Refused("this model has parts that ours do not", where=directory, why=why)
-    return model
 
 
-# --- configs --------------------------------------------------------------------------------------------------------------
+# --- configs
+# --------------------------------------------------------------------------------------------------------------
 
 
 def describe(config: ModelConfig) -> tuple[dict[str, Any], ModelConfig]:
-    """Their config fields for a shape, and the shape that they imply (biases added where their model always has them)."""
+    """Their config fields for a shape, and the shape that they imply (biases added where their model always
+    has them).
+    """
     if config.attention_pattern is not None:
         why = "GPT-2, Llama and BERT there look at the whole sequence"
         raise Refused(
@@ -203,7 +217,9 @@ def _describe_bert(config: BERTConfig) -> dict[str, Any]:
 
 
 def read_config(fields: dict[str, Any], state: Mapping[str, Tensor], where: str) -> ModelConfig:
-    """The config for their `config.json` fields; `state` says which heads are there. Raises `Refused` for what we cannot build."""
+    """The config for their `config.json` fields; `state` says which heads are there. Raises `Refused` for
+    what we cannot build.
+    """
     kind = fields.get("model_type")
     try:
         if kind == "gpt2":
@@ -306,11 +322,22 @@ def _read_bert(fields: dict[str, Any], where: str, nsp: bool) -> BERTConfig:
 
 
 def _unless(value: int | None, usual: int) -> int:
-    """0, our word for the usual size, when the value is that size or absent: so that a shape has one way to be written."""
+    """0, our word for the usual size, when the value is that size or absent: so that a shape has one way to
+    be written.
+    """
     return 0 if value is None or value == usual else value
 
 
-# --- tensors --------------------------------------------------------------------------------------------------------------
+# --- tensors
+# --------------------------------------------------------------------------------------------------------------
+
+
+def outward(state: State, table: Sequence[Pair], head_size: int) -> State:
+    """Our tensors under their names and in their shapes."""
+    theirs: State = {}
+    for pair in table:
+        theirs.update(zip(pair.theirs, _outward(state[pair.ours], pair, head_size), strict=True))
+    return theirs
 
 
 def _outward(value: Tensor, pair: Pair, head_size: int) -> list[Tensor]:
@@ -336,9 +363,11 @@ def _inward(values: list[Tensor], pair: Pair, head_size: int) -> Tensor:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """Tensors of safetensors files under today's names, read when asked for, so that loading a model holds one of them twice.
+    """Tensors of safetensors files under today's names, read when asked for, so that loading a model holds
+    one of them twice.
 
-    A file is opened for each: a mapping keeps every page that was read until it is closed, which is the whole model again.
+    A file is opened for each: a mapping keeps every page that was read until it is closed, which is the whole
+    model again.
     """
 
     def __init__(self, places: dict[str, tuple[Path, str]]) -> None:
@@ -387,7 +416,9 @@ def _read_tensors(directory: Path) -> _Tensors:
 
 
 def _canonical(name: str) -> str:
-    """A tensor's name as today's classes write it: with the base model's prefix, and without TensorFlow's gamma and beta."""
+    """A tensor's name as today's classes write it: with the base model's prefix, and without TensorFlow's
+    gamma and beta.
+    """
     if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
         name = f"transformer.{name}"
     elif name.startswith(("embed_tokens.", "layers.", "norm.")):

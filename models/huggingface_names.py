@@ -1,4 +1,6 @@
-"""Names of our parameters in the Hugging Face layouts of GPT-2, Llama and BERT: one table, read in both directions. No torch."""
+"""Names of our parameters in the Hugging Face layouts of GPT-2, Llama and BERT: one table, read in both
+directions. No torch.
+"""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -75,6 +77,27 @@ def _llama_pairs(config: GPTConfig) -> Iterator[Pair]:
 
 
 def _bert_pairs(config: BERTConfig) -> Iterator[Pair]:
+    yield from _encoder_pairs(config)
+    yield from _both("mlm_transform", "cls.predictions.transform.dense")
+    yield from _both("mlm_norm", "cls.predictions.transform.LayerNorm")
+    yield Pair("mlm_bias", ("cls.predictions.bias",))
+    if config.nsp:
+        yield from _both("pooler", "bert.pooler.dense")
+        yield from _both("nsp", "cls.seq_relationship")
+
+
+def head_pairs(config: BERTConfig, output: str) -> Iterator[Pair]:
+    """As `pairs` for a `BERTWithHead`, whose last matrix is called `output` there. `config.nsp` says whether
+    it has a pooler.
+    """
+    for pair in _encoder_pairs(config):
+        yield pair._replace(ours=f"encoder.{pair.ours}")
+    if config.nsp:
+        yield from _both("encoder.pooler", "bert.pooler.dense")
+    yield from _both("output", output)
+
+
+def _encoder_pairs(config: BERTConfig) -> Iterator[Pair]:
     for mine, name in (("token_table", "word"), ("position_table", "position"), ("type_table", "token_type")):
         yield Pair(f"{mine}.weight", (f"bert.embeddings.{name}_embeddings.weight",))
     yield from _both("norm", "bert.embeddings.LayerNorm")
@@ -88,9 +111,3 @@ def _bert_pairs(config: BERTConfig) -> Iterator[Pair]:
         yield from _both(f"{ours}.mlp.up", f"{theirs}.intermediate.dense")
         yield from _both(f"{ours}.mlp.down", f"{theirs}.output.dense")
         yield from _both(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
-    yield from _both("mlm_transform", "cls.predictions.transform.dense")
-    yield from _both("mlm_norm", "cls.predictions.transform.LayerNorm")
-    yield Pair("mlm_bias", ("cls.predictions.bias",))
-    if config.nsp:
-        yield from _both("pooler", "bert.pooler.dense")
-        yield from _both("nsp", "cls.seq_relationship")

@@ -1,12 +1,12 @@
 """First values of the parameters, the same for every layout.
 
-Each parameter is drawn from a generator of its own, seeded by (seed, its name): a rank that holds one shard or one pipeline stage
-gets the numbers that the single process has, without drawing the others.
+Each parameter is drawn from a stream of its own, of the key (seed, its name), by element number: a rank that holds
+one shard or one pipeline stage gets the numbers that the single process has, without drawing the others.
 """
 
 import hashlib
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,39 +14,47 @@ from torch.overrides import TorchFunctionMode
 
 from .bert import BERT
 from .config import BERTConfig, GPTConfig, ModelConfig
+from .draw import normal
 from .gpt import GPT
 
 STD = 0.02  # GPT-2 and BERT alike
 RESIDUAL = ("attention.out.weight", "mlp.down.weight")
 
 
-def initial_values(name: str, shape: torch.Size, config: ModelConfig, seed: int = 0) -> Tensor:
-    """The float32 values on the CPU of one whole parameter.
+def initial_values(
+    name: str,
+    shape: torch.Size,
+    config: ModelConfig,
+    seed: int = 0,
+    part: tuple[slice, ...] | None = None,
+) -> Tensor:
+    """The float32 values on the CPU of one parameter of this shape, or of the slices `part` of it.
 
-    Matrices are normal with std 0.02; where the norm comes first, those that write into the residual stream are divided by
-    sqrt(2 L), so that the sum of L layers keeps its variance (Radford et al. 2019, section 2.3). Biases are 0, norm scales 1.
+    Matrices are normal with std 0.02; where the norm comes first, those that write into the residual stream
+    are divided by sqrt(2 L), so that the sum of L layers keeps its variance (Radford et al. 2019, section
+    2.3). Biases are 0, norm scales 1.
     """
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if len(shape) == 1:
-        return torch.ones(shape)
+    if name.endswith("bias") or len(shape) == 1:
+        size = shape if part is None else torch.empty(shape, device="meta")[part].shape
+        return torch.zeros(size) if name.endswith("bias") else torch.ones(size)
     scaled = name.endswith(RESIDUAL) and (isinstance(config, GPTConfig) or config.norm_first)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-    return torch.empty(shape).normal_(
-        0.0, STD / math.sqrt(2 * config.layers) if scaled else STD, generator=generator
-    )
+    key = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
+    return normal(key, tuple(shape), part).mul_(STD / math.sqrt(2 * config.layers) if scaled else STD)
 
 
 @torch.no_grad()
-def initialise(model: GPT | BERT, seed: int = 0) -> None:
-    """Fill every parameter of the model with its first values."""
+def initialise(model: nn.Module, seed: int = 0) -> None:
+    """Fill every parameter of a model that has a `config` with its first values."""
+    config = cast(ModelConfig, model.config)
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial_values(name, parameter.shape, model.config, seed))
+        parameter.copy_(initial_values(name, parameter.shape, config, seed))
 
 
-class _Unfilled(TorchFunctionMode):
-    """Leaves out the default values of modules: on the meta device torch imports its compiler for them, more than a second."""
+class Unfilled(TorchFunctionMode):
+    """Leaves out the default values of modules: on the meta device torch imports its compiler for them, more
+    than a second.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
@@ -58,12 +66,13 @@ def empty_model(
     config: ModelConfig, device: torch.device | str = "meta", dtype: torch.dtype | None = None
 ) -> GPT | BERT:
     """The module without values: on `meta` it takes no memory, elsewhere its memory is not filled yet."""
-    with torch.device("meta"), _Unfilled():
+    with torch.device("meta"), Unfilled():
         model: nn.Module = BERT(config) if isinstance(config, BERTConfig) else GPT(config)
     model = model.to(dtype=dtype) if dtype is not None else model
     if str(device) == "meta":
         return model  # type: ignore[return-value]
-    # to_empty() goes through empty_like of meta tensors, which imports the symbolic shapes of torch's compiler: 70 MB
+    # to_empty() goes through empty_like of meta tensors, which imports the symbolic shapes of torch's
+    # compiler: 70 MB
     return model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))  # type: ignore[return-value]
 
 

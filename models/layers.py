@@ -1,9 +1,10 @@
 """The parts of both models: attention, feed-forward, norms, one block.
 
-Nothing here knows about devices, ranks or files. `Attention.attend` is a plain attribute: a context-parallel layout or a
-windowed model replaces it from outside with a function of the same signature.
+Nothing here knows about devices, ranks or files. `Attention.attend` is a plain attribute: a context-parallel
+layout or a windowed model replaces it from outside with a function of the same signature.
 
-Shape letters: B batch, S query positions, T key positions, W width, A heads, G key-value heads, D head width, F feed-forward width.
+Shape letters: B batch, S query positions, T key positions, W width, A heads, G key-value heads, D head width,
+F feed-forward width.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import BERTConfig, TransformerConfig
+from .documents import Documents, attend_documents
 from .linear import Linear
 
+Mask = Tensor | Documents  # which keys a query sees
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each (1 or B, 1, S, D)
 
 
@@ -30,15 +33,18 @@ def scaled_dot_product(
     k_BGTD: Tensor,
     v_BGTD: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Mask | None = None,
     is_causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
     """Softmax attention through torch's fused kernel.
 
-    `mask` broadcasts to (B, A, S, T): True (or 0.0) where a query may look, False (or -inf) where not. Without a mask and
-    with `is_causal` the kernel skips the upper triangle. Returns (B, A, S, D).
+    `mask` broadcasts to (B, A, S, T): True (or 0.0) where a query may look, False (or -inf) where not; or it
+    is the documents of the rows. With `is_causal` and no dense mask the kernel skips the upper triangle.
+    Returns (B, A, S, D).
     """
+    if isinstance(mask, Documents):
+        return attend_documents(q_BASD, k_BGTD, v_BGTD, mask, is_causal, dropout)
     grouped = k_BGTD.shape[1] != q_BASD.shape[1]
     return F.scaled_dot_product_attention(
         q_BASD, k_BGTD, v_BGTD, attn_mask=mask, is_causal=is_causal, dropout_p=dropout, enable_gqa=grouped
@@ -46,9 +52,11 @@ def scaled_dot_product(
 
 
 def rotary_table(positions: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines of rotary positions (Su et al. 2021), for the layout that pairs i with i + D/2 (as Llama's weights do).
+    """Cosines and sines of rotary positions (Su et al. 2021), for the layout that pairs i with i + D/2 (as
+    Llama's weights do).
 
-    `positions` (S,) or (B, S). Angles are float32 whatever the model's dtype: they reach thousands, and bf16 has 8 bits.
+    `positions` (S,) or (B, S). Angles are float32 whatever the model's dtype: they reach thousands, and bf16
+    has 8 bits.
     """
     steps = torch.arange(0, head_size, 2, device=positions.device).float() / head_size
     angles = positions[..., None].float() * (1.0 / theta**steps)  # (S, D/2) or (B, S, D/2)
@@ -65,12 +73,14 @@ def rotate(x_BASD: Tensor, rotary: Rotary) -> Tensor:
 
 
 def make_norm(config: TransformerConfig) -> nn.Module:
+    """The norm that the config names, over the last dim."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.width, eps=config.norm_epsilon)
     return nn.LayerNorm(config.width, eps=config.norm_epsilon, bias=config.bias)
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    """The activation that a config names."""
     if name == "silu":
         return F.silu
     approximate = "tanh" if name == "gelu_tanh" else "none"
@@ -80,11 +90,12 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
 class Attention(nn.Module):
     """Self-attention with its projections.
 
-    With as many key as query heads the three projections are one matrix whose output rows are ordered (A, 3, D): head by head
-    its query, key and value. One matrix product, and a contiguous slice of rows is a set of whole heads, so tensor parallelism
-    shards it on dim 0 like any other. With fewer key heads, `q` has rows (A, D) and `kv` has rows (G, 2, D), and
-    each is sharded by heads or, when there are fewer key heads than ranks, `kv` is replicated. The numbers of heads and
-    positions are read from what the projections return, so a shard computes with the heads it has.
+    With as many key as query heads the three projections are one matrix whose output rows are ordered (A, 3,
+    D): head by head its query, key and value. One matrix product, and a contiguous slice of rows is a set of
+    whole heads, so tensor parallelism shards it on dim 0 like any other. With fewer key heads, `q` has rows
+    (A, D) and `kv` has rows (G, 2, D), and each is sharded by heads or, when there are fewer key heads than
+    ranks, `kv` is replicated. The numbers of heads and positions are read from what the projections return,
+    so a shard computes with the heads it has.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -113,7 +124,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x_BSW: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         is_causal: bool = False,
         rotary: Rotary | None = None,
         memory: LayerMemory | None = None,
@@ -147,7 +158,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward with their residual branches, the norm before each (GPT) or after each sum (BERT)."""
+    """Attention and feed-forward with their residual branches, the norm before each (GPT) or after each sum
+    (BERT).
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -161,7 +174,7 @@ class Block(nn.Module):
     def forward(
         self,
         x_BSW: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         is_causal: bool = False,
         rotary: Rotary | None = None,
         memory: LayerMemory | None = None,
@@ -179,10 +192,11 @@ class Block(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """A number per head and distance bucket, added to the attention scores of every layer (Raffel et al. 2020, T5, section 2.1).
+    """A number per head and distance bucket, added to the attention scores of every layer (Raffel et al.
+    2020, T5, section 2.1).
 
-    Half of the buckets are for keys to the right. In each half the first half counts single steps, the rest grow
-    logarithmically up to `distance`; all beyond share the last one.
+    Half of the buckets are for keys to the right. In each half the first half counts single steps, the rest
+    grow logarithmically up to `distance`; all beyond share the last one.
     """
 
     def __init__(self, config: BERTConfig) -> None:

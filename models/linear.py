@@ -1,15 +1,17 @@
 """The matrix product with a weight, on the kernel that is fastest for it here.
 
-torch sends fp32 products on a CPU to MKL, which on AMD processors with AVX-512 computes at half the rate of oneDNN, the library
-that torch uses for bf16 and for compiled inference. On two cores of an EPYC, 768 x 128 by 128 x 512: MKL 180 GFLOP/s, oneDNN 370;
-the gradients of the input and of the weight alike; at GPT-2's sizes 1.5 to 3 times from one row upwards. Everything else (GPUs,
-other processors and dtypes, autocast, sharded tensors, products too small to matter) goes to torch.
+torch sends fp32 products on a CPU to MKL, which on AMD processors with AVX-512 computes at half the rate of
+oneDNN, the library that torch uses for bf16 and for compiled inference. On two cores of an EPYC, 768 x 128 by
+128 x 512: MKL 180 GFLOP/s, oneDNN 370; the gradients of the input and of the weight alike; at GPT-2's sizes
+1.5 to 3 times from one row upwards. Everything else (GPUs, other processors and dtypes, autocast, sharded
+tensors, products too small to matter) goes to torch.
 """
 
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +48,9 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 @contextmanager
 def one_kernel() -> Iterator[None]:
-    """Every matrix product on the same kernel, whatever its size: which is fastest depends on what shares the batch."""
+    """Every matrix product on the same kernel, whatever its size: which is fastest depends on what shares the
+    batch.
+    """
     global LEAST_PRODUCTS
     before, LEAST_PRODUCTS = LEAST_PRODUCTS, 0
     try:
@@ -57,7 +61,9 @@ def one_kernel() -> Iterator[None]:
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether fp32 products are faster in oneDNN than in what torch uses: AMD with AVX-512, under a torch built with MKL."""
+    """Whether fp32 products are faster in oneDNN than in what torch uses: AMD with AVX-512, under a torch
+    built with MKL.
+    """
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     if (
@@ -97,14 +103,14 @@ def _product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
         ctx.biased = bias_O is not None
         return _product(x.reshape(-1, x.shape[-1]), weight_OI, bias_O).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight_OI = ctx.saved_tensors
         gradient_NO = gradient.reshape(-1, gradient.shape[-1])
         x_NI = x.reshape(-1, x.shape[-1])

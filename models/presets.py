@@ -23,7 +23,8 @@ def preset_names(family: str | None = None) -> list[str]:
 def preset(name: str, **overrides: Any) -> ModelConfig:
     """The shape of that name, with some of its fields replaced.
 
-    Raises `WrongUse` for an unknown name (with the nearest ones), an unknown field, or a shape that cannot be built.
+    Raises `WrongUse` for an unknown name (with the nearest ones), an unknown field, or a shape that cannot be
+    built.
     """
     table = _table()
     if name not in table:

@@ -1,4 +1,6 @@
-"""Patterned attention equals dense attention under the pattern's mask, in float64 with gradients, and computes no other block."""
+"""Patterned attention equals dense attention under the pattern's mask, in float64 with gradients, and
+computes no other block.
+"""
 
 import dataclasses
 import functools
@@ -15,7 +17,7 @@ from throughline.models.config import AttentionPattern, BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.huggingface import to_huggingface
 from throughline.models.init import initialise
-from throughline.train.parallel.layout import Layout, layout_problems
+from throughline.planner.layout import Layout, layout_problems
 from torch.nn import functional as F
 
 # rounding of float64 through one softmax or two layers: about 1e-15 of numbers of size 1
@@ -76,7 +78,9 @@ def documents(rows: int = 2, length: int = LENGTH) -> torch.Tensor:
 
 
 def extra_mask(kind: str, causal: bool) -> torch.Tensor | None:
-    """The masks that the models make: none, packed documents (B, 1, S, S), padding (B, 1, 1, S), a bias (B, A, S, S)."""
+    """The masks that the models make: none, packed documents (B, 1, S, S), padding (B, 1, 1, S), a bias (B,
+    A, S, S).
+    """
     if kind == "none":
         return None
     ids = documents()
@@ -148,16 +152,18 @@ def small_model(family: str):
     return model.double().eval()
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", ["no", "numbers", "bounds"])
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 @pytest.mark.parametrize("name", ["window across blocks", "window and global", "fixed"])
-def test_models_equal_their_dense_twins(name: str, family: str, packed: bool) -> None:
+def test_models_equal_their_dense_twins(name: str, family: str, packed: str) -> None:
     """Two layers of GPT and BERT: hidden states and every parameter's gradient."""
-    pattern, inputs = PATTERNS[name], {"document_ids": documents()} if packed else {}
+    pattern, inputs = PATTERNS[name], {} if packed == "no" else {"document_ids": documents()}
+    bounds = [*documents().flatten().diff(prepend=torch.tensor([-1])).nonzero()[:, 0].tolist(), 2 * LENGTH]
+    given = {"document_bounds": torch.tensor(bounds, dtype=torch.int32)} if packed == "bounds" else inputs
     ids = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(2))
     patterned, twin = small_model(family), masked_model(small_model(family), pattern, family == "gpt")
-    apply_pattern(patterned, pattern)
-    ours, theirs = patterned.hidden(ids, **inputs), twin.hidden(ids, **inputs)
+    apply_pattern(patterned.blocks, pattern, causal=isinstance(patterned.config, GPTConfig))
+    ours, theirs = patterned.hidden(ids, **given), twin.hidden(ids, **inputs)
     assert (ours - theirs).abs().max() < EXACT
     ours.square().sum().backward()
     theirs.square().sum().backward()
@@ -169,7 +175,7 @@ def test_models_equal_their_dense_twins(name: str, family: str, packed: bool) ->
 def test_padded_places_stay_finite_and_unseen() -> None:
     """Padding beyond the window of every real token: no NaN, and real tokens' states do not depend on it."""
     model = small_model("bert")
-    apply_pattern(model, AttentionPattern(window=4, block=4))
+    apply_pattern(model.blocks, AttentionPattern(window=4, block=4), causal=False)
     ids = torch.randint(1, 50, (1, LENGTH), generator=torch.Generator().manual_seed(2))
     real = (torch.arange(LENGTH) < 20)[None]
     hidden = model.hidden(ids, attention_mask=real)
@@ -187,7 +193,7 @@ def test_padded_places_stay_finite_and_unseen() -> None:
 def test_generation_with_a_cache_sees_the_same(name: str) -> None:
     """Token by token through the key-value cache after a prompt: the hidden states of the whole row at once."""
     model = small_model("gpt")
-    apply_pattern(model, PATTERNS[name])
+    apply_pattern(model.blocks, PATTERNS[name], causal=True)
     ids = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         whole = model.hidden(ids)
@@ -236,7 +242,9 @@ def test_wrong_patterns_are_told() -> None:
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 def test_random_blocks_are_drawn_beyond_window_and_global_ones(causal: bool) -> None:
-    """Exactly `random_blocks` where there are as many, none twice, others in every layer, all parts of the text reached."""
+    """Exactly `random_blocks` where there are as many, none twice, others in every layer, all parts of the
+    text reached.
+    """
     pattern, length, block = AttentionPattern(window=64, block=16, global_blocks=2, random_blocks=3), 1600, 16
     reach, blocks = 4, 100
     drawn = {
@@ -261,14 +269,16 @@ def test_random_blocks_are_drawn_beyond_window_and_global_ones(causal: bool) -> 
 def test_compiles_without_a_break() -> None:
     """The pattern's tables are constants of the graph: one graph, the same numbers."""
     model = small_model("gpt")
-    apply_pattern(model, PATTERNS["window and global"])
+    apply_pattern(model.blocks, PATTERNS["window and global"], causal=True)
     ids = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(2))
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(ids), model(ids))
 
 
 @pytest.mark.parametrize("family", [GPTConfig, BERTConfig])
 def test_a_config_carries_its_pattern(family: type) -> None:
-    """Written to a checkpoint's JSON and read back, the model attends by it; its FLOPs count the band and not the square."""
+    """Written to a checkpoint's JSON and read back, the model attends by it; its FLOPs count the band and not
+    the square.
+    """
     shape = {"vocab_size": 50, "sequence_length": LENGTH, "layers": 2, "width": 32, "heads": 4}
     config = family.from_dict(
         shape | {"attention_window": 9, "attention_block": 4, "attention_global_blocks": 2}
@@ -281,7 +291,7 @@ def test_a_config_carries_its_pattern(family: type) -> None:
         one.double().eval()
     ids = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(2))
     assert (model.hidden(ids) - plain.hidden(ids)).abs().max() > 1e-6
-    apply_pattern(plain, PATTERNS["window and global"])
+    apply_pattern(plain.blocks, PATTERNS["window and global"], causal=family is GPTConfig)
     assert torch.equal(model.hidden(ids), plain.hidden(ids))
     saved = family(**shape).flops_per_token(LENGTH) - config.flops_per_token(LENGTH)
     assert saved == 3 * 2 * (2 * 2 * (LENGTH - (2 * 9 + 8)) * 32)
@@ -300,7 +310,9 @@ def test_a_config_with_a_wrong_pattern_cannot_be_built() -> None:
 
 
 def test_what_knows_no_pattern_refuses_it(tmp_path) -> None:
-    """Exports would write a model that attends to everything, context parallelism would gather parts without it."""
+    """Exports would write a model that attends to everything, context parallelism would gather parts without
+    it.
+    """
     config = GPTConfig(vocab_size=50, sequence_length=64, layers=1, width=32, heads=4, attention_window=8)
     with pytest.raises(Refused, match="attention pattern"):
         to_huggingface(GPT(config))

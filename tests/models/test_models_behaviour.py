@@ -40,7 +40,9 @@ def test_decoding_through_the_cache_equals_the_full_forward(name):
 @pytest.mark.parametrize("name", ["gpt-toy", "llama-toy"])
 @torch.no_grad()
 def test_rows_of_different_lengths_share_a_cache(name):
-    """Prompts padded on the right, then steps in which some rows are idle: each row gives what it gives alone."""
+    """Prompts padded on the right, then steps in which some rows are idle: each row gives what it gives
+    alone.
+    """
     model = scattered(name)
     torch.manual_seed(2)
     rows = [torch.randint(0, 256, (length,)) for length in (11, 3, 7)]
@@ -192,7 +194,9 @@ def test_attention_is_replaced_from_outside():
 
 
 def test_a_slice_of_the_projection_is_a_set_of_heads():
-    """What tensor parallelism relies on: rows of qkv, columns of out, cut in two, give partial sums of the whole."""
+    """What tensor parallelism relies on: rows of qkv, columns of out, cut in two, give partial sums of the
+    whole.
+    """
     for name in ("gpt-toy", "llama-toy"):
         model = scattered(name, bias=False, kv_heads=2 if name == "llama-toy" else 0)
         attention = model.blocks["0"].attention

@@ -46,7 +46,9 @@ def shapes_of(config):
 
 
 def test_published_sc21_rows(shared):
-    """Table 1 of Narayanan et al. 2021 prints one decimal; their formula gives our count without the final norm."""
+    """Table 1 of Narayanan et al. 2021 prints one decimal; their formula gives our count without the final
+    norm.
+    """
     for row in published(shared, "megatron_sc21_table1"):
         label = {1008.0: "gpt-1t-megatron"}.get(row["params_b"], f"sc21-{row['params_b']}b")
         config = preset(label)
@@ -103,8 +105,9 @@ def test_published_giants(shared):
 
 @pytest.mark.parametrize("name", ["gpt-toy", "llama-toy", "bert-toy", "gpt-shakespeare"])
 def test_flops_equal_what_torch_counts(name):
-    """torch's counter sees every matrix product of forward and backward; the plain attention kernel is used, because for the
-    fused one it counts the products that the backward computes again."""
+    """torch's counter sees every matrix product of forward and backward; the plain attention kernel is used,
+    because for the fused one it counts the products that the backward computes again.
+    """
     config = preset(name)
     length, batch = config.sequence_length, 2
     model = empty_model(config, "cpu")
@@ -126,7 +129,9 @@ def test_flops_equal_what_torch_counts(name):
 
 
 def test_flops_equal_the_published_formula():
-    """96 B S L W^2 (1 + S/(6W) + V/(16 L W)) of Narayanan et al. 2021, with the second forward of the blocks taken off."""
+    """96 B S L W^2 (1 + S/(6W) + V/(16 L W)) of Narayanan et al. 2021, with the second forward of the blocks
+    taken off.
+    """
     for name in preset_names("gpt"):
         config = preset(name)
         usual = not config.gated and not config.kv_heads
@@ -187,7 +192,9 @@ def test_mistakes_are_named():
     ],
 )
 def test_a_field_of_the_wrong_kind_is_named(field, value, words):
-    """Overrides come from recipes and config.json, which check no kinds: "no" must not count as true, nor 2.5 layers be built."""
+    """Overrides come from recipes and config.json, which check no kinds: "no" must not count as true, nor 2.5
+    layers be built.
+    """
     with pytest.raises(WrongUse) as caught:
         GPTConfig.from_dict({field: value})
     assert words in caught.value.why and len(caught.value.why.splitlines()) == 1

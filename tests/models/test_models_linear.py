@@ -1,4 +1,6 @@
-"""The product with a weight is torch's own to rounding, forward and backward, and goes to oneDNN only where that is meant."""
+"""The product with a weight is torch's own to rounding, forward and backward, and goes to oneDNN only where
+that is meant.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""The models compute what transformers' models compute: loss and every gradient in float64, and weights through files."""
+"""The models compute what transformers' models compute: loss and every gradient in float64, and weights
+through files.
+"""
 
 import json
 
@@ -17,13 +19,19 @@ GPT2 = GPTConfig(vocab_size=96, sequence_length=24, layers=3, width=48, heads=4)
 LLAMA = preset("llama-toy", vocab_size=96)
 MHA_LLAMA = preset("llama-toy", vocab_size=96, kv_heads=0, head_width=24, tied=True)
 BERT_ = BERTConfig(vocab_size=96, sequence_length=24, layers=3, width=48, heads=4)
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "llama-mha": MHA_LLAMA, "bert": BERT_, "bert-mlm": BERTConfig(
-    vocab_size=96, sequence_length=24, layers=2, width=48, heads=4, nsp=False
-)}  # fmt: skip
+FAMILIES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "llama-mha": MHA_LLAMA,
+    "bert": BERT_,
+    "bert-mlm": BERTConfig(vocab_size=96, sequence_length=24, layers=2, width=48, heads=4, nsp=False),
+}
 
 
 def scattered(config, dtype=torch.float64):
-    """A model whose every parameter is random, biases and norms too: with zeros and ones a wrong one could hide."""
+    """A model whose every parameter is random, biases and norms too: with zeros and ones a wrong one could
+    hide.
+    """
     torch.manual_seed(1)
     model = build(config, dtype=dtype)
     with torch.no_grad():
@@ -40,7 +48,9 @@ def write(model, directory):
 
 
 def theirs(model, directory):
-    """The transformers model that loads what we wrote, in the same dtype, with nothing missing and nothing left over."""
+    """The transformers model that loads what we wrote, in the same dtype, with nothing missing and nothing
+    left over.
+    """
     import transformers
 
     write(model, directory)
@@ -63,7 +73,8 @@ def gradients_in_our_layout(their_model, config, directory):
 def assert_same_gradients(model, reference):
     for name, parameter in model.named_parameters():
         difference = (parameter.grad - reference[name]).abs().max()
-        # float64 rounding is 1e-16 per operation: 1e-10 leaves room for long sums and none for a wrong formula
+        # float64 rounding is 1e-16 per operation: 1e-10 leaves room for long sums and none for a wrong
+        # formula
         assert difference <= 1e-10 * max(1.0, reference[name].abs().max()), (name, difference)
 
 
@@ -127,7 +138,9 @@ def test_round_trip_is_exact(name, tmp_path):
 
 
 def test_a_bias_free_gpt_is_the_same_function_there(tmp_path):
-    """GPT-2 always has biases there: ours without are written as zeros. fp32 logits agree within the exporter's bound."""
+    """GPT-2 always has biases there: ours without are written as zeros. fp32 logits agree within the
+    exporter's bound.
+    """
     model = scattered(preset("gpt-shakespeare"), dtype=torch.float32)
     reference = theirs(model, tmp_path)
     ids = torch.randint(0, 65, (2, 64))
@@ -147,8 +160,10 @@ def test_old_names_are_understood(tmp_path):
     """Files of the first releases: no prefix in GPT-2, gamma and beta in BERT, buffers among the weights."""
     model = scattered(BERT_, dtype=torch.float32)
     fields, state = to_huggingface(model)
-    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
-           for name, value in state.items()}  # fmt: skip
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in state.items()
+    }
     old["bert.embeddings.position_ids"] = torch.arange(24)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     save_file(old, tmp_path / "model.safetensors")

@@ -1,0 +1,194 @@
+"""Attention of documents by their bounds equals the dense mask: results and gradients, kernels and whole models."""
+
+import pytest
+import torch
+from throughline.models import varlen
+from throughline.models.bert import BERT
+from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.documents import Documents, attend_documents
+from throughline.models.gpt import GPT
+from throughline.models.init import initialise
+from throughline.models.varlen import varlen_backward, varlen_forward
+from torch.nn import functional as F
+
+ROWS, LENGTH, HEADS, SIZE = 2, 40, 4, 8
+BOUNDS = {
+    "unequal": [0, 5, 9, 39, 40, 80],
+    "empty ones and a single token": [0, 0, 7, 8, 40, 40, 64, 80, 80, 80],
+    "equal neighbours": [0, 10, 20, 30, 40, 60, 80],
+    "whole rows": [0, 40, 80],
+}
+# float64: a hundred times its noise; float32 and bf16: a few roundings of sums of at most 40 terms near 1
+ERROR = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+def documents(name: str) -> Documents:
+    return Documents(torch.tensor(BOUNDS[name], dtype=torch.int32), LENGTH)
+
+
+def inputs(dtype: torch.dtype, kv_heads: int = HEADS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(ROWS, LENGTH, heads, SIZE) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2)
+        for shape in shapes
+    ]
+
+
+def with_gradients(attend, inputs) -> list[torch.Tensor]:
+    *qkv, grad = inputs
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    out = attend(*qkv)
+    return [out.detach(), *torch.autograd.grad(out, qkv, grad)]
+
+
+def far(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_bounds_equal_the_dense_mask(
+    name: str, causal: bool, kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the mask in float64, whatever the kernel: the fused one, and products in pieces of 16 queries."""
+    monkeypatch.setattr("throughline.models.documents.QUERIES", 16)
+    mask = documents(name).mask(ROWS, LENGTH, causal)
+    given = inputs(dtype, kv_heads)
+    found = with_gradients(lambda q, k, v: attend_documents(q, k, v, documents(name), causal, 0.0), given)
+    expected = with_gradients(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=kv_heads < HEADS),
+        [x.double() for x in given],
+    )
+    assert max(map(far, found, expected)) < ERROR[dtype]
+
+
+def test_dropout_falls_back_to_the_mask() -> None:
+    """The same random numbers as the dense kernel under the same seed."""
+    q, k, v, _ = inputs(torch.float32)
+    torch.manual_seed(3)
+    found = attend_documents(q, k, v, documents("unequal"), True, 0.3)
+    torch.manual_seed(3)
+    mask = documents("unequal").mask(ROWS, LENGTH, True)
+    assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.3))
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_torchs_private_operator_plain_products_compute_the_same(
+    causal: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Result, log-sum-exp and gradients to float64's noise, in pieces of 16 queries; a run without keys is 0."""
+    q, k, v, grad = (x.transpose(1, 2).flatten(0, 1) for x in inputs(torch.float64, kv_heads))
+    q_bounds, k_bounds = (BOUNDS["unequal"],) * 2 if causal else ([0, 5, 50, 80], [0, 30, 30, 80])
+    results = []
+    for kernel in (True, False):
+        if not kernel:
+            monkeypatch.setattr(varlen, "aten", object())
+            monkeypatch.setattr(varlen, "QUERIES", 16)
+        out, lse = varlen_forward(q, k, v, q_bounds, k_bounds, LENGTH, causal)
+        parts = varlen_backward(grad, q, k, v, out, lse, q_bounds, k_bounds, LENGTH, causal)
+        results.append((out, lse, *parts))
+    if not causal:
+        assert not results[0][0][5:50].any() and results[0][1][:, 5:50].eq(-torch.inf).all()
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "relative"])
+def test_models_equal_their_dense_twins(family: str) -> None:
+    """Hidden states and every parameter's gradient, given numbers of documents or their bounds."""
+    shape = {"vocab_size": 50, "sequence_length": LENGTH, "layers": 2, "width": 32, "heads": 4}
+    llama = {"positions": "rotary", "norm": "rmsnorm", "kv_heads": 2, "gated": True, "bias": False}
+    model: GPT | BERT
+    if family in ("gpt", "llama"):
+        model = GPT(GPTConfig(**shape, **(llama if family == "llama" else {})))
+    else:
+        model = BERT(BERTConfig(**shape, relative_buckets=8 if family == "relative" else 0))
+    initialise(model, 3)
+    model.double()
+    ids = torch.randint(0, 50, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(ROWS, LENGTH, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    results = []
+    for given in (
+        {"document_bounds": documents("unequal").bounds_N},
+        {"document_ids": documents("unequal").ids(ROWS, LENGTH)},
+    ):
+        hidden = model.hidden(ids, **given)
+        (hidden * weights).sum().backward()
+        results.append([hidden.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        model.zero_grad()
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
+
+
+def test_compiles_without_a_break_or_a_second_graph() -> None:
+    """The lengths of documents are data: other ones of the same count run the same graph, forward and backward."""
+    model = GPT(GPTConfig(vocab_size=50, sequence_length=LENGTH, layers=1, width=32, heads=4))
+    initialise(model, 3)
+    ids = torch.randint(0, 50, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
+    graphs = 0
+
+    def count(graph, _):
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model.hidden, backend=count, fullgraph=True, dynamic=False)
+    for bounds in ([0, 5, 9, 39, 40, 80], [0, 10, 40, 41, 50, 80]):
+        tensor = torch.tensor(bounds, dtype=torch.int32)
+        ours = compiled(ids, document_bounds=tensor)
+        assert torch.equal(ours, model.hidden(ids, document_bounds=tensor))
+        ours.sum().backward()
+    assert graphs == 1
+    # what a compiler knows of the operators: shapes, strides and gradients, checked by torch's own tool
+    q, k, v, _ = (x.transpose(1, 2).flatten(0, 1).detach() for x in inputs(torch.float32))
+    operator = torch.ops.throughline.attend_documents.default
+    torch.library.opcheck(operator, (q.requires_grad_(), k, v, documents("unequal").bounds_N, True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 1e-9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("causal", [True, False])
+def test_cuda_kernels_equal_the_dense_mask(
+    causal: bool, kv_heads: int, dtype: torch.dtype, dropout: float
+) -> None:
+    """varlen_attn and, in float32 or with dropout, the memory-efficient kernel, with no read by the host."""
+    name = "empty ones and a single token"
+    given = [x.cuda() for x in inputs(dtype, kv_heads)]
+    bounds = Documents(documents(name).bounds_N.cuda(), LENGTH)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = with_gradients(lambda q, k, v: attend_documents(q, k, v, bounds, causal, dropout), given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    mask = documents(name).mask(ROWS, LENGTH, causal)
+    expected = with_gradients(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=kv_heads < HEADS),
+        [x.double().cpu() for x in given],
+    )
+    assert max(far(ours.cpu(), theirs) for ours, theirs in zip(found, expected)) < ERROR[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+def test_cuda_log_sum_exp_and_merged_backward(causal: bool) -> None:
+    """The variable-length kernel with runs without keys, against plain products in float64."""
+    q, k, v, grad = (x.transpose(1, 2).flatten(0, 1) for x in inputs(torch.bfloat16))
+    bounds = (BOUNDS["unequal"],) * 2 if causal else ([0, 5, 50, 80], [0, 30, 30, 80])
+    wide = [x.double() for x in (q, k, v, grad)]
+    out, lse = varlen_forward(*wide[:3], *bounds, LENGTH, causal)
+    expected = (out, lse, *varlen_backward(wide[3], *wide[:3], out, lse, *bounds, LENGTH, causal))
+    given = [x.cuda() for x in (q, k, v, grad)]
+    cuda_bounds = [torch.tensor(x, dtype=torch.int32).cuda() for x in bounds]
+    out, lse = varlen_forward(*given[:3], *cuda_bounds, LENGTH, causal)
+    found = (out, lse, *varlen_backward(given[3], *given[:3], out, lse, *cuda_bounds, LENGTH, causal))
+    assert torch.equal(found[1].cpu() == -torch.inf, expected[1] == -torch.inf)
+    for ours, theirs in zip(found, expected):
+        finite = theirs > -torch.inf
+        assert far(ours.cpu()[finite], theirs[finite]) < ERROR[torch.bfloat16]
