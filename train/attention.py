@@ -1,9 +1,10 @@
 """Which attention kernel a run uses, put into the model from outside.
 
-torch's fused CPU kernel is slow at the backward pass of short bf16 sequences. Forward and backward on one core of an EPYC with
-AVX512-BF16: 64 rows of 64 positions, 4 heads of 32, take 35 ms fused and 7 ms in plain products; 4 rows of 256, 12 heads
-of 64, take 48 and 20 ms. One row of 1,024 takes 78 ms fused, 102 in one plain product, and 60 in one for every 256 queries, which
-leaves out the keys to the right of them (67 for 128 queries, 80 for 512).
+torch's fused CPU kernel is slow at the backward pass of short bf16 sequences. Forward and backward on one
+core of an EPYC with AVX512-BF16: 64 rows of 64 positions, 4 heads of 32, take 35 ms fused and 7 ms in plain
+products; 4 rows of 256, 12 heads of 64, take 48 and 20 ms. One row of 1,024 takes 78 ms fused, 102 in one
+plain product, and 60 in one for every 256 queries, which leaves out the keys to the right of them (67 for 128
+queries, 80 for 512).
 """
 
 import math
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..models.layers import Block, scaled_dot_product
+from ..models.documents import Documents
+from ..models.layers import Block, Mask, scaled_dot_product
 
 LONGEST = 1024  # beyond it the (S, S) scores of every head cost more than the products save
 QUERIES = 256  # of a causal sequence at a time
@@ -33,14 +35,21 @@ def short_attention(
     k_BGTD: Tensor,
     v_BGTD: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Mask | None = None,
     is_causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """As `scaled_dot_product`, in plain products for bf16 sequences of at most LONGEST with as many key as query heads."""
+    """As `scaled_dot_product`, in plain products for bf16 sequences of at most LONGEST with as many key as
+    query heads.
+    """
     batch, heads, length, size = q_BASD.shape
     places = k_BGTD.shape[2]
-    if q_BASD.dtype != torch.bfloat16 or max(length, places) > LONGEST or k_BGTD.shape[1] != heads:
+    if (
+        isinstance(mask, Documents)
+        or q_BASD.dtype != torch.bfloat16
+        or max(length, places) > LONGEST
+        or k_BGTD.shape[1] != heads
+    ):
         return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, is_causal=is_causal, dropout=dropout)
     q, k, v = (x.reshape(batch * heads, -1, size) for x in (q_BASD, k_BGTD, v_BGTD))
     if is_causal:

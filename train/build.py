@@ -1,15 +1,17 @@
-"""From a resolved recipe to the things that train: stores, datasets, config, trainer. Nothing is written here."""
+"""From a resolved recipe to the things that train: stores, datasets, config, trainer. Nothing is written
+here.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..core.artifact import Input
-from ..core.console import amount
+from ..core.artifact import Input, input_record
+from ..core.console import amount, duration
 from ..core.errors import WrongUse
 from ..data.options import DatasetOptions
 from ..data.samples import Dataset, open_dataset
@@ -17,30 +19,30 @@ from ..data.store import TokenStore
 from ..data.stream import Text, TextStream
 from ..data.tokenizer import Tokenizer
 from ..models.config import ModelConfig
-from ..models.init import build, empty_model, initial_values
+from ..models.init import empty_model
+from ..planner.layout import require_world
 from .attention import fit_attention
 from .compile import maybe_compile
 from .corpus import open_corpus
+from .engine import Engine
 from .memory import check_memory
 from .metrics import check_sinks
 from .objective import LOSSES, StepBatch, prepare, real_tokens
 from .optimizers import build_optimizer
 from .parallel.context import cut_rows
-from .parallel.layout import require_world
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
-from .precision import AUTOCAST, LossScaler, pick_device, weight_dtype
+from .precision import LossScaler, computing_dtype, pick_device, weight_dtype
+from .predict import predicted_step_seconds
 from .recipe import Recipe, can_be_had, model_config, model_family
 from .recompute import recompute
 from .sections import ObjectiveSection
+from .single_engine import SingleEngine
 from .step import Trainer
-
-if TYPE_CHECKING:
-    from .parallel.engine import Engine
-    from .parallel.host_parts import HostParts
+from .weights_in import adopt, open_weights
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A checked run before anything of it is allocated or written."""
 
     recipe: Recipe
@@ -73,6 +75,7 @@ class Plan:
             "flops": tokens * self.config.flops_per_token(self.recipe.train.sequence_length),
             "memory_bytes": sum(self.memory.values()),
             "memory": self.memory,
+            "step_seconds": predicted_step_seconds(self.config, self.recipe),
         }
 
     def lines(self) -> list[str]:
@@ -88,14 +91,15 @@ class Plan:
             f"{facts['flops']:.3g} FLOPs",
             f"training split {split}, validation {facts['validation_tokens']:,} tokens",
             f"memory about {amount(facts['memory_bytes'], 'B')}: {memory}",
+            f"a step of about {duration(facts['step_seconds'])} (throughline study makes this surer)",
         ]
 
 
-def plan_run(recipe: Recipe) -> Plan:
+def plan_run(recipe: Recipe) -> RunPlan:
     """Open and check everything that a resolved recipe names.
 
-    Raises WrongUse for what is missing (a dashboard's package too) or does not fit together, Refused for a damaged store, a
-    precision that the device lacks and a model larger than memory.
+    Raises WrongUse for what is missing (a dashboard's package too) or does not fit together, Refused for a
+    damaged store, a precision that the device lacks and a model larger than memory.
     """
     if running_processes()[0] == 0:  # the one that writes to them
         check_sinks(recipe.log.sinks)
@@ -103,16 +107,27 @@ def plan_run(recipe: Recipe) -> Plan:
     plan = validation_plan(recipe, device)
     train_section = recipe.train
     require_world(
-        recipe.parallel.layout(), running_processes()[1], plan.config,
-        train_section.sequence_length, train_section.rows_per_step, train_section.rows_per_micro_batch, partial(can_be_had, recipe),
-    )  # fmt: skip
-    return replace(plan, memory=check_memory(plan.config, recipe, device))
+        recipe.parallel.layout(),
+        running_processes()[1],
+        plan.config,
+        train_section.sequence_length,
+        train_section.rows_per_step,
+        train_section.rows_per_micro_batch,
+        partial(can_be_had, recipe),
+    )
+    memory, inputs = check_memory(plan.config, recipe, device), list(plan.inputs)
+    if recipe.model.init_from and running_processes()[0] == 0:  # before a directory is claimed for the run
+        adopt(open_weights(recipe.model.init_from)[0], plan.config, recipe.model.init_from)
+        inputs.append(input_record(recipe.model.init_from))
+    return replace(plan, memory=memory, inputs=inputs)
 
 
-def validation_plan(recipe: Recipe, device: torch.device) -> Plan:
-    """The same for measuring a trained model on any machine, whatever layout it was trained in: nothing about memory."""
+def validation_plan(recipe: Recipe, device: torch.device) -> RunPlan:
+    """The same for measuring a trained model on any machine, whatever layout it was trained in: nothing about
+    memory.
+    """
     corpus = open_corpus(recipe)
-    return Plan(
+    return RunPlan(
         recipe=recipe,
         family=model_family(recipe),
         config=model_config(recipe, corpus.vocab_size),
@@ -127,7 +142,7 @@ def validation_plan(recipe: Recipe, device: torch.device) -> Plan:
     )
 
 
-def dataset_options(plan: Plan) -> DatasetOptions:
+def dataset_options(plan: RunPlan) -> DatasetOptions:
     """The recipe's rows, in the terms of the data stage."""
     recipe, data = plan.recipe, plan.recipe.data
     if plan.family == "gpt":
@@ -173,7 +188,7 @@ def dataset_options(plan: Plan) -> DatasetOptions:
     )
 
 
-def training_rows(plan: Plan, cache: Path | None = None) -> Dataset:
+def training_rows(plan: RunPlan, cache: Path | None = None) -> Dataset:
     """The dataset that the run trains on."""
     if plan.text:
         return TextStream(plan.text, dataset_options(plan), cache)
@@ -183,7 +198,7 @@ def training_rows(plan: Plan, cache: Path | None = None) -> Dataset:
     )
 
 
-def validation_rows(plan: Plan, cache: Path | None = None) -> list[Dataset]:
+def validation_rows(plan: RunPlan, cache: Path | None = None) -> list[Dataset]:
     """The validation split in order, every window or pair once, one dataset a store."""
     options = replace(dataset_options(plan), order="sequential", random_offsets=False, pair_copies=1)
     return [open_dataset(store, options, None, cache) for store in plan.validation_stores]
@@ -191,12 +206,21 @@ def validation_rows(plan: Plan, cache: Path | None = None) -> list[Dataset]:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """A dataset whose batches are ready for the step, this process's part of each row; the loader's thread makes them."""
+    """A dataset whose batches are ready for the step, this process's part of each row; the loader's thread
+    makes them.
+    """
 
-    plan: Plan
+    plan: RunPlan
     dataset: Dataset
     data: Axis = ALONE
     context: Axis = ALONE
+
+    @property
+    def unpad(self) -> bool:
+        """Whether padding may be left out: not where processes share a row or the place in a row matters."""
+        layout, config = self.plan.recipe.parallel.layout(), self.plan.config
+        alone = layout.pipeline == layout.context == layout.tensor == 1
+        return alone and not config.attention_window and not getattr(config, "relative_buckets", 0)
 
     def batch(self, position: int, count: int) -> StepBatch:
         train, objective = self.plan.recipe.train, self.plan.recipe.objective
@@ -205,112 +229,86 @@ class StepBatches:
         tokens = real_tokens(rows)
         cut = cut_rows(rows, self.context)
         batch = prepare(
-            cut, self.plan.family, train.rows_per_micro_batch, self.plan.device, dtype, mask_fraction
+            cut,
+            self.plan.family,
+            train.rows_per_micro_batch,
+            self.plan.device,
+            dtype,
+            mask_fraction,
+            self.unpad,
         )
         # the other data processes have as many rows, and about as many tokens
         return replace(batch, tokens=tokens * self.data.size, rows=count * self.data.size)
 
 
-def build_trainer(plan: Plan, mesh: Mesh | None = None, *, fill: bool = True) -> Trainer:
-    """Model, optimizer and loss at step 0. `fill=False` leaves the weights to a checkpoint.
+def build_trainer(plan: RunPlan, mesh: Mesh | None = None, *, fill: bool = True) -> Trainer:
+    """Engine and optimizer at step 0. `fill=False` leaves the weights to a checkpoint.
 
     With a mesh of several processes the model is this one's part of it.
     """
     recipe = plan.recipe
-    if mesh is not None and mesh.layout.world > 1:
-        return _build_part(plan, mesh, fill)
-    if recipe.train.offload:
-        return _build_offloaded(plan, fill)
-    dtype = weight_dtype(recipe.train.precision)
-    torch.manual_seed(recipe.train.seed)  # dropout; initial weights have generators of their own
-    if fill:
-        model = build(plan.config, recipe.train.seed, plan.device, dtype)
+    if mesh is None or mesh.layout.world == 1:
+        engine = _single_engine(plan)
     else:
-        model = empty_model(plan.config, plan.device, dtype)
-    model.train()
-    fit_attention(model, plan.device, recipe.train.precision)
-    recompute(model, plan.config, recipe.train.recompute)
+        engine = _layout_engine(plan, mesh)
+    if fill:
+        engine.fill()
     return Trainer(
-        model=model,
-        optimizer=build_optimizer(model, recipe),
-        loss=maybe_compile(LOSSES[plan.family], recipe, plan.config, plan.device),
+        engine=engine,
+        optimizer=_optimizer(recipe, engine),
         scaler=LossScaler.of(recipe.train.precision),
         precision=recipe.train.precision,
-        device=plan.device,
         clip_norm=recipe.train.clip_norm,
     )
 
 
-def _build_offloaded(plan: Plan, fill: bool) -> Trainer:
-    """Weights on the device in the precision of its products, everything else of the update on the host."""
-    from .parallel.offload import HostOffload
-
-    recipe, train = plan.recipe, plan.recipe.train
-    torch.manual_seed(train.seed)
-    model = empty_model(
-        plan.config, plan.device, AUTOCAST.get(train.precision, weight_dtype(train.precision))
-    )
-    model.train()
+def _single_engine(plan: RunPlan) -> Engine:
+    train = plan.recipe.train
+    torch.manual_seed(train.seed)  # dropout; initial weights have generators of their own
+    dtype = computing_dtype(train.precision) if train.offload else weight_dtype(train.precision)
+    model = empty_model(plan.config, plan.device, dtype).train()
     fit_attention(model, plan.device, train.precision)
     recompute(model, plan.config, train.recompute)
-    offload = HostOffload(model, train.rows_per_step // train.rows_per_micro_batch)
-    if fill:
-        with torch.no_grad():
-            for name, master in offload.named_parameters():
-                master.copy_(initial_values(name, master.shape, plan.config, train.seed))
-        offload.publish()
-    return Trainer(
-        model=model,
-        optimizer=build_optimizer(offload, recipe),
-        loss=LOSSES[plan.family],
-        scaler=LossScaler.of(train.precision),
-        precision=train.precision,
-        device=plan.device,
-        clip_norm=train.clip_norm,
-        offload=offload,
-    )
+    offload = loss = None
+    if train.offload:
+        from .offload import HostOffload
+
+        offload = HostOffload(model, train.rows_per_step // train.rows_per_micro_batch)
+    else:
+        loss = maybe_compile(LOSSES[plan.family], plan.recipe, plan.config, plan.device)
+    engine = SingleEngine(model, train.precision, plan.device, loss=loss, offload=offload)
+    engine.seed = train.seed
+    return engine
 
 
-def _build_part(plan: Plan, mesh: Mesh, fill: bool) -> Trainer:
-    from .parallel.engine import Engine
-    from .parallel.host_parts import HostParts
+def _layout_engine(plan: RunPlan, mesh: Mesh) -> Engine:
+    from .layout_engine import LayoutEngine  # torch's sharding and pipelines take a second to import
 
     train = plan.recipe.train
-    dtype = AUTOCAST.get(train.precision) if train.offload else None
-    engine = Engine(plan.config, mesh, train.precision, train.seed, train.recompute, dtype=dtype)
-    offload = HostParts(engine) if train.offload else None
-    if fill:
-        engine.fill(into=(offload or engine).leaves)
-        if offload is not None:
-            offload.publish()
-    return Trainer(
-        model=engine,
-        optimizer=_compressing_optimizer(plan.recipe, engine, offload),
-        loss=LOSSES[plan.family],  # the engine has its own, over the cut vocabulary
-        scaler=LossScaler.of(train.precision),
-        precision=train.precision,
-        device=plan.device,
-        clip_norm=train.clip_norm,
-        offload=offload,
+    return LayoutEngine(
+        plan.config, mesh, train.precision, train.seed, train.recompute, offload=train.offload
     )
 
 
-def _compressing_optimizer(
-    recipe: Recipe, engine: "Engine", offload: "HostParts | None"
-) -> torch.optim.Optimizer:
-    """The optimizer of an engine, whose gradients are summed by the recipe's scheme from here on."""
+def _optimizer(recipe: Recipe, engine: Engine) -> torch.optim.Optimizer:
+    """The recipe's optimizer. Where it compresses gradients, the engine sums them by its scheme from here on."""
+    section = recipe.compression
+    if section.scheme == "none" or engine.layout.data == 1:
+        return build_optimizer(engine, recipe)
+    from .layout_engine import LayoutEngine
     from .parallel.compression import Bf16Sum, PowerSum
     from .parallel.onebit import OneBitAdam
 
-    section, wire = recipe.compression, engine.wire
-    warmup_steps = section.warmup(recipe.train.steps)
+    assert isinstance(engine, LayoutEngine)
+    communicator, warmup_steps = engine.communicator, section.warmup(recipe.train.steps)
     if section.scheme == "one-bit-adam":
-        optimizer = build_optimizer(engine, recipe, partial(OneBitAdam, wire=wire, warmup_steps=warmup_steps))
+        adam = partial(OneBitAdam, communicator=communicator, warmup_steps=warmup_steps)
+        optimizer = build_optimizer(engine, recipe, adam)
         assert isinstance(optimizer, OneBitAdam)
-        engine.exchange = optimizer
+        engine.communication_hook = optimizer
         return optimizer
     if section.scheme == "bf16":
-        engine.exchange = Bf16Sum(wire)
-    elif section.scheme == "powersgd":
-        engine.exchange = PowerSum(wire, section.rank, warmup_steps)
-    return build_optimizer(offload or engine, recipe)
+        engine.communication_hook = Bf16Sum(communicator)
+    else:
+        engine.communication_hook = PowerSum(communicator, section.rank, warmup_steps)
+    return build_optimizer(engine, recipe)

@@ -1,4 +1,5 @@
-"""Checkpoints: everything a run needs to go on to the last bit, written beside the training and never half there.
+"""Checkpoints: everything a run needs to go on to the last bit, written beside the training and never half
+there.
 
 A checkpoint is an artifact directory:
 
@@ -8,12 +9,14 @@ A checkpoint is an artifact directory:
     tensors.json                 group -> name -> global shape, dtype and chunks (file, key, offset, shape)
     model.json, tokenizer.json, state.json, manifest.json
 
-The chunk table says where each piece of a tensor lies in the whole, so that other layouts write and read the same format.
-The training waits only while the tensors are copied; a thread writes, hashes, renames, reads everything back against the
-hashes, and then lets `latest` name the new directory. There is no pickle anywhere.
+The chunk table says where each piece of a tensor lies in the whole, so that other layouts write and read the
+same format. The training waits only while the tensors are copied; a thread writes, hashes, renames, reads
+everything back against the hashes, and then lets `latest` name the new directory. There is no pickle
+anywhere.
 
-Not `torch.distributed.checkpoint`, though the boxes are its planners' idea: its metadata are a pickle that runs what it holds, its
-files are written in place without hashes, and reading 3,200 chunks on 32 processes took it 34 s where a mapped file is sliced.
+Not `torch.distributed.checkpoint`, though the boxes are its planners' idea: its metadata are a pickle that
+runs what it holds, its files are written in place without hashes, and reading 3,200 chunks on 32 processes
+took it 34 s where a mapped file is sliced.
 """
 
 import json
@@ -28,7 +31,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,25 +50,21 @@ from ..core.errors import Refused, ThroughlineError, WrongUse
 from ..core.files import full_disk, read_json, write_atomic
 from ..models.config import FAMILIES, ModelConfig
 from ..models.init import empty_model
-from .parallel.crew import Lost
-from .parallel.offload import HostOffload
-from .parallel.plan import parameter_shapes
+from ..planner.tables import parameter_shapes
+from .engine import LocalShard, whole_shard
+from .parallel.ranks import Lost
 from .snapshot import (
+    SUMMED_DIM,
     Buffers,
     Snapshot,
     Table,
     TensorReader,
-    held,
-    layout_of,
     take_snapshot,
+    without_dim,
     write_snapshot,
     write_tensors,
 )
 from .step import Trainer
-
-if TYPE_CHECKING:
-    from .parallel.engine import Engine
-    from .parallel.host_parts import HostParts
 
 LATEST, PART = "latest", "part.json"
 LEAST_PRIORITY = 19  # nice(2)
@@ -122,7 +121,8 @@ class CheckpointWriter:
         return pending.result() if pending else None
 
     def abandon(self) -> None:
-        """The run has failed: wait no longer for the other processes, whose parts may never come, and end the thread.
+        """The run has failed: wait no longer for the other processes, whose parts may never come, and end the
+        thread.
 
         An unfinished checkpoint never appears, and is no news beside the failure.
         """
@@ -169,7 +169,9 @@ class CheckpointWriter:
         return self.directory / f".step-{step:08d}.{self.token}-{process:05d}.tmp"
 
     def _write_part(self, snapshot: Snapshot, step: int) -> Path:
-        """The files of a process other than the first, flushed and hashed, in a directory of their own; `part.json` comes last."""
+        """The files of a process other than the first, flushed and hashed, in a directory of their own;
+        `part.json` comes last.
+        """
         path = self._part(step, self.process)
         try:
             with full_disk(path):
@@ -186,7 +188,9 @@ class CheckpointWriter:
         return path
 
     def _take_parts(self, step: int, draft: Draft) -> list[Table]:
-        """Wait for the parts of the other processes and move their files into the checkpoint. No process waits for the first."""
+        """Wait for the parts of the other processes and move their files into the checkpoint. No process
+        waits for the first.
+        """
         tables = []
         for process in range(1, self.processes):
             path, written, end = self._part(step, process), -1, 0.0
@@ -206,9 +210,11 @@ class CheckpointWriter:
         return tables
 
     def _retire(self, newest: Path) -> None:
-        """Remove the oldest checkpoints beyond `keep`; the manifest goes first, so that a part is never taken for a whole.
+        """Remove the oldest checkpoints beyond `keep`; the manifest goes first, so that a part is never taken
+        for a whole.
 
-        One of a later step is damaged, since the run did not go on from it: it does not count, and its step replaces it.
+        One of a later step is damaged, since the run did not go on from it: it does not count, and its step
+        replaces it.
         """
         complete = [path for path in checkpoints(self.directory) if path.name <= newest.name]
         for path in complete[self.keep :] if self.keep else []:
@@ -224,72 +230,70 @@ def _size(directory: Path) -> int:
 
 
 def _give_way() -> None:
-    """Let training go first wherever this thread wants the same processor (Linux, where threads have priorities)."""
+    """Let training go first wherever this thread wants the same processor (Linux, where threads have
+    priorities).
+    """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
-def load_weights(directory: Path, model: "nn.Module | Engine | HostOffload | HostParts") -> None:
-    """Fill a model, or this process's part of one, with a checkpoint's weights. Raises Refused when names or shapes differ."""
+def load_weights(directory: Path, config: ModelConfig, local_shards: Sequence[LocalShard]) -> None:
+    """Fill the values of a model, or of this process's part of one, with a checkpoint's weights. Raises
+    Refused when names or shapes differ.
+    """
     read = TensorReader(directory, "weights")
-    parts = held(model)
-    whole = isinstance(model, (nn.Module, HostOffload))
-    known = {part.name for part in parts} if whole else set(parameter_shapes(cast(ModelConfig, model.config)))
-    differing = known ^ set(read.table)
+    differing = set(parameter_shapes(config)) ^ set(read.table)
     if differing:
         raise Refused(
             "the checkpoint is of another model", where=directory, why=f"only one has {sorted(differing)[0]}"
         )
     with torch.no_grad():
-        for part in parts:
-            if list(part.shape) != read.table[part.name]["shape"]:
-                why = f"{part.name} is {read.table[part.name]['shape']} there and {list(part.shape)} here"
+        for local in local_shards:
+            if list(local.spec.shape) != read.table[local.name]["shape"]:
+                why = f"{local.name} is {read.table[local.name]['shape']} there and {list(local.spec.shape)} here"
                 raise Refused("the checkpoint is of another model", where=directory, why=why)
-            part.parameter.copy_(read.part(part.name, part.box))
+            if local.value.numel():
+                local.value.copy_(read.part(local.name, local.spec.box))
 
 
 def restore(directory: Path, trainer: Trainer) -> None:
     """Bring a trainer to the state of a checkpoint, which must be verified.
 
-    Continues to the last bit in the same layout, thread count, device and torch; a difference is said.
+    On a CPU it continues to the last bit in the same layout, thread count and torch; a difference is said.
+    Sums on CUDA that come in any order repeat to rounding.
     """
     state = read_json(directory / "state.json")
-    load_weights(directory, trainer.holder)
-    if trainer.offload is not None:
-        trainer.offload.publish()
+    engine = trainer.engine
+    engine.wait()
+    load_weights(directory, engine.config, engine.local_shards)
+    engine.publish()
     _restore_optimizer(directory, trainer, state["optimizer_scalars"])
     rng = TensorReader(directory, "rng")
-    if not isinstance(trainer.model, nn.Module):
-        # in another layout all begin without errors: some would find those of a place that is no longer theirs, others none
-        if (exchange := trainer.model.exchange) is not None and state["layout"] == layout_of(trainer.model):
-            mine = f"owed.{trainer.model.mesh.rank}."
-            exchange.load_errors(
-                {name.removeprefix(mine): rng(name) for name in rng.table if name.startswith(mine)}
-            )
-    elif "cpu" in rng.table:
-        torch.set_rng_state(rng("cpu"))
-        if trainer.device.type == "cuda" and "cuda" in rng.table:
-            torch.cuda.set_rng_state(rng("cuda"), trainer.device)
+    engine.load_states(rng.table, rng, state["layout"] == engine.layout.facts())
     trainer.step, trainer.samples = state["step"], state["samples"]
     trainer.skipped, trainer.skipped_in_row = state["skipped"], state["skipped_in_row"]
     trainer.scaler.scale, trainer.scaler.good_steps = state["scale"], state["good_steps"]
     now = {
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "device": trainer.device.type,
-        "layout": layout_of(trainer.model),
-    }  # fmt: skip
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "device": engine.device.type,
+        "layout": engine.layout.facts(),
+    }
     changed = [f"{name} was {state[name]}, is {value}" for name, value in now.items() if state[name] != value]
     if changed:
         warn(f"the run goes on, but not to the last bit: {'; '.join(changed)}")
 
 
 def _restore_optimizer(directory: Path, trainer: Trainer, scalars: dict[str, Any]) -> None:
-    """Give every parameter, or part of one, its slots: tensors of its shape are cut as it is, numbers belong to the whole."""
+    """Give every parameter, or part of one, its slots: tensors of its shape are cut as it is, numbers belong
+    to the whole.
+    """
     read = TensorReader(directory, "optimizer")
     slots: dict[str, dict[str, Any]] = {}
     for key in (*read.table, *scalars):
         name, slot = key.rsplit(".", 1)
         slots.setdefault(name, {})[slot] = key
-    parts = {part.parameter: part for part in held(trainer.holder)}
+    parts = {local.value: local for local in trainer.engine.local_shards}
     ordered = [parts[parameter] for group in trainer.optimizer.param_groups for parameter in group["params"]]
     fresh = trainer.optimizer.state_dict()
     fresh["state"] = {}
@@ -299,15 +303,25 @@ def _restore_optimizer(directory: Path, trainer: Trainer, scalars: dict[str, Any
             if key in scalars:
                 values[slot] = scalars[key]
             else:
-                like = read.table[key]["shape"] == list(part.shape)
-                values[slot] = read.part(key, part.box) if like else read(key)
+                values[slot] = _read_slot(read, key, part)
         if values:
             fresh["state"][index] = values
     trainer.optimizer.load_state_dict(fresh)
 
 
+def _read_slot(read: TensorReader, key: str, local: LocalShard) -> torch.Tensor:
+    """The part of a slot for a part of its parameter; numbers as they are."""
+    slot = key.rsplit(".", 1)[1]
+    if slot in SUMMED_DIM:
+        return read.part(key, without_dim(local.spec.box, SUMMED_DIM[slot]))
+    like = read.table[key]["shape"] == list(local.spec.shape)
+    return read.part(key, local.spec.box) if like else read(key)
+
+
 def checkpoints(directory: Path) -> list[Path]:
-    """The complete checkpoints of a run's `checkpoints` directory, newest first; copies under other names are not the run's."""
+    """The complete checkpoints of a run's `checkpoints` directory, newest first; copies under other names are
+    not the run's.
+    """
     steps = (path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit())
     return sorted((path for path in steps if is_artifact(path)), reverse=True)
 
@@ -315,7 +329,8 @@ def checkpoints(directory: Path) -> list[Path]:
 def find_resumable(directory: Path) -> Path | None:
     """The newest checkpoint whose every byte is as written; None when there is none at all.
 
-    A damaged one is named and passed over. Raises Refused when all are damaged. Remains of a killed save are removed.
+    A damaged one is named and passed over. Raises Refused when all are damaged. Remains of a killed save are
+    removed.
     """
     for remains in directory.glob(".step-*.tmp"):
         shutil.rmtree(remains, ignore_errors=True)
@@ -366,7 +381,8 @@ def locate(path: Path | str) -> Path:
 def load_model(
     path: Path | str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, Path | None]:
-    """The model of a run (its latest checkpoint) or of a checkpoint, in eval mode, and its tokenizer.json if it has one.
+    """The model of a run (its latest checkpoint) or of a checkpoint, in eval mode, and its tokenizer.json if
+    it has one.
 
     Raises WrongUse when there is no checkpoint and Refused when a file of it is cut or changed.
     """
@@ -375,6 +391,6 @@ def load_model(
     described = read_json(directory / "model.json")
     config = FAMILIES[described["family"]].from_dict(described["config"])
     model = empty_model(config, device, dtype)
-    load_weights(directory, model)
+    load_weights(directory, config, [whole_shard(*named) for named in model.named_parameters()])
     tokenizer = directory / "tokenizer.json"
     return model.eval(), tokenizer if tokenizer.is_file() else None

@@ -12,7 +12,9 @@ FIGURES = ("loss", "grad_norm")
 
 @dataclass(frozen=True)
 class Difference:
-    """The step at which one figure of two runs differs most, relative to the larger; inf where one alone is not finite."""
+    """The step at which one figure of two runs differs most, relative to the larger; inf where one alone is
+    not finite.
+    """
 
     name: str
     steps: int

@@ -1,8 +1,8 @@
 """Whether forward and backward are compiled, and what happens where they cannot be.
 
-torch.compile fuses everything between the matrix products. On a CPU that saves about 10 % of a step in bf16 and costs up to a
-minute at first, so `auto` compiles only runs that are long enough to earn it back; on a machine without a working C++ compiler
-(or without Triton on a GPU) it trains eagerly and says so in one line.
+torch.compile fuses everything between the matrix products. On a CPU that saves about 10 % of a step in bf16
+and costs up to a minute at first, so `auto` compiles only runs that are long enough to earn it back; on a
+machine without a working C++ compiler (or without Triton on a GPU) it trains eagerly and says so in one line.
 """
 
 import os
@@ -20,8 +20,9 @@ from ..models.linear import onednn_is_faster
 from .objective import Batch, LossFunction
 from .recipe import Recipe
 
-# What the rule of `auto` assumes; rough on purpose, and on the side of not compiling. Cold compiles took 11 s + 4 s per layer of
-# CPU time here (4 to 12 layers); a step in bf16 became 5 to 13 % faster, one in fp32 through oneDNN 7 % slower.
+# What the rule of `auto` assumes; rough on purpose, and on the side of not compiling. Cold compiles took 11 s
+# + 4 s per layer of CPU time here (4 to 12 layers); a step in bf16 became 5 to 13 % faster, one in fp32
+# through oneDNN 7 % slower.
 COLD_SECONDS, COLD_SECONDS_PER_LAYER = 11.0, 4.0
 SAVED = 0.1
 EAGER_FLOPS = {"cpu": 40e9, "cuda": 100e12}  # per core, per GPU
@@ -48,7 +49,9 @@ def maybe_compile(
 
 
 def pays(recipe: Recipe, config: ModelConfig, device: torch.device) -> bool:
-    """Whether the whole run (not what is left of it: a resumed run must compute alike) saves twice what compiling costs."""
+    """Whether the whole run (not what is left of it: a resumed run must compute alike) saves twice what
+    compiling costs.
+    """
     train = recipe.train
     if device.type == "cpu" and train.precision == "fp32" and onednn_is_faster():
         return False

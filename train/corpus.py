@@ -1,4 +1,6 @@
-"""What a recipe's data section names, opened and checked: token stores, or text that is tokenised while it is read."""
+"""What a recipe's data section names, opened and checked: token stores, or text that is tokenised while it is
+read.
+"""
 
 import os
 from collections.abc import Sequence
@@ -60,7 +62,9 @@ def _stores(recipe: Recipe) -> Corpus:
 
 
 def _facts(store: TokenStore) -> dict[str, Any]:
-    """What a store says of itself, and the largest id of one that says nothing: a pass over it, faster than the hash of it."""
+    """What a store says of itself, and the largest id of one that says nothing: a pass over it, faster than
+    the hash of it.
+    """
     facts = store.facts
     if facts.get("foreign"):
         facts["largest_id"] = max(int(shard.data.max()) for shard in store.shards if shard.tokens)
@@ -114,7 +118,9 @@ def _is_store(path: str) -> bool:
 
 
 def _one_vocabulary(recipe: Recipe, every: Sequence[dict[str, Any]], paths: Sequence[str]) -> int:
-    """The vocabulary that all stores share, or the recipe's when it is as large. Refuses ids without an embedding."""
+    """The vocabulary that all stores share, or the recipe's when it is as large. Refuses ids without an
+    embedding.
+    """
     marks = {str(facts.get("tokenizer", "")): path for facts, path in zip(every, paths)}
     if len(marks) > 1:
         where = ", ".join(marks.values())

@@ -1,7 +1,8 @@
 """The training loop: start or resume, step, log, evaluate, save; stop on a signal with everything saved.
 
-A run is a workspace directory: recipe.toml (resolved), metrics.jsonl, events.jsonl, checkpoints/, report.html, and
-manifest.json when it has ended. The same command continues a run that was stopped or killed, to the last bit.
+A run is a workspace directory: recipe.toml (resolved), metrics.jsonl, events.jsonl, checkpoints/,
+report.html, and manifest.json when it has ended. The same command continues a run that was stopped or killed,
+on a CPU to the last bit.
 """
 
 import platform
@@ -25,25 +26,40 @@ from ..core.version import version
 from ..core.workspace import Workspace
 from ..data.loader import Loader
 from ..data.samples import Dataset
-from .build import Plan, StepBatches, build_trainer, training_rows
+from .build import RunPlan, StepBatches, build_trainer, training_rows
 from .checkpoint import CheckpointWriter, find_resumable, restore
 from .corpus import check_inputs
+from .engine import Engine
 from .memory import out_of_memory
 from .metrics import Metrics, PhaseMemory, Record, peak_flops, read_metrics
-from .objective import TERMS
-from .parallel.crew import PULSE, Crew, RunWorkspace
-from .parallel.pulse import Pulse
+from .objective import TERMS, StepBatch
+from .parallel.heartbeat import Heartbeat
+from .parallel.ranks import HEARTBEAT, Ranks, RunWorkspace
+from .predict import predicted_step_seconds
 from .profile import Profile
 from .recipe import Recipe
 from .schedule import learning_rate_factor
 from .signals import Signals, StopNow
 from .step import StepResult, Trainer, train_step
+from .target import convergence, reached
+from .weights_in import start_from
 
-Evaluator = Callable[[Any, int], dict[str, Any]]  # the model, or its engine, and the step
+Evaluator = Callable[[Engine, int], dict[str, Any]]  # the engine and the step
 MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains the same model
-    "train.steps", "train.eval_", "train.stop_after_skipped", "train.micro_batch_rows",
-    "parallel.", "evaluation.", "checkpoint.", "log.",
-)  # fmt: skip
+    "train.steps",
+    "train.eval_",
+    "train.stop_after_skipped",
+    "train.micro_batch_rows",
+    "train.recompute",
+    "train.compile",
+    "train.offload",
+    "train.device",
+    "parallel.",
+    "evaluation.",
+    "checkpoint.",
+    "log.",
+    "target.",
+)
 MEMORY_EVERY_S = 1.0
 LOOK_EVERY_S = 0.02  # at the checkpoint that is being written, when the next one waits for it
 NEXT_PHASE = {
@@ -56,7 +72,7 @@ NEXT_PHASE = {
 
 
 def train(
-    plan: Plan,
+    plan: RunPlan,
     run_dir: Path | str,
     *,
     resume: str = "auto",
@@ -65,37 +81,42 @@ def train(
 ) -> dict[str, Any]:
     """Train to the recipe's last step and return the summary.
 
-    `resume`: "auto" continues what is in `run_dir`, "never" refuses a directory that holds a run. Raises Stopped after
-    SIGTERM and KeyboardInterrupt after Ctrl-C, both saved; Failed when too many steps in a row were not finite. With a
-    layout of several processes each of them calls this; the first keeps the directory.
+    `resume`: "auto" continues what is in `run_dir`, "never" refuses a directory that holds a run. Raises
+    Stopped after SIGTERM and KeyboardInterrupt after Ctrl-C, both saved; Failed when too many steps in a row
+    were not finite. With a layout of several processes each of them calls this; the first keeps the
+    directory.
     """
     parallel = plan.recipe.parallel
     with (
-        Crew.start(parallel.layout(), plan.device, parallel.timeout_seconds) as crew,
-        crew.workspace(run_dir) as workspace,
+        Ranks.start(parallel.layout(), plan.device, parallel.timeout_seconds) as ranks,
+        ranks.workspace(run_dir) as workspace,
     ):
-        checkpoint, done = crew.first_decides(lambda: _open(workspace, plan, resume))
+        checkpoint, done = ranks.first_decides(lambda: _open(workspace, plan, resume))
         if done is not None:
             say(f"{workspace.path} is already trained to step {done['step']:,}")
             return done
         if plan.device.type == "cpu":
             keep_freed_memory()
-        trainer = build_trainer(plan, crew.mesh, fill=checkpoint is None)
+        trainer = build_trainer(plan, ranks.mesh, fill=checkpoint is None)
         if checkpoint is not None:
             restore(checkpoint, trainer)
             say(f"resumed at step {trainer.step:,} from {checkpoint}")
-        return Run(plan, workspace, trainer, evaluators, profile, crew).to_the_end()
+        elif plan.recipe.model.init_from:
+            start_from(plan.recipe.model.init_from, trainer.engine)
+        return Run(plan, workspace, trainer, evaluators, profile, ranks).to_the_end()
 
 
-def _open(workspace: RunWorkspace, plan: Plan, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
-    """Make the directory ready for steps: the checkpoint to go on from, and the summary when there is nothing left to do."""
+def _open(workspace: RunWorkspace, plan: RunPlan, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
+    """Make the directory ready for steps: the checkpoint to go on from, and the summary when there is nothing
+    left to do.
+    """
     recipe = plan.recipe
     claim(workspace, recipe, resume)
     workspace.own()
     checkpoint = find_resumable(workspace.path / "checkpoints")
     if checkpoint is not None and is_artifact(workspace.path):
         done = read_manifest(workspace.path, "run").facts
-        if done["step"] >= recipe.train.steps:
+        if done["step"] >= recipe.train.steps or reached(recipe.target, done["validation"]):
             return checkpoint, done
     if checkpoint is not None:
         check_inputs(checkpoint, plan.inputs)
@@ -105,7 +126,9 @@ def _open(workspace: RunWorkspace, plan: Plan, resume: str) -> tuple[Path | None
 
 
 def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
-    """Check that this recipe may train in this directory. Raises WrongUse when another run or other files are there."""
+    """Check that this recipe may train in this directory. Raises WrongUse when another run or other files are
+    there.
+    """
     file = workspace.path / "recipe.toml"
     if not file.exists():
         others = [path.name for path in workspace.path.iterdir() if not path.name.startswith(".")]
@@ -138,7 +161,9 @@ def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
 
 
 def _placeless(recipe: Recipe) -> dict[str, Any]:
-    """The fields without the places of the data, which may move: their content is checked by its hashes (check_inputs)."""
+    """The fields without the places of the data, which may move: their content is checked by its hashes
+    (check_inputs).
+    """
     tree = recipe.model_dump(mode="json")
     tree["data"]["train"] = [source["weight"] for source in tree["data"]["train"]]
     return tree | {
@@ -158,34 +183,43 @@ class Run:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunPlan,
         workspace: RunWorkspace,
         trainer: Trainer,
         evaluators: Sequence[Evaluator],
         profile: bool,
-        crew: Crew,
+        ranks: Ranks,
     ) -> None:
-        self.plan, self.workspace, self.trainer, self.evaluators, self.crew = (
+        self.plan, self.workspace, self.trainer, self.evaluators, self.ranks = (
             plan,
             workspace,
             trainer,
             evaluators,
-            crew,
+            ranks,
         )
         recipe = self.recipe = plan.recipe
-        self.metrics = Metrics(workspace, list(recipe.log.sinks) if crew.leads else [], workspace.path.name)
+        self.metrics = Metrics(workspace, list(recipe.log.sinks) if ranks.leads else [], workspace.path.name)
         self.writer = CheckpointWriter(
-            workspace.path / "checkpoints", recipe.checkpoint.keep, plan.tokenizer_json, plan.inputs, recipe_hash(recipe),
-            process=crew.mesh.rank, processes=crew.mesh.world.size, token=crew.token,
-            may_write=workspace.check_owner, patience_s=crew.timeout_seconds,
-        )  # fmt: skip
-        self.pulse = Pulse(None)
+            workspace.path / "checkpoints",
+            recipe.checkpoint.keep,
+            plan.tokenizer_json,
+            plan.inputs,
+            recipe_hash(recipe),
+            process=ranks.mesh.rank,
+            processes=ranks.mesh.world.size,
+            token=ranks.token,
+            may_write=workspace.check_owner,
+            patience_s=ranks.timeout_seconds,
+        )
+        self.heartbeat = Heartbeat(None)
         self.memory, self.memory_read = PhaseMemory(plan.device), float("-inf")
-        self.profile = Profile(workspace.path / "profile", plan.device) if profile and crew.leads else None
+        self.profile = Profile(workspace.path / "profile", plan.device) if profile and ranks.leads else None
         self.signals = Signals()
         self.stopping = False  # agreed by all processes
+        self.upcoming: StepBatch | None = None  # the batch of the next step, in a layout
+        self.clock: float | None = None  # when the last step's figures were read, if nothing came after it
         self.peak, self.peak_source = peak_flops(plan.device, recipe.train.precision)
-        self.peak = self.peak and self.peak * crew.mesh.world.size
+        self.peak = self.peak and self.peak * ranks.mesh.world.size
         predicted = {} if recipe.objective is None else {"predicted": recipe.objective.mask_fraction}
         self.flops_per_token = plan.config.flops_per_token(recipe.train.sequence_length, **predicted)
         self.first_step, self.saved_step = trainer.step, trainer.step
@@ -197,33 +231,36 @@ class Run:
             (record for record in reversed(read_metrics(workspace.path)) if "loss" in record), {}
         )
         self.validation: dict[str, Any] = {}
+        self.reached = False  # the recipe's target
 
     def to_the_end(self) -> dict[str, Any]:
         """Every step that is left, the last evaluation and save, the report and the manifest."""
         recipe, trainer = self.recipe, self.trainer
         start = time.monotonic()
         self._event("resumed" if trainer.step else "started", **self._environment())
-        with self.crew.one_first():  # which builds the index that the others find
+        with self.ranks.one_first():  # which builds the index that the others find
             dataset = training_rows(self.plan, self.workspace.path / "cache")
-        data = self.crew.mesh.data
-        rows = StepBatches(self.plan, dataset, data, self.crew.mesh.context)
+        data = self.ranks.mesh.data
+        rows = StepBatches(self.plan, dataset, data, self.ranks.mesh.context)
         own = recipe.train.rows_per_step // data.size
         loader = Loader(
             cast(Dataset, rows), own, position=trainer.samples, rank=data.rank, world=data.size, ahead=2
         )
         try:
             with (
-                self.crew.watch(self.workspace.path / PULSE) as self.pulse,
+                self.ranks.watch(self.workspace.path / HEARTBEAT) as self.heartbeat,
                 self.signals,
                 loader as batches,
                 self._progress() as bar,
             ):
-                while trainer.step < recipe.train.steps and not self._agree_to_stop():
+                if recipe.target is not None:  # what its log is made of
+                    self._event("running")
+                while trainer.step < recipe.train.steps and not self.reached and not self._told_to_stop():
                     self._step(batches, bar)
                     self._between_steps()
                 if self.profile is not None:
                     self.profile.close()
-                if not self._agree_to_stop():
+                if not self.reached and not self._agree_to_stop():
                     self._evaluate()
                 if self._agree_to_stop():
                     self._stop()
@@ -239,10 +276,14 @@ class Run:
 
     def _agree_to_stop(self) -> bool:
         """Whether a signal reached any process; all end with the same step. Collective."""
-        number = self.crew.most(self.signals.received or 0)
+        number = self.ranks.most(self.signals.received or 0)
         if number:
             self.stopping, self.signals.received = True, signal.Signals(number)
         return self.stopping
+
+    def _told_to_stop(self) -> bool:
+        """The same without a collective: in a layout, what the processes told each other in the last step."""
+        return self.stopping if not self.ranks.alone else self._agree_to_stop()
 
     def _progress(self) -> progress:
         bar = progress("train", self.recipe.train.steps * self.plan.tokens_per_step, "tokens")
@@ -254,27 +295,34 @@ class Run:
         trainer, recipe = self.trainer, self.recipe
         start = time.perf_counter()
         factor = learning_rate_factor(trainer.step, recipe)
+        clock = start if self.clock is None else self.clock  # so that a step's time has an update in it
         watch = trainer.step - self.first_step < 3 or start - self.memory_read > MEMORY_EVERY_S
         if watch:
             self.memory.start()
             self.memory_read = start
-        batch = next(batches)
-        self.pulse.mark("its batch", trainer.step)
+        batch = next(batches) if self.upcoming is None else self.upcoming
+        ahead = not self.ranks.alone and trainer.step + 1 < recipe.train.steps
+        self.upcoming = next(batches) if ahead else None  # its target counts travel with this step's figures
+        self.heartbeat.mark("its batch", trainer.step)
 
         def mark(phase: str) -> None:
-            self.pulse.mark(phase)
+            self.heartbeat.mark(phase)
             if watch:
                 self.memory.mark(phase)
 
         try:
-            result = train_step(trainer, batch, factor, mark)
+            received = int(self.signals.received or 0)
+            result = train_step(trainer, batch, factor, mark, received, self.upcoming)
         except torch.OutOfMemoryError as error:
             phase = NEXT_PHASE[self.memory.phase] if watch else "a step"
             raise out_of_memory(self.plan.config, recipe, self.plan.device, phase) from error
-        seconds = time.perf_counter() - start
+        seconds, self.clock = result.read_at - clock, result.read_at
+        if result.signal and not self.ranks.alone:
+            self.stopping, self.signals.received = True, signal.Signals(result.signal)
         if trainer.step > self.first_step + 1:
             self.tokens, self.step_seconds = self.tokens + batch.tokens, self.step_seconds + seconds
-        self._record(result, factor, seconds, batch.tokens, watch)
+        pairs = sum(batch.counts[1:]) * self.ranks.mesh.data.size  # the others have about as many
+        self._record(result, factor, seconds, batch.tokens, pairs, watch)
         rate = batch.tokens / seconds
         bar.advance(self.plan.tokens_per_step, self._note(result, rate))
         if self.profile is not None:
@@ -295,7 +343,9 @@ class Run:
         mfu = f"  MFU {100 * tokens_per_s * self.flops_per_token / self.peak:.0f}%" if self.peak else ""
         return f"step {self.trainer.step:,}  loss {result.loss:.4f}{mfu}"
 
-    def _record(self, result: StepResult, factor: float, seconds: float, tokens: int, watch: bool) -> None:
+    def _record(
+        self, result: StepResult, factor: float, seconds: float, tokens: int, pairs: int, watch: bool
+    ) -> None:
         step = self.trainer.step
         if step % self.recipe.log.every_steps and not result.skipped and step != self.recipe.train.steps:
             return
@@ -312,6 +362,8 @@ class Run:
         }
         if len(result.terms) > 1:
             record |= dict(zip(TERMS[self.plan.family], result.terms))
+        if pairs:
+            record["sequences_per_s"] = round(pairs / seconds, 1)
         if self.trainer.scaler.active:
             record["scale"] = self.trainer.scaler.scale
         if result.skipped:
@@ -325,7 +377,7 @@ class Run:
     def _between_steps(self) -> None:
         """What is due after this step: an evaluation, a checkpoint. The last step has both at the end."""
         step, recipe = self.trainer.step, self.recipe
-        if step == recipe.train.steps or (self.crew.alone and self.signals.received is not None):
+        if step == recipe.train.steps or (self.ranks.alone and self.signals.received is not None):
             return
         if recipe.train.eval_every_steps and step % recipe.train.eval_every_steps == 0:
             self._evaluate()
@@ -333,15 +385,15 @@ class Run:
             self._save()
 
     def _evaluate(self) -> None:
-        start = time.perf_counter()
+        start, self.clock = time.perf_counter(), None
         figures: dict[str, Any] = {}
         try:
-            with self.signals.interruptible() if self.crew.alone else nullcontext():
+            with self.signals.interruptible() if self.ranks.alone else nullcontext():
                 for evaluator in self.evaluators:
-                    figures |= evaluator(self.trainer.model, self.trainer.step)
+                    figures |= evaluator(self.trainer.engine, self.trainer.step)
         except StopNow:
             return
-        self.pulse.mark("an evaluation")
+        self.heartbeat.mark("an evaluation")
         if figures:
             record = {
                 "step": self.trainer.step,
@@ -349,19 +401,28 @@ class Run:
                 "eval_s": round(time.perf_counter() - start, 3),
             }
             self.validation = self.metrics.add(record)["validation"]
+            self.reached = reached(self.recipe.target, figures)
+            if self.recipe.target is not None:
+                looked = {
+                    "samples": self.trainer.samples,
+                    "seconds": record["eval_s"],
+                    "figures": self.validation,
+                }
+                self._event("evaluation", **looked)
 
     def _save(self) -> None:
         if self.trainer.step == self.saved_step and self.trainer.step:
             return
         facts: dict[str, Any] = {"validation": self.validation} if self.validation else {}
         facts |= {"special": self.plan.tokenizer.special} if self.plan.tokenizer else {}
+        self.clock = None
         self.metrics.flush()  # before the checkpoint can appear: a resume repeats no earlier step
         start = time.perf_counter()
         self._until_written()
         self.writer.save(self.trainer, facts)
         pause = time.perf_counter() - start
         self.saved_step = self.trainer.step
-        self.pulse.mark("the copy for a checkpoint")
+        self.heartbeat.mark("the copy for a checkpoint")
         self.memory.mark("save")
         self._event("checkpoint", pause_s=round(pause, 4), memory=self.memory.record())
 
@@ -371,12 +432,12 @@ class Run:
         By many collectives: the time limit is for one, and to write a large state may take longer.
         """
         while True:
-            idle = self.crew.alone or self.writer.idle
+            idle = self.ranks.alone or self.writer.idle
             if idle:
                 self.writer.wait()
-            if not self.crew.most(int(not idle)):
+            if not self.ranks.most(int(not idle)):
                 return
-            self.pulse.mark("a look at the checkpoint")
+            self.heartbeat.mark("a look at the checkpoint")
             time.sleep(LOOK_EVERY_S)
 
     def _stop(self) -> None:
@@ -393,12 +454,13 @@ class Run:
         raise Stopped(
             f"stopped by {received.name} at step {self.trainer.step:,}, saved and verified",
             where=self.workspace.path,
-            fix="the same command continues to the last bit",
+            fix="the same command continues",
         )
 
     def _finish(self, seconds: float) -> dict[str, Any]:
         rate = self.tokens / self.step_seconds if self.step_seconds else 0.0
-        summary = {
+        recipe = self.recipe
+        summary: dict[str, Any] = {
             "run": str(self.workspace.path),
             "step": self.trainer.step,
             "parameters": self.plan.config.parameter_count(),
@@ -410,12 +472,25 @@ class Run:
             "mfu": round(rate * self.flops_per_token / self.peak, 4) if self.peak else None,
             "skipped_steps": self.trainer.skipped,
             "memory_bytes": {"predicted": sum(self.plan.memory.values()), "measured": self.memory.peak},
+            "step_seconds": {
+                "predicted": round(predicted_step_seconds(self.plan.config, recipe), 6),
+                "measured": round(self.plan.tokens_per_step / rate, 6)
+                if rate
+                else None,  # mean of this stretch
+            },
         }
+        if recipe.target is not None:
+            spent = (self.validation, self.trainer.samples, recipe.train.rows_per_step, seconds)
+            summary["target"] = convergence(recipe.target, *spent)
         self._event("finished", **summary)
-        if self.crew.leads:
+        if self.ranks.leads:
             from .report import write_report
 
             write_report(self.workspace.path)
+            if recipe.target is not None:
+                from .mllog import write_mllog
+
+                write_mllog(self.workspace.path, recipe, self.plan.config)
         self.workspace.finish("run", self.plan.inputs, recipe_hash(self.recipe), summary)
         say(f"{summary['steps_here']:,} steps in {duration(seconds)}, {amount(rate, 'tokens')}/s in a step")
         return summary

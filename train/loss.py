@@ -1,8 +1,11 @@
 """Cross-entropy as a sum over targets, in float32 (float64 stays float64).
 
-With a large vocabulary on a CPU the logits are worked on a few rows at a time, while they are in the cache. The plain form
-makes four arrays (N, V) in float32: with 50,257 words a tenth of a training step and 800 kB a token.
+With a large vocabulary on a CPU the logits are worked on a few rows at a time, while they are in the cache.
+The plain form makes four arrays (N, V) in float32: with 50,257 words a tenth of a training step and 800 kB a
+token.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +30,12 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Keeps the logits and each row's log of the sum of exponentials; backward turns the logits into their gradient in place."""
+    """Keeps the logits and each row's log of the sum of exponentials; backward turns the logits into their
+    gradient in place.
+    """
 
     @staticmethod
-    def forward(ctx, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         rows = max(CHUNK_LOGITS // logits_NV.shape[1], 1)
         kept = targets_N != IGNORED
         safe_N = targets_N.where(kept, 0)
@@ -43,7 +48,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits_NV, log_sum_N, safe_N, kept = ctx.saved_tensors
         scale_N = (kept * grad).to(log_sum_N.dtype)
         gradient_NV = torch.empty_like(logits_NV)

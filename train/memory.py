@@ -1,8 +1,10 @@
-"""What a run will need in memory, before anything is allocated: named terms in bytes, and a refusal when it cannot fit.
+"""What a run will need in memory, before anything is allocated: named terms in bytes, and a refusal when it
+cannot fit.
 
-Activations follow Korthikanti et al. 2022 (section 4.1) for a fused attention kernel, which keeps no S x S matrix: per
-token and layer 8 W + 2 F numbers (two norm inputs, two norm outputs, query, key, value, attention output; the inputs and
-outputs of the activation), one mask per dropout. Full recomputation keeps one W per layer and one layer at work.
+Activations follow Korthikanti et al. 2022 (section 4.1) for a fused attention kernel, which keeps no S x S
+matrix: per token and layer 8 W + 2 F numbers (two norm inputs, two norm outputs, query, key, value, attention
+output; the inputs and outputs of the activation), one mask per dropout. Full recomputation keeps one W per
+layer and one layer at work.
 """
 
 import psutil
@@ -13,10 +15,11 @@ from ..core.errors import Failed, Refused
 from ..core.hardware import memory_limit_bytes
 from ..models.config import ModelConfig
 from ..models.presets import preset, preset_names
+from ..planner.tables import optimizer_numbers, parameter_shapes
+from .offload import IN_FLIGHT_BYTES, memory_terms
 from .parallel.account import per_process
 from .parallel.mesh import processes_here
-from .parallel.offload import IN_FLIGHT_BYTES, memory_terms
-from .precision import AUTOCAST, weight_dtype
+from .precision import HALVES, computing_dtype
 from .recipe import Recipe, model_config, model_family
 
 PROGRAM_BYTES = {
@@ -37,10 +40,10 @@ def estimate(config: ModelConfig, recipe: Recipe, device: str = "cpu") -> dict[s
 def _one_process(config: ModelConfig, recipe: Recipe, device: str) -> dict[str, int]:
     train = recipe.train
     number = 8 if train.precision == "fp64" else 4
-    activation = 2 if train.precision in AUTOCAST else number
+    activation = 2 if train.precision in HALVES else number
     parameters = config.parameter_count()
-    matrices = config.layers * config.block_matrix_parameters()
-    slots = 2 * parameters - (matrices if recipe.optimizer.name == "muon" else 0)
+    shapes = parameter_shapes(config).items()
+    slots = sum(optimizer_numbers(recipe.optimizer.name, name, shape) for name, shape in shapes)
     tokens = train.rows_per_micro_batch * train.sequence_length
     predicted = tokens if recipe.objective is None else round(tokens * recipe.objective.mask_fraction)
     per_token = 8 * config.width + (4 if config.gated else 2) * config.feed_forward_size
@@ -58,20 +61,20 @@ def _one_process(config: ModelConfig, recipe: Recipe, device: str) -> dict[str, 
         "program": PROGRAM_BYTES[device],
     }
     if device == "cpu":
-        terms["checkpoint copy"] = terms["weights"] + terms["optimizer"]  # while a save is written
+        terms["checkpoint copy"] = number * parameters + terms["optimizer"]  # while a save is written
     if recipe.compression.scheme != "none":
-        terms["owed gradients"] = number * parameters  # what compression lost and sends later
+        terms["gradient residuals"] = number * parameters  # what compression lost and sends later
     if train.offload:
         return terms | _offloaded(config, recipe, device)
-    if train.precision in AUTOCAST:
-        terms["cast weights"] = activation * matrices
+    if train.precision in HALVES:
+        terms |= {"weights": activation * parameters, "master weights": number * parameters}
     return terms
 
 
 def _offloaded(config: ModelConfig, recipe: Recipe, device: str) -> dict[str, int]:
     """The terms that differ when the update is on the host; on a CPU both sides are in the same memory."""
     train, parameters = recipe.train, config.parameter_count()
-    dtype = AUTOCAST.get(train.precision, weight_dtype(train.precision))
+    dtype = computing_dtype(train.precision)
     if recipe.parallel.layout().world > 1:
         device_terms = {"weights": dtype.itemsize * parameters, "gradients": dtype.itemsize * parameters}
         master = 4 * parameters if dtype.itemsize < 4 else dtype.itemsize * parameters
@@ -89,7 +92,9 @@ def _offloaded(config: ModelConfig, recipe: Recipe, device: str) -> dict[str, in
 
 
 def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> dict[str, int]:
-    """The estimate, when it fits. Raises Refused with the terms and the three cheapest changes when it does not."""
+    """The estimate, when it fits. Raises Refused with the terms and the three cheapest changes when it does
+    not.
+    """
     terms = estimate(config, recipe, device.type)
     need = sum(terms.values())
     if device.type == "cuda":
@@ -112,7 +117,9 @@ def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> d
 
 
 def out_of_memory(config: ModelConfig, recipe: Recipe, device: torch.device, phase: str) -> Failed:
-    """The error for an allocation that failed in a step, with the phase, the largest consumers and the cheapest changes."""
+    """The error for an allocation that failed in a step, with the phase, the largest consumers and the
+    cheapest changes.
+    """
     total = (
         torch.cuda.get_device_properties(device).total_memory
         if device.type == "cuda"
@@ -122,7 +129,7 @@ def out_of_memory(config: ModelConfig, recipe: Recipe, device: torch.device, pha
         f"out of memory in {phase}",
         where=f"{device.type}, {amount(total, 'B')}",
         why="predicted: " + _largest_first(estimate(config, recipe, device.type)),
-        fix="\n".join(_cheaper(recipe, config, device.type, total)),
+        fix="\n".join(_cheaper(recipe, config, device.type, total, started=True)),
     )
 
 
@@ -132,21 +139,32 @@ def _largest_first(terms: dict[str, int]) -> str:
     )
 
 
-def _cheaper(recipe: Recipe, config: ModelConfig, device: str, total: int) -> list[str]:
-    """The three cheapest changes that save memory, cheapest first, each with what would then be needed."""
+def _cheaper(
+    recipe: Recipe, config: ModelConfig, device: str, total: int, started: bool = False
+) -> list[str]:
+    """The three cheapest changes that save memory, cheapest first, each with what would then be needed.
+
+    Of a run that has started, those with which its directory can go on.
+    """
 
     def need(**changes: object) -> int:
         changed = recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})
         return sum(estimate(config, changed, device).values())
 
     now = need()
-    tries = (
+    tries: tuple[tuple[str, int], ...] = (
         ("train.micro_batch_rows = 1 (same result)", need(micro_batch_rows=1)),
         ('train.recompute = "full" (a third more time)', need(recompute="full")),
         ('both, with train.precision = "bf16"', need(micro_batch_rows=1, recompute="full", precision="bf16")),
     )
+    if started:
+        alone = recipe.parallel.layout().world == 1  # what offload asks of a layout is in the recipe's rules
+        tries = tries[:2]
+        if alone and not recipe.train.offload:
+            moved = need(micro_batch_rows=1, recompute="full", offload=True)
+            tries = (*tries, ("both, with train.offload = true", moved))
     lines = [f"{text}: {amount(size, 'B')}" for text, size in tries if size < now]
-    if all(size > total for _, size in tries):  # then only a smaller model helps
+    if not started and all(size > total for _, size in tries):  # then only a smaller model helps
         names = [
             name for name in preset_names(model_family(recipe)) if _preset_need(name, recipe, device) <= total
         ]

@@ -1,9 +1,11 @@
-"""What a run writes down: `metrics.jsonl` is the truth, the terminal and the dashboards show the same records.
+"""What a run writes down: `metrics.jsonl` is the truth, the terminal and the dashboards show the same
+records.
 
-One record per logged step: step, loss and its terms, lr, grad_norm, step_s, tokens_per_s, mfu, the bytes that the first process
-sent to sum the gradients of copies of the model, and every now and then memory by phase. One record per evaluation: step and
-`validation`. The file is only ever appended to; after a resume a step can stand in it twice, and the later one counts
-(`read_metrics`).
+One record per logged step: step, loss and its terms, lr, grad_norm, step_s, tokens_per_s (padding left out),
+sequences_per_s (sentence pairs of a BERT), mfu, the bytes that
+the first process sent to sum the gradients of copies of the model, and every now and then memory by phase.
+One record per evaluation: step and `validation`. The file is only ever appended to; after a resume a step can
+stand in it twice, and the later one counts (`read_metrics`).
 """
 
 import importlib.util
@@ -35,7 +37,9 @@ class Metrics:
         self._sinks = [SINKS[sink](workspace.path, name) for sink in sinks]
 
     def add(self, record: Record) -> Record:
-        """Keep a record, and give it back as it is kept: numbers that are not finite become null, as JSON has none."""
+        """Keep a record, and give it back as it is kept: numbers that are not finite become null, as JSON has
+        none.
+        """
         kept = _finite(record)
         self._buffer.append(kept)
         if time.monotonic() - self._written > FLUSH_EVERY_S:
@@ -64,7 +68,9 @@ def _finite(record: Record) -> Record:
 
 
 def read_metrics(run: Path | str) -> list[Record]:
-    """The records of a run in step order, each step once; evaluations are merged into the record of their step."""
+    """The records of a run in step order, each step once; evaluations are merged into the record of their
+    step.
+    """
     merged: dict[int, Record] = {}
     for record in read_records(Path(run) / FILE):
         merged[record["step"]] = merged.get(record["step"], {}) | record
@@ -122,7 +128,9 @@ SINKS: dict[str, Callable[[Path, str], Sink]] = {"tensorboard": _tensorboard, "w
 
 
 class PhaseMemory:
-    """Memory at the end of each phase of a step, in bytes: resident on the host, and the phase's peak on the GPU."""
+    """Memory at the end of each phase of a step, in bytes: resident on the host, and the phase's peak on the
+    GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._process = device, psutil.Process()
@@ -156,12 +164,13 @@ class PhaseMemory:
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     """FLOP/s against which utilisation is stated, and where the figure is from.
 
-    A GPU's is the dense peak of its row in chips.toml. A CPU's clock and vector units are not known well enough, so the
-    fastest of a few 768-wide matrix products in the run's dtype is taken (some 20 ms).
+    A GPU's is the dense peak of its row in chips.toml. A CPU's clock and vector units are not known well
+    enough, so the fastest of a few 768-wide matrix products in the run's dtype is taken (some 20 ms).
     """
     if device.type == "cuda":
-        gpus = {gpu.index: gpu for gpu in machine().gpus}
-        gpu = gpus.get(device.index or 0)
+        # by its name: CUDA_VISIBLE_DEVICES gives torch other numbers than the driver's
+        name = torch.cuda.get_device_name(device)
+        gpu = next((gpu for gpu in machine().gpus if gpu.name == name), None)
         if gpu is None or gpu.chip is None or precision not in gpu.chip.tflops:
             return 0.0, "unknown"
         return gpu.chip.tflops[precision] * 1e12, f"{gpu.chip.name}, dense {precision}"

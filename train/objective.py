@@ -1,9 +1,9 @@
 """What is minimised: sums of losses over targets, and the counts they are divided by.
 
-Every objective is a sum over targets divided by the count of targets in the whole batch, so the loss and its gradient do
-not depend on how the batch is split into micro-batches or spread over processes. BERT has two sums, masked tokens and
-sentence pairs, each with its own count. Batches are prepared outside the step (numpy, another thread); a term without any
-target in the batch counts as 0 and never as NaN.
+Every objective is a sum over targets divided by the count of targets in the whole batch, so the loss and its
+gradient do not depend on how the batch is split into micro-batches or spread over processes. BERT has two
+sums, masked tokens and sentence pairs, each with its own count. Batches are prepared outside the step (numpy,
+another thread); a term without any target in the batch counts as 0 and never as NaN.
 
 Letters: B rows, S tokens in a row, N predicted positions, H width.
 """
@@ -18,20 +18,30 @@ from torch import Tensor
 
 from ..models.bert import BERT
 from ..models.gpt import GPT
+from .head_loss import head_loss_sum
 from .loss import IGNORED, cross_entropy_sum
+from .parallel.context import ROW_DOCUMENTS
 
 TERMS = {"gpt": ("next",), "bert": ("mlm", "nsp")}
+
+INPUTS = ("token_types", "positions", "document_bounds")  # beside the ids, where a batch has them
 
 Batch = dict[str, Tensor]
 LossFunction = Callable[[Any, Batch, Tensor], tuple[Tensor, Tensor]]  # of a GPT or a BERT
 
 
+def hidden(model: Any, batch: Batch) -> Tensor:
+    """The last hidden states (B, S, H) of a GPT or a BERT for a batch, whatever else than ids it brings."""
+    return model.hidden(batch["input_ids"], **{name: batch[name] for name in INPUTS if name in batch})
+
+
 def gpt_loss(model: GPT, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss to differentiate, and the sums of its terms (1,), of one micro-batch; `inverse_counts` (1,) of the whole batch."""
-    hidden_BSH = model.hidden(
-        batch["input_ids"], positions=batch.get("positions"), document_ids=batch.get("document_ids")
-    )
-    sums = cross_entropy_sum(model.head(hidden_BSH).flatten(0, 1), batch["targets"].flatten()).view(1)
+    """Loss to differentiate, and the sums of its terms (1,), of one micro-batch; `inverse_counts` (1,) of the
+    whole batch.
+    """
+    hidden_BSH = hidden(model, batch)
+    targets = batch["targets"].flatten()
+    sums = head_loss_sum(hidden_BSH.flatten(0, 1), model.output_weight(), None, targets).view(1)
     return (sums * inverse_counts).sum(), sums.detach()
 
 
@@ -39,19 +49,13 @@ def bert_loss(model: BERT, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor
     """As `gpt_loss` with two terms (2,): masked tokens and sentence pairs.
 
     Each head runs where it has targets: `predicted` (N,) are the masked places in the flattened rows and
-    `predicted_targets` (N,) the tokens there; `pairs` and `pair_targets` the same for [CLS] and the sentence pairs.
+    `predicted_targets` (N,) the tokens there; `pairs` and `pair_targets` the same for [CLS] and the sentence
+    pairs.
     """
-    hidden_BSH = model.hidden(
-        batch["input_ids"],
-        token_types=batch.get("token_types"),
-        attention_mask=batch.get("attention_mask"),
-        positions=batch.get("positions"),
-        document_ids=batch.get("document_ids"),
-    )
+    hidden_BSH = hidden(model, batch)
     flat_H = hidden_BSH.flatten(0, 1)
-    mlm = cross_entropy_sum(
-        model.mlm_head(flat_H.index_select(0, batch["predicted"])), batch["predicted_targets"]
-    )
+    features_NH = model.mlm_features(flat_H.index_select(0, batch["predicted"]))
+    mlm = head_loss_sum(features_NH, model.token_table.weight, model.mlm_bias, batch["predicted_targets"])
     if "pairs" in batch:
         pair_logits = model.nsp_head(flat_H.index_select(0, batch["pairs"]))
         assert pair_logits is not None, "the recipe's rules ask for the head"
@@ -70,10 +74,14 @@ class StepBatch:
     """The rows of one optimizer step, ready to compute."""
 
     micro_batches: list[Batch]
-    counts: tuple[int, ...]  # targets of each term in the whole batch
+    counts: tuple[int, ...]  # targets of each term in these rows
+    counts_there: Tensor  # the same (terms,), float64 on the device
     inverse_counts: Tensor  # (terms,), 0 for a term without targets
     tokens: int  # real tokens (padding left out)
     rows: int  # of the whole batch
+    agreed: Tensor | None = (
+        None  # inverse counts (terms,) of all processes, once they were summed a step ahead
+    )
 
 
 def prepare(
@@ -83,8 +91,12 @@ def prepare(
     device: torch.device,
     dtype: torch.dtype,
     mask_fraction: float = 0.15,
+    unpad: bool = False,
 ) -> StepBatch:
-    """Split the rows of one step into micro-batches and count their targets. Runs outside the step, in numpy."""
+    """Split the rows of one step into micro-batches and count their targets. Runs outside the step, in numpy.
+
+    With `unpad` a micro-batch with much padding is one row (1, T) of its real tokens.
+    """
     total = len(rows["input_ids"])
     counts = [int(np.count_nonzero(rows["targets"] != IGNORED))]
     if family == "bert":
@@ -96,8 +108,13 @@ def prepare(
         part = {name: values[start : start + micro_rows] for name, values in rows.items()}
         if family == "bert":
             part = _bert_inputs(part, mask_fraction)
+        part = _bound_documents(part, unpad)
         micro_batches.append({name: _tensor(values, device) for name, values in part.items()})
-    return StepBatch(micro_batches, tuple(counts), inverse.to(device, non_blocking=True), tokens, total)
+    there = _tensor(np.array(counts, np.float64), device)
+    inverse = inverse.pin_memory() if device.type == "cuda" else inverse
+    return StepBatch(
+        micro_batches, tuple(counts), there, inverse.to(device, non_blocking=True), tokens, total
+    )
 
 
 def real_tokens(rows: dict[str, np.ndarray]) -> int:
@@ -110,7 +127,7 @@ def real_tokens(rows: dict[str, np.ndarray]) -> int:
 
 
 def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str, np.ndarray]:
-    """Targets as places and values; no attention mask where nothing is padded."""
+    """Targets as places and values."""
     targets = rows.pop("targets")
     most = targets.shape[0] * int(np.ceil(targets.shape[1] * mask_fraction))
     rows["predicted"], rows["predicted_targets"] = _places(targets, max(most // 4, 1))
@@ -120,15 +137,89 @@ def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str,
             rows["pairs"], rows["pair_targets"] = np.arange(len(pairs)) * targets.shape[1], pairs
         else:
             rows["pairs"], rows["pair_targets"] = _places(pairs, len(pairs))
-    if "attention_mask" in rows and rows["attention_mask"].all():
-        del rows["attention_mask"]
     return rows
 
 
-def _places(targets: np.ndarray, quantum: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places (N,) of the targets in the flattened rows and the targets there, filled up with IGNORED to a multiple of `quantum`.
+def _bound_documents(rows: dict[str, np.ndarray], unpad: bool) -> dict[str, np.ndarray]:
+    """The numbers of documents, or the mask of real tokens, as the bounds of runs of tokens.
 
-    So a compiled step meets a handful of shapes: for masked tokens the quantum is a quarter of the most there can be.
+    In both, what belongs together is a run of a row; padding is a run of its own. The count of bounds is
+    filled up to a power of two by empty documents: a compiled step meets few shapes.
+    """
+    if ROW_DOCUMENTS in rows:
+        whole_rows = rows.pop(ROW_DOCUMENTS)
+        rows["document_bounds"] = _chunk_bounds(whole_rows, rows["input_ids"].shape[1] // 2)
+        return rows
+    numbers, real = rows.pop("document_ids", None), rows.pop("attention_mask", None)
+    if numbers is None and (real is None or real.all()):
+        return rows
+    if numbers is None:
+        assert real is not None
+        numbers = np.where(real, 0, -1)
+    starts, tokens = _begins(numbers).reshape(-1), numbers.size
+    if unpad and (room := _room(numbers)) < tokens:
+        kept = numbers.reshape(-1) >= 0
+        starts, tokens = _unpad(rows, starts, kept, room), room
+    rows["document_bounds"] = _closed(np.flatnonzero(starts), tokens)
+    return rows
+
+
+def _begins(numbers_BS: np.ndarray) -> np.ndarray:
+    """Where a document begins, (B, S) bool."""
+    begins = np.ones(numbers_BS.shape, bool)
+    begins[:, 1:] = numbers_BS[:, 1:] != numbers_BS[:, :-1]
+    return begins
+
+
+def _closed(starts: np.ndarray, tokens: int) -> np.ndarray:
+    """Starts (..., N) with the end of the last document and of empty ones behind them, int32."""
+    room = 2 ** int(np.ceil(np.log2(starts.shape[-1]))) + 1
+    whole = np.full((*starts.shape[:-1], room), tokens, np.int32)
+    whole[..., : starts.shape[-1]] = starts
+    return whole
+
+
+def _chunk_bounds(numbers_BS: np.ndarray, size: int) -> np.ndarray:
+    """Where the documents begin within each chunk of `size` positions: (chunks, N + 1) into its B x size tokens."""
+    count, length = numbers_BS.shape
+    rows, places = np.nonzero(_begins(numbers_BS))
+    first = np.arange(0, length, size)[:, None]
+    return _closed(rows * size + np.clip(places - first, 0, size), count * size)
+
+
+def _room(numbers_BS: np.ndarray) -> int:
+    """Tokens of the row that the real tokens are moved into: a multiple of an eighth of the batch."""
+    quantum, real = max(numbers_BS.size // 8, 1), int(np.count_nonzero(numbers_BS >= 0))
+    return max(-(-real // quantum), 1) * quantum
+
+
+def _unpad(rows: dict[str, np.ndarray], starts: np.ndarray, kept: np.ndarray, room: int) -> np.ndarray:
+    """Leave the padding out of the rows, in place; which tokens of the new row begin a document.
+
+    What room is left is filled up by documents of padding, none longer than a row was.
+    """
+    count, length = rows["input_ids"].shape
+    rows.setdefault("positions", np.tile(np.arange(length), (count, 1)))
+    place = np.cumsum(kept) - 1
+    for name, values in rows.items():
+        if name in ("predicted", "pairs"):
+            rows[name] = place[values]
+        elif values.ndim == 2:
+            moved = np.full((1, room), IGNORED if name == "targets" else 0, values.dtype)
+            moved[0, : np.count_nonzero(kept)] = values.reshape(-1)[kept]
+            rows[name] = moved
+    begins = np.zeros(room, bool)
+    begins[: np.count_nonzero(kept)] = starts[kept]
+    begins[np.count_nonzero(kept) :: length] = True
+    return begins
+
+
+def _places(targets: np.ndarray, quantum: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places (N,) of the targets in the flattened rows and the targets there, filled up with IGNORED to a
+    multiple of `quantum`.
+
+    So a compiled step meets a handful of shapes: for masked tokens the quantum is a quarter of the most there
+    can be.
     """
     found = np.flatnonzero(targets != IGNORED)
     room = max(-(-len(found) // quantum), 1) * quantum

@@ -1,35 +1,42 @@
-"""The optimizers of a recipe: AdamW (torch's fused one), and Muon for the matrices of the blocks with AdamW for the rest.
+"""The optimizers of a recipe: AdamW (torch's fused one), Muon for the matrices of the blocks with AdamW for
+the rest, LAMB (`lamb.py`) and Adafactor (`adafactor.py`).
 
-Every parameter group carries `base_lr`, the peak that the schedule scales. Weight decay is decoupled and only on matrices: a
-norm scale, a bias, or the row of a rare token would shrink between its gradients for no reason.
+Every parameter group carries `base_lr`, the peak that the schedule scales. Weight decay is decoupled and only
+on matrices: a norm scale, a bias, or the row of a rare token would shrink between its gradients for no
+reason.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .parallel.plan import is_decayed, is_hidden_matrix
+from ..planner.tables import Box, is_decayed, is_hidden_matrix
+from .adafactor import Adafactor
+from .engine import Engine
+from .lamb import Lamb, lamb_groups
 from .recipe import Recipe
-
-if TYPE_CHECKING:
-    from .parallel.engine import Engine
-    from .parallel.host_parts import HostParts
-    from .parallel.offload import HostOffload
+from .whole_sums import WholeParameters
 
 ITERATIONS = 5
-# The quintic of Jordan et al. 2024 ("Muon"): singular values go fast to about 1 (0.7 to 1.2), and need not get nearer
+# The quintic of Jordan et al. 2024 ("Muon"): singular values go fast to about 1 (0.7 to 1.2), and need not
+# get nearer
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def build_optimizer(
-    model: "nn.Module | Engine | HostOffload | HostParts",
+    model: nn.Module | Engine,
     recipe: Recipe,
     adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the model's parameters, in groups by weight decay and kind. `adam` stands in for AdamW."""
+    """The recipe's optimizer over the model's parameters, in groups by weight decay and kind. `adam` stands
+    in for AdamW.
+    """
     section = recipe.optimizer
+    if section.name == "lamb":
+        return _lamb(model, recipe)
     decayed, plain = [], []
     matrices: dict[tuple[int, int], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -53,8 +60,12 @@ def build_optimizer(
                 "bf16": recipe.train.precision == "bf16",
             }
         )
-    kind = MuonAdamW if matrices else adam
-    return kind(
+    if section.name == "adafactor":
+        whole = WholeParameters.of(model)
+        return Adafactor([group for group in groups if group["params"]], whole, lr=section.learning_rate)
+    if section.name == "muon":
+        adam = partial(MuonAdamW, whole=WholeParameters.of(model))
+    return adam(
         [group for group in groups if group["params"]],
         lr=section.learning_rate,
         betas=(section.beta1, section.beta2),
@@ -63,8 +74,23 @@ def build_optimizer(
     )
 
 
+def _lamb(model: Any, recipe: Recipe) -> Lamb:
+    section = recipe.optimizer
+    return Lamb(
+        lamb_groups(list(model.named_parameters()), section.weight_decay, section.learning_rate),
+        WholeParameters.of(model),
+        partial(_interleaved, model=model),
+        lr=section.learning_rate,
+        betas=(section.beta1, section.beta2),
+        eps=section.epsilon,
+        max_trust_ratio=section.max_trust_ratio,
+    )
+
+
 def _interleaved(name: str, model: Any) -> tuple[int, int]:
-    """How many matrices a weight holds, and in pieces of how many rows they alternate (see `models.layers.Attention`)."""
+    """How many matrices a weight holds, and in pieces of how many rows they alternate (see
+    `models.layers.Attention`).
+    """
     count = 3 if name.endswith(".qkv.weight") else 2 if name.endswith(".kv.weight") else 1
     return count, model.config.head_size if count > 1 else 0
 
@@ -72,37 +98,79 @@ def _interleaved(name: str, model: Any) -> tuple[int, int]:
 class MuonAdamW(torch.optim.AdamW):
     """Groups with `interleaved` move by Muon (Jordan et al. 2024), the others by AdamW.
 
-    Muon replaces the momentum M = U S V' of a matrix by about U V', so that every direction moves alike: a mean of gradients with
-    decay beta1 and Nesterov's look ahead, Newton-Schulz iterations, a step of sqrt(max(1, rows / columns)) x lr. Query, key and
-    value are three matrices although they are stored as one. All matrices of one shape are orthogonalised together.
+    Muon replaces the momentum M = U S V' of a matrix by about U V', so that every direction moves alike: a
+    mean of gradients with decay beta1 and Nesterov's look ahead, Newton-Schulz iterations, a step of
+    sqrt(max(1, rows / columns)) x lr. Query, key and value are three matrices although they are stored as
+    one. All matrices of one shape are orthogonalised together.
+
+    A matrix of which a process holds a part is put together from the parts' momenta by a sum over the axes that
+    cut it; every holder orthogonalises the whole and moves its own part.
     """
+
+    def __init__(self, params: Any, whole: WholeParameters, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.whole = whole
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "the loss is not evaluated again"
         batches: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
-        dtype = torch.float32
+        dtype, aheads, moves = torch.float32, self._aheads(), []
         for group in self.param_groups:
             for parameter in group["params"] if "interleaved" in group else ():
                 dtype = torch.bfloat16 if group["bf16"] else parameter.dtype
-                if parameter.grad is None:
+                if parameter not in aheads:
                     continue
-                ahead = self._momentum(parameter, group["betas"][0])
-                parameter.grad = None  # so that AdamW passes it by
+                ahead, box = aheads[parameter]
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                moved: Tensor = parameter
+                if parameter.shape != ahead.shape:
+                    moved = torch.zeros_like(ahead)
+                    moves.append((parameter, moved[box.slices()]))
                 for target, update in zip(
-                    _parts(parameter, *group["interleaved"]), _parts(ahead, *group["interleaved"])
+                    _parts(moved, *group["interleaved"]), _parts(ahead, *group["interleaved"])
                 ):
                     matrix = update.flatten(0, 1)
                     step = group["lr"] * max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
                     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.t()
                     batches.setdefault(wide.shape, []).append((target, wide, step))
         for batch in batches.values():
-            moved = orthogonalise(torch.stack([wide for _, wide, _ in batch]), dtype)
-            for (target, _, step), wide in zip(batch, moved):
+            directions = orthogonalise(torch.stack([wide for _, wide, _ in batch]), dtype)
+            for (target, _, step), wide in zip(batch, directions):
                 tall = target.shape[0] * target.shape[1] > target.shape[2]
                 target.sub_((wide.t() if tall else wide).reshape(target.shape), alpha=step)
+        for parameter, part in moves:
+            parameter.add_(part)
         super().step()
+
+    def _aheads(self) -> dict[Tensor, tuple[Tensor, Box]]:
+        """Of every matrix that moves, the whole momentum's look ahead and the box of this process. Collective
+        where matrices are cut: a process that holds nothing of one takes part in its sum.
+        """
+        decays = {
+            p: group["betas"][0]
+            for group in self.param_groups
+            if "interleaved" in group
+            for p in group["params"]
+        }
+        found: dict[Tensor, tuple[Tensor, Box]] = {}
+        for part in self.whole.parts:
+            parameter = part.parameter
+            own = None
+            if parameter in decays and parameter.grad is not None:
+                own = self._momentum(parameter, decays[parameter])
+                parameter.grad = None  # so that AdamW passes it by
+            axes = [self.whole.shard] + ([self.whole.tensor] if part.cut is not None else [])
+            if is_hidden_matrix(part.name, len(part.shape)) and any(axis.group is not None for axis in axes):
+                whole = parameter.new_zeros(part.shape)
+                if own is not None:
+                    whole[part.box.slices()] = own
+                for axis in axes:
+                    axis.all_reduce(whole)
+                own = None if own is None else whole
+            if own is not None:
+                found[parameter] = own, part.box
+        return found
 
     def _momentum(self, parameter: Tensor, decay: float) -> Tensor:
         state = self.state[parameter]
@@ -126,8 +194,8 @@ def orthogonalise(
 ) -> Tensor:
     """About U V' for each matrix U S V' of a batch (N, R, C) with R <= C, computed in `dtype`.
 
-    bf16 is exact enough, since the quintic leaves singular values between 0.7 and 1.2 anyway, and five times as fast
-    where it is computed natively.
+    bf16 is exact enough, since the quintic leaves singular values between 0.7 and 1.2 anyway, and five times
+    as fast where it is computed natively.
     """
     a, b, c = QUINTIC
     x = (matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)

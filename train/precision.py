@@ -1,18 +1,18 @@
-"""Arithmetic: autocast for the matrix products, loss scaling for fp16, and what a device can do.
+"""Arithmetic: the dtype of the products, loss scaling for fp16, and what a device can do.
 
-Weights, gradients and optimizer state are fp32 (fp64 with precision fp64); bf16 and fp16 are the inputs of the matrix
-products inside autocast. fp16 underflows below 6e-8, so its loss is scaled up and the gradients are divided again
-(Micikevicius et al. 2018, section 3.2), with the scale found by the run itself.
+Weights are computed with in the dtype of the products: with bf16 and fp16 the optimizer moves fp32 masters, of
+which the model has rounded copies, and gradients of 16 bits are added up in fp32. Otherwise everything is
+fp32 (fp64 with precision fp64). fp16 underflows below 6e-8, so its loss is scaled up and the gradients
+are divided again (Micikevicius et al. 2018, section 3.2), with the scale found by the run itself.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from ..core.errors import WrongUse
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_SCALE = 2.0**16  # 65,504 is the largest fp16: the first steps halve the scale until the gradients fit
 GROWTH_INTERVAL = 2000  # good steps before the scale is doubled, as in torch.amp
 
@@ -29,9 +29,13 @@ def pick_device(wanted: str, precision: str) -> torch.device:
             fix='set train.device = "cpu", or see: throughline doctor',
         )
     if wanted == "cpu" or not torch.cuda.is_available():
+        if precision == "tf32":
+            why, fix = "tf32 is an arithmetic of NVIDIA's GPUs", 'train.precision = "fp32"'
+            raise WrongUse("a CPU has no tf32", where="train.precision", why=why, fix=fix)
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
-    if precision in AUTOCAST:
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    if precision in (*HALVES, "tf32"):
         from ..core.hardware import check_dtype  # needs psutil, which a bare machine with a GPU may lack
 
         major, minor = torch.cuda.get_device_capability(device)
@@ -40,15 +44,13 @@ def pick_device(wanted: str, precision: str) -> torch.device:
 
 
 def weight_dtype(precision: str) -> torch.dtype:
-    """Dtype of weights, gradients and optimizer state."""
+    """Dtype of what the optimizer moves, of summed gradients and of optimizer state."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """The context in which the model runs forward."""
-    if precision not in AUTOCAST:
-        return nullcontext()
-    return torch.autocast(device.type, AUTOCAST[precision])
+def computing_dtype(precision: str) -> torch.dtype:
+    """Dtype of the weights that the model computes with, of its products and activations."""
+    return HALVES.get(precision, weight_dtype(precision))
 
 
 @dataclass

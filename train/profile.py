@@ -1,7 +1,7 @@
 """`train --profile`: a trace of a few steps, time per class of kernel, and on a GPU a memory snapshot.
 
-Written under `profile/` of the run: `trace.json` (open it in chrome://tracing or Perfetto), `kernels.json`, and
-`memory.pickle` (PyTorch's own format, for pytorch.org/memory_viz). Profiled steps are slower than others.
+Written under `profile/` of the run: `trace.json` (open it in chrome://tracing or Perfetto), `kernels.json`,
+and `memory.pickle` (PyTorch's own format, for pytorch.org/memory_viz). Profiled steps are slower than others.
 """
 
 import json

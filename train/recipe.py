@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..core.errors import WrongUse
+from ..core.hardware import computes_in, machine
 from ..core.recipe import Problem, Section
 from ..models.config import FAMILIES, BERTConfig, ModelConfig, family_of
 from ..models.presets import preset, preset_names
-from .parallel.layout import AXES, Layout, default_micro_rows, layout_problems, nearest_layouts, set_options
+from ..planner.layout import AXES, Layout, default_micro_rows, layout_problems, nearest_layouts, set_options
 from .sections import (
     CheckpointSection,
     CompressionSection,
@@ -25,6 +26,7 @@ from .sections import (
     OptimizerSection,
     ParallelSection,
     ScheduleSection,
+    TargetSection,
     TrainSection,
 )
 
@@ -44,6 +46,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     parallel: ParallelSection = ParallelSection()
     compression: CompressionSection = CompressionSection()
+    target: TargetSection | None = None
     log: LogSection = LogSection()
 
 
@@ -147,8 +150,11 @@ def model_rule(recipe: Recipe) -> Iterable[Problem]:
         config = model_config(recipe)
     except WrongUse as error:
         key = "model.preset" if error.where.endswith("presets.toml") else error.where or "model"
-        yield Problem(key.replace("model.", "model.overrides.") if "has no field" in error.what else key,
-                      ": ".join(part for part in (error.what, error.why.replace("\n", "; ")) if part), error.fix)  # fmt: skip
+        yield Problem(
+            key.replace("model.", "model.overrides.") if "has no field" in error.what else key,
+            ": ".join(part for part in (error.what, error.why.replace("\n", "; ")) if part),
+            error.fix,
+        )
         return
     if recipe.model.family and recipe.model.family != family_of(config):
         yield Problem(
@@ -220,10 +226,15 @@ def spread_rule(recipe: Recipe) -> Iterable[Problem]:
         yield Problem(
             "train.compile", "the weights of an offloaded model arrive while it runs", 'leave it at "auto"'
         )
-    if recipe.optimizer.name == "muon" and (layout.tensor > 1 or layout.shards > 1):
+    if recipe.optimizer.name == "muon" and recipe.train.offload and (layout.tensor > 1 or layout.shards > 1):
         yield Problem(
-            "optimizer.name", "muon needs whole matrices, and this layout cuts them", 'name = "adamw"'
+            "optimizer.name",
+            "muon puts cut matrices together on the devices, and offload has them on the host",
+            'name = "adamw"',
         )
+    if recipe.optimizer.name in ("lamb", "adafactor") and recipe.train.offload:
+        text = f"{recipe.optimizer.name} needs norms of whole tensors, and offload updates them one by one"
+        yield Problem("train.offload", text, 'optimizer.name = "adamw"')
 
 
 def can_be_had(recipe: Recipe, layout: Layout, micro: int) -> bool:
@@ -237,7 +248,9 @@ def can_be_had(recipe: Recipe, layout: Layout, micro: int) -> bool:
 
 
 def compression_rule(recipe: Recipe) -> Iterable[Problem]:
-    """Compression is for whole copies of a model; 1-bit Adam replaces the optimizer and its norm, over data processes alone."""
+    """Compression is for whole copies of a model; 1-bit Adam replaces the optimizer and its norm, over data
+    processes alone.
+    """
     scheme, parallel = recipe.compression.scheme, recipe.parallel
     if scheme == "none":
         return
@@ -289,6 +302,19 @@ def evaluation_rule(recipe: Recipe) -> Iterable[Problem]:
         yield Problem("evaluation.every_steps", text, f"train.eval_every_steps = {every}")
 
 
+def target_rule(recipe: Recipe) -> Iterable[Problem]:
+    """A target is looked at by evaluations that give its figure."""
+    if recipe.target is None:
+        return
+    if not recipe.train.eval_every_steps:
+        text = "no evaluation would look at it"
+        yield Problem("target.figure", text, f"train.eval_every_steps = {max(recipe.train.steps // 20, 1)}")
+    family, figure = model_family(recipe), recipe.target.figure
+    if (figure == "loss") != (family == "gpt"):
+        fix = '"loss"' if family == "gpt" else '"mlm_accuracy" or "mlm_loss"'
+        yield Problem("target.figure", f"a {family} has no {figure}", fix)
+
+
 def micro_rows(recipe: Recipe) -> int:
     """Rows of one forward and backward on one process: as given, else what suits the layout."""
     return recipe.train.micro_batch_rows or default_micro_rows(
@@ -320,13 +346,34 @@ def model_config(recipe: Recipe, vocab_size: int | None = None) -> ModelConfig:
     return FAMILIES[family].from_dict(fields)
 
 
+def usual_precision(device: str) -> str:
+    """What `auto` means on this machine: bf16 on a GPU that computes in it, fp16 on one with such tensor cores
+    (T4, V100), else fp32. Small models on a CPU are as fast in fp32, and exact.
+    """
+    gpus = machine().gpus if device != "cpu" else ()
+    if not gpus:
+        return "fp32"
+    able = [name for name in ("bf16", "fp16") if all(computes_in(name, gpu.capability) for gpu in gpus)]
+    return able[0] if able else "fp32"
+
+
 RULES = (
-    batch_rule, schedule_rule, family_rule, data_rule, model_rule, parallel_rule, spread_rule, compression_rule, evaluation_rule,
-)  # fmt: skip
+    batch_rule,
+    schedule_rule,
+    family_rule,
+    data_rule,
+    model_rule,
+    parallel_rule,
+    spread_rule,
+    compression_rule,
+    evaluation_rule,
+    target_rule,
+)
 
 
 def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
-    """The recipe with everything that follows from it written out: absolute paths, rows, the objective. Valid input.
+    """The recipe with everything that follows from it written out: absolute paths, rows, the objective. Valid
+    input.
 
     Relative paths are taken from `base`.
     """
@@ -336,6 +383,7 @@ def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
 
     sources = [source.model_copy(update={"path": absolute(source.path)}) for source in recipe.data.sources()]
     train = recipe.train
+    precision = usual_precision(train.device) if train.precision == "auto" else train.precision
     update: dict[str, Any] = {
         "data": recipe.data.model_copy(
             update={"train": sources}
@@ -346,6 +394,7 @@ def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
                 "batch_rows": train.rows_per_step,
                 "batch_tokens": None,
                 "micro_batch_rows": micro_rows(recipe),
+                "precision": precision,
             }
         ),
     }
@@ -354,7 +403,9 @@ def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
         update={"tasks": tasks, "data_dir": absolute(recipe.evaluation.data_dir)}
     )
     family = model_family(recipe)
-    update["model"] = recipe.model.model_copy(update={"family": family})
+    update["model"] = recipe.model.model_copy(
+        update={"family": family, "init_from": absolute(recipe.model.init_from)}
+    )
     if family == "bert" and recipe.objective is None:
         update["objective"] = ObjectiveSection()
     return recipe.model_copy(update=update)

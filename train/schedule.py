@@ -12,21 +12,23 @@ if TYPE_CHECKING:
 def learning_rate_factor(step: int, recipe: Recipe) -> float:
     """Share of the peak learning rate that step `step` (from 0) uses, in (0, 1].
 
-    Warm-up is linear and its first step is not zero: (step + 1) / warmup_steps. The decay would reach `final_fraction` one
-    step after its last, so that a decay to 0 wastes no step. wsd (warm-up, stable, decay: Hu et al. 2024, MiniCPM,
-    section 4) stays at the peak and falls linearly at the end.
+    Warm-up is linear and its first step is not zero: (step + 1) / warmup_steps. The decay would reach
+    `final_fraction` one step after its last, so that a decay to 0 wastes no step. wsd (warm-up, stable,
+    decay: Hu et al. 2024, MiniCPM, section 4) stays at the peak and falls linearly at the end. With
+    `decay_from_start` the decay is that of the step's share of the whole run, as in NVIDIA's and MLPerf's BERT.
     """
     schedule, steps = recipe.schedule, recipe.train.steps
-    if step < schedule.warmup_steps:
-        return (step + 1) / schedule.warmup_steps
+    before = -schedule.warmup_start_step
+    if step < schedule.warmup_steps - before:
+        return (step + 1 + before) / schedule.warmup_steps
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "wsd":
         length = schedule.decay_steps or max(min(steps // 5, steps - schedule.warmup_steps), 1)
         start = steps - length
     else:
-        length = schedule.decay_steps or steps - schedule.warmup_steps
-        start = schedule.warmup_steps
+        start = 0 if schedule.decay_from_start else schedule.warmup_steps - before
+        length = schedule.decay_steps or steps - start
     done = min(max(step - start, 0) / length, 1.0)
     if schedule.kind == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * done))

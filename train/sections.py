@@ -1,7 +1,8 @@
 """The sections of a training recipe and what each field means. No torch here.
 
-Sizes carry their unit in the name; a batch is counted in rows (of `sequence_length` tokens) or in tokens, and every loss
-is divided by the count of targets of the whole batch, so `micro_batch_rows` changes memory and speed and not the result.
+Sizes carry their unit in the name; a batch is counted in rows (of `sequence_length` tokens) or in tokens, and
+every loss is divided by the count of targets of the whole batch, so `micro_batch_rows` changes memory and
+speed and not the result.
 """
 
 from typing import Annotated, Any, Literal
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ..core.recipe import Section
-from .parallel.layout import Layout
+from ..planner.layout import Layout
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -29,18 +30,25 @@ class DataSection(Section):
     train: str | list[str | Source] = []
     """Token store to train on, or a list of stores, or of { path, weight }; with `tokenizer`, text."""
     tokenizer: str = ""
-    """Set to train without a token store: `train` and `validation` are then text (files, directories, globs), tokenised by
-    this artifact, model directory or tokenizer.json while it is read."""
+    """Set to train without a token store: `train` and `validation` are then text (files, directories, globs),
+    tokenised by this artifact, model directory or tokenizer.json while it is read.
+    """
     documents: Literal["file", "line", "block"] = "block"
     """Text: what a document of a .txt file is: the file, a line, or a block between blank lines."""
     field: str = "text"
     """Text: field of .jsonl, column of .parquet."""
     validation: str = ""
-    """Token store to validate on, or text (its first 64 MiB); "" holds out the end of what is trained on instead."""
+    """Token store to validate on, or text (its first 64 MiB); "" holds out the end of what is trained on
+    instead.
+    """
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the training data held out when `validation` is not given (of text at most 64 MiB); 0 = no validation."""
+    """Share of the training data held out when `validation` is not given (of text at most 64 MiB); 0 = no
+    validation.
+    """
     packing: Literal["windows", "best_fit"] = "windows"
-    """GPT rows: the stream cut every sequence_length tokens, or whole documents fitted together and kept apart."""
+    """GPT rows: the stream cut every sequence_length tokens, or whole documents fitted together and kept
+    apart.
+    """
     separate_documents: bool = False
     """GPT windows: attention, positions and targets end at document boundaries."""
     random_offsets: bool = True
@@ -56,20 +64,29 @@ class ModelSection(Section):
     """What is trained."""
 
     family: Literal["gpt", "bert"] | None = None
-    """Decoder trained on next tokens, or encoder trained on masked ones; by default the preset's, else gpt."""
+    """Decoder trained on next tokens, or encoder trained on masked ones; by default the preset's, else gpt.
+    """
     preset: str = ""
     """A named shape of models/presets.toml; "" starts from the family's defaults."""
+    init_from: str = ""
+    """Weights to begin with: a run, checkpoint, model artifact or Hugging Face directory, a nanoGPT or Megatron-LM
+    checkpoint; "" = random ones.
+    """
     overrides: dict[str, Any] = {}
-    """Fields of the model's config to set: layers, heads, width, dropout... The vocabulary is that of the token store."""
+    """Fields of the model's config to set: layers, heads, width, dropout... The vocabulary is that of the
+    token store.
+    """
 
 
 class OptimizerSection(Section):
     """How the weights move."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """AdamW for everything, or Muon for the hidden matrices with AdamW for the rest."""
+    name: Literal["adamw", "muon", "lamb", "adafactor"] = "adamw"
+    """AdamW for everything, Muon for the hidden matrices with AdamW for the rest, LAMB for batches of thousands
+    of rows, or Adafactor, which keeps next to nothing beside the weights and uses neither the betas nor epsilon.
+    """
     learning_rate: float = Field(default=3e-4, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW and LAMB; Adafactor's step relative to the size of the weights."""
     matrix_learning_rate: float = Field(default=0.02, gt=0)
     """Peak learning rate of Muon's matrices; follows the same schedule."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -79,7 +96,9 @@ class OptimizerSection(Section):
     epsilon: float = Field(default=1e-8, gt=0)
     """Added to the root of the mean square."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay of matrices; biases and norms have none."""
+    """Decoupled weight decay of matrices; biases and norms have none, tables only with LAMB."""
+    max_trust_ratio: float | None = Field(default=None, gt=0)
+    """Largest trust ratio of LAMB; by default it is not limited."""
 
 
 class ScheduleSection(Section):
@@ -95,6 +114,12 @@ class ScheduleSection(Section):
     """Learning rate at the end of the decay, as a share of the peak."""
     power: float = Field(default=1.0, gt=0)
     """Exponent of the polynomial decay."""
+    decay_from_start: bool = False
+    """Count the decay from the first step, so that the rate falls at once where the warm-up ends: what the
+    published BERT recipes do.
+    """
+    warmup_start_step: int = Field(default=0, le=0)
+    """Step from which the warm-up is counted: below 0, the first step is already some way up."""
 
 
 class TrainSection(Section):
@@ -109,13 +134,19 @@ class TrainSection(Section):
     batch_tokens: int | None = Field(default=None, gt=0)
     """Tokens in one optimizer step (or give batch_rows)."""
     micro_batch_rows: int | None = Field(default=None, gt=0)
-    """Rows that a process computes at once, its others are accumulated; by default all, in a pipeline four turns of it."""
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
-    """Arithmetic of the matrix products; weights and optimizer stay in fp32 (fp64: everything, for proofs)."""
+    """Rows that a process computes at once, its others are accumulated; by default all, in a pipeline four
+    turns of it.
+    """
+    precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Arithmetic of the model: 16-bit weights with fp32 masters (bf16, fp16), fp32, its products in tf32, or
+    fp64 for proofs; auto takes what the GPU is made for, and fp32 on a CPU.
+    """
     recompute: Literal["none", "full", "selective"] = "none"
     """Activations recomputed in backward: none, every layer, or the attention core alone."""
     offload: bool = False
-    """fp32 weights, optimizer state and update on the host; the device holds weights in the precision of the products."""
+    """fp32 weights, optimizer state and update on the host; the device holds weights in the precision of the
+    products.
+    """
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile: auto uses it where a compiler answers and the run is long enough to pay."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -125,11 +156,15 @@ class TrainSection(Section):
     clip_norm: float = Field(default=1.0, ge=0)
     """Bound on the global gradient norm; 0 = none."""
     stop_after_skipped: int = Field(default=10, gt=0)
-    """Steps in a row with a non-finite loss or gradient (each is skipped and counted) after which the run stops."""
+    """Steps in a row with a non-finite loss or gradient (each is skipped and counted) after which the run
+    stops.
+    """
     eval_every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 = only at the end."""
     eval_rows: int | None = Field(default=None, gt=0)
-    """Rows of each evaluation inside the run; by default the whole validation split, which the last one always uses."""
+    """Rows of each evaluation inside the run; by default the whole validation split, which the last one
+    always uses.
+    """
 
     @property
     def rows_per_step(self) -> int:
@@ -165,11 +200,11 @@ class EvaluationSection(Section):
     tasks: list[str] = []
     """Tasks, groups or task files, as `throughline eval --tasks` takes them."""
     data_dir: str = ""
-    """Directory with the tasks' files; "" = the shipped samples, else the `datasets` library."""
+    """Directory that holds the tasks' files; "" = the shipped samples, else the `datasets` library."""
     every_steps: int = Field(default=0, ge=0)
     """Steps between scorings, a multiple of train.eval_every_steps; 0 = only at the end."""
     limit: int | None = Field(default=200, gt=0)
-    """Records a task."""
+    """Maximum number of records per task."""
 
 
 class CheckpointSection(Section):
@@ -193,7 +228,9 @@ class ParallelSection(Section):
     context: int = Field(default=1, gt=0)
     """Processes that share each row in attention too."""
     sharding: Literal["replicated", "zero1", "zero2", "full"] = "replicated"
-    """What the data processes share out: nothing, optimizer states, those and gradients, or those and weights."""
+    """What the data processes share out: nothing, optimizer states, those and gradients, or those and
+    weights.
+    """
     replicas: int = Field(default=1, gt=0)
     """Hybrid sharding: groups of data processes that each hold a whole copy."""
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble-v", "interleaved-zero-bubble"] = (
@@ -205,7 +242,8 @@ class ParallelSection(Section):
     layers_per_stage: list[int] = []
     """Layers of each stage; by default as even as possible."""
     timeout_seconds: int = Field(default=600, ge=10)
-    """Wait of a process for the others, in any collective, before the run counts as stalled and starts again."""
+    """Wait of a process for the others, in any collective, before the run counts as stalled and starts again.
+    """
 
     def layout(self) -> Layout:
         """The layout that these fields describe."""
@@ -217,16 +255,28 @@ class CompressionSection(Section):
     """Gradients of data processes over a slow network: fewer bytes, and what was lost is sent later."""
 
     scheme: Literal["none", "bf16", "powersgd", "one-bit-adam"] = "none"
-    """Half the bytes; thin factors of each matrix; or, after a warm-up, signs of the momentum (1/32, variance frozen)."""
+    """Half the bytes; thin factors of each matrix; or, after a warm-up, signs of the momentum (1/32, variance
+    frozen).
+    """
     rank: int = Field(default=4, gt=0)
     """Columns of PowerSGD's factors."""
     warmup_steps: int | None = Field(default=None, ge=0)
-    """Steps with whole gradients at the start; by default 10 for PowerSGD and 15 % of the run for 1-bit Adam."""
+    """Steps with whole gradients at the start; by default 10 for PowerSGD and 15 % of the run for 1-bit Adam.
+    """
 
     def warmup(self, steps: int) -> int:
         """The warm-up of a run of so many steps."""
         usual = steps * 15 // 100 if self.scheme == "one-bit-adam" else 10
         return usual if self.warmup_steps is None else self.warmup_steps
+
+
+class TargetSection(Section):
+    """Where a run may end before its last step."""
+
+    figure: Literal["mlm_accuracy", "mlm_loss", "nsp_accuracy", "loss"]
+    """Figure of the validation split; an evaluation every train.eval_every_steps looks at it."""
+    value: float
+    """Accuracy to reach, or loss to fall to."""
 
 
 class LogSection(Section):

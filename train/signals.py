@@ -16,7 +16,8 @@ class StopNow(Exception):
 
 
 class Signals:
-    """Which signal asked the run to stop, if any. Use as a context manager; outside the main thread it does nothing.
+    """Which signal asked the run to stop, if any. Use as a context manager; outside the main thread it does
+    nothing.
 
     A second Ctrl-C ends the process at once: what was being written stays aside under a temporary name.
     """
@@ -45,7 +46,7 @@ class Signals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A part that changes nothing (an evaluation): a signal leaves it at once with StopNow."""
+        """A part that changes nothing (an evaluation): a signal ends it at once with StopNow."""
         if self.received is not None:
             raise StopNow
         self._raise = True

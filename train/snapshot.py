@@ -1,7 +1,8 @@
-"""What a checkpoint holds of a run: a copy of its tensors at one step, cut as the layout cuts them, and the table of the pieces.
+"""What a checkpoint holds of a run: a copy of its tensors at one step, cut as the layout cuts them, and the
+table of the pieces.
 
-`tensors.json` says for every tensor of a group its whole shape, dtype and chunks (file, key, offset, shape), so that any layout
-reads what any other wrote. One process writes one file for each group.
+`tensors.json` says for every tensor of a group its whole shape, dtype and chunks (file, key, offset, shape),
+so that any layout reads what any other wrote. One process writes one file for each group.
 """
 
 import json
@@ -9,50 +10,23 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.files import read_json
-from ..models.config import ModelConfig, family_of
-from .parallel.offload import HostOffload
-from .parallel.plan import Box
+from ..models.config import family_of
+from ..planner.tables import Box
+from .step import Trainer
 from .tensor_file import write_tensor_file
-
-if TYPE_CHECKING:
-    from .parallel.engine import Engine
-    from .parallel.host_parts import HostParts
-    from .step import Trainer
 
 TENSORS = "tensors.json"
 GROUPS = ("weights", "optimizer", "rng")
+SUMMED_DIM = {"row_square": 1, "column_square": 0}  # Adafactor's slots, and the dim over which each is a mean
 
 Table = dict[str, dict[str, Any]]  # group -> name -> {"shape", "dtype", "chunks"}
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a process holds of one parameter; `saved` by the first of those that hold the same."""
-
-    name: str
-    parameter: nn.Parameter
-    shape: tuple[int, ...]
-    box: Box
-    saved: bool = True
-
-
-def held(model: "nn.Module | Engine | HostOffload | HostParts") -> list[Held]:
-    """Every parameter, or every part of one, that this process trains."""
-    if isinstance(model, (nn.Module, HostOffload)):
-        named = model.named_parameters()
-        return [Held(name, p, tuple(p.shape), Box.whole(tuple(p.shape))) for name, p in named]
-    return [
-        Held(leaf.name, leaf.value, leaf.piece.shape, leaf.piece.box, leaf.piece.primary)
-        for leaf in model.leaves
-        if leaf.value.numel()
-    ]
 
 
 @dataclass
@@ -72,27 +46,45 @@ Key = tuple[str, str]  # group and name
 Part = tuple[tuple[int, ...], Box]  # of a whole shape, the part that is held
 
 
-def _saved(trainer: "Trainer") -> Iterator[tuple[Key, Any, Part | None]]:
-    """Everything in a run that changes and that this process is to save: tensors as they are, not copied, and numbers."""
-    for part in held(trainer.holder):
-        if not part.saved:
+def _saved(trainer: Trainer) -> Iterator[tuple[Key, Any, Part | None]]:
+    """Everything in a run that changes and that this process is to save: tensors as they are, not copied, and
+    numbers.
+    """
+    trainer.engine.wait()
+    for local in trainer.engine.local_shards:
+        if not local.spec.primary or not local.value.numel():
             continue
-        place = (part.shape, part.box)
-        yield ("weights", part.name), part.parameter, place
-        for slot, value in trainer.optimizer.state.get(part.parameter, {}).items():
-            key = ("optimizer", f"{part.name}.{slot}")
+        place = (local.spec.shape, local.spec.box)
+        yield ("weights", local.name), local.value, place
+        for slot, value in trainer.optimizer.state.get(local.value, {}).items():
+            key = ("optimizer", f"{local.name}.{slot}")
             if not isinstance(value, Tensor):
                 yield key, value, None
-            elif value.shape == part.parameter.shape:
+            elif slot in SUMMED_DIM:
+                dim = SUMMED_DIM[slot]
+                if local.spec.box.start[dim] == 0:  # those with the rest of the dim hold the same
+                    whole = tuple(1 if index == dim else size for index, size in enumerate(local.spec.shape))
+                    yield key, value, (whole, without_dim(local.spec.box, dim))
+            elif value.shape == local.value.shape:
                 yield key, value, place
-            elif not any(part.box.start):  # a number for the whole parameter: one process saves it
+            elif not any(local.spec.box.start):  # a number for the whole parameter: one process saves it
                 yield key, value, None
-    for name, state in _rng_states(trainer).items():
+    for name, state in trainer.engine.states().items():
         yield ("rng", name), state, None
 
 
+def without_dim(box: Box, dim: int) -> Box:
+    """The box of a slot that has one number for all of this dim."""
+    return Box(
+        tuple(0 if index == dim else start for index, start in enumerate(box.start)),
+        tuple(1 if index == dim else size for index, size in enumerate(box.size)),
+    )
+
+
 class Buffers:
-    """Memory of the host for the copies of one save, kept for the next: fresh memory costs far more than the copy."""
+    """Memory of the host for the copies of one save, kept for the next: fresh memory costs far more than the
+    copy.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[Key, Tensor] = {}
@@ -104,7 +96,7 @@ class Buffers:
             kept = self._kept[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return kept
 
-    def plan(self, trainer: "Trainer") -> list[tuple[Key, Tensor]]:
+    def plan(self, trainer: Trainer) -> list[tuple[Key, Tensor]]:
         """What `prepare` is to make room for."""
         return [(key, value.detach()) for key, value, _ in _saved(trainer) if isinstance(value, Tensor)]
 
@@ -114,7 +106,7 @@ class Buffers:
             self.like(key, tensor).zero_()
 
 
-def take_snapshot(trainer: "Trainer", buffers: Buffers | None = None) -> Snapshot:
+def take_snapshot(trainer: Trainer, buffers: Buffers | None = None) -> Snapshot:
     """Copy everything that changes in a run, and that this process is to save, to the host.
 
     A snapshot in `buffers` is good until the next one in them.
@@ -131,9 +123,9 @@ def take_snapshot(trainer: "Trainer", buffers: Buffers | None = None) -> Snapsho
         tensors[group][name] = buffers.like(key, value).copy_(value.detach(), non_blocking=True)
         if place is not None:
             places[group][name] = place
-    if trainer.device.type == "cuda":
-        torch.cuda.synchronize(trainer.device)
-    config = cast(ModelConfig, trainer.model.config)
+    device, config = trainer.engine.device, trainer.engine.config
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return Snapshot(
         tensors=tensors,
         state={
@@ -147,35 +139,12 @@ def take_snapshot(trainer: "Trainer", buffers: Buffers | None = None) -> Snapsho
             "precision": trainer.precision,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "device": trainer.device.type,
-            "layout": layout_of(trainer.model),
+            "device": device.type,
+            "layout": trainer.engine.layout.facts(),
         },
         model={"family": family_of(config), "config": config.to_dict()},
         places=places,
     )
-
-
-def layout_of(model: "nn.Module | Engine") -> dict[str, Any]:
-    """The layout, as a checkpoint names it."""
-    return {"world": 1} if isinstance(model, nn.Module) else model.layout.facts()
-
-
-def _rng_states(trainer: "Trainer") -> dict[str, Tensor]:
-    """The generators of a process that draws on from step to step; a layout of several seeds each step from its number.
-
-    With compressed gradients also what each process still owes the others.
-    """
-    if not isinstance(trainer.model, nn.Module):
-        exchange, rank = trainer.model.exchange, trainer.model.mesh.rank
-        return (
-            {}
-            if exchange is None
-            else {f"owed.{rank}.{name}": error for name, error in exchange.errors().items()}
-        )
-    states = {"cpu": torch.get_rng_state()}
-    if trainer.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(trainer.device)
-    return states
 
 
 def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> tuple[Table, dict[str, str]]:
@@ -200,7 +169,8 @@ def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> tupl
 def write_snapshot(
     directory: Path, snapshot: Snapshot, others: Sequence[Table] = ()
 ) -> tuple[Table, dict[str, str]]:
-    """Write the files of the first process and everything that is written once; the table of all processes, known sha256.
+    """Write the files of the first process and everything that is written once; the table of all processes,
+    known sha256.
 
     `others` are the tables of the other processes, whose files are in the directory already.
     """
@@ -225,7 +195,9 @@ def write_snapshot(
 
 
 class TensorReader:
-    """Tensors of one group of a checkpoint, or parts of them, put together from their chunks, whatever layout wrote them."""
+    """Tensors of one group of a checkpoint, or parts of them, put together from their chunks, whatever layout
+    wrote them.
+    """
 
     def __init__(self, directory: Path, group: str) -> None:
         self.directory, self.table = directory, read_json(directory / TENSORS)[group]

@@ -1,7 +1,8 @@
 """Tensors written in the safetensors format in pieces.
 
-The library's writer first copies every tensor with the interpreter's lock held, and each copy is fresh memory: training would
-stand still meanwhile. Here a piece is hashed and handed to the system without the lock, and nothing is copied.
+The library's writer first copies every tensor with the interpreter's lock held, and each copy is fresh
+memory: training would stand still meanwhile. Here a piece is hashed and handed to the system without the
+lock, and nothing is copied.
 """
 
 import hashlib
@@ -16,9 +17,15 @@ from torch import Tensor
 PIECE_BYTES = 1 << 20
 # https://huggingface.co/docs/safetensors: 8 bytes of header length, a JSON header, the tensors
 NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> str:

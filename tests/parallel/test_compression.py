@@ -1,5 +1,8 @@
-"""Compressed sums lose nothing in the long run, agree on every process, and send exactly the bytes that they count."""
+"""Compressed sums lose nothing in the long run, agree on every process, and send exactly the bytes that they
+count.
+"""
 
+import copy
 import os
 import socket
 import struct
@@ -12,15 +15,15 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
-from throughline.train.parallel.compression import (
+from throughline.train.parallel.compression import (  # noqa: E402
     Bf16,
     Bf16Sum,
+    Communicator,
     CompressedSum,
     DenseSum,
     PowerSum,
     Signs,
-    Wire,
-)  # noqa: E402
+)
 from throughline.train.parallel.mesh import Axis  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -34,12 +37,12 @@ def _warm() -> None:
     warm()
 
 
-def ranks(world: int, work: Callable[[Wire], object]) -> list:
+def ranks(world: int, work: Callable[[Communicator], object]) -> list:
     """What `work` returns on each of `world` gloo processes."""
 
     def start() -> object:
         dist.init_process_group("gloo")
-        return work(Wire(Axis(world, dist.get_rank(), tuple(range(world)), dist.group.WORLD)))
+        return work(Communicator(Axis(world, dist.get_rank(), tuple(range(world)), dist.group.WORLD)))
 
     return run_ranks(world, start)
 
@@ -70,16 +73,18 @@ def test_bf16_survives_the_packing() -> None:
 @pytest.mark.parametrize("codec", [Signs(), Bf16()], ids=["signs", "bf16"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_error_feedback_loses_nothing(world: int, codec: Signs | Bf16) -> None:
-    """All that was put in = all that came out + all errors that are still held, and every process got the same."""
+    """All that was put in = all that came out + all errors that are still held, and every process got the
+    same.
+    """
     numel, steps = 5000, 6
 
-    def work(wire: Wire) -> tuple[Tensor, Tensor]:
-        compressed = CompressedSum(wire, codec, numel, torch.zeros(1, dtype=torch.float64))
+    def work(communicator: Communicator) -> tuple[Tensor, Tensor]:
+        compressed = CompressedSum(communicator, codec, numel, torch.zeros(1, dtype=torch.float64))
         out = torch.zeros(numel, dtype=torch.float64)
         for step in range(steps):
-            out += compressed(draw(step, wire.axis.rank, numel).double())
+            out += compressed(draw(step, communicator.axis.rank, numel).double())
         held = compressed.own_error.flatten()
-        held[wire.axis.rank * compressed.sum_error.numel() :][: compressed.sum_error.numel()] += (
+        held[communicator.axis.rank * compressed.sum_error.numel() :][: compressed.sum_error.numel()] += (
             compressed.sum_error
         )
         return out.numpy(), held[:numel].numpy()
@@ -94,14 +99,16 @@ def test_error_feedback_loses_nothing(world: int, codec: Signs | Bf16) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_power_sum_loses_nothing(world: int) -> None:
-    """The same identity for thin factors, after a dense step; without feedback nothing is held and the sum is only near."""
+    """The same identity for thin factors, after a dense step; without feedback nothing is held and the sum is
+    only near.
+    """
     shapes = [(40, 30), (30,), (3, 2), (20, 50)]  # the second and third do not pay and go as they are
 
-    def work(wire: Wire) -> list:
-        power = PowerSum(wire, rank=2, dense_steps=1)
+    def work(communicator: Communicator) -> list:
+        power = PowerSum(communicator, rank=2, dense_steps=1)
         out = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
         for step in range(5):
-            gradients = [draw(step, wire.axis.rank, *shape).double() for shape in shapes]
+            gradients = [draw(step, communicator.axis.rank, *shape).double() for shape in shapes]
             power.sum_gradients(gradients)
             for total, gradient in zip(out, gradients):
                 total += gradient
@@ -120,7 +127,9 @@ def test_power_sum_loses_nothing(world: int) -> None:
 
 
 def socket_bytes() -> int:
-    """Bytes that the kernel says this process's TCP connections have sent and the peer acknowledged (tcpi_bytes_acked)."""
+    """Bytes that the kernel says this process's TCP connections have sent and the peer acknowledged
+    (tcpi_bytes_acked).
+    """
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -139,31 +148,33 @@ def socket_bytes() -> int:
 @pytest.mark.parametrize("scheme", ["dense", "bf16", "power", "signs"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_bytes_counted_are_bytes_sent(world: int, scheme: str) -> None:
-    """What `Wire` counts against the kernel's count of the same calls, on every process; and against the formulas."""
+    """What `Communicator` counts against the kernel's count of the same calls, on every process; and against the
+    formulas.
+    """
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("needs Linux's /proc to see the sockets")
     numel = 2048 * 8 * 6  # whole blocks for 2 and for 3 processes
 
-    def work(wire: Wire) -> tuple[float, int]:
-        matrices = [draw(0, wire.axis.rank, 256, numel // 256)]
+    def work(communicator: Communicator) -> tuple[float, int]:
+        matrices = [draw(0, communicator.axis.rank, 256, numel // 256)]
         if scheme == "signs":
-            compressed = CompressedSum(wire, Signs(), numel, matrices[0])
+            compressed = CompressedSum(communicator, Signs(), numel, matrices[0])
             send = lambda: compressed(matrices[0].flatten())  # noqa: E731
         else:
             total = (
-                {"dense": DenseSum, "bf16": Bf16Sum}[scheme](wire)
+                {"dense": DenseSum, "bf16": Bf16Sum}[scheme](communicator)
                 if scheme != "power"
-                else PowerSum(wire, 4, dense_steps=0)
+                else PowerSum(communicator, 4, dense_steps=0)
             )
             send = lambda: total.sum_gradients(matrices)  # noqa: E731
         send()  # connections are made
         dist.barrier()
         time.sleep(0.05)  # acknowledged
-        before, counted = socket_bytes(), wire.bytes_sent
+        before, counted = socket_bytes(), communicator.bytes_sent
         send()
         dist.barrier()
         time.sleep(0.05)
-        return wire.bytes_sent - counted, socket_bytes() - before
+        return communicator.bytes_sent - counted, socket_bytes() - before
 
     ring = 2 * (world - 1) / world
     expected = {
@@ -180,14 +191,16 @@ def test_bytes_counted_are_bytes_sent(world: int, scheme: str) -> None:
 def test_not_finite_numbers_are_passed_on_and_leave_no_trace() -> None:
     """One process has a NaN: every process sees a sum that is not finite, and the next sums are clean."""
 
-    def work(wire: Wire) -> list[bool]:
-        sums = [Bf16Sum(wire), PowerSum(wire, rank=2, dense_steps=0)]
-        adam = OneBitAdam([torch.zeros(40, 30)], wire=wire, warmup_steps=0)  # past its warm-up from the start
+    def work(communicator: Communicator) -> list[bool]:
+        sums = [Bf16Sum(communicator), PowerSum(communicator, rank=2, dense_steps=0)]
+        adam = OneBitAdam(
+            [torch.zeros(40, 30)], communicator=communicator, warmup_steps=0
+        )  # past its warm-up from the start
         finite = []
         for step in range(3):
             for total in sums:
-                gradient = draw(step, wire.axis.rank, 40, 30)
-                if step == 1 and wire.axis.rank == 1:
+                gradient = draw(step, communicator.axis.rank, 40, 30)
+                if step == 1 and communicator.axis.rank == 1:
                     gradient[3, 4] = float("nan")
                 norm = adam.squared_norm(
                     [gradient]
@@ -222,7 +235,7 @@ def adam_steps(
         backward(model, step, rows)
         gradients = [p.grad for p in model.parameters()]
         whole = [gradient.clone() for gradient in gradients]
-        DenseSum(Wire(optimizer.wire.axis)).sum_gradients(whole)
+        DenseSum(Communicator(optimizer.communicator.axis)).sum_gradients(whole)
         optimizer.sum_gradients(gradients)
         squares, true = optimizer.squared_norm(gradients), float(torch.nn.utils.get_total_norm(whole))
         norms.append((true if squares is None else float(squares) ** 0.5, true))
@@ -231,13 +244,42 @@ def adam_steps(
     return norms
 
 
-def test_one_bit_adam_is_adamw_while_it_warms_up_and_stays_together_after() -> None:
-    """Six steps of warm-up equal AdamW on all rows; then weights and momentum stay the same on all processes to the bit."""
+def test_one_bit_adam_divides_by_the_frozen_variance_as_it_was_corrected_then() -> None:
+    """A step after the warm-up equals the formula written out: the variance of the warm-up's last step with that
+    step's bias correction, the floor under its root, the momentum with the correction of now, decay apart.
+    """
 
-    def work(wire: Wire) -> dict:
-        model, share = small_model(), 24 // wire.axis.size
-        rows = range(wire.axis.rank * share, (wire.axis.rank + 1) * share)
-        optimizer = OneBitAdam(model.parameters(), wire=wire, warmup_steps=6, lr=1e-2)
+    def work(communicator: Communicator) -> bool:
+        model, (beta1, beta2), lr, decay, eps = small_model(), (0.9, 0.95), 1e-2, 0.1, 1e-8
+        options = {"lr": lr, "betas": (beta1, beta2), "weight_decay": decay, "eps": eps}
+        optimizer = OneBitAdam(model.parameters(), communicator=communicator, warmup_steps=3, **options)
+        adam_steps(model, optimizer, range(24), 0, 3)
+        frozen = [optimizer.state[p]["exp_avg_sq"].double().clone() for p in model.parameters()]
+        for step in (4, 5):
+            before = [p.detach().double().clone() for p in model.parameters()]
+            adam_steps(model, optimizer, range(24), step - 1, 1)
+            for old, variance, p in zip(before, frozen, model.parameters()):
+                root = (variance / (1 - beta2**3)).sqrt()
+                root = root.clamp(min=0.1 * float(root.square().mean().sqrt())) + eps
+                momentum = optimizer.state[p]["exp_avg"].double() / (1 - beta1**step)
+                expected = old * (1 - lr * decay) - lr * momentum / root
+                torch.testing.assert_close(
+                    p.detach().double(), expected, rtol=1e-6, atol=1e-7
+                )  # float32 steps
+        return True
+
+    assert ranks(1, work) == [True]
+
+
+def test_one_bit_adam_is_adamw_while_it_warms_up_and_stays_together_after() -> None:
+    """Six steps of warm-up equal AdamW on all rows; then weights and momentum stay the same on all processes
+    to the bit.
+    """
+
+    def work(communicator: Communicator) -> dict:
+        model, share = small_model(), 24 // communicator.axis.size
+        rows = range(communicator.axis.rank * share, (communicator.axis.rank + 1) * share)
+        optimizer = OneBitAdam(model.parameters(), communicator=communicator, warmup_steps=6, lr=1e-2)
         adam_steps(model, optimizer, rows, 0, 6)
         warm_weights = [p.detach().clone().numpy() for p in model.parameters()]
         variances = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
@@ -268,16 +310,18 @@ def test_one_bit_adam_is_adamw_while_it_warms_up_and_stays_together_after() -> N
 
 
 def test_one_bit_adam_continues_to_the_bit_from_its_state_and_errors() -> None:
-    def work(wire: Wire) -> bool:
-        rows, states = range(wire.axis.rank * 12, wire.axis.rank * 12 + 12), []
+    def work(communicator: Communicator) -> bool:
+        rows, states = range(communicator.axis.rank * 12, communicator.axis.rank * 12 + 12), []
         model = small_model()
-        optimizer = OneBitAdam(model.parameters(), wire=wire, warmup_steps=3, lr=1e-2)
+        optimizer = OneBitAdam(model.parameters(), communicator=communicator, warmup_steps=3, lr=1e-2)
         adam_steps(model, optimizer, rows, 0, 6)
         fresh = small_model()
         fresh.load_state_dict(model.state_dict())
-        resumed = OneBitAdam(fresh.parameters(), wire=wire, warmup_steps=3, lr=1e-2)
+        resumed = OneBitAdam(fresh.parameters(), communicator=communicator, warmup_steps=3, lr=1e-2)
         saved = optimizer.state_dict()
-        saved["state"] = {i: {k: v.clone() for k, v in slots.items()} for i, slots in saved["state"].items()}
+        saved["state"] = {
+            i: {k: copy.deepcopy(v) for k, v in slots.items()} for i, slots in saved["state"].items()
+        }
         resumed.load_state_dict(saved)
         resumed.load_errors({name: error.clone() for name, error in optimizer.errors().items()})
         for one, its in ((model, optimizer), (fresh, resumed)):
@@ -289,15 +333,16 @@ def test_one_bit_adam_continues_to_the_bit_from_its_state_and_errors() -> None:
 
 
 def test_what_is_owed_keeps_pace_with_the_loss_scale() -> None:
-    """fp16: gradients come multiplied by a scale that changes. Halved after the third of six sums, all that was put in is still all
-    that came out and what is held, each over the scale of its time."""
+    """fp16: gradients come multiplied by a scale that changes. Halved after the third of six sums, all that
+    was put in is still all that came out and what is held, each over the scale of its time.
+    """
 
-    def work(wire: Wire) -> list:
+    def work(communicator: Communicator) -> list:
         answers = []
-        for total in (Bf16Sum(wire), PowerSum(wire, rank=2, dense_steps=0)):
+        for total in (Bf16Sum(communicator), PowerSum(communicator, rank=2, dense_steps=0)):
             scale, out = 1024.0, torch.zeros(40, 30, dtype=torch.float64)
             for step in range(6):
-                gradient = scale * draw(step, wire.axis.rank, 40, 30).double()
+                gradient = scale * draw(step, communicator.axis.rank, 40, 30).double()
                 total.sum_gradients([gradient])
                 out += gradient / scale
                 if step == 2:
@@ -307,7 +352,7 @@ def test_what_is_owed_keeps_pace_with_the_loss_scale() -> None:
                 held = total.lost[0]
             else:
                 own, part = total.errors()["own.0"].flatten(), total.errors()["sum.0"]
-                own[wire.axis.rank * len(part) :][: len(part)] += part
+                own[communicator.axis.rank * len(part) :][: len(part)] += part
                 held = own.view(40, 30)
             answers.append((out.numpy(), (held / scale).numpy()))
         return answers
@@ -320,9 +365,34 @@ def test_what_is_owed_keeps_pace_with_the_loss_scale() -> None:
 
 
 def test_alone_nothing_is_sent_and_nothing_is_lost() -> None:
-    wire, gradient = Wire(Axis()), draw(0, 0, 40, 30)
-    for total in (DenseSum(wire), Bf16Sum(wire), PowerSum(wire, dense_steps=0)):
+    communicator, gradient = Communicator(Axis()), draw(0, 0, 40, 30)
+    for total in (DenseSum(communicator), Bf16Sum(communicator), PowerSum(communicator, dense_steps=0)):
         found = gradient.clone()
         total.sum_gradients([found])
         assert torch.equal(found, gradient)
-    assert wire.bytes_sent == 0
+    assert communicator.bytes_sent == 0
+
+
+def test_a_longer_run_does_not_take_the_warm_up_back() -> None:
+    """1-bit Adam continued with another length, and so another warm-up: its frozen variance stays as it is
+    corrected, and the next update is that of a run that was never stopped.
+    """
+
+    def optimizer(weight: torch.Tensor, warmup_steps: int) -> OneBitAdam:
+        return OneBitAdam([weight], communicator=Communicator(Axis()), warmup_steps=warmup_steps, lr=1e-2)
+
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(8, 8, generator=generator))
+    gradients = [torch.randn(8, 8, generator=generator) for _ in range(6)]
+    first = optimizer(weight, 3)
+    for gradient in gradients[:5]:
+        weight.grad = gradient.clone()
+        first.step()
+    other = torch.nn.Parameter(weight.detach().clone())
+    second = optimizer(other, 40)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for one, parameter in ((first, weight), (second, other)):
+        parameter.grad = gradients[5].clone()
+        one.step()
+    assert second.frozen
+    assert torch.equal(weight, other)

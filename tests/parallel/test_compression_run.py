@@ -1,4 +1,6 @@
-"""Compressed gradients from the recipe: runs of two processes, trained, stopped and continued to the bit, in fewer bytes."""
+"""Compressed gradients from the recipe: runs of two processes, trained, stopped and continued to the bit, in
+fewer bytes.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +14,22 @@ from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.benchmarks.layout_proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
 from throughline.core.errors import WrongUse  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
+from throughline.planner.layout import Layout  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.checkpoint import load_model  # noqa: E402
+from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.memory import estimate  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
-from throughline.train.parallel.engine import Engine  # noqa: E402
-from throughline.train.parallel.layout import Layout  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler  # noqa: E402
 from throughline.train.recipe import RULES, Recipe, model_config, resolve  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
+
+# nats: PowerSGD of rank 4 is 0.19 to 0.21 behind after five steps (seeds 0 to 6); without those steps the loss is 0.65 higher
+BEHIND = 0.25
 
 
 def make_recipe(store: Path, scheme: str, steps: int = 8, **sections: dict[str, Any]) -> Recipe:
@@ -78,9 +83,11 @@ def sent_bytes(directory: Path) -> list[int]:
 def test_trains_and_continues_to_the_bit(
     scheme: str, run: Callable[..., list[float]], plain: Path, tmp_path: Path
 ) -> None:
-    """Steps 6 to 8 after a stop are those of an uninterrupted run: what the processes owe each other is in the checkpoint.
+    """Steps 6 to 8 after a stop are those of an uninterrupted run: what the processes owe each other is in
+    the checkpoint.
 
-    The metrics say what it saves: fp32 gradients over two processes are sent once, 2 (n-1)/n times their bytes.
+    The metrics say what it saves: fp32 gradients over two processes are sent once, 2 (n-1)/n times their
+    bytes.
     """
     uncompressed = [record["loss"] for record in read_metrics(plain)]
     whole = run(tmp_path / "whole", scheme)
@@ -97,7 +104,7 @@ def test_trains_and_continues_to_the_bit(
     else:  # the warm-up is whole gradients; only then do they differ
         assert whole[:4] == pytest.approx(uncompressed[:4], abs=1e-5)
         assert whole[4:] != uncompressed[4:]
-        assert whole == pytest.approx(uncompressed, abs=0.2)
+        assert whole == pytest.approx(uncompressed, abs=BEHIND)
         assert sent[:3] == [dense] * 3
         assert all(size < dense / (4 if scheme == "powersgd" else 15) for size in sent[3:])
 
@@ -106,11 +113,13 @@ def test_trains_and_continues_to_the_bit(
 def test_goes_on_with_more_processes(
     scheme: str, run: Callable[..., list[float]], plain: Path, tmp_path: Path
 ) -> None:
-    """Nobody owes anything then: the new ones know of no step or factor that the others had, and all must send alike."""
+    """Nobody owes anything then: the new ones know of no step or factor that the others had, and all must
+    send alike.
+    """
     uncompressed = [record["loss"] for record in read_metrics(plain)]
     run(tmp_path / "run", scheme, steps=5)
     found = run(tmp_path / "run", scheme, processes=4)
-    assert found[5:] == pytest.approx(uncompressed[5:], abs=0.2)
+    assert found[5:] == pytest.approx(uncompressed[5:], abs=BEHIND)
     assert found[-1] < found[0] - 0.1
 
 
@@ -118,16 +127,18 @@ def test_goes_on_with_more_processes(
 def test_goes_on_alone_with_whole_gradients(
     scheme: str, run: Callable[..., list[float]], plain: Path, tmp_path: Path
 ) -> None:
-    """One process is left: it has nobody to send to, and compression may be given up. Remains of more processes are cleared."""
+    """One process is left: it has nobody to send to, and compression may be given up. Remains of more
+    processes are cleared.
+    """
     uncompressed = [record["loss"] for record in read_metrics(plain)]
     run(tmp_path / "run", scheme, steps=5)
-    (tmp_path / "run" / ".pulse").mkdir()
-    (tmp_path / "run" / ".pulse" / "7").write_text("{}")
+    (tmp_path / "run" / ".heartbeat").mkdir()
+    (tmp_path / "run" / ".heartbeat" / "7").write_text("{}")
     with pytest.raises(WrongUse, match="1 problem"):
         make_recipe(tmp_path, scheme, parallel={"data": 1})
     found = run(tmp_path / "run", "none", processes=1)
-    assert found[5:] == pytest.approx(uncompressed[5:], abs=0.2)
-    assert not (tmp_path / "run" / ".pulse").exists()
+    assert found[5:] == pytest.approx(uncompressed[5:], abs=BEHIND)
+    assert not (tmp_path / "run" / ".heartbeat").exists()
     with pytest.raises(
         RuntimeError, match=r"another recipe|SystemExit: 2"
     ):  # as the first process says, or the other one
@@ -154,62 +165,73 @@ def test_what_cannot_be_is_told(sections: dict[str, Any], field: str, store: Pat
 def test_gradients_of_16_bits_are_compressed_too(
     scheme: str, run: Callable[..., list[float]], plain: Path, tmp_path: Path
 ) -> None:
-    """With offload gradients have 16 bits, in which no library factorises a matrix; what they owe is accounted."""
+    """With offload gradients have 16 bits, in which no library factorises a matrix; what they owe is
+    accounted.
+    """
     half = {"precision": "bf16", "offload": True}
     found = run(tmp_path / "run", scheme, train=half)
-    assert found == pytest.approx([record["loss"] for record in read_metrics(plain)], abs=0.2)
+    assert found == pytest.approx([record["loss"] for record in read_metrics(plain)], abs=BEHIND)
     assert found[-1] < found[0] - 0.1
     sent = sent_bytes(tmp_path / "run")
     assert sent[-1] < sent[0] or scheme == "bf16"
     recipe = make_recipe(tmp_path, scheme, train=half)
     assert (
-        estimate(model_config(recipe), recipe)["owed gradients"] >= 4 * model_config(recipe).parameter_count()
+        estimate(model_config(recipe), recipe)["gradient residuals"]
+        >= 4 * model_config(recipe).parameter_count()
     )
 
 
-def owed_after_a_step(good_steps: int) -> tuple[float, list[Any]]:
+def residuals_after_a_step(good_steps: int) -> tuple[float, list[Any]]:
     """fp16's loss scale, and what this process owes, after a step that was good once more."""
     case = Case("", Layout(data=2))
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
+    engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
     engine.fill()
-    engine.exchange = Bf16Sum(engine.wire)
-    trainer = make_trainer(case, engine, None)
+    engine.communication_hook = Bf16Sum(engine.communicator)
+    trainer = make_trainer(case, engine)
     trainer.scaler = LossScaler(1024.0, good_steps, True)
     train_step(trainer, own_rows(case, engine, 0), 1.0)
-    return trainer.scaler.scale, [error.numpy() for error in engine.exchange.errors().values()]
+    return trainer.scaler.scale, [error.numpy() for error in engine.communication_hook.errors().values()]
 
 
-def test_what_is_owed_follows_the_loss_scale() -> None:
+def test_residuals_follow_the_loss_scale() -> None:
     warm()
-    (scale, owed), (doubled, more) = (
-        run_ranks(2, lambda n=n: owed_after_a_step(n))[0] for n in (0, GROWTH_INTERVAL - 1)
+    (scale, residuals), (doubled, more) = (
+        run_ranks(2, lambda n=n: residuals_after_a_step(n))[0] for n in (0, GROWTH_INTERVAL - 1)
     )
     assert (scale, doubled) == (1024.0, 2048.0)
-    assert all((2 * one == other).all() and one.any() for one, other in zip(owed, more, strict=True))
+    assert all((2 * one == other).all() and one.any() for one, other in zip(residuals, more, strict=True))
 
 
 def bert_losses(scheme: str) -> list[float]:
-    """The losses of a BERT over two processes, both terms together, by one scheme from the first step or the fourth."""
+    """The losses of a BERT over two processes, both terms together, by one scheme from the first step or the
+    fourth.
+    """
     case = Case("", Layout(data=2), family="bert", precision="fp32")
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
-    shapes = {leaf.name: torch.Size(leaf.piece.shape) for leaf in engine.leaves}
+    engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
+    shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
     engine.fill(lambda name, box: value_of(case, name, shapes[name]))
-    trainer = make_trainer(case, engine, None)
+    trainer = make_trainer(case, engine)
     if scheme == "one-bit-adam":
-        trainer.optimizer = OneBitAdam(trainer.optimizer.param_groups, wire=engine.wire, warmup_steps=3)
-        engine.exchange = trainer.optimizer
+        trainer.optimizer = OneBitAdam(
+            trainer.optimizer.param_groups, communicator=engine.communicator, warmup_steps=3
+        )
+        engine.communication_hook = trainer.optimizer
     else:
-        engine.exchange = Bf16Sum(engine.wire) if scheme == "bf16" else PowerSum(engine.wire, dense_steps=3)
+        engine.communication_hook = (
+            Bf16Sum(engine.communicator) if scheme == "bf16" else PowerSum(engine.communicator, dense_steps=3)
+        )
     return [train_step(trainer, own_rows(case, engine, step), 1.0).loss for step in range(6)]
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "powersgd", "one-bit-adam"])
 def test_a_bert_trains_alike(scheme: str) -> None:
-    """Its pair head and its unequal counts of both terms too: losses near those of one process, the same on both."""
+    """Its pair head and its unequal counts of both terms too: losses near those of one process, the same on
+    both.
+    """
     warm()
     first, second = run_ranks(2, lambda: bert_losses(scheme))
     expected = [

@@ -1,4 +1,6 @@
-"""`throughline export --to huggingface` from a checkpoint of any layout writes the files that one process's checkpoint gives."""
+"""`throughline export --to huggingface` from a checkpoint of any layout writes the files that one process's
+checkpoint gives.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from throughline.benchmarks.layout_proof import Case
 from throughline.cli.main import main
 from throughline.core.artifact import read_manifest
 from throughline.core.files import sha256_file
-from throughline.train.parallel.layout import Layout
+from throughline.planner.layout import Layout
 
 
 def exported(checkpoint: Path, out: Path) -> dict[str, str]:

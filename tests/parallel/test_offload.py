@@ -1,4 +1,6 @@
-"""Offload computes what the plain optimizer computes, to the bit, keeps its state loadable, and holds the bytes it says."""
+"""Offload computes what the plain optimizer computes, to the bit, keeps its state loadable, and holds the
+bytes it says.
+"""
 
 import copy
 import time
@@ -10,7 +12,7 @@ from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
 from throughline.train.loss import cross_entropy_sum
-from throughline.train.parallel.offload import HostOffload, memory_terms
+from throughline.train.offload import HostOffload, memory_terms
 from torch import Tensor, nn
 
 SHAPE = {"vocab_size": 64, "sequence_length": 16, "layers": 3, "width": 32, "heads": 4}
@@ -33,7 +35,9 @@ def make_optimizer(source) -> torch.optim.AdamW:
 
 
 def loss_of(model: nn.Module, step: int, micro: int) -> Tensor:
-    """A BERT's next-sentence head gets no gradient here; the second micro-batch of a GPT has other rows than the first."""
+    """A BERT's next-sentence head gets no gradient here; the second micro-batch of a GPT has other rows than
+    the first.
+    """
     ids = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(10 * step + micro))
     hidden = model.hidden(ids[:, :-1])
     logits = model.head(hidden) if isinstance(model, GPT) else model.mlm_head(hidden)
@@ -69,7 +73,9 @@ def offloaded_step(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_equals_the_plain_optimizer_to_the_bit(family: str, dtype: torch.dtype, micro_batches: int) -> None:
-    """Five clipped AdamW steps: norms, weights and optimizer state. The arithmetic and its order are the same."""
+    """Five clipped AdamW steps: norms, weights and optimizer state. The arithmetic and its order are the
+    same.
+    """
     plain, moved = make_model(family, dtype), make_model(family, dtype)
     offload = HostOffload(moved, micro_batches)
     optimizers = make_optimizer(plain), make_optimizer(offload)
@@ -90,7 +96,9 @@ def test_equals_the_plain_optimizer_to_the_bit(family: str, dtype: torch.dtype, 
 
 
 def test_the_next_forward_waits_for_its_weights() -> None:
-    """With an update that takes long, the forward right after step() already sees the new weights, in every part of the model."""
+    """With an update that takes long, the forward right after step() already sees the new weights, in every
+    part of the model.
+    """
 
     class Slow(torch.optim.SGD):
         def step(self, closure=None):
@@ -126,7 +134,9 @@ def test_a_skipped_step_changes_nothing() -> None:
 
 
 def test_a_micro_batch_without_some_gradients_counts_the_others() -> None:
-    """A parameter that only one of two micro-batches uses (a sentence head) has that gradient, in the norm and in the update."""
+    """A parameter that only one of two micro-batches uses (a sentence head) has that gradient, in the norm
+    and in the update.
+    """
     model = make_model("bert")
     offload = HostOffload(model, micro_batches=2)
     hidden = model.hidden(torch.zeros(2, 8, dtype=torch.long))
@@ -142,7 +152,9 @@ def test_a_micro_batch_without_some_gradients_counts_the_others() -> None:
 
 
 def test_continues_from_saved_state_to_the_bit() -> None:
-    """Masters and optimizer state after two steps, loaded into a fresh model: the third step is that of the first."""
+    """Masters and optimizer state after two steps, loaded into a fresh model: the third step is that of the
+    first.
+    """
     model = make_model()
     offload = HostOffload(model)
     optimizer = make_optimizer(offload)
@@ -165,7 +177,9 @@ def test_continues_from_saved_state_to_the_bit() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_bytes_are_those_accounted(micro_batches: int) -> None:
-    """16-bit weights: 2 bytes on the device, 12 + 2 on the host, 4 more for sums of micro-batches; masters are fp32."""
+    """16-bit weights: 2 bytes on the device, 12 + 2 on the host, 4 more for sums of micro-batches; masters
+    are fp32.
+    """
     model = make_model(dtype=torch.bfloat16)
     offload = HostOffload(model, micro_batches)
     optimizer = make_optimizer(offload)
@@ -184,7 +198,9 @@ def test_bytes_are_those_accounted(micro_batches: int) -> None:
 
 
 def test_published_figure_for_13_billion_parameters() -> None:
-    """13B on one V100-32GB (ZeRO-Offload): 2 bytes each on the device, 24.2 GiB; 12 + 2 on the host, 169.5 GiB, and one block."""
+    """13B on one V100-32GB (ZeRO-Offload): 2 bytes each on the device, 24.2 GiB; 12 + 2 on the host, 169.5
+    GiB, and one block.
+    """
     terms = memory_terms(13_000_000_000, 315_000_000, torch.float16)
     assert sum(terms["device"].values()) / 2**30 == pytest.approx(24.2, abs=0.05)
     scratch = terms["host"].pop("update scratch")

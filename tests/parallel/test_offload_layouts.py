@@ -1,4 +1,6 @@
-"""Offload in layouts of several processes: the numbers are those without it, masters keep what 16 bits lose, bytes add up."""
+"""Offload in layouts of several processes: the numbers are those without it, masters keep what 16 bits lose,
+bytes add up.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +76,9 @@ def test_equals_the_layout_without_it(layout: str, make: Callable[..., Recipe], 
 
 @pytest.mark.parametrize("layout", ["full", "tensor"])
 def test_bf16_continues_to_the_bit(layout: str, make: Callable[..., Recipe], tmp_path: Path) -> None:
-    """Two steps and two more are four: masters hold what the device's 16 bits do not; losses are near those of fp32 weights."""
+    """Two steps and two more are four: masters hold what the device's 16 bits do not; losses are near those
+    of fp32 weights.
+    """
     whole = run(make(layout, True, precision="bf16"), tmp_path / "whole")
     run(make(layout, True, precision="bf16", steps=2), tmp_path / "parts")
     assert_same(run(make(layout, True, precision="bf16"), tmp_path / "parts"), whole)
@@ -86,7 +90,9 @@ def test_bf16_continues_to_the_bit(layout: str, make: Callable[..., Recipe], tmp
 
 
 def test_bytes_are_accounted(make: Callable[..., Recipe]) -> None:
-    """2 + 2 bytes a parameter on the device where the layout keeps them whole; 16 of this process's shard on the host."""
+    """2 + 2 bytes a parameter on the device where the layout keeps them whole; 16 of this process's shard on
+    the host.
+    """
     recipe = make("zero1", True, precision="bf16")
     config = model_config(recipe)
     facts, lines = layout_report(recipe, config)

@@ -10,15 +10,15 @@ torch = pytest.importorskip("torch")
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.benchmarks.layout_proof import LENGTH, ROWS, SEED, Case, own_rows  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
+from throughline.planner import tables  # noqa: E402
+from throughline.planner.layout import Layout  # noqa: E402
+from throughline.planner.tables import Coordinates  # noqa: E402
+from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.memory import estimate  # noqa: E402
-from throughline.train.parallel import plan  # noqa: E402
-from throughline.train.parallel.account import Batch, held, layout_report, traffic  # noqa: E402
+from throughline.train.parallel.account import StepShape, held, layout_report, traffic  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
-from throughline.train.parallel.engine import Engine  # noqa: E402
-from throughline.train.parallel.layout import Layout  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
-from throughline.train.parallel.plan import Place  # noqa: E402
 from throughline.train.recipe import RULES, Recipe, model_config, resolve  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -62,23 +62,25 @@ def count(case: Case) -> tuple[int, dict[str, int], dict[str, int], int]:
     device = torch.device("cpu")
     start_group(device, 60)
     mesh = make_mesh(case.layout, device, 60)
-    engine = Engine(case.config, mesh, case.precision, SEED)
+    engine = LayoutEngine(case.config, mesh, case.precision, SEED)
     engine.fill()
     for step in range(2):  # the second is steady: the first may gather what a later one finds gathered
         batch = own_rows(case, engine, step)
         with Collectives() as seen:
             engine.accumulate(batch, step)
-        engine.zero_grad()
-    parameters = sum(leaf.value.numel() for leaf in engine.leaves)
+        engine.discard()
+    parameters = sum(local.value.numel() for local in engine.local_shards)
     predicted = batch.micro_batches[0].get("predicted", torch.empty(0)).numel()
     return parameters, dict(seen.calls), dict(seen.bytes), predicted
 
 
 def compressed(case: Case, scheme: str) -> tuple[Counter[str], Counter[str], float, int]:
-    """Collectives of the gradients' sum, and of the momentum's, once the warm-up is over; bytes that `Wire` counted; copies."""
+    """Collectives of the gradients' sum, and of the momentum's, once the warm-up is over; bytes that `Communicator`
+    counted; copies.
+    """
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
+    engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
     engine.fill()
     optimizer = torch.optim.AdamW([parameter for _, parameter in engine.named_parameters()])
     if scheme == "one-bit-adam":
@@ -86,21 +88,25 @@ def compressed(case: Case, scheme: str) -> tuple[Counter[str], Counter[str], flo
         plain = [parameter for name, parameter in named if parameter.dim() < 2 or "table" in name]
         decayed = [parameter for name, parameter in named if not (parameter.dim() < 2 or "table" in name)]
         groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-        engine.exchange = optimizer = OneBitAdam(groups, wire=engine.wire, warmup_steps=1)
+        engine.communication_hook = optimizer = OneBitAdam(
+            groups, communicator=engine.communicator, warmup_steps=1
+        )
     else:
-        engine.exchange = (
-            Bf16Sum(engine.wire) if scheme == "bf16" else PowerSum(engine.wire, RANK, dense_steps=1)
+        engine.communication_hook = (
+            Bf16Sum(engine.communicator)
+            if scheme == "bf16"
+            else PowerSum(engine.communicator, RANK, dense_steps=1)
         )
     for _ in range(2):
-        for leaf in engine.leaves:
-            leaf.value.grad = torch.ones_like(leaf.value)
-        before = engine.wire.bytes_sent
+        for local in engine.local_shards:
+            local.value.grad = torch.ones_like(local.value)
+        before = engine.communicator.bytes_sent
         with Collectives() as seen:
-            engine.exchange.sum_gradients(engine.gradients())
-            engine.exchange.squared_norm(engine.gradients())
+            engine.communication_hook.sum_gradients(engine.gradients())
+            engine.communication_hook.squared_norm(engine.gradients())
             optimizer.step()
-        engine.zero_grad()
-    return seen.calls, seen.bytes, engine.wire.bytes_sent - before, engine.wire.axis.size
+        engine.discard()
+    return seen.calls, seen.bytes, engine.communicator.bytes_sent - before, engine.communicator.axis.size
 
 
 RANK = 3
@@ -119,15 +125,17 @@ COMPRESSED = [
 def test_compressed_gradients_are_printed_as_they_are_sent(
     scheme: str, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls and bytes of every collective, several buckets to a sum; and what a ring sends of them is what the metrics say."""
-    monkeypatch.setattr(plan.bucket_slices, "__defaults__", (100_000,))
+    """Calls and bytes of every collective, several buckets to a sum; and what a ring sends of them is what
+    the metrics say.
+    """
+    monkeypatch.setattr(tables.bucket_slices, "__defaults__", (100_000,))
     warm()
     layout = case.layout
     for rank, (calls, sizes, sent, copies) in enumerate(
         run_ranks(layout.world, lambda: compressed(case, scheme))
     ):
         pipeline = rank // (layout.tensor * layout.context * layout.data)
-        batch = Batch(1, 2, LENGTH, 0, case.precision, scheme=scheme, rank=RANK)
+        batch = StepShape(1, 2, LENGTH, 0, case.precision, scheme=scheme, rank=RANK)
         printed = [entry for entry in traffic(case.config, layout, batch, pipeline) if entry.axis == "data"]
         by_kind: dict[str, list[int]] = {}
         for entry in printed:
@@ -196,11 +204,14 @@ def test_counted_is_printed(case: Case) -> None:
         tensor, data = rank % layout.tensor, rank // (layout.tensor * layout.context) % layout.data
         pipeline = rank // (layout.tensor * layout.context * layout.data)
         shard = 0 if layout.shards == 1 else data % (layout.data // layout.replicas)
-        assert parameters == held(config, layout, Place(pipeline, tensor, 0, shard))
+        assert parameters == held(config, layout, Coordinates(pipeline, tensor, 0, shard))
         printed_calls: Counter[str] = Counter()
         printed_bytes: Counter[str] = Counter()
         for entry in traffic(
-            config, layout, Batch(micro_batches, case.micro_rows, LENGTH, predicted, case.precision), pipeline
+            config,
+            layout,
+            StepShape(micro_batches, case.micro_rows, LENGTH, predicted, case.precision),
+            pipeline,
         ):
             printed_calls[entry.kind] += entry.calls
             printed_bytes[entry.kind] += entry.bytes
@@ -215,7 +226,9 @@ def test_counted_is_printed(case: Case) -> None:
 
 
 def test_memory_falls_with_every_axis_that_cuts() -> None:
-    """The estimate by which a run is refused: more processes on an axis never need more, and each cuts what it is for."""
+    """The estimate by which a run is refused: more processes on an axis never need more, and each cuts what
+    it is for.
+    """
 
     def terms(**parallel: Any) -> dict[str, int]:
         train = {"steps": 1, "sequence_length": 256, "batch_rows": 16}

@@ -1,22 +1,24 @@
-"""The lists of pipeline work are those of torch's schedules that run, and can be worked off without waiting in a circle."""
+"""The lists of pipeline work are those of torch's schedules that run, and can be worked off without waiting
+in a circle.
+"""
 
 from unittest import mock
 
 import pytest
 from throughline.core.recipe import build_recipe
+from throughline.planner.actions import Action, pipeline_actions
+from throughline.planner.layout import STAGES_PER_PROCESS, Layout
 from throughline.train.parallel.account import layout_report
-from throughline.train.parallel.actions import Action, pipeline_actions
-from throughline.train.parallel.layout import STAGES_PER_PROCESS, Layout
 from throughline.train.parallel.pipeline import SCHEDULES
 from throughline.train.recipe import RULES, Recipe, model_config, resolve
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 CASES = [
-    (Layout(pipeline=pipeline, schedule=schedule, stages_per_process=turns), rounds * pipeline)
+    (Layout(pipeline=pipeline, schedule=schedule, stages_per_process=chunks), rounds * pipeline)
     for schedule in SCHEDULES
     for pipeline in (2, 3, 4, 8)
-    for turns in (
+    for chunks in (
         (1,) if STAGES_PER_PROCESS[schedule][1] == 1 else (2,) if schedule == "zero-bubble-v" else (2, 3)
     )
     for rounds in (1, 2, 5)
@@ -29,7 +31,8 @@ NAMES = [
 
 
 def recorded(layout: Layout, micro_batches: int, rank: int) -> list[str]:
-    """What torch's schedule of one stage a process does with a stage that only writes down what is asked of it.
+    """What torch's schedule of one stage a process does with a stage that only writes down what is asked of
+    it.
 
     Its printed order will not do: torch 2.13 numbers the forwards of the last stage from 1.
     """

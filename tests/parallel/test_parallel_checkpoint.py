@@ -1,4 +1,6 @@
-"""A checkpoint of any layout goes on in any other: the same losses to rounding, and bit by bit in the same layout."""
+"""A checkpoint of any layout goes on in any other: the same losses to rounding, and bit by bit in the same
+layout.
+"""
 
 import functools
 from dataclasses import replace
@@ -12,10 +14,10 @@ from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.benchmarks.layout_proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
 from throughline.core.artifact import read_manifest, verify_artifact  # noqa: E402
 from throughline.core.errors import Refused  # noqa: E402
+from throughline.planner.layout import Layout  # noqa: E402
 from throughline.train.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
-from throughline.train.parallel.crew import Crew  # noqa: E402
-from throughline.train.parallel.engine import Engine  # noqa: E402
-from throughline.train.parallel.layout import Layout  # noqa: E402
+from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.parallel.ranks import Ranks  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
 LAYOUTS = {
@@ -45,11 +47,11 @@ def expected(family: str = "gpt") -> list[tuple[float, float]]:
 
 def train(case: Case, directory: Path, first: int, last: int, save: bool) -> list[tuple[float, float]]:
     """Steps [first, last) on this rank, from the checkpoint of step `first` unless it is 0."""
-    crew = Crew.start(case.layout, torch.device("cpu"))
-    engine = Engine(case.config, crew.mesh, case.precision, SEED)
-    shapes = {leaf.name: torch.Size(leaf.piece.shape) for leaf in engine.leaves}
+    ranks = Ranks.start(case.layout, torch.device("cpu"))
+    engine = LayoutEngine(case.config, ranks.mesh, case.precision, SEED)
+    shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
     engine.fill(lambda name, box: value_of(case, name, shapes[name])[box.slices()])
-    trainer = make_trainer(case, engine, None)
+    trainer = make_trainer(case, engine)
     if first:
         restore(directory / f"step-{first:08d}", trainer)
     results = []
@@ -58,11 +60,11 @@ def train(case: Case, directory: Path, first: int, last: int, save: bool) -> lis
         results.append((result.loss, result.grad_norm))
     if save:
         writer = CheckpointWriter(
-            directory, 0, process=crew.mesh.rank, processes=case.layout.world, token=crew.token
+            directory, 0, process=ranks.mesh.rank, processes=case.layout.world, token=ranks.token
         )
         writer.save(trainer)
         writer.close()
-        crew.wait()
+        ranks.wait()
     return results
 
 

@@ -1,4 +1,6 @@
-"""Validation in a layout counts what one process counts, of any number of rows and any length that the layout may train."""
+"""Validation in a layout counts what one process counts, of any number of rows and any length that the layout
+may train.
+"""
 
 import pytest
 
@@ -8,11 +10,10 @@ import numpy as np  # noqa: E402
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.benchmarks.layout_proof import SEED, Case, make_rows  # noqa: E402
 from throughline.models.init import build  # noqa: E402
-from throughline.train.evaluate import _bert_sums, _gpt_sums  # noqa: E402
-from throughline.train.objective import prepare  # noqa: E402
-from throughline.train.parallel.engine import Engine  # noqa: E402
-from throughline.train.parallel.layout import Layout, layout_problems  # noqa: E402
+from throughline.planner.layout import Layout, layout_problems  # noqa: E402
+from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
+from throughline.train.single_engine import SingleEngine  # noqa: E402
 
 # lengths that are multiples of no more than the layout asks for: as many as there are positions
 LAYOUTS = [
@@ -30,7 +31,9 @@ LAYOUTS = [
     ("layout", "length"), LAYOUTS, ids=[layout.describe().replace(" ", "-") for layout, _ in LAYOUTS]
 )
 def test_counts_what_one_process_counts(family: str, layout: Layout, length: int) -> None:
-    """Five rows, which two data processes cannot share evenly, and of a GPT a shorter row alone, as at the end of a split."""
+    """Five rows, which two data processes cannot share evenly, and of a GPT a shorter row alone, as at the
+    end of a split.
+    """
     warm()
     case = Case("", layout, family=family, model={"sequence_length": length, "vocab_size": 257})
     assert not layout_problems(layout, case.config, length, 8, 1)
@@ -47,18 +50,13 @@ def test_counts_what_one_process_counts(family: str, layout: Layout, length: int
     def count() -> list[np.ndarray]:
         device = torch.device("cpu")
         start_group(device, 60)
-        engine = Engine(case.config, make_mesh(layout, device, 60), "fp64", SEED)
+        engine = LayoutEngine(case.config, make_mesh(layout, device, 60), "fp64", SEED)
         engine.fill()
         return [engine.evaluate(batch, 1.0).numpy() for batch in batches]
 
     model = build(case.config, SEED, dtype=torch.float64).eval()
-    plain = _gpt_sums if family == "gpt" else _bert_sums
-    whole = [
-        prepare(dict(batch), family, 5, torch.device("cpu"), torch.float64, 1.0).micro_batches[0]
-        for batch in batches
-    ]
-    with torch.no_grad():
-        expected = [plain(model, batch) for batch in whole]
+    single = SingleEngine(model, "fp64", torch.device("cpu"))
+    expected = [single.evaluate(dict(batch), 1.0) for batch in batches]
     assert all(sums[0] > 0 for sums in expected)
     for rank in run_ranks(layout.world, count):
         for found, sums in zip(rank, expected, strict=True):

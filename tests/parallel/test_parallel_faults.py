@@ -1,7 +1,7 @@
 """Killed, stopped, orphaned, doubled: a run loses nothing, and only one start of it writes its directory.
 
-The runs are real ones under `throughline launch`. What is proved does not depend on when a kill arrives; how long each takes
-is measured by benchmarks/faults.py.
+The runs are real ones under `throughline launch`. What is proved does not depend on when a kill arrives; how
+long each takes is measured by benchmarks/faults.py.
 """
 
 import os
@@ -43,8 +43,10 @@ def assert_same_run(run: Launched, whole: Launched, steps: int) -> None:
 
 
 def test_twenty_kills_lose_nothing_beyond_the_last_verified_checkpoint(store: Path, tmp_path: Path) -> None:
-    """Any process, in its steps and at any file operation of a save. At each kill `latest` names a whole checkpoint, from which
-    (or from a later one) the next start goes on; in the end the run is the one that was never killed."""
+    """Any process, in its steps and at any file operation of a save. At each kill `latest` names a whole
+    checkpoint, from which (or from a later one) the next start goes on; in the end the run is the one that
+    was never killed.
+    """
     draw = random.Random(5)
     with Launched(tmp_path / "killed", store).start() as run:
         for number in range(KILLS):
@@ -60,7 +62,9 @@ def test_twenty_kills_lose_nothing_beyond_the_last_verified_checkpoint(store: Pa
 
 
 def test_a_stopped_process_is_named_and_the_run_goes_on(store: Path, tmp_path: Path) -> None:
-    """Each of the two: the other waits for the time limit of the groups, says whom it waited for, and all start again."""
+    """Each of the two: the other waits for the time limit of the groups, says whom it waited for, and all
+    start again.
+    """
     with Launched(tmp_path / "run", store).start() as run:
         for rank in (1, 0):
             stall(run, rank)
@@ -84,7 +88,9 @@ def test_no_process_outlives_the_launcher_and_the_next_launch_goes_on(store: Pat
 
 
 def test_a_start_that_wakes_up_beside_its_successor_is_refused(store: Path, tmp_path: Path) -> None:
-    """The first start is frozen as a machine without network is, and the lock does not reach its successor: another file."""
+    """The first start is frozen as a machine without network is, and the lock does not reach its successor:
+    another file.
+    """
     with Launched(tmp_path / "a", store, timeout=600).start() as old, Launched(tmp_path / "b", store) as new:
         old.wait_for_progress(0)
         frozen = [old.process.pid, *old.workers()]

@@ -1,4 +1,6 @@
-"""Job files are complete: shells and shellcheck accept them, Kubernetes' own schema too, and the command is in them."""
+"""Job files are complete: shells and shellcheck accept them, Kubernetes' own schema too, and the command is
+in them.
+"""
 
 import json
 import re
@@ -104,7 +106,9 @@ def test_an_evaluation_has_job_files_too(kind: str) -> None:
 
 
 def test_a_stopped_job_goes_back_into_the_queue_and_no_other(tmp_path: Path) -> None:
-    """The script is run with commands of Slurm that only say what they are asked. An old event starts no circle of requeues."""
+    """The script is run with commands of Slurm that only say what they are asked. An old event starts no
+    circle of requeues.
+    """
     text = emit(tmp_path, "slurm", "--per-machine", "16")["text"]
     run, tools = tmp_path / "runs" / "big", tmp_path / "bin"
     run.mkdir(parents=True)
@@ -168,14 +172,14 @@ def test_kubernetes_job_has_a_pod_for_each_machine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
 def test_what_runs_on_cores_asks_for_no_gpus(kind: str, tmp_path: Path) -> None:
-    """A recipe with train.device = "cpu" and an evaluation, whose device is the CPU unless told otherwise."""
+    """A recipe with train.device = "cpu" and an evaluation on the CPU; both take a GPU unless told otherwise."""
     recipe = tmp_path / "big.toml"
     recipe.write_text(RECIPE.replace("steps = 10", 'steps = 10\ndevice = "cpu"'))
     for words, on_gpus in (
         (["train", str(recipe)], False),
         (["train", str(recipe), "--set", "train.device=auto"], True),
-        (["eval", "runs/gpt", "--tasks", "blimp"], False),
-        (["eval", "runs/gpt", "--tasks", "blimp", "--device", "cuda"], True),
+        (["eval", "runs/gpt", "--tasks", "blimp"], True),
+        (["eval", "runs/gpt", "--tasks", "blimp", "--device", "cpu"], False),
     ):
         done = CliRunner().invoke(main, ["launch", "--nproc", "16", "--emit", kind, "--", *words])
         assert done.exit_code == 0, done.output

@@ -21,7 +21,7 @@ from throughline.core.errors import EXIT_FILE, Stopped
 from throughline.data.store import write_index
 from throughline.train.metrics import read_metrics
 from throughline.train.parallel import launch
-from throughline.train.parallel.crew import Lost
+from throughline.train.parallel.ranks import Lost
 
 RECIPE = """
 version = 1
@@ -135,7 +135,9 @@ def watched(*ends: str, file: Path) -> tuple[list[int], int]:
 
 
 def test_one_that_is_done_hurries_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first process hashes the whole run when the others have ended: it is not killed for it, only for a failure of theirs."""
+    """The first process hashes the whole run when the others have ended: it is not killed for it, only for a
+    failure of theirs.
+    """
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
     file = tmp_path / "exit"
     assert watched("time.sleep(2)", "", file=file)[0] == [0, 0]
@@ -145,7 +147,9 @@ def test_one_that_is_done_hurries_nobody(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("how", ["1 Failed", "2 WrongUse", "3 Refused"])
 def test_why_a_command_failed_is_said_once(how: str, tmp_path: Path) -> None:
-    """What the first process has said is final: the others, which would say it two seconds later, end at once."""
+    """What the first process has said is final: the others, which would say it two seconds later, end at
+    once.
+    """
     code, file = int(how.split()[0]), tmp_path / "exit"
     begun = time.monotonic()
     assert watched(
@@ -180,7 +184,9 @@ def test_where_all_were_stopped_is_said_once(
 def test_a_start_that_is_lost_is_not_yet_the_answer(
     launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --json stdout has one object: that of the start that came to an end. Without a launcher there is no other start."""
+    """With --json stdout has one object: that of the start that came to an end. Without a launcher there is
+    no other start.
+    """
 
     @click.command()
     @throughline_command

@@ -12,8 +12,7 @@ import pytest
 from throughline.core.errors import WrongUse
 from throughline.core.recipe import build_recipe, dump_toml, load_recipe
 from throughline.models.config import BERTConfig, GPTConfig
-from throughline.train.parallel.context import head_tail_order
-from throughline.train.parallel.layout import (
+from throughline.planner.layout import (
     AXES,
     Layout,
     _three_factors,
@@ -23,14 +22,15 @@ from throughline.train.parallel.layout import (
     require_world,
     set_options,
 )
-from throughline.train.parallel.plan import (
-    Place,
+from throughline.planner.tables import (
+    Coordinates,
     bucket_slices,
     even_part,
     parameter_shapes,
-    pieces,
+    shard_specs,
     sharded_part,
 )
+from throughline.train.parallel.context import head_tail_order
 from throughline.train.recipe import RULES, Recipe, can_be_had, resolve
 
 GPT = GPTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8)
@@ -112,7 +112,11 @@ def test_degrees_that_do_not_fit_are_shown_together_with_the_nearest_that_do() -
 @pytest.mark.parametrize(
     ("sections", "world", "nearest"),
     [
-        ({"optimizer": {"name": "muon"}}, 4, [{"data": 4}, {"data": 2, "pipeline": 2}, {"pipeline": 4}]),
+        (
+            {"optimizer": {"name": "muon"}, "train": {"offload": True}},
+            4,
+            [{"data": 4}, {"data": 2, "context": 2}, {"context": 4}],
+        ),
         ({"train": {"offload": True}}, 2, [{"data": 2}, {"context": 2}, {"tensor": 2}]),
         ({"compression": {"scheme": "one-bit-adam"}, "parallel": {"data": 2}}, 4, [{"data": 4}]),
         ({"parallel": {"pipeline": 2, "layers_per_stage": [1, 7]}}, 1, [{}]),
@@ -122,7 +126,9 @@ def test_degrees_that_do_not_fit_are_shown_together_with_the_nearest_that_do() -
 def test_the_nearest_layouts_can_be_had_with_the_rest_of_the_recipe(
     sections: dict, world: int, nearest: list[dict], tmp_path: Path
 ) -> None:
-    """Muon needs whole matrices, offload no pipeline, 1-bit Adam data processes alone: no layout is named that is refused next."""
+    """Muon with offload needs whole matrices, offload no pipeline, 1-bit Adam data processes alone: no layout is named
+    that is refused next.
+    """
     train = {"steps": 10, "sequence_length": 64, "batch_rows": 16} | sections.get("train", {})
     model = {"overrides": {"layers": 8, "width": 64, "heads": 8, "vocab_size": 257}}
     given = build_recipe(
@@ -157,9 +163,12 @@ def test_facts_are_what_a_checkpoint_gives_back() -> None:
 
 def test_stages_hold_every_layer_once() -> None:
     for layout in (
-        Layout(pipeline=4), Layout(pipeline=3), Layout(**V), Layout(pipeline=2, schedule="interleaved-1f1b", stages_per_process=3),
+        Layout(pipeline=4),
+        Layout(pipeline=3),
+        Layout(**V),
+        Layout(pipeline=2, schedule="interleaved-1f1b", stages_per_process=3),
         Layout(pipeline=2, layers_per_stage=(1, 7)),
-    ):  # fmt: skip
+    ):
         stages = sorted(stage for rank in range(layout.pipeline) for stage in layout.stages_of(rank))
         assert stages == list(range(layout.stages))
         assert [layer for stage in stages for layer in layout.layers_of(stage, 8)] == list(range(8))
@@ -178,16 +187,18 @@ def test_stages_hold_every_layer_once() -> None:
     ids=Layout.describe,
 )
 def test_primary_pieces_are_the_model_once(layout: Layout) -> None:
-    """Every element of every parameter is in exactly one primary piece: in the norm once, in a checkpoint once."""
+    """Every element of every parameter is in exactly one primary spec: in the norm once, in a checkpoint
+    once.
+    """
     for config in (GPT, dataclasses.replace(BERT, relative_buckets=0)):
         counted = dict.fromkeys(parameter_shapes(config), 0)
         for pipeline in range(layout.pipeline):
             for tensor in range(layout.tensor):
                 for shard in range(layout.shards):
-                    for piece in pieces(config, layout, Place(pipeline, tensor, 0, shard)):
-                        counted[piece.name] += piece.box.numel if piece.primary else 0
+                    for spec in shard_specs(config, layout, Coordinates(pipeline, tensor, 0, shard)):
+                        counted[spec.name] += spec.box.numel if spec.primary else 0
         assert sum(counted.values()) == config.parameter_count()
-        assert not any(piece.primary for piece in pieces(config, layout, Place(0, 0, 1, 0)))
+        assert not any(spec.primary for spec in shard_specs(config, layout, Coordinates(0, 0, 1, 0)))
 
 
 def test_parts_cover_a_length_without_overlap() -> None:
@@ -210,8 +221,8 @@ def test_head_and_tail_balance_the_triangle() -> None:
 def test_buckets_keep_order_and_limit() -> None:
     sizes = [3, 4, 5, 20, 1, 1]
     slices = bucket_slices(sizes, 8)
-    assert [size for piece in slices for size in sizes[piece]] == sizes
-    assert all(sum(sizes[piece]) <= 8 or len(sizes[piece]) == 1 for piece in slices)
+    assert [size for spec in slices for size in sizes[spec]] == sizes
+    assert all(sum(sizes[spec]) <= 8 or len(sizes[spec]) == 1 for spec in slices)
     assert bucket_slices([]) == []
 
 
@@ -222,5 +233,7 @@ def test_micro_batches_fill_a_pipeline() -> None:
 
 
 def test_a_layout_is_checked_without_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import throughline.train.recipe, throughline.train.parallel.layout"
+    code = (
+        "import sys; sys.modules['torch'] = None; import throughline.train.recipe, throughline.planner.layout"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,4 +1,6 @@
-"""What tensor parallelism keeps and makes: each process its share of a block's activations and of the vocabulary."""
+"""What tensor parallelism keeps and makes: each process its share of a block's activations and of the
+vocabulary.
+"""
 
 import pytest
 
@@ -8,8 +10,8 @@ from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.benchmarks.layout_proof import LENGTH as ROW_LENGTH  # noqa: E402
 from throughline.benchmarks.layout_proof import Case, own_rows  # noqa: E402
 from throughline.models.config import GPTConfig  # noqa: E402
-from throughline.train.parallel.engine import Engine  # noqa: E402
-from throughline.train.parallel.layout import Layout  # noqa: E402
+from throughline.planner.layout import Layout  # noqa: E402
+from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
@@ -22,9 +24,9 @@ def kept_numbers(layout: Layout) -> int:
     """Numbers that one block saves for backward, each storage once, weights left out."""
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = Engine(CONFIG, make_mesh(layout, device, 60), "fp32")
+    engine = LayoutEngine(CONFIG, make_mesh(layout, device, 60), "fp32")
     engine.fill()
-    weights = {leaf.parameter.untyped_storage().data_ptr() for leaf in engine.leaves}
+    weights = {local.parameter.untyped_storage().data_ptr() for local in engine.local_shards}
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,9 +44,11 @@ def kept_numbers(layout: Layout) -> int:
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_a_block_keeps_sixteen_widths_over_the_axis(tensor: int) -> None:
-    """Korthikanti et al. 2022, section 4.2.2: 34 s b h bytes with two one-byte masks are 16 s b h numbers without dropout.
+    """Korthikanti et al. 2022, section 4.2.2: 34 s b h bytes with two one-byte masks are 16 s b h numbers
+    without dropout.
 
-    Column-cut layers that kept their gathered rows would keep 2 s b h (1 - 1/t) more: 18 and 22 shares instead of 16.
+    Column-cut layers that kept their gathered rows would keep 2 s b h (1 - 1/t) more: 18 and 22 shares
+    instead of 16.
     """
     warm()
     share = ROWS * LENGTH * WIDTH / tensor
@@ -71,18 +75,20 @@ def largest_dim(case: Case) -> int:
     """In a whole step of this rank: forward, backward, gradients summed."""
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision)
+    engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision)
     engine.fill()
     batch = own_rows(case, engine, 0)
     with Shapes() as seen:
         engine.accumulate(batch, 0)
-    assert engine.leaves[0].value.grad.shape[0] == case.config.vocab_size // case.layout.tensor
+    assert engine.local_shards[0].value.grad.shape[0] == case.config.vocab_size // case.layout.tensor
     return seen.largest
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_no_process_makes_anything_of_the_whole_vocabulary(family: str) -> None:
-    """Neither logits nor a gradient of the token table: the largest dim of a matrix is half of the vocabulary."""
+    """Neither logits nor a gradient of the token table: the largest dim of a matrix is half of the
+    vocabulary.
+    """
     warm()
     vocabulary = 2048
     assert vocabulary // 2 > 16 * ROW_LENGTH  # of which a tensor's other dims are at most

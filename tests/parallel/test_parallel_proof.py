@@ -1,7 +1,7 @@
 """Layouts train the same model as the single process, in float64 to rounding; and the proof can fail.
 
-`make prove-layouts` runs the whole table; here is a grid that touches every axis, schedule and sharding, for three steps, and
-bugs planted one at a time, each of which must be caught.
+`make prove-layouts` runs the whole table; here is a grid that touches every axis, schedule and sharding, for
+three steps, and bugs planted one at a time, each of which must be caught.
 """
 
 import math
@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch")
 from throughline.benchmarks import prove_layouts  # noqa: E402
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.benchmarks.layout_proof import BOUNDS, Case, Prover, make_trainer, own_rows, read_table  # noqa: E402
-from throughline.train.parallel.engine import Engine  # noqa: E402
-from throughline.train.parallel.layout import Layout  # noqa: E402
+from throughline.planner.layout import Layout  # noqa: E402
+from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
@@ -33,6 +33,7 @@ GRID = (
     "bert-pipeline-2-interleaved",
     "pipeline-2-interleaved-zero-bubble-tensor-2",
     "data-2-full-context-2-documents",
+    "muon-data-2-full-tensor-2",
 )
 
 
@@ -73,7 +74,11 @@ def test_table_covers_what_is_promised(table: dict[str, Case]) -> None:
     assert {(axis,) for axis in axes} <= {
         tuple(axis for axis in axes if getattr(case.layout, axis) > 1) for case in single
     }
-    assert {case.precision for case in table.values()} == {"fp32", "fp64", "bf16"}
+    assert {case.precision for case in table.values()} == {"fp32", "fp64", "bf16", "fp16"}
+    for precision in ("bf16", "fp16"):
+        assert {case.bounds for case in table.values() if case.precision == precision} == {
+            f"{precision} {kind}" for kind in ("copies", "shards", "cuts")
+        }
 
 
 def test_a_proof_of_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,23 +94,23 @@ def test_layout_equals_single_process(name: str, prover: Prover, table: dict[str
     assert not errors.beyond("fp64"), errors
 
 
-def norms_unreduced(engine: Engine) -> None:
-    for leaf in engine.leaves:
-        if "norm" in leaf.name:
-            leaf.piece = replace(leaf.piece, placement="same")
+def norms_unreduced(engine: LayoutEngine) -> None:
+    for local in engine.local_shards:
+        if "norm" in local.name:
+            local.spec = replace(local.spec, placement="same")
 
 
-def one_bias_unreduced(engine: Engine) -> None:
-    for leaf in engine.leaves:
-        if leaf.name == "blocks.1.mlp_norm.bias":
-            leaf.piece = replace(leaf.piece, placement="same")
+def one_bias_unreduced(engine: LayoutEngine) -> None:
+    for local in engine.local_shards:
+        if local.name == "blocks.1.mlp_norm.bias":
+            local.spec = replace(local.spec, placement="same")
 
 
-def tie_not_summed(engine: Engine) -> None:
+def tie_not_summed(engine: LayoutEngine) -> None:
     engine._sum_tied = lambda: None
 
 
-def mean_of_micro_batches(engine: Engine) -> None:
+def mean_of_micro_batches(engine: LayoutEngine) -> None:
     for stage in engine.stages:
         original = stage.forward
 
@@ -117,23 +122,23 @@ def mean_of_micro_batches(engine: Engine) -> None:
         stage.forward = forward
 
 
-def mean_of_processes(engine: Engine) -> None:
+def mean_of_processes(engine: LayoutEngine) -> None:
     size = engine.mesh.gradient.size
     engine._inverse_counts = lambda batch: torch.tensor(
         [1.0 / count / size for count in batch.counts], dtype=engine.dtype
     )
 
 
-def wrong_positions(engine: Engine) -> None:
+def wrong_positions(engine: LayoutEngine) -> None:
     table = engine.stages[0].model.position_table
     table.axis = replace(table.axis, rank=0)
 
 
-def norm_of_one_stage(engine: Engine) -> None:
+def norm_of_one_stage(engine: LayoutEngine) -> None:
     engine.mesh = replace(engine.mesh, world=engine.mesh.tensor)
 
 
-def scaled_by_data_ranks(engine: Engine) -> None:
+def scaled_by_data_ranks(engine: LayoutEngine) -> None:
     finish = engine.finish_gradients
 
     def scaled() -> None:
@@ -143,32 +148,41 @@ def scaled_by_data_ranks(engine: Engine) -> None:
     engine.finish_gradients = scaled
 
 
-def stale_shard(engine: Engine) -> None:
+def stale_shard(engine: LayoutEngine) -> None:
     """The optimizer moves a copy of the shard that the next gathering does not read."""
-    for leaf in engine.leaves:
-        leaf.value = torch.nn.Parameter(leaf.value.detach().clone())
+    for local in engine.local_shards:
+        local.value = torch.nn.Parameter(local.value.detach().clone())
+    engine.publish = lambda: None
 
 
-def causal_by_place(engine: Engine) -> None:
-    """The head-tail order is forgotten: queries see what stands before them in memory."""
+def causal_by_place(engine: LayoutEngine) -> None:
+    """The rows are cut in their own order, which attention takes for the head-tail order."""
     import throughline.train.parallel.context as context
 
     right, cut = context.head_tail_order, engine.cut
 
-    def in_order(length: int, parts: int) -> Any:
-        return context.np.arange(length)
-
-    def cut_right(rows: dict) -> dict:
-        context.head_tail_order = right
+    def cut_in_order(rows: dict) -> dict:
+        context.head_tail_order = lambda length, parts: context.np.arange(length)
         try:
             return cut(rows)
         finally:
-            context.head_tail_order = in_order
+            context.head_tail_order = right
 
-    engine.cut = cut_right
+    engine.cut = cut_in_order
 
 
-def bias_added_by_everyone(engine: Engine) -> None:
+def parts_of_a_row_weigh_alike(engine: LayoutEngine) -> None:
+    """Results over parts of the keys are added up without their shares of the exponentials."""
+    import throughline.train.parallel.context as context
+
+    def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+        out.add_(part)
+        lse.copy_(torch.logaddexp(lse, part_lse))
+
+    context._merge = merge
+
+
+def bias_added_by_everyone(engine: LayoutEngine) -> None:
     """The bias of a row-cut matrix enters the sum once for each process."""
     block = engine.stages[0].model.blocks["0"].mlp.down
     block.forward = lambda x, forward=block.forward: forward(x) + block.bias
@@ -186,27 +200,82 @@ PLANTED = {
     scaled_by_data_ranks: (Layout(data=2, sharding="zero1"), "norm"),
     stale_shard: (Layout(data=2, sharding="full"), "loss"),
     causal_by_place: (Layout(context=2), "loss"),
+    parts_of_a_row_weigh_alike: (Layout(context=2), "loss"),
 }
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_planted_bug_is_caught(plant: Callable[[Engine], None], prover: Prover) -> None:
+def test_planted_bug_is_caught(plant: Callable[[LayoutEngine], None], prover: Prover) -> None:
     layout, witness = PLANTED[plant]
     errors = prover.prove(Case(plant.__name__, layout, steps=2), plant)
     # what it does to its witness stands far above the bound, which is itself far above rounding
     assert getattr(errors, witness) > 1e5 * BOUNDS["fp64"][witness], errors
 
 
-def test_a_nan_breaks_every_bound_it_touches(prover: Prover) -> None:
-    """One gradient of the first process has a NaN in the first step: the step is skipped, and what follows is finite again."""
+def no_update(engine: LayoutEngine) -> None:
+    """The masters stay where they are."""
+    engine.update = lambda optimizer, factor: engine.discard()
 
-    def plant(engine: Engine) -> None:
+
+def stale_copy(engine: LayoutEngine) -> None:
+    """The masters move and the 16-bit weights do not follow."""
+    engine.publish = lambda: None
+
+
+def reduced_in_16_bits(engine: LayoutEngine) -> None:
+    finish = engine.buffer.finish
+
+    def rounded() -> None:
+        engine.buffer.flat.copy_(engine.buffer.flat.bfloat16())
+        finish()
+
+    engine.buffer.expect = lambda passes: None  # no sum begins before
+    engine.buffer.finish = rounded
+
+
+def one_bucket_left_out(engine: LayoutEngine) -> None:
+    flat = engine.buffer.flat
+    engine.buffer.expect = lambda passes: None
+    engine.buffer.finish = lambda: engine.mesh.gradient.all_reduce(flat[: len(flat) // 2])
+
+
+PLANTED_IN_16_BITS = {
+    no_update: "parameter",
+    stale_copy: "loss",
+    reduced_in_16_bits: "gradient",
+    one_bucket_left_out: "gradient",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED_IN_16_BITS, ids=lambda plant: plant.__name__)
+def test_a_bug_of_16_bits_is_caught(plant: Callable[[LayoutEngine], None], prover: Prover) -> None:
+    """And the same case without it is not."""
+    case = Case("16 bits", Layout(data=2), precision="bf16", steps=4)
+    witness = PLANTED_IN_16_BITS[plant]
+    assert not prover.prove(case).beyond(case.bounds)
+    errors = prover.prove(case, plant)
+    assert getattr(errors, witness) > 2 * BOUNDS[case.bounds][witness], errors
+
+
+@pytest.mark.parametrize("name", ["bf16-data-2-full", "fp16-bert-pipeline-2-1f1b"])
+def test_layout_equals_single_process_in_16_bits(name: str, prover: Prover, table: dict[str, Case]) -> None:
+    case = replace(table[name], steps=3)
+    errors = prover.prove(case)
+    assert not errors.beyond(case.bounds), errors
+
+
+def test_a_nan_breaks_every_bound_it_touches(prover: Prover) -> None:
+    """One gradient of the first process has a NaN in the first step: the step is skipped, and what follows is
+    finite again.
+    """
+
+    def plant(engine: LayoutEngine) -> None:
         finish, steps = engine.finish_gradients, iter((True, False))
 
         def spoilt() -> None:
             finish()
             if next(steps) and engine.mesh.rank == 0:
-                engine.leaves[2].value.grad.view(-1)[0] = float("nan")
+                engine.local_shards[2].value.grad.view(-1)[0] = float("nan")
 
         engine.finish_gradients = spoilt
 
@@ -216,7 +285,7 @@ def test_a_nan_breaks_every_bound_it_touches(prover: Prover) -> None:
 
 
 def test_failing_rank_is_named(prover: Prover) -> None:
-    def fail(engine: Engine) -> None:
+    def fail(engine: LayoutEngine) -> None:
         if engine.mesh.rank == 1:
             raise ValueError("planted")
 
@@ -225,23 +294,25 @@ def test_failing_rank_is_named(prover: Prover) -> None:
 
 
 def test_a_number_that_is_not_finite_skips_the_step_everywhere(prover: Prover) -> None:
-    """One weight of one rank overflows in the second step: all ranks skip that step, count it, and hold what they held."""
+    """One weight of one rank overflows in the second step: all ranks skip that step, count it, and hold what
+    they held.
+    """
 
     def steps() -> list[tuple[bool, int, float]]:
         device = torch.device("cpu")
         start_group(device, 60)
         case = Case("skip", Layout(pipeline=2, tensor=2))
-        engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision)
+        engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision)
         engine.fill()
-        trainer, seen = make_trainer(case, engine, None), []
+        trainer, seen = make_trainer(case, engine), []
         for step in range(3):
             bad = step == 1 and engine.mesh.rank == 3
             if bad:
-                kept = engine.leaves[0].value.detach().clone()
-                engine.leaves[0].value.data.fill_(float("inf"))
+                kept = engine.local_shards[0].value.detach().clone()
+                engine.local_shards[0].value.data.fill_(float("inf"))
             result = train_step(trainer, own_rows(case, engine, step), 1.0)
             if bad:
-                engine.leaves[0].value.data.copy_(kept)
+                engine.local_shards[0].value.data.copy_(kept)
             seen.append(
                 (
                     result.skipped,

@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
+from throughline.planner.layout import Layout  # noqa: E402
 from throughline.train.parallel import rates as module  # noqa: E402
-from throughline.train.parallel.crew import Crew  # noqa: E402
-from throughline.train.parallel.layout import Layout  # noqa: E402
+from throughline.train.parallel.ranks import Ranks  # noqa: E402
 from throughline.train.parallel.rates import Rates, measure, slowest  # noqa: E402
 
 SLOWED = 30  # times: no busy neighbour slows one of three processes as much in the best of several trials
@@ -20,11 +20,11 @@ SLOWED = 30  # times: no busy neighbour slows one of three processes as much in 
 
 def rank_rates() -> tuple[list[Rates], str]:
     module.SIZES["cpu"] = (256, 1 << 22, 1 << 18)
-    with Crew.start(Layout(data=3), torch.device("cpu"), 60) as crew:
-        if crew.mesh.rank == 1:
+    with Ranks.start(Layout(data=3), torch.device("cpu"), 60) as ranks:
+        if ranks.mesh.rank == 1:
             product = torch.Tensor.__matmul__
             torch.Tensor.__matmul__ = lambda a, b: [product(a, b) for _ in range(SLOWED)]
-        found = measure(torch.device("cpu"), crew.mesh.world)
+        found = measure(torch.device("cpu"), ranks.mesh.world)
     return found, slowest(found)
 
 

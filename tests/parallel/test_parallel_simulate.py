@@ -1,10 +1,12 @@
-"""Simulated processes of giant layouts hold, compute, keep and send what the published formulas and `--show-layout` say."""
+"""Simulated processes of giant layouts hold, compute, keep and send what the published formulas and
+`--show-layout` say.
+"""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from throughline.benchmarks.prove_scale import (
+from throughline.benchmarks.prove_scale import (  # noqa: E402
     FLOPS_PERCENT,
     KEPT_PERCENT,
     SCALES,
@@ -12,12 +14,12 @@ from throughline.benchmarks.prove_scale import (
     Scale,
     measure,
     per_axis,
-)  # noqa: E402
+)
+from throughline.benchmarks.simulate import simulate  # noqa: E402
 from throughline.models.config import BERTConfig, GPTConfig  # noqa: E402
-from throughline.train.parallel.account import Batch, held, traffic  # noqa: E402
-from throughline.train.parallel.layout import Layout  # noqa: E402
-from throughline.train.parallel.plan import Place  # noqa: E402
-from throughline.train.parallel.simulate import simulate  # noqa: E402
+from throughline.planner.layout import Layout  # noqa: E402
+from throughline.planner.tables import Coordinates  # noqa: E402
+from throughline.train.parallel.account import StepShape, held, traffic  # noqa: E402
 
 BY_NAME = {scale.name: scale for scale in SCALES}
 EVERYTHING = [
@@ -37,7 +39,9 @@ def assert_as_published(row: Row) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_stage_of_a_trillion_parameters(recompute: str) -> None:
-    """34 s b h / t bytes a layer, of which 2 are dropout masks, and 2 with full recomputation, which keeps no mask."""
+    """34 s b h / t bytes a layer, of which 2 are dropout masks, and 2 with full recomputation, which keeps no
+    mask.
+    """
     row = measure(BY_NAME["1T"], 31, recompute)
     assert_as_published(row)
     assert row.share(row.found.masks_of_layers) == (0 if recompute == "full" else 2)
@@ -45,14 +49,16 @@ def test_a_stage_of_a_trillion_parameters(recompute: str) -> None:
 
 
 def test_the_ends_of_the_pipeline() -> None:
-    """The first stage keeps the mask of its embeddings, the last one probabilities of its part of the vocabulary."""
+    """The first stage keeps the mask of its embeddings, the last one the gradient of its part of
+    the logits, in 16 bits.
+    """
     scale = BY_NAME["1T"]
     first, last = measure(scale, 0, "full"), measure(scale, 63, "full")
     for row in (first, last):
         assert_as_published(row)
     tokens, tensor = scale.rows * scale.length, scale.layout.tensor
     assert first.found.kept_by_embeddings >= tokens * scale.config.width // tensor
-    assert last.found.kept_by_head >= 4 * tokens * scale.config.vocab_size // tensor
+    assert last.found.kept_by_head >= 2 * tokens * scale.config.vocab_size // tensor
 
 
 def test_a_stage_of_the_encoder() -> None:
@@ -91,11 +97,13 @@ SMALL = [
 )
 def test_any_layout_can_be_simulated(config: GPTConfig | BERTConfig, layout: Layout, recompute: str) -> None:
     """Its parameters and collectives are those printed, for every pipeline rank and all its stages together."""
-    batch = Batch(1, 2, 64, 2 * 10 if isinstance(config, BERTConfig) else 128, "bf16", recompute, halves=True)
+    batch = StepShape(
+        1, 2, 64, 2 * 10 if isinstance(config, BERTConfig) else 128, "bf16", recompute, halves=True
+    )
     for rank in range(layout.pipeline):
         stages = simulate(config, layout, batch, rank)
         assert [stage.stage for stage in stages] == layout.stages_of(rank)
-        assert sum(stage.parameters for stage in stages) == held(config, layout, Place(rank))
+        assert sum(stage.parameters for stage in stages) == held(config, layout, Coordinates(rank))
         found = per_axis(entry for stage in stages for entry in stage.traffic)
         assert found == per_axis(traffic(config, layout, batch, rank))
         assert not torch.distributed.is_initialized()

@@ -13,11 +13,11 @@ from throughline.benchmarks.layout_proof import Case, Prover  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.data.store import write_index  # noqa: E402
 from throughline.models.config import AttentionPattern  # noqa: E402
+from throughline.planner.layout import Layout  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.checkpoint import load_model  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
-from throughline.train.parallel.layout import Layout  # noqa: E402
 from throughline.train.recipe import RULES, Recipe, resolve  # noqa: E402
 
 
@@ -25,7 +25,9 @@ from throughline.train.recipe import RULES, Recipe, resolve  # noqa: E402
     "layout", [Layout(tensor=2), Layout(pipeline=2), Layout(data=2, sharding="full")], ids=Layout.describe
 )
 def test_a_bert_equals_the_single_process(layout: Layout) -> None:
-    """Padded rows, a window, a global block and drawn ones, which depend on the layer's global number: as the proof of layouts."""
+    """Padded rows, a window, a global block and drawn ones, which depend on the layer's global number: as the
+    proof of layouts.
+    """
     warm()
     pattern = {
         "attention_window": 3,
@@ -38,7 +40,9 @@ def test_a_bert_equals_the_single_process(layout: Layout) -> None:
 
 
 def test_losses_equal_the_single_process(tmp_path: Path) -> None:
-    """float64, three steps, window of 5: tensor, pipeline and sharded data each within 1e-12; the checkpoint keeps the pattern."""
+    """float64, three steps, window of 5: tensor, pipeline and sharded data each within 1e-12; the checkpoint
+    keeps the pattern.
+    """
     tokens = (np.arange(20_000) * 7 % 31).astype(np.uint16)
     (tmp_path / "store").mkdir()
     tokens.tofile(tmp_path / "store" / "00000.bin")

@@ -1,4 +1,6 @@
-"""Small token stores and recipes for the tests of training: made text with something to learn, no shared data."""
+"""Small token stores and recipes for the tests of training: made text with something to learn, no shared
+data.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from throughline.core.recipe import build_recipe
 from throughline.data.store import write_index
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
-from throughline.train.build import Plan, plan_run
+from throughline.train.build import RunPlan, plan_run
 from throughline.train.recipe import RULES, Recipe, resolve
 
 SUBJECTS = [
@@ -98,7 +100,7 @@ def make_recipe(gpt_store: Path, bert_store: Path) -> Callable[..., Recipe]:
 
 
 @pytest.fixture(scope="session")
-def make_plan(make_recipe: Callable[..., Recipe]) -> Callable[..., Plan]:
+def make_plan(make_recipe: Callable[..., Recipe]) -> Callable[..., RunPlan]:
     """As `make_recipe`, opened and checked."""
     return lambda family="gpt", **sections: plan_run(make_recipe(family, **sections))
 

@@ -14,15 +14,15 @@ from safetensors.torch import save_file
 from throughline.core.artifact import is_artifact, read_manifest, verify_artifact
 from throughline.core.errors import Refused, WrongUse
 from throughline.train import checkpoint as module
-from throughline.train.build import Plan, build_trainer
+from throughline.train.build import RunPlan, build_trainer
 from throughline.train.checkpoint import CheckpointWriter, TensorReader, find_resumable, load_model, locate
 from throughline.train.loop import train
-from throughline.train.parallel.crew import Lost
+from throughline.train.parallel.ranks import Lost
 from throughline.train.step import Trainer
 
 
 @pytest.fixture
-def trainer(make_plan: Callable[..., Plan]) -> Trainer:
+def trainer(make_plan: Callable[..., RunPlan]) -> Trainer:
     return build_trainer(make_plan("gpt"))
 
 
@@ -49,7 +49,7 @@ def halve(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def test_holds_the_weights_and_no_pickle(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_holds_the_weights_and_no_pickle(make_plan: Callable[..., RunPlan], tmp_path: Path) -> None:
     plan = make_plan("bert")
     train(plan, tmp_path / "run")
     path = locate(tmp_path / "run")
@@ -77,11 +77,11 @@ def test_what_happens_after_the_save_does_not_reach_it(
 
     gate, original = threading.Event(), module.write_snapshot
     monkeypatch.setattr(module, "write_snapshot", lambda *a: gate.wait(30) and original(*a))
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in trainer.engine.model.named_parameters()}
     writer = CheckpointWriter(tmp_path, 0)
     pause = writer.save(trainer)
     with torch.no_grad():
-        for parameter in trainer.model.parameters():
+        for parameter in trainer.engine.model.parameters():
             parameter.zero_()
     assert not (tmp_path / "latest").exists()
     gate.set()
@@ -95,7 +95,9 @@ def test_what_happens_after_the_save_does_not_reach_it(
 def test_a_process_that_writes_is_waited_for_and_one_that_does_not_is_lost(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_written: int
 ) -> None:
-    """A part that grows by a byte a second, for longer than the patience with one that stands still; the clock is made up."""
+    """A part that grows by a byte a second, for longer than the patience with one that stands still; the
+    clock is made up.
+    """
     part, now = tmp_path / ".step-00000000.start-00001.tmp", [0.0]
 
     def sleep(_: float) -> None:
@@ -233,7 +235,7 @@ def test_load_model_refuses_a_flipped_bit_and_what_is_no_run(trainer: Trainer, t
 
 
 def test_a_checkpoint_of_another_shape_is_refused(
-    trainer: Trainer, tmp_path: Path, make_plan: Callable[..., Plan]
+    trainer: Trainer, tmp_path: Path, make_plan: Callable[..., RunPlan]
 ) -> None:
     save_steps(tmp_path, trainer, 1)
     other = build_trainer(make_plan("gpt", model={"overrides": {"layers": 2, "width": 64, "heads": 2}}))
@@ -263,7 +265,7 @@ def test_every_tensor_of_the_table_is_where_it_says(trainer: Trainer, tmp_path: 
     save_steps(tmp_path, trainer, 1)
     path = tmp_path / "step-00000001"
     table = json.loads((path / "tensors.json").read_text())
-    assert set(table["weights"]) == {name for name, _ in trainer.model.named_parameters()}
+    assert set(table["weights"]) == {name for name, _ in trainer.engine.model.named_parameters()}
     for group, entries in table.items():
         read = TensorReader(path, group)
         for name, entry in entries.items():

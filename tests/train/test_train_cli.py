@@ -1,4 +1,6 @@
-"""`throughline train`, `report` and `compare` as a user meets them: one clear error, the right exit code, nothing left behind."""
+"""`throughline train`, `report` and `compare` as a user meets them: one clear error, the right exit code,
+nothing left behind.
+"""
 
 import json
 import shutil
@@ -72,7 +74,9 @@ def test_the_profile_has_a_trace_and_time_per_class(recipe: str, tmp_path: Path)
 
 
 def test_a_run_shorter_than_what_is_profiled(recipe: str, tmp_path: Path) -> None:
-    """Two profiled steps of six are counted as two (as often called as in a longer run); of four there is none."""
+    """Two profiled steps of six are counted as two (as often called as in a longer run); of four there is
+    none.
+    """
     calls = {}
     for steps in (6, 12):
         assert (

@@ -1,4 +1,6 @@
-"""A save that is cut anywhere, at any file operation or byte, never becomes the checkpoint that a run goes on from."""
+"""A save that is cut anywhere, at any file operation or byte, never becomes the checkpoint that a run goes on
+from.
+"""
 
 import errno
 import os
@@ -15,7 +17,7 @@ import pytest
 from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Failed
 from throughline.train import checkpoint as module
-from throughline.train.build import Plan, build_trainer
+from throughline.train.build import RunPlan, build_trainer
 from throughline.train.checkpoint import CheckpointWriter, find_resumable
 from throughline.train.step import Trainer
 
@@ -23,7 +25,7 @@ OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scan
 
 
 @pytest.fixture
-def trainer(make_plan: Callable[..., Plan]) -> Trainer:
+def trainer(make_plan: Callable[..., RunPlan]) -> Trainer:
     return build_trainer(make_plan("gpt"))
 
 
@@ -46,7 +48,9 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def assert_goes_on(directory: Path, cut: int) -> bool:
-    """`latest` and the newest whole checkpoint are step 1 or the step that was cut; whether they are the latter."""
+    """`latest` and the newest whole checkpoint are step 1 or the step that was cut; whether they are the
+    latter.
+    """
     latest = (directory / "latest").read_text().strip()
     verify_artifact(directory / latest)
     found = find_resumable(directory)
@@ -57,7 +61,9 @@ def assert_goes_on(directory: Path, cut: int) -> bool:
 
 
 def test_cut_at_every_file_operation(trainer: Trainer, tmp_path: Path) -> None:
-    """Killed at the first one, the second, ... until the save survives: only the very last ones find it complete."""
+    """Killed at the first one, the second, ... until the save survives: only the very last ones find it
+    complete.
+    """
     save(tmp_path, trainer, 1)
     outcomes = []
     while len(outcomes) < 200:
@@ -112,7 +118,9 @@ def test_cut_at_any_byte(trainer: Trainer, tmp_path: Path) -> None:
 def test_the_first_process_may_take_a_part_at_once(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory of a part goes in the moment in which `part.json` appears: whoever wrote it does not touch it again."""
+    """The directory of a part goes in the moment in which `part.json` appears: whoever wrote it does not
+    touch it again.
+    """
     taken = []
 
     def taking(move: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,6 @@
-"""The number of processes may change between starts: the same rows, the same losses, the same batch. They stop together."""
+"""The number of processes may change between starts: the same rows, the same losses, the same batch. They
+stop together.
+"""
 
 import os
 import signal
@@ -88,7 +90,9 @@ def test_every_start_in_another_layout(
 def test_a_signal_to_one_process_stops_all_at_one_step(
     make_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    """SIGTERM reaches the second process only: all save the same step and say so (exit 75), and `latest` names it."""
+    """SIGTERM reaches the second process only, after step 4: it travels with the next step's totals, so all
+    save step 5, say so (exit 75), and `latest` names it.
+    """
     warm()
 
     def stop(model: Any, step: int) -> dict[str, Any]:
@@ -104,17 +108,19 @@ def test_a_signal_to_one_process_stops_all_at_one_step(
             return stopped.what, stopped.exit_code
         raise AssertionError("the run went to its end")
 
-    assert run_ranks(2, rank) == [("stopped by SIGTERM at step 4, saved and verified", 75)] * 2
-    assert (tmp_path / "run/checkpoints/latest").read_text() == "step-00000004\n"
-    verify_artifact(tmp_path / "run/checkpoints/step-00000004")
-    assert not (tmp_path / "run/.pulse").exists()
+    assert run_ranks(2, rank) == [("stopped by SIGTERM at step 5, saved and verified", 75)] * 2
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step-00000005\n"
+    verify_artifact(tmp_path / "run/checkpoints/step-00000005")
+    assert not (tmp_path / "run/.heartbeat").exists()
 
 
 @pytest.mark.slow
 def test_a_checkpoint_may_take_longer_than_a_collective(
     make_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    """The time limit is 10 s, the first process writes for 12: the other one waits, at the next save and at the end."""
+    """The time limit is 10 s, the first process writes for 12: the other one waits, at the next save and at
+    the end.
+    """
     warm()
 
     def rank() -> int:

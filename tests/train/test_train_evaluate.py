@@ -1,4 +1,6 @@
-"""Validation: the whole split, each target once, equal to a plain reference, and without a trace in the training."""
+"""Validation: the whole split, each target once, equal to a plain reference, and without a trace in the
+training.
+"""
 
 import math
 from collections.abc import Callable
@@ -8,13 +10,14 @@ import pytest
 import torch
 from throughline.models.init import build
 from throughline.train import evaluate
-from throughline.train.build import Plan, validation_rows
+from throughline.train.build import RunPlan, validation_rows
 from throughline.train.evaluate import Validation
+from throughline.train.single_engine import SingleEngine
 from torch.nn import functional as F
 
 
 def test_gpt_figures_equal_a_plain_loop_over_the_split(
-    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+    make_plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows of 32 one by one in float64, the shorter rest included; bytes counted on the decoded text."""
     monkeypatch.setattr(evaluate, "BATCH_TOKENS", {"cpu": 7 * 32})
@@ -27,14 +30,14 @@ def test_gpt_figures_equal_a_plain_loop_over_the_split(
         piece = ids[start : start + 33]
         total += F.cross_entropy(model(piece[None, :-1])[0], piece[1:], reduction="sum").item()
         count += len(piece) - 1
-    figures = Validation(plan)(model, 6)
+    figures = Validation(plan)(SingleEngine(model, plan.recipe.train.precision, plan.device), 6)
     assert count == store.tokens - 1 == figures["tokens"]
     assert figures["loss"] == pytest.approx(total / count, abs=1e-12)
     assert figures["perplexity"] == pytest.approx(math.exp(total / count))
     assert figures["bits_per_byte"] == pytest.approx(total / count / math.log(2))  # one byte a character here
 
 
-def test_bert_figures_equal_a_plain_loop_over_the_rows(make_plan: Callable[..., Plan]) -> None:
+def test_bert_figures_equal_a_plain_loop_over_the_rows(make_plan: Callable[..., RunPlan]) -> None:
     plan = make_plan("bert", train={"precision": "fp64"})
     model = build(plan.config, 3, dtype=torch.float64)
     dataset = validation_rows(plan)[0]
@@ -48,42 +51,45 @@ def test_bert_figures_equal_a_plain_loop_over_the_rows(make_plan: Callable[..., 
         right += int((model.mlm_head(hidden).argmax(-1) == batch["targets"])[at].sum())
         masked += int(at.sum())
         pairs_right += int((model.nsp_head(hidden[:, 0]).argmax(-1) == batch["nsp_targets"]).sum())
-    figures = Validation(plan)(model, 6)
+    figures = Validation(plan)(SingleEngine(model, plan.recipe.train.precision, plan.device), 6)
     assert (figures["masked_tokens"], figures["pairs"]) == (masked, dataset.rows)
     assert figures["mlm_accuracy"] == pytest.approx(right / masked)
     assert figures["nsp_accuracy"] == pytest.approx(pairs_right / dataset.rows)
 
 
-def test_packed_pairs_are_each_counted(make_plan: Callable[..., Plan]) -> None:
+def test_packed_pairs_are_each_counted(make_plan: Callable[..., RunPlan]) -> None:
     """Packing changes rows, not pairs: the same number of sentence pairs is judged."""
     plain, packed = make_plan("bert"), make_plan("bert", objective={"packing": True})
-    model = build(plain.config, 3)
-    assert Validation(plain)(model, 6)["pairs"] == Validation(packed)(model, 6)["pairs"]
+    engine = SingleEngine(build(plain.config, 3), "fp32", plain.device)
+    assert Validation(plain)(engine, 6)["pairs"] == Validation(packed)(engine, 6)["pairs"]
 
 
 def test_the_batch_does_not_matter_and_the_mode_is_given_back(
-    make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+    make_plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = {"layers": 1, "width": 32, "heads": 2, "dropout": 0.5}
     plan = make_plan("bert", train={"precision": "fp64"}, model={"overrides": overrides})
     model = build(plan.config, 3, dtype=torch.float64).train()
     state = torch.get_rng_state()
-    one = Validation(plan)(model, 6)
+    one = Validation(plan)(SingleEngine(model, plan.recipe.train.precision, plan.device), 6)
     monkeypatch.setattr(evaluate, "BATCH_TOKENS", {"cpu": 32})
-    other = Validation(plan)(model, 6)
+    other = Validation(plan)(SingleEngine(model, plan.recipe.train.precision, plan.device), 6)
     assert one == pytest.approx(other, abs=1e-12)
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_inside_the_run_a_part_is_enough_at_the_end_it_is_the_whole(make_plan: Callable[..., Plan]) -> None:
+def test_inside_the_run_a_part_is_enough_at_the_end_it_is_the_whole(
+    make_plan: Callable[..., RunPlan],
+) -> None:
     plan = make_plan("gpt", train={"eval_rows": 5})
-    model, validation = build(plan.config, 3), Validation(plan)
-    assert validation(model, 3)["tokens"] == 5 * 32
-    assert validation(model, 6)["tokens"] == plan.validation_stores[0].tokens - 1
+    engine = SingleEngine(build(plan.config, 3), "fp32", plan.device)
+    validation = Validation(plan)
+    assert validation(engine, 3)["tokens"] == 5 * 32
+    assert validation(engine, 6)["tokens"] == plan.validation_stores[0].tokens - 1
 
 
-def test_training_and_validation_share_no_token(make_plan: Callable[..., Plan]) -> None:
+def test_training_and_validation_share_no_token(make_plan: Callable[..., RunPlan]) -> None:
     plan = make_plan("gpt")
     train, held_out = plan.train_stores[0], plan.validation_stores[0]
     whole = make_plan("gpt", data={"validation_fraction": 0.0}).train_stores[0]

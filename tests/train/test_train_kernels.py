@@ -1,4 +1,6 @@
-"""Loss, attention and optimizers of a run against plainly written or library references, and the choice of compilation."""
+"""Loss, attention and optimizers of a run against plainly written or library references, and the choice of
+compilation.
+"""
 
 import copy
 
@@ -25,14 +27,17 @@ def recipe(optimizer=None, **train):
     return Recipe.model_validate({"train": fields, "optimizer": optimizer or {}})
 
 
-# --- loss -----------------------------------------------------------------------------------------------------------------
+# --- loss
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
 )
 def test_lean_cross_entropy_equals_the_plain_one(dtype, bound, monkeypatch):
-    """Loss and gradient, with ignored targets and a last chunk that is shorter; bf16 differs by one rounding of the gradient."""
+    """Loss and gradient, with ignored targets and a last chunk that is shorter; bf16 differs by one rounding
+    of the gradient.
+    """
     monkeypatch.setattr(losses, "CHUNK_LOGITS", 3 * losses.LARGE_VOCABULARY)
     torch.manual_seed(0)
     logits = torch.randn(10, losses.LARGE_VOCABULARY, dtype=torch.float64).mul_(3).to(dtype)
@@ -62,7 +67,8 @@ def test_no_targets_is_no_loss():
     assert logits.grad.abs().max() == 0.0
 
 
-# --- attention ------------------------------------------------------------------------------------------------------------
+# --- attention
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["causal", "causal in pieces", "full", "bool mask", "padding", "bias"])
@@ -92,7 +98,8 @@ def test_short_attention_is_as_near_to_the_truth_as_the_fused_kernel(kind):
     fused = outcome(scaled_dot_product, torch.bfloat16)
     ours = outcome(short_attention, torch.bfloat16)
     for exact, theirs, mine in zip(truth, fused, ours, strict=True):
-        # scores are rounded to bf16 here and not in the fused kernel: up to twice its error, which is itself bf16's
+        # scores are rounded to bf16 here and not in the fused kernel: up to twice its error, which is itself
+        # bf16's
         assert (mine - exact).norm() <= 2.5 * (theirs - exact).norm()
 
 
@@ -109,11 +116,14 @@ def test_attention_is_changed_only_where_it_is_faster():
         )
 
 
-# --- optimizers -----------------------------------------------------------------------------------------------------------
+# --- optimizers
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_orthogonalise_pulls_singular_values_to_about_one():
-    """The quintic maps singular values into 0.68 to 1.21 (Jordan et al. 2024); very small ones need more iterations."""
+    """The quintic maps singular values into 0.68 to 1.21 (Jordan et al. 2024); very small ones need more
+    iterations.
+    """
     torch.manual_seed(0)
     for dtype, room in ((torch.float64, 0.0), (torch.float32, 0.0), (torch.bfloat16, 0.05)):
         x = torch.randn(3, 32, 96, dtype=torch.float64)
@@ -129,7 +139,9 @@ def test_orthogonalise_pulls_singular_values_to_about_one():
 
 
 def test_muon_moves_each_matrix_as_torch_does():
-    """torch.optim.Muon on separate query, key, value and feed-forward matrices gives the same weights as our batched step."""
+    """torch.optim.Muon on separate query, key, value and feed-forward matrices gives the same weights as our
+    batched step.
+    """
     torch.manual_seed(0)
     model = build(preset("gpt-toy", bias=False))
     chosen = {
@@ -148,8 +160,12 @@ def test_muon_moves_each_matrix_as_torch_does():
         return [part.reshape(64, 64) for part in weight.view(heads, 3, size, 64).unbind(1)]
 
     def all_of(get):
-        return [*matrices(get(block.attention.qkv.weight)), get(block.attention.out.weight),
-                get(block.mlp.up.weight), get(block.mlp.down.weight)]  # fmt: skip
+        return [
+            *matrices(get(block.attention.qkv.weight)),
+            get(block.attention.out.weight),
+            get(block.mlp.up.weight),
+            get(block.mlp.down.weight),
+        ]
 
     reference = [torch.nn.Parameter(x.clone()) for x in all_of(lambda p: p.detach())]
     # "original": lr x sqrt(max(1, rows / columns)); its momentum buffer and ours are the same moving average
@@ -209,7 +225,8 @@ def test_muon_state_is_saved_and_loaded():
         assert torch.equal(a, b)
 
 
-# --- compilation ----------------------------------------------------------------------------------------------------------
+# --- compilation
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_auto_compiles_long_runs_only():

@@ -12,7 +12,7 @@ from throughline.core.errors import Failed, Refused
 from throughline.core.recipe import dump_toml
 from throughline.models.presets import preset
 from throughline.train import memory, objective
-from throughline.train.build import Plan, StepBatches, build_trainer, training_rows
+from throughline.train.build import RunPlan, StepBatches, build_trainer, training_rows
 from throughline.train.loop import train
 from throughline.train.memory import check_memory, estimate
 from throughline.train.recipe import Recipe
@@ -21,11 +21,11 @@ from throughline.train.step import train_step
 BIG = {"layers": 4, "width": 64, "heads": 2}
 
 
-def saved_bytes(plan: Plan) -> int:
+def saved_bytes(plan: RunPlan) -> int:
     """Bytes that autograd keeps from forward for backward, parameters and inputs left out, each storage once."""
     trainer = build_trainer(plan)
     batch = StepBatches(plan, training_rows(plan)).batch(0, plan.recipe.train.rows_per_step)
-    known = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
+    known = {parameter.untyped_storage().data_ptr() for parameter in trainer.engine.model.parameters()}
     known |= {value.untyped_storage().data_ptr() for value in batch.micro_batches[0].values()}
     kept: dict[int, int] = {}
 
@@ -36,17 +36,17 @@ def saved_bytes(plan: Plan) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = trainer.loss(trainer.model, batch.micro_batches[0], batch.inverse_counts)
+        result = trainer.engine.loss(trainer.engine.model, batch.micro_batches[0], batch.inverse_counts)
     del result
     return sum(kept.values())
 
 
-def test_states_are_counted_exactly(make_plan: Callable[..., Plan]) -> None:
+def test_states_are_counted_exactly(make_plan: Callable[..., RunPlan]) -> None:
     plan = make_plan("bert")
     trainer = build_trainer(plan)
     batch = StepBatches(plan, training_rows(plan)).batch(0, 4)
     train_step(trainer, batch, 1.0)
-    weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    weights = sum(parameter.nbytes for parameter in trainer.engine.model.parameters())
     moments = sum(
         value.nbytes
         for slots in trainer.optimizer.state.values()
@@ -61,7 +61,7 @@ def test_states_are_counted_exactly(make_plan: Callable[..., Plan]) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_activations_are_near_what_autograd_keeps(make_plan: Callable[..., Plan], recompute: str) -> None:
+def test_activations_are_near_what_autograd_keeps(make_plan: Callable[..., RunPlan], recompute: str) -> None:
     """Within 15 %: the estimate has no log-sum-exp, no norm statistics and no embedding indices."""
     plan = make_plan("gpt", model={"overrides": BIG}, train={"batch_rows": 16, "recompute": recompute})
     terms = estimate(plan.config, plan.recipe)
@@ -73,7 +73,7 @@ def test_activations_are_near_what_autograd_keeps(make_plan: Callable[..., Plan]
     assert kept == pytest.approx(terms["activations"] + terms["logits"] / 2, rel=0.15)
 
 
-def test_recomputation_changes_memory_and_no_bit(make_plan: Callable[..., Plan]) -> None:
+def test_recomputation_changes_memory_and_no_bit(make_plan: Callable[..., RunPlan]) -> None:
     """Dropout included: the second forward draws the same numbers."""
     results, kept = [], []
     for kind in ("none", "full", "selective"):
@@ -82,7 +82,11 @@ def test_recomputation_changes_memory_and_no_bit(make_plan: Callable[..., Plan])
         batch = StepBatches(plan, training_rows(plan)).batch(0, 4)
         step = train_step(trainer, batch, 1.0)
         results.append(
-            (step.loss, step.grad_norm, torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+            (
+                step.loss,
+                step.grad_norm,
+                torch.cat([p.detach().flatten() for p in trainer.engine.model.parameters()]),
+            )
         )
         kept.append(saved_bytes(plan))
     assert kept[1] < 0.5 * kept[0]
@@ -114,7 +118,7 @@ def test_a_model_larger_than_memory_is_refused_with_three_changes(
 
 
 def test_running_out_of_memory_names_the_phase_and_the_way_out(
-    make_plan: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_plan: Callable[..., RunPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def greedy(*inputs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -127,7 +131,9 @@ def test_running_out_of_memory_names_the_phase_and_the_way_out(
 
 
 def test_the_run_says_predicted_and_measured(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
-    """A small run is nearly all program: the resident memory of its process is within a factor of three of the prediction."""
+    """A small run is nearly all program: the resident memory of its process is within a factor of three of
+    the prediction.
+    """
     (tmp_path / "recipe.toml").write_text(dump_toml(make_recipe("gpt")))
     words = ["train", str(tmp_path / "recipe.toml"), "--run-dir", str(tmp_path / "run")]
     subprocess.run([sys.executable, "-m", "throughline.cli.main", *words], check=True, capture_output=True)

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 from throughline.models.init import build
-from throughline.train.build import Plan, StepBatches, training_rows
+from throughline.train.build import RunPlan, StepBatches, training_rows
 from throughline.train.objective import IGNORED, LOSSES, StepBatch, prepare
 from torch.nn import functional as F
 
 CPU = torch.device("cpu")
 
 
-def rows_of(plan: Plan, count: int = 8) -> dict[str, np.ndarray]:
+def rows_of(plan: RunPlan, count: int = 8) -> dict[str, np.ndarray]:
     return training_rows(plan).batch(3, count)
 
 
-def gradients(plan: Plan, batch: StepBatch) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(plan: RunPlan, batch: StepBatch) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and every gradient of one step, in float64."""
     model = build(plan.config, 1, dtype=torch.float64)
     total = 0.0
@@ -31,9 +31,11 @@ def gradients(plan: Plan, batch: StepBatch) -> tuple[float, dict[str, torch.Tens
 @pytest.mark.parametrize("family", ["gpt", "bert", "packed"])
 @pytest.mark.parametrize("micro_rows", [1, 2, 3])
 def test_loss_and_gradients_do_not_depend_on_the_micro_batch(
-    make_plan: Callable[..., Plan], family: str, micro_rows: int
+    make_plan: Callable[..., RunPlan], family: str, micro_rows: int
 ) -> None:
-    """Rows have unequal numbers of targets; 1e-12 is a thousand times float64's noise and far below any mean of means."""
+    """Rows have unequal numbers of targets; 1e-12 is a thousand times float64's noise and far below any mean
+    of means.
+    """
     plan = make_plan("bert", objective={"packing": True}) if family == "packed" else make_plan(family)
     rows = rows_of(plan)
     rows["targets"][:3, 5:] = IGNORED
@@ -45,7 +47,9 @@ def test_loss_and_gradients_do_not_depend_on_the_micro_batch(
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_bert_loss_is_that_of_heads_on_every_position(make_plan: Callable[..., Plan], packing: bool) -> None:
+def test_bert_loss_is_that_of_heads_on_every_position(
+    make_plan: Callable[..., RunPlan], packing: bool
+) -> None:
     """Against the plain way: logits everywhere, mean of the cross-entropies where there are targets."""
     plan = make_plan("bert", objective={"packing": packing})
     rows = rows_of(plan)
@@ -64,7 +68,9 @@ def test_bert_loss_is_that_of_heads_on_every_position(make_plan: Callable[..., P
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
-def test_a_batch_without_any_target_is_zero_and_not_nan(make_plan: Callable[..., Plan], family: str) -> None:
+def test_a_batch_without_any_target_is_zero_and_not_nan(
+    make_plan: Callable[..., RunPlan], family: str
+) -> None:
     plan = make_plan(family)
     rows = rows_of(plan, 2)
     rows["targets"][:] = IGNORED
@@ -75,23 +81,53 @@ def test_a_batch_without_any_target_is_zero_and_not_nan(make_plan: Callable[...,
     assert all(torch.isfinite(gradient).all() and not gradient.any() for gradient in grads.values())
 
 
-def test_masked_places_have_few_shapes_and_lose_no_target(make_plan: Callable[..., Plan]) -> None:
+def test_masked_places_have_few_shapes_and_lose_no_target(make_plan: Callable[..., RunPlan]) -> None:
     """A compiled step recompiles for each shape: over 40 batches at most four of them."""
     plan = make_plan("bert")
     dataset, shapes = training_rows(plan), set()
     batches = StepBatches(plan, dataset)
     for index in range(40):
-        targets = dataset.batch(4 * index, 4)["targets"]
+        rows = dataset.batch(4 * index, 4)
+        targets = rows["targets"]
         micro_batch = batches.batch(4 * index, 4).micro_batches[0]
         values, places = micro_batch["predicted_targets"], micro_batch["predicted"]
         kept = values != IGNORED
         assert values[kept].tolist() == targets[targets != IGNORED].tolist()
-        assert targets.reshape(-1)[places[kept].numpy()].tolist() == values[kept].tolist()
-        shapes.add(len(values))
+        seen = micro_batch["input_ids"].flatten()[places[kept]].tolist()
+        assert seen == rows["input_ids"][targets != IGNORED].tolist()
+        shapes.add((micro_batch["input_ids"].shape, len(values)))
     assert len(shapes) <= 4
 
 
-def test_tokens_leave_padding_out(make_plan: Callable[..., Plan]) -> None:
+@pytest.mark.parametrize("kind", ["bert", "packed", "gpt"])
+def test_leaving_padding_out_changes_nothing_but_the_work(
+    make_plan: Callable[..., RunPlan], kind: str
+) -> None:
+    """Loss and gradients of rows with much padding; 1e-12 as above."""
+    if kind == "gpt":
+        plan = make_plan("gpt", data={"packing": "best_fit"})
+    else:
+        plan = make_plan("bert", objective={"packing": kind == "packed"})
+    rows = rows_of(plan)
+    half = rows["input_ids"].shape[1] // 2
+    for name, padding in (("attention_mask", False), ("document_ids", -1), ("targets", IGNORED)):
+        if name in rows:
+            rows[name][2:, half + 1 :] = padding
+    if kind == "packed":
+        rows["nsp_targets"][2:, half + 1 :] = IGNORED
+    batches = [
+        prepare(dict(rows), plan.family, 4, CPU, torch.float64, 0.15, unpad=unpad) for unpad in (False, True)
+    ]
+    real = int((rows["document_ids"] >= 0)[4:].sum() if kind != "bert" else rows["attention_mask"][4:].sum())
+    shape = batches[1].micro_batches[1]["input_ids"].shape
+    assert shape[0] == 1 and real <= shape[1] < real + rows["input_ids"][:4].size // 8
+    (loss, padded), (found, unpadded) = (gradients(plan, batch) for batch in batches)
+    assert found == pytest.approx(loss, abs=1e-12)
+    for name, gradient in padded.items():
+        torch.testing.assert_close(unpadded[name], gradient, atol=1e-12, rtol=0)
+
+
+def test_tokens_leave_padding_out(make_plan: Callable[..., RunPlan]) -> None:
     plan = make_plan("bert")
     rows = rows_of(plan)
     real = int(rows["attention_mask"].sum())

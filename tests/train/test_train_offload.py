@@ -1,4 +1,6 @@
-"""A run with train.offload is the run without it: the same losses and checkpoints, continued alike, memory as predicted."""
+"""A run with train.offload is the run without it: the same losses and checkpoints, continued alike, memory as
+predicted.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +10,7 @@ import pytest
 import torch
 from throughline.benchmarks.forked import run_ranks, warm
 from throughline.core.errors import WrongUse
-from throughline.train.build import Plan, build_trainer, plan_run
+from throughline.train.build import RunPlan, build_trainer, plan_run
 from throughline.train.checkpoint import load_model
 from throughline.train.loop import train
 from throughline.train.metrics import read_metrics
@@ -32,7 +34,7 @@ def outcome(run: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     ids=["gpt accumulated", "bert", "muon fp64"],
 )
 def test_equals_the_run_without_it(
-    family: str, sections: dict[str, Any], make_plan: Callable[..., Plan], tmp_path: Path
+    family: str, sections: dict[str, Any], make_plan: Callable[..., RunPlan], tmp_path: Path
 ) -> None:
     """Every step's figures and the saved weights, to the bit."""
     for name, offload in (("plain", False), ("moved", True)):
@@ -53,7 +55,9 @@ def test_equals_the_run_without_it(
 def test_a_bert_in_a_layout_equals_the_run_without_it(
     parallel: dict[str, Any], make_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    """The pair head, which one process of a context has alone, and tables that all share: every step and weight to the bit."""
+    """The pair head, which one process of a context has alone, and tables that all share: every step and
+    weight to the bit.
+    """
     warm()
     for name, offload in (("plain", False), ("moved", True)):
         recipe = make_recipe(
@@ -68,7 +72,7 @@ def test_a_bert_in_a_layout_equals_the_run_without_it(
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-def test_continues_to_the_bit(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_continues_to_the_bit(make_plan: Callable[..., RunPlan], tmp_path: Path) -> None:
     """bf16, three steps and then three more, against six at once: masters keep what bf16 does not."""
     section, schedule = {"offload": True, "precision": "bf16"}, {"kind": "constant"}
     train(make_plan(train=section | {"steps": 3}, schedule=schedule), tmp_path / "parts")
@@ -83,10 +87,10 @@ def test_continues_to_the_bit(make_plan: Callable[..., Plan], tmp_path: Path) ->
     assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
 
 
-def test_memory_is_that_of_its_tensors(make_plan: Callable[..., Plan]) -> None:
+def test_memory_is_that_of_its_tensors(make_plan: Callable[..., RunPlan]) -> None:
     plan = make_plan("gpt", train={"offload": True, "precision": "bf16", "micro_batch_rows": 2})
     trainer = build_trainer(plan)
-    held = trainer.offload.bytes_held(trainer.optimizer)
+    held = trainer.engine.offload.bytes_held(trainer.optimizer)
     assert held["device"]["weights"] == plan.memory["weights"] == 2 * plan.config.parameter_count()
     for term in ("master weights", "transfer buffers", "gradient sums"):
         assert held["host"][term] == plan.memory[term]

@@ -12,14 +12,14 @@ import pytest
 import torch
 from throughline.core.errors import Refused, WrongUse
 from throughline.core.workspace import read_records
-from throughline.train.build import Plan
+from throughline.train.build import RunPlan
 from throughline.train.checkpoint import find_resumable
 from throughline.train.loop import train
-from throughline.train.parallel.crew import HANDOVER_SECONDS, OWNER, RunWorkspace
+from throughline.train.parallel.ranks import HANDOVER_SECONDS, OWNER, RunWorkspace
 
 
 def test_a_start_whose_token_was_replaced_saves_and_records_nothing_more(
-    make_plan: Callable[..., Plan], tmp_path: Path
+    make_plan: Callable[..., RunPlan], tmp_path: Path
 ) -> None:
     """As when it was taken for dead on another machine, where the lock does not reach, and wakes up."""
 
@@ -69,8 +69,12 @@ def test_a_directory_in_use_is_refused_and_one_just_left_is_taken(tmp_path: Path
     assert (tmp_path / OWNER).read_text() == "third"
 
 
-def test_a_start_that_is_refused_takes_nothing_over(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
-    """Where the lock does not reach, a slip (another seed, --resume never, files of somebody) would else end the run that lives."""
+def test_a_start_that_is_refused_takes_nothing_over(
+    make_plan: Callable[..., RunPlan], tmp_path: Path
+) -> None:
+    """Where the lock does not reach, a slip (another seed, --resume never, files of somebody) would else end
+    the run that lives.
+    """
     train(make_plan("gpt", train={"steps": 1}), tmp_path / "run")
     (tmp_path / "run" / OWNER).write_text("the run that lives")
     with pytest.raises(WrongUse, match="another recipe"):

@@ -69,9 +69,13 @@ def test_a_resolved_recipe_is_valid_input_and_resolves_to_itself() -> None:
         ),
         ({"parallel": {"tensor": 3}}, "parallel.tensor", "cannot be shared by 3 processes"),
         (
-            {"parallel": {"data": 2, "sharding": "full"}, "optimizer": {"name": "muon"}},
+            {
+                "parallel": {"data": 2, "sharding": "full"},
+                "optimizer": {"name": "muon"},
+                "train": {"offload": True},
+            },
             "optimizer.name",
-            "whole matrices",
+            "offload has them on the host",
         ),
         ({"train": {"stepz": 5}}, "train.stepz", "did you mean 'steps'"),
         ({"train": {"precision": "bf17"}}, "train.precision", "bf16"),

@@ -16,7 +16,7 @@ from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Stopped, WrongUse
 from throughline.core.recipe import dump_toml
 from throughline.core.workspace import read_records
-from throughline.train.build import Plan
+from throughline.train.build import RunPlan
 from throughline.train.checkpoint import load_model
 from throughline.train.evaluate import Validation
 from throughline.train.loop import Evaluator, train
@@ -71,9 +71,11 @@ SLOW = [pytest.param(case, marks=pytest.mark.slow) if "compiled" in case else ca
 
 @pytest.mark.parametrize("case", SLOW)
 def test_a_crash_and_a_resume_change_no_bit(
-    make_plan: Callable[..., Plan], tmp_path: Path, case: str
+    make_plan: Callable[..., RunPlan], tmp_path: Path, case: str
 ) -> None:
-    """With dropout, for every precision: saved at step 2 of 6, crashed at 3. Each start compiles anew, as a process would."""
+    """With dropout, for every precision: saved at step 2 of 6, crashed at 3. Each start compiles anew, as a
+    process would.
+    """
     family, sections = CASES[case]
     plan = make_plan(
         family,
@@ -93,7 +95,7 @@ def test_a_crash_and_a_resume_change_no_bit(
 
 
 def test_what_is_logged_evaluated_and_saved_changes_no_bit(
-    make_plan: Callable[..., Plan], tmp_path: Path
+    make_plan: Callable[..., RunPlan], tmp_path: Path
 ) -> None:
     plain = make_plan("bert", train={"steps": 8}, log={"every_steps": 100})
     often = {"steps": 8, "eval_every_steps": 2, "eval_rows": 3}
@@ -104,7 +106,7 @@ def test_what_is_logged_evaluated_and_saved_changes_no_bit(
     assert all(torch.equal(weights[name], other[name]) for name in weights)
 
 
-def test_sigterm_saves_says_so_and_goes_on(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_sigterm_saves_says_so_and_goes_on(make_plan: Callable[..., RunPlan], tmp_path: Path) -> None:
     def stop(model: torch.nn.Module, step: int) -> dict[str, Any]:
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -121,7 +123,7 @@ def test_sigterm_saves_says_so_and_goes_on(make_plan: Callable[..., Plan], tmp_p
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_ctrl_c_saves_and_interrupts(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_interrupts(make_plan: Callable[..., RunPlan], tmp_path: Path) -> None:
     plan, before = make_plan("gpt", train={"eval_every_steps": 1}), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         train(
@@ -132,7 +134,7 @@ def test_ctrl_c_saves_and_interrupts(make_plan: Callable[..., Plan], tmp_path: P
 
 
 def test_a_finished_run_is_left_alone_and_more_steps_continue_it(
-    make_plan: Callable[..., Plan], tmp_path: Path
+    make_plan: Callable[..., RunPlan], tmp_path: Path
 ) -> None:
     schedule = {"kind": "constant"}
     train(make_plan("gpt", train={"steps": 8}, schedule=schedule), tmp_path / "whole")
@@ -144,7 +146,7 @@ def test_a_finished_run_is_left_alone_and_more_steps_continue_it(
     verify_artifact(tmp_path / "parts")
 
 
-def test_another_recipe_or_other_files_are_refused(make_plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_another_recipe_or_other_files_are_refused(make_plan: Callable[..., RunPlan], tmp_path: Path) -> None:
     train(make_plan("gpt"), tmp_path / "run")
     with pytest.raises(WrongUse, match="another recipe") as caught:
         train(make_plan("gpt", train={"seed": 6}), tmp_path / "run")
@@ -196,11 +198,13 @@ def wait_for_steps(
 
 @pytest.mark.slow
 def test_kill_9_at_random_moments_loses_no_bit(
-    make_recipe: Callable[..., Recipe], make_plan: Callable[..., Plan], tmp_path: Path
+    make_recipe: Callable[..., Recipe], make_plan: Callable[..., RunPlan], tmp_path: Path
 ) -> None:
-    """Killed five times, saving at every second step so that saves are hit too; what `latest` names is always whole.
+    """Killed five times, saving at every second step so that saves are hit too; what `latest` names is always
+    whole.
 
-    The run has no end to come before a kill; in the end it is given one. Each start gets as far as a few saves.
+    The run has no end to come before a kill; in the end it is given one. Each start gets as far as a few
+    saves.
     """
     sections = {"checkpoint": {"save_every_steps": 2, "keep": 3}, "schedule": {"kind": "constant"}}
     endless = make_recipe("bert", train={"steps": 1_000_000}, **sections)

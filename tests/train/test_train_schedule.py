@@ -51,3 +51,16 @@ def test_wsd_after_a_long_warm_up_decays_over_what_is_left() -> None:
     """A fifth of the run would end beyond it."""
     values = factors(kind="wsd", warmup_steps=90, final_fraction=0.0)
     assert values[90:] == pytest.approx([1 - step / 10 for step in range(10)])
+
+
+def test_nvidias_and_mlperfs_schedules() -> None:
+    """The decay follows the share of the whole run, so the rate falls where the warm-up ends; a warm-up can
+    start before the run.
+    """
+    values = factors(kind="polynomial", power=0.5, warmup_steps=20, final_fraction=0.0, decay_from_start=True)
+    assert values[19] == 1.0
+    assert values[20] == pytest.approx((1 - 0.2) ** 0.5)
+    assert values[75] == pytest.approx(0.5)
+    values = factors(kind="linear", warmup_steps=40, warmup_start_step=-10, final_fraction=0.0)
+    assert values[0] == pytest.approx(11 / 40)
+    assert values[29] == values[30] == 1.0

@@ -2,31 +2,41 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
-from throughline.train.build import Plan, StepBatches, build_trainer, training_rows
+import torch.distributed as dist
+from throughline.benchmarks.forked import run_ranks, warm
+from throughline.core.errors import WrongUse
+from throughline.train import recipe as recipe_module
+from throughline.train.build import RunPlan, StepBatches, build_trainer, plan_run, training_rows
 from throughline.train.objective import StepBatch
+from throughline.train.parallel.mesh import make_mesh, start_group
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler
+from throughline.train.recipe import Recipe
 from throughline.train.step import Trainer, train_step
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def setting(
-    make_plan: Callable[..., Plan], family: str = "gpt", **sections: dict
+    make_plan: Callable[..., RunPlan], family: str = "gpt", **sections: dict
 ) -> tuple[Trainer, StepBatch]:
     plan = make_plan(family, **sections)
     return build_trainer(plan), StepBatches(plan, training_rows(plan)).batch(0, 4)
 
 
 def weights(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten().clone() for parameter in trainer.model.parameters()])
+    return torch.cat(
+        [parameter.detach().flatten().clone() for parameter in trainer.engine.model.parameters()]
+    )
 
 
 def plain_step(trainer: Trainer, batch: StepBatch, clip: float) -> tuple[torch.Tensor, float]:
     """The same step in the obvious way."""
     for micro_batch in batch.micro_batches:
-        trainer.loss(trainer.model, micro_batch, batch.inverse_counts)[0].backward()
-    norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), clip).item()
+        trainer.engine.loss(trainer.engine.model, micro_batch, batch.inverse_counts)[0].backward()
+    norm = torch.nn.utils.clip_grad_norm_(trainer.engine.model.parameters(), clip).item()
     for group in trainer.optimizer.param_groups:
         group["lr"] = group["base_lr"] * 0.5
     trainer.optimizer.step()
@@ -35,7 +45,7 @@ def plain_step(trainer: Trainer, batch: StepBatch, clip: float) -> tuple[torch.T
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 @pytest.mark.parametrize("clip", [0.05, 1e9])
-def test_equals_the_plain_step(make_plan: Callable[..., Plan], family: str, clip: float) -> None:
+def test_equals_the_plain_step(make_plan: Callable[..., RunPlan], family: str, clip: float) -> None:
     """In float64, with and without clipping taking hold; 1e-12 is rounding."""
     sections = {"train": {"precision": "fp64", "clip_norm": clip, "micro_batch_rows": 2}}
     trainer, batch = setting(make_plan, family, **sections)
@@ -47,31 +57,33 @@ def test_equals_the_plain_step(make_plan: Callable[..., Plan], family: str, clip
     assert (trainer.step, trainer.samples, trainer.skipped) == (1, 4, 0)
 
 
-def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(make_plan: Callable[..., Plan]) -> None:
+def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(
+    make_plan: Callable[..., RunPlan],
+) -> None:
     trainer, batch = setting(make_plan)
     train_step(trainer, batch, 1.0)
     before, state = weights(trainer), trainer.optimizer.state_dict()["state"]
     moments = {
         (index, slot): value.clone() for index, slots in state.items() for slot, value in slots.items()
     }
-    healthy = trainer.loss
-    trainer.loss = lambda *inputs: tuple(part * math.nan for part in healthy(*inputs))
+    healthy = trainer.engine.loss
+    trainer.engine.loss = lambda *inputs: tuple(part * math.nan for part in healthy(*inputs))
     assert train_step(trainer, batch, 1.0).skipped
     assert torch.equal(weights(trainer), before)
     after = trainer.optimizer.state_dict()["state"]
     assert all(torch.equal(after[index][slot], value) for (index, slot), value in moments.items())
     assert (trainer.step, trainer.samples, trainer.skipped, trainer.skipped_in_row) == (2, 8, 1, 1)
-    trainer.loss = healthy
+    trainer.engine.loss = healthy
     assert not train_step(trainer, batch, 1.0).skipped
     assert (trainer.skipped, trainer.skipped_in_row) == (1, 0)
 
 
-def test_a_nan_in_one_gradient_alone_is_noticed(make_plan: Callable[..., Plan]) -> None:
+def test_a_nan_in_one_gradient_alone_is_noticed(make_plan: Callable[..., RunPlan]) -> None:
     """The loss is finite, one element of one gradient is not."""
     trainer, batch = setting(make_plan)
     spoil = torch.zeros(32)
     spoil[7] = math.inf
-    trainer.model.norm.bias.register_hook(lambda gradient: gradient + spoil)
+    trainer.engine.model.norm.bias.register_hook(lambda gradient: gradient + spoil)
     before = weights(trainer)
     result = train_step(trainer, batch, 1.0)
     assert result.skipped
@@ -79,7 +91,7 @@ def test_a_nan_in_one_gradient_alone_is_noticed(make_plan: Callable[..., Plan]) 
     assert torch.equal(weights(trainer), before)
 
 
-def test_the_loss_scale_cancels(make_plan: Callable[..., Plan]) -> None:
+def test_the_loss_scale_cancels(make_plan: Callable[..., RunPlan]) -> None:
     """Powers of two scale exactly: one step with any scale moves the weights to the same bits."""
     moved = []
     for scale in (1.0, 2.0**10):
@@ -104,24 +116,130 @@ def test_the_loss_scale_finds_its_place() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_stays_near_fp32(make_plan: Callable[..., Plan], precision: str) -> None:
+def test_low_precision_stays_near_fp32(make_plan: Callable[..., RunPlan], precision: str) -> None:
     """Weights are fp32 masters; the loss of a fresh model differs by rounding of 8 or 11 bits, not more."""
     trainer, batch = setting(make_plan, train={"precision": precision})
     reference, _ = setting(make_plan)
-    assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+    assert all(value.dtype == torch.float32 for _, value in trainer.engine.named_parameters())
+    assert all(parameter.dtype.itemsize == 2 for parameter in trainer.engine.model.parameters())
     for _ in range(3):
         low, full = train_step(trainer, batch, 1.0), train_step(reference, batch, 1.0)
         assert low.loss == pytest.approx(full.loss, rel=2e-2)
         assert low.grad_norm == pytest.approx(full.grad_norm, rel=5e-2)
 
 
-def test_waits_for_the_device_once(make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, batch = setting(make_plan, "bert", train={"micro_batch_rows": 1})
-    reads = []
-    for name in ("item", "tolist", "__bool__", "__float__"):
-        original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor, name, lambda self, *a, _o=original, _n=name: reads.append(_n) or _o(self, *a)
-        )
-    train_step(trainer, batch, 1.0)
-    assert reads == ["tolist"]
+class Reads(TorchDispatchMode):
+    """Operators for which the host waits for a device: numbers read one by one, shapes that depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "_unique2", "equal"):
+            self.seen.append(name)
+        if name in ("index", "index_put_"):
+            self.seen += [name for index in args[1] if index is not None and index.dtype == torch.bool]
+        return function(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(trainer: Trainer, batch: StepBatch) -> tuple[list[str], int]:
+    """What a steady step reads number by number, and how often it takes a whole tensor to the host (which a
+    dispatch mode does not see of CPU tensors).
+    """
+    lists, original = [], torch.Tensor.tolist
+    train_step(trainer, batch, 1.0)  # optimizers make their state
+    torch.Tensor.tolist = lambda self: lists.append(1) or original(self)
+    try:
+        with Reads() as reads:
+            train_step(trainer, batch, 1.0)
+    finally:
+        torch.Tensor.tolist = original
+    return reads.seen, len(lists)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_waits_for_the_device_once(make_plan: Callable[..., RunPlan], precision: str) -> None:
+    trainer, batch = setting(make_plan, "bert", train={"micro_batch_rows": 1, "precision": precision})
+    assert reads_of_a_step(trainer, batch) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"data": 2}, {"data": 2, "sharding": "full"}, {"tensor": 2}], ids=lambda p: "-".join(p)
+)
+def test_a_layout_waits_once_and_agrees_in_one_collective(
+    make_plan: Callable[..., RunPlan], make_recipe: Callable[..., Recipe], parallel: dict
+) -> None:
+    """With the counts summed a step ahead, the only small collective is that of the figures; a signal that one
+    process received is known to both.
+    """
+    warm()
+    recipe = make_recipe("gpt", train={"precision": "bf16", "micro_batch_rows": 2}, parallel=parallel)
+
+    def work() -> tuple[tuple[list[str], int], int, int]:
+        torch.set_num_threads(1)
+        device = torch.device("cpu")
+        start_group(device, 60)
+        mesh = make_mesh(recipe.parallel.layout(), device, 60)
+        plan = plan_run(recipe)
+        trainer = build_trainer(plan, mesh)
+        rows = StepBatches(plan, training_rows(plan), mesh.data)
+        own = 4 // mesh.data.size
+        first, second, third = (rows.batch(4 * step + own * mesh.data.rank, own) for step in range(3))
+        train_step(trainer, first, 1.0, upcoming=second)
+        small, original = [], dist.all_reduce
+
+        def counting(tensor, *arguments, **named):
+            small.append(tensor.numel() < 64)
+            return original(tensor, *arguments, **named)
+
+        lists, tolist = [], torch.Tensor.tolist
+        torch.Tensor.tolist = lambda self: lists.append(1) or tolist(self)
+        dist.all_reduce = counting
+        with Reads() as reads:
+            result = train_step(trainer, second, 1.0, signal=15 if mesh.rank == 1 else 0, upcoming=third)
+        dist.all_reduce, torch.Tensor.tolist = original, tolist
+        return (reads.seen, len(lists)), sum(small), result.signal
+
+    for reads, small, heard in run_ranks(2, work):
+        assert reads == ([], 1)
+        assert (
+            small == 1 or "tensor" in parallel
+        )  # whose loss over the cut vocabulary has small sums of its own
+        assert heard == 15
+
+
+def test_auto_is_what_the_gpu_is_made_for(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp32 without one; bf16 from compute capability 8 on; fp16 on a V100 or T4, of which one is enough."""
+    assert make_recipe(train={"precision": "auto"}).train.precision == "fp32"
+    for capabilities, expected in (
+        (["9.0"], "bf16"),
+        (["7.5"], "fp16"),
+        (["8.0", "7.0"], "fp16"),
+        (["6.1"], "fp32"),
+    ):
+        gpus = [SimpleNamespace(capability=capability) for capability in capabilities]
+        monkeypatch.setattr(recipe_module, "machine", lambda gpus=gpus: SimpleNamespace(gpus=gpus))
+        found = make_recipe(train={"precision": "auto", "device": "auto"})
+        assert found.train.precision == expected
+        assert make_recipe(train={"precision": "auto", "device": "cpu"}).train.precision == "fp32"
+
+
+def test_tf32_is_of_gpus(make_plan: Callable[..., RunPlan]) -> None:
+    with pytest.raises(WrongUse, match="no tf32"):
+        make_plan(train={"precision": "tf32"})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_small_updates_reach_the_masters(make_plan: Callable[..., RunPlan], precision: str) -> None:
+    """Steps far below the spacing of 16-bit weights add up in the masters, of which the weights are roundings."""
+    trainer, batch = setting(make_plan, train={"precision": precision}, optimizer={"learning_rate": 1e-6})
+    before = {local.name: local.value.detach().clone() for local in trainer.engine.local_shards}
+    for _ in range(3):
+        train_step(trainer, batch, 1.0)
+    for local in trainer.engine.local_shards:
+        assert not torch.equal(local.value, before[local.name]), local.name
+        assert torch.equal(local.computed, local.value.to(local.computed.dtype))

@@ -1,4 +1,6 @@
-"""Training straight from text: resumes to the last bit, says what it read, validates on the end, refuses what it cannot do."""
+"""Training straight from text: resumes to the last bit, says what it read, validates on the end, refuses what
+it cannot do.
+"""
 
 import json
 import os
@@ -19,7 +21,7 @@ from throughline.core.recipe import dump_toml
 from throughline.data import stream
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
-from throughline.train.build import Plan
+from throughline.train.build import RunPlan
 from throughline.train.checkpoint import load_model
 from throughline.train.evaluate import Validation
 from throughline.train.loop import train
@@ -47,13 +49,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def from_text(
-    place: Path, make_plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Plan]:
+    place: Path, make_plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., RunPlan]:
     """`from_text("gpt", train={...})`: a plan that reads a.txt and b.txt in units of 4,000 bytes."""
     monkeypatch.setattr(stream, "UNIT_BYTES", 4000)
     monkeypatch.setattr(stream, "ROWS_IN_UNIT", 1)
 
-    def make(family: str = "gpt", data: dict[str, Any] | None = None, **sections: Any) -> Plan:
+    def make(family: str = "gpt", data: dict[str, Any] | None = None, **sections: Any) -> RunPlan:
         return make_plan(family, data=text_section(place, family) | (data or {}), **sections)
 
     return make
@@ -94,9 +96,11 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_crash_and_a_resume_change_no_bit(
-    from_text: Callable[..., Plan], tmp_path: Path, case: str
+    from_text: Callable[..., RunPlan], tmp_path: Path, case: str
 ) -> None:
-    """Saved at step 2 of 6, crashed at 3; a new plan, as a new process would make, goes on from the position alone."""
+    """Saved at step 2 of 6, crashed at 3; a new plan, as a new process would make, goes on from the position
+    alone.
+    """
     family, sections = CASES[case]
     sections = sections | {
         "train": {"steps": 6, "eval_every_steps": 1} | sections["train"],
@@ -114,7 +118,7 @@ def test_a_crash_and_a_resume_change_no_bit(
 
 
 def test_the_manifest_names_the_text_and_other_text_does_not_continue(
-    from_text: Callable[..., Plan], place: Path, tmp_path: Path
+    from_text: Callable[..., RunPlan], place: Path, tmp_path: Path
 ) -> None:
     constant = {"kind": "constant"}
     train(from_text("gpt", train={"steps": 2}, schedule=constant), tmp_path / "run")
@@ -129,7 +133,7 @@ def test_the_manifest_names_the_text_and_other_text_does_not_continue(
         (place / "b.txt").write_text(before)
 
 
-def test_data_that_moved_continue(from_text: Callable[..., Plan], place: Path, tmp_path: Path) -> None:
+def test_data_that_moved_continue(from_text: Callable[..., RunPlan], place: Path, tmp_path: Path) -> None:
     """A run knows its text, its tokenizer and its stores by their content."""
     constant = {"kind": "constant"}
     train(from_text("gpt", train={"steps": 6}, schedule=constant), tmp_path / "whole")
@@ -143,7 +147,7 @@ def test_data_that_moved_continue(from_text: Callable[..., Plan], place: Path, t
 
 
 def test_the_end_of_text_of_a_model_directory_reaches_the_checkpoint(
-    from_text: Callable[..., Plan], place: Path, tmp_path: Path
+    from_text: Callable[..., RunPlan], place: Path, tmp_path: Path
 ) -> None:
     """Its tokenizer_config.json names the token, and is not kept; another one there is another text."""
     config = json.loads((place / "bpe" / "tokenizer.json").read_text())
@@ -174,18 +178,26 @@ def test_the_end_of_text_of_a_model_directory_reaches_the_checkpoint(
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_validation_is_that_of_a_store_of_the_same_text(
-    from_text: Callable[..., Plan], make_plan: Callable[..., Plan], place: Path, tmp_path: Path, family: str
+    from_text: Callable[..., RunPlan],
+    make_plan: Callable[..., RunPlan],
+    place: Path,
+    tmp_path: Path,
+    family: str,
 ) -> None:
-    """`validation` names b.txt, or a store made of it: the same figures; without it the end of the text is held out."""
+    """`validation` names b.txt, or a store made of it: the same figures; without it the end of the text is
+    held out.
+    """
     from throughline.data.tokenize import tokenize
 
     tokenizer = place / ("bpe" if family == "gpt" else "wp")
     tokenize([str(place / "b.txt")], tokenizer, tmp_path / "store", sentences=family == "bert")
-    plans = [from_text(family, data={"train": str(place / "a.txt"), "validation": str(path)})
-             for path in (place / "b.txt", tmp_path / "store")]  # fmt: skip
+    plans = [
+        from_text(family, data={"train": str(place / "a.txt"), "validation": str(path)})
+        for path in (place / "b.txt", tmp_path / "store")
+    ]
     from throughline.train.build import build_trainer
 
-    model = build_trainer(plans[0]).model
+    model = build_trainer(plans[0]).engine
     first, second = (Validation(plan).measure(model) for plan in plans)
     assert first == second and (first.get("tokens") or first["masked_tokens"]) > 500
     held = from_text(family)
@@ -194,15 +206,17 @@ def test_validation_is_that_of_a_store_of_the_same_text(
     assert Validation(held).measure(model).keys() == first.keys()
 
 
-def test_text_of_another_tokenizer_is_refused(from_text: Callable[..., Plan], gpt_store: Path) -> None:
+def test_text_of_another_tokenizer_is_refused(from_text: Callable[..., RunPlan], gpt_store: Path) -> None:
     with pytest.raises(Refused, match="different tokenizers"):
         from_text("gpt", data={"validation": str(gpt_store)})
 
 
 def test_a_megatron_prefix_is_trained_on(
-    make_plan: Callable[..., Plan], gpt_store: Path, tmp_path: Path
+    make_plan: Callable[..., RunPlan], gpt_store: Path, tmp_path: Path
 ) -> None:
-    """PREFIX.bin and PREFIX.idx: no path of that name is there, and a run still knows both files by their content."""
+    """PREFIX.bin and PREFIX.idx: no path of that name is there, and a run still knows both files by their
+    content.
+    """
     prefix = tmp_path / "corpus_text_document"
     for suffix in (".bin", ".idx"):
         Path(f"{prefix}{suffix}").write_bytes((gpt_store / f"00000{suffix}").read_bytes())
@@ -247,11 +261,23 @@ def recipe(
         (['data.train=[{path="{place}/a.txt", weight=2.0}, "{place}/b.txt"]'], 2, "without weights"),
         (['data.train="datasets:wikitext"'], 2, "cannot be tokenised while training"),
         (['data.documents="file"', 'data.train="{place}/a.txt"'], 2, "no part of the text can be held out"),
-        (["train.sequence_length=30000", "train.batch_rows=1", "train.micro_batch_rows=1", "data.validation_fraction=0.0"], 2,
-         "too little text"),
-        (['data.packing="best_fit"', "data.separate_documents=true", "model.overrides.vocab_size=100"], 3, "vocabulary"),
+        (
+            [
+                "train.sequence_length=30000",
+                "train.batch_rows=1",
+                "train.micro_batch_rows=1",
+                "data.validation_fraction=0.0",
+            ],
+            2,
+            "too little text",
+        ),
+        (
+            ['data.packing="best_fit"', "data.separate_documents=true", "model.overrides.vocab_size=100"],
+            3,
+            "vocabulary",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_text_is_one_clear_error(
     place: Path, recipe: Path, settings: list[str], code: int, words: str
 ) -> None:

@@ -1,7 +1,7 @@
 """What a layout costs each process: parameters and bytes it holds, collectives of a step with their bytes.
 
-Counted from the same tables that build the model, without building it. Bytes of a collective are those of its whole result:
-gathered, before scattering, or reduced; of a point-to-point one, those sent.
+Counted from the same tables that build the model, without building it. Bytes of a collective are those of its
+whole result: gathered, before scattering, or reduced; of a point-to-point one, those sent.
 """
 
 import dataclasses
@@ -13,37 +13,43 @@ from typing import Any
 
 from ...core.console import amount, table
 from ...models.config import BERTConfig, ModelConfig, family_of
-from ..recipe import Recipe
-from .actions import pipeline_actions
-from .layout import Layout
-from .plan import (
+from ...planner.actions import pipeline_actions
+from ...planner.layout import Layout
+from ...planner.tables import (
     SIGNS_PER_SCALE,
     SKETCH,
-    Piece,
-    Place,
+    Coordinates,
+    ShardSpec,
     bucket_slices,
     is_decayed,
-    is_hidden_matrix,
     is_tied,
     low_rank_pays,
+    optimizer_numbers,
     parameter_shapes,
-    pieces,
+    shard_specs,
     stage_holds,
     tensor_placement,
 )
+from ..recipe import Recipe
 
 BYTES = {
     "fp64": 8,
     "fp32": 4,
+    "tf32": 4,
     "bf16": 4,
     "fp16": 4,
-}  # of a weight, a gradient and an activation between layers, without offload
-COMPUTED = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of what enters and leaves a matrix product
-OPTIMIZER_SLOTS = 2
+}  # of a master, a number of the optimizer, a summed gradient
+COMPUTED = {
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "bf16": 2,
+    "fp16": 2,
+}  # of a weight in the model, an activation, a matrix product
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepShape:
     """The shape of a step on one process."""
 
     micro_batches: int
@@ -52,13 +58,18 @@ class Batch:
     predicted: int  # positions with masked-token logits in a micro-batch, as prepared
     precision: str
     recompute: str = "none"
-    halves: bool = False  # weights, gradients and what passes between layers in 16 bits, as with offload
+    halves: bool = False  # copies sum their gradients in the dtype of the weights, as with offload
     scheme: str = "none"  # of compressed gradients, once their warm-up is over
     rank: int = 4  # of PowerSGD's factors
 
     @property
     def kept(self) -> int:
-        """Bytes of a weight, a gradient and an activation between layers."""
+        """Bytes of a weight in the model and of an activation between layers."""
+        return COMPUTED[self.precision]
+
+    @property
+    def summed(self) -> int:
+        """Bytes of a gradient that copies of the model sum."""
         return COMPUTED[self.precision] if self.halves else BYTES[self.precision]
 
 
@@ -73,24 +84,24 @@ class Traffic:
     what: str
 
 
-def held(config: ModelConfig, layout: Layout, place: Place) -> int:
+def held(config: ModelConfig, layout: Layout, place: Coordinates) -> int:
     """Parameters of a process."""
-    return sum(piece.box.numel for piece in pieces(config, layout, place))
+    return sum(spec.box.numel for spec in shard_specs(config, layout, place))
 
 
-def places(layout: Layout) -> Iterator[Place]:
+def places(layout: Layout) -> Iterator[Coordinates]:
     """The processes that hold different parts, in order: pipeline rank, then tensor rank, then shard."""
     for pipeline in range(layout.pipeline):
         for tensor in range(layout.tensor):
             for shard in range(layout.shards):
-                yield Place(pipeline, tensor, 0, shard)
+                yield Coordinates(pipeline, tensor, 0, shard)
 
 
-def traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> list[Traffic]:
+def traffic(config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int) -> list[Traffic]:
     """The collectives of one step (forward, backward, gradients) on the processes of a pipeline rank.
 
-    Left out are the few numbers of losses, counts and the norm, and that a zero-bubble schedule gathers the gradients of
-    row-cut matrices again for each backward that it splits.
+    Left out are the few numbers of losses, counts and the norm, and that a zero-bubble schedule gathers the
+    gradients of row-cut matrices again for each backward that it splits.
     """
     found = [
         *_tensor_traffic(config, layout, batch, pipeline_rank),
@@ -102,7 +113,7 @@ def traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: in
 
 
 def _tensor_traffic(
-    config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int
+    config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
 ) -> Iterator[Traffic]:
     if layout.tensor == 1:
         return
@@ -130,7 +141,7 @@ def _tensor_traffic(
                 gathers[kept] += n
                 sums[batch.predicted * config.width * COMPUTED[batch.precision]] += n
             else:
-                gathers[computed] += 2 * n
+                gathers[computed] += n
                 scatters[computed] += n
     for kind, counted in (("all-gather", gathers), ("reduce-scatter", scatters), ("all-reduce", sums)):
         yield Traffic(
@@ -141,9 +152,9 @@ def _tensor_traffic(
             "rows and loss",
         )
     partial = [
-        piece.box.numel * batch.kept
-        for piece in pieces(config, layout, Place(pipeline_rank))
-        if piece.placement == "partial"
+        spec.box.numel * batch.summed
+        for spec in shard_specs(config, layout, Coordinates(pipeline_rank))
+        if spec.placement == "partial"
     ]
     yield Traffic(
         "tensor",
@@ -155,20 +166,23 @@ def _tensor_traffic(
 
 
 def _context_traffic(
-    config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int
+    config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
 ) -> Iterator[Traffic]:
     if layout.context == 1:
         return
     layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
-    keys = batch.rows * batch.length * max(config.key_value_heads // layout.tensor, 1) * config.head_size
-    size, calls = 2 * keys * COMPUTED[batch.precision], batch.micro_batches * layers
-    again = 1 if batch.recompute == "none" else 2
-    yield Traffic("context", "all-gather", again * calls, again * calls * size, "keys and values")
-    yield Traffic("context", "reduce-scatter", calls, calls * size, "their gradients")
+    heads = max(config.key_value_heads // layout.tensor, 1)
+    part = 2 * batch.rows * batch.length // layout.context * heads * config.head_size
+    calls = batch.micro_batches * layers
+    number = COMPUTED[batch.precision]
+    passes = (2 if batch.recompute == "none" else 3) * (layout.context - 1)  # forwards, and once for backward
+    yield Traffic("context", "send", passes * calls, passes * calls * part * number, "keys and values")
+    sums = layout.context * calls  # home at last; added up in float32 at least
+    yield Traffic("context", "send", sums, sums * part * max(number, 4), "their gradients")
 
 
 def _pipeline_traffic(
-    config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int
+    config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
 ) -> Iterator[Traffic]:
     here = layout.stages_of(pipeline_rank)
     size = batch.rows * batch.length // (layout.context * layout.tensor) * config.width * batch.kept
@@ -184,15 +198,23 @@ def _pipeline_traffic(
         and ({0, layout.stages - 1} & set(here))
         and not {0, layout.stages - 1} <= set(here)
     ):
-        piece = next(
-            p for p in pieces(config, layout, Place(pipeline_rank)) if p.name == "token_table.weight"
+        spec = next(
+            p
+            for p in shard_specs(config, layout, Coordinates(pipeline_rank))
+            if p.name == "token_table.weight"
         )
-        yield Traffic("pipeline", "all-reduce", 1, piece.box.numel * batch.kept, "gradient of the tied table")
+        yield Traffic(
+            "pipeline", "all-reduce", 1, spec.box.numel * batch.summed, "gradient of the tied table"
+        )
 
 
-def _data_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_rank: int) -> Iterator[Traffic]:
-    number, n = batch.kept, batch.micro_batches
-    parts = list(pieces(config, dataclasses.replace(layout, sharding="replicated"), Place(pipeline_rank)))
+def _data_traffic(
+    config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
+) -> Iterator[Traffic]:
+    number, wide, n = batch.kept, BYTES[batch.precision], batch.micro_batches
+    parts = list(
+        shard_specs(config, dataclasses.replace(layout, sharding="replicated"), Coordinates(pipeline_rank))
+    )
     if layout.shards == 1:
         if layout.data * layout.context > 1:
             yield from _copies_traffic(parts, layout.data * layout.context, batch)
@@ -200,10 +222,10 @@ def _data_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_ra
     blocks: Counter[tuple[int, str]] = (
         Counter()
     )  # (stage, group) -> bytes, rounded up as each parameter is cut
-    for piece in parts:
-        rows = -(-piece.box.size[0] // layout.shards) * layout.shards
-        group = piece.name.split(".")[1] if piece.name.startswith("blocks.") else ""
-        blocks[piece.stage, group] += rows * piece.box.numel // piece.box.size[0] * number
+    for spec in parts:
+        rows = -(-spec.box.size[0] // layout.shards) * layout.shards
+        group = spec.name.split(".")[1] if spec.name.startswith("blocks.") else ""
+        blocks[spec.stage, group] += rows * spec.box.numel // spec.box.size[0] * number
     layers = {key: size for key, size in blocks.items() if key[1]}
     rest = {key: size for key, size in blocks.items() if not key[1]}
     streamed = layout.sharding == "full" and layout.pipeline == 1
@@ -213,39 +235,43 @@ def _data_traffic(config: ModelConfig, layout: Layout, batch: Batch, pipeline_ra
     size = gathered[0] * sum(layers.values()) + gathered[1] * sum(rest.values())
     yield Traffic("data", "all-gather", calls, size, "weights")
     yield Traffic(
-        "data", "reduce-scatter", reduced * len(blocks), reduced * sum(blocks.values()), "gradients"
+        "data",
+        "reduce-scatter",
+        reduced * len(blocks),
+        reduced * sum(blocks.values()) // number * wide,
+        "gradients",
     )
     if layout.replicas > 1:
-        size = reduced * sum(blocks.values()) // layout.shards
+        size = reduced * sum(blocks.values()) // number * wide // layout.shards
         yield Traffic("data", "all-reduce", reduced * len(blocks), size, "gradients of the copies")
 
 
-def _copies_traffic(parts: list[Piece], copies: int, batch: Batch) -> Iterator[Traffic]:
+def _copies_traffic(parts: list[ShardSpec], copies: int, batch: StepShape) -> Iterator[Traffic]:
     """The sum of gradients over copies of the model, whole or by a scheme of `compression` (and `onebit`)."""
 
     def summed(sizes: list[int], what: str) -> Traffic:
         return Traffic("data", "all-reduce", len(bucket_slices(sizes)), sum(sizes), what)
 
     if batch.scheme == "none":
-        yield summed([piece.box.numel * batch.kept for piece in parts], "gradients")
+        yield summed([spec.box.numel * batch.summed for spec in reversed(parts)], "gradients")
     elif batch.scheme == "powersgd":
-        pays = [low_rank_pays(piece.box.size, batch.rank) for piece in parts]
-        shapes = [(piece.box.size[0], piece.box.numel // piece.box.size[0]) for piece in parts]
+        pays = [low_rank_pays(spec.box.size, batch.rank) for spec in parts]
+        shapes = [(spec.box.size[0], spec.box.numel // spec.box.size[0]) for spec in parts]
         yield summed(
-            [piece.box.numel * batch.kept for piece, thin in zip(parts, pays) if not thin],
+            [spec.box.numel * batch.summed for spec, thin in zip(parts, pays) if not thin],
             "gradients of vectors",
         )
         for which in (0, 1):
             sizes = [
-                shape[which] * batch.rank * max(batch.kept, 4) for shape, thin in zip(shapes, pays) if thin
+                shape[which] * batch.rank * max(batch.summed, 4) for shape, thin in zip(shapes, pays) if thin
             ]
             yield summed(sizes, f"factors of {('rows', 'columns')[which]}")
     else:
         signs = batch.scheme == "one-bit-adam"
         if signs:  # in the order of its groups: those that decay come first
-            parts = sorted(parts, key=lambda piece: not is_decayed(piece.name, len(piece.shape)))
-        sent = [piece.box.numel for piece in parts]
-        buckets = [sum(sent[bucket]) for bucket in bucket_slices([numel * batch.kept for numel in sent])]
+            parts = sorted(parts, key=lambda spec: not is_decayed(spec.name, len(spec.shape)))
+        sent = [spec.box.numel for spec in parts]
+        buckets = [sum(sent[bucket]) for bucket in bucket_slices([numel * batch.summed for numel in sent])]
         unit = SIGNS_PER_SCALE if signs else 1
         padded = [-(-numel // (copies * unit)) * copies * unit for numel in buckets]
         size = sum(numel // 8 + 4 * numel // unit if signs else 2 * numel for numel in padded)
@@ -253,19 +279,26 @@ def _copies_traffic(parts: list[Piece], copies: int, batch: Batch) -> Iterator[T
         yield Traffic("data", "all-to-all", len(buckets), size, what)
         yield Traffic("data", "all-gather", len(buckets), size, what)
         if signs:
-            yield Traffic("data", "all-reduce", 1, SKETCH * batch.kept, "sketch of the norm")
+            yield Traffic("data", "all-reduce", 1, SKETCH * batch.summed, "sketch of the norm")
 
 
-def batch_of(recipe: Recipe) -> Batch:
+def batch_of(recipe: Recipe) -> StepShape:
     """The shape of a resolved recipe's step."""
     train = recipe.train
     micro = train.rows_per_micro_batch
     fraction = recipe.objective.mask_fraction if recipe.objective else 0.0
     predicted = micro * math.ceil(train.sequence_length // recipe.parallel.context * fraction)
-    return Batch(
-        train.rows_per_step // (recipe.parallel.data * micro), micro, train.sequence_length, predicted, train.precision,
-        train.recompute, halves=train.offload, scheme=recipe.compression.scheme, rank=recipe.compression.rank,
-    )  # fmt: skip
+    return StepShape(
+        train.rows_per_step // (recipe.parallel.data * micro),
+        micro,
+        train.sequence_length,
+        predicted,
+        train.precision,
+        train.recompute,
+        halves=train.offload,
+        scheme=recipe.compression.scheme,
+        rank=recipe.compression.rank,
+    )
 
 
 def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
@@ -279,19 +312,25 @@ def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], 
         whole = held(config, dataclasses.replace(layout, sharding="replicated"), place)
         gradients = whole if layout.sharding in ("replicated", "zero1") or layout.pipeline > 1 else count
         weights = count if layout.sharding == "full" and layout.pipeline == 1 else whole
-        sizes = {"weights": weights * batch.kept, "gradients": gradients * batch.kept}
+        sizes = {"weights": weights * batch.kept, "gradients": gradients * batch.summed}
         # with offload: master and gradient beside the optimizer's numbers, on the host
-        slots = OPTIMIZER_SLOTS * count - (
-            _muon_matrices(config, layout, place) if recipe.optimizer.name == "muon" else 0
-        )
-        sizes[held_names[-1]] = number * (slots + 2 * count * batch.halves)
+        slots = _optimizer_numbers(recipe.optimizer.name, config, layout, place)
+        masters = 0 if number == batch.kept else count  # with offload a gradient lies beside them
+        sizes[held_names[-1]] = number * (slots + (2 * count if batch.halves else masters))
         processes.append(dataclasses.asdict(place) | {"parameters": count} | sizes)
     sent = {rank: traffic(config, layout, batch, rank) for rank in range(layout.pipeline)}
     facts: dict[str, Any] = {
-        "layout": layout.facts(), "family": family_of(config), "parameters": config.parameter_count(), "processes": processes,
+        "layout": layout.facts(),
+        "family": family_of(config),
+        "parameters": config.parameter_count(),
+        "processes": processes,
         "placements": dict(placements(config, layout)),
-        "traffic": [{"pipeline": rank} | dataclasses.asdict(entry) for rank, entries in sent.items() for entry in entries],
-    }  # fmt: skip
+        "traffic": [
+            {"pipeline": rank} | dataclasses.asdict(entry)
+            for rank, entries in sent.items()
+            for entry in entries
+        ],
+    }
     if layout.pipeline > 1:
         order = pipeline_actions(layout, batch.micro_batches)
         facts["actions"] = [[str(action) for action in rank] for rank in order]
@@ -323,10 +362,9 @@ def layout_report(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], 
     return facts, lines
 
 
-def _muon_matrices(config: ModelConfig, layout: Layout, place: Place) -> int:
-    """Numbers of a process that Muon moves, with a momentum and no square."""
-    mine = pieces(config, layout, place)
-    return sum(piece.box.numel for piece in mine if is_hidden_matrix(piece.name, len(piece.shape)))
+def _optimizer_numbers(optimizer: str, config: ModelConfig, layout: Layout, place: Coordinates) -> int:
+    mine = shard_specs(config, layout, place)
+    return sum(optimizer_numbers(optimizer, spec.name, spec.box.size) for spec in mine)
 
 
 def shortened(words: list[str], most: int = 24) -> str:
@@ -365,12 +403,12 @@ def _placement_rows(config: ModelConfig, layout: Layout) -> list[tuple[str, str,
 def per_process(terms: dict[str, int], config: ModelConfig, recipe: Recipe) -> dict[str, int]:
     """The memory terms of one process with everything, scaled to the process of the layout that needs most.
 
-    A pipeline keeps as many micro-batches as its schedule has in flight on the first process: all for gpipe, one for each stage
-    for the others (Narayanan et al. 2021, section 2.2).
+    A pipeline keeps as many micro-batches as its schedule has in flight on the first process: all for gpipe,
+    one for each stage for the others (Narayanan et al. 2021, section 2.2).
     """
     layout, batch, whole = recipe.parallel.layout(), batch_of(recipe), config.parameter_count()
     unsharded = dataclasses.replace(layout, sharding="replicated")
-    corners = [Place(pipeline) for pipeline in {0, layout.pipeline // 2, layout.pipeline - 1}]
+    corners = [Coordinates(pipeline) for pipeline in {0, layout.pipeline // 2, layout.pipeline - 1}]
     kept = max(held(config, layout, place) for place in corners)
     gathered = max(held(config, unsharded, place) for place in corners)
     streamed = layout.sharding == "full" and layout.pipeline == 1
@@ -392,7 +430,7 @@ def per_process(terms: dict[str, int], config: ModelConfig, recipe: Recipe) -> d
         "gradients": (gathered if summed else kept + min(largest, gathered)) / whole,
         **dict.fromkeys(("optimizer", "master weights", "host gradients", "checkpoint copy"), kept / whole),
         "cast weights": gathered / whole,
-        "owed gradients": gathered / whole * (1 + 1 / layout.data),
+        "gradient residuals": gathered / whole * (1 + 1 / layout.data),
         "activations": layers * (flying if layout.pipeline > 1 else 1) / config.layers / spread,
         "logits": 1 / spread,
     }

@@ -1,4 +1,5 @@
-"""Gradients over slow networks: sums over the data-parallel processes in fewer bytes, with what was lost given back later.
+"""Gradients over slow networks: sums over the data-parallel processes in fewer bytes, with what was lost
+given back later.
 
 | scheme | bytes against fp32 | what is sent |
 |---|---|---|
@@ -6,12 +7,13 @@
 | `PowerSum` | (rows + columns) x rank / (rows x columns) of each matrix | two thin factors (Vogels et al. 2019, PowerSGD) |
 | `onebit.OneBitAdam` | 1/32 after its warm-up | signs of Adam's momentum (Tang et al. 2021) |
 
-Error feedback: every process adds to what it compresses now what its last compression lost, so that everything is sent in the end
-(Karimireddy et al. 2019). The errors are this process's own; a run continued without them goes on from zero errors.
+Error feedback: every process adds to what it compresses now what its last compression lost, so that
+everything is sent in the end (Karimireddy et al. 2019). The errors are this process's own; a run continued
+without them goes on from zero errors.
 
-Gradients here are parts that sum to the gradient of the whole batch, as losses are divided by the global count. Bytes are
-counted where they are sent, as the usual algorithms send them (a ring all-reduce of x bytes over n processes: 2 (n-1)/n x);
-tests compare the count with what the kernel says went through gloo's sockets.
+Gradients here are parts that sum to the gradient of the whole batch, as losses are divided by the global
+count. Bytes are counted where they are sent, as the usual algorithms send them (a ring all-reduce of x bytes
+over n processes: 2 (n-1)/n x); tests compare the count with what the kernel says went through gloo's sockets.
 """
 
 from collections.abc import Sequence
@@ -21,13 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...planner.tables import SIGNS_PER_SCALE, low_rank_pays
 from .mesh import Axis
-from .plan import SIGNS_PER_SCALE, low_rank_pays
 from .sharding import buckets
 
 
-class Wire:
-    """The collectives of an axis, and the bytes that this process has sent through them (headers of messages left out)."""
+class Communicator:
+    """The collectives of an axis, and the bytes that this process has sent through them (headers of messages
+    left out).
+    """
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.bytes_sent = axis, 0.0
@@ -75,7 +79,8 @@ class Bf16:
 
 
 class Signs:
-    """Numbers (..., L) as bytes (..., L/8 + L/512): a bit each, and per block its mean magnitude, the best factor for signs.
+    """Numbers (..., L) as bytes (..., L/8 + L/512): a bit each, and per block its mean magnitude, the best
+    factor for signs.
 
     L is a multiple of the block. The scales stand after the bits, fp32.
     """
@@ -98,35 +103,48 @@ class Signs:
 
 
 class CompressedSum:
-    """The sum of vectors over an axis in the bytes of a codec: each process sums one part of it and sends that to all.
+    """The sum of vectors over an axis in the bytes of a codec: each process sums one part of it and sends
+    that to all.
 
-    Two compressions, each with its error: of what this process contributes, and of the part that it sums. The sum itself is in
-    full precision, so it does not matter how many processes there are. Everyone decodes the same bytes: the result is the
-    same on all to the bit.
+    Two compressions, each with its error: of what this process contributes, and of the part that it sums. The
+    sum itself is in full precision, so it does not matter how many processes there are. Everyone decodes the
+    same bytes: the result is the same on all to the bit.
     """
 
     def __init__(
-        self, wire: Wire, codec: Bf16 | Signs, numel: int, like: Tensor, error_feedback: bool = True
+        self,
+        communicator: Communicator,
+        codec: Bf16 | Signs,
+        numel: int,
+        like: Tensor,
+        error_feedback: bool = True,
     ) -> None:
-        self.wire, self.codec, self.numel, self.error_feedback = wire, codec, numel, error_feedback
-        processes = wire.axis.size
+        self.communicator, self.codec, self.numel, self.error_feedback = (
+            communicator,
+            codec,
+            numel,
+            error_feedback,
+        )
+        processes = communicator.axis.size
         part = -(-numel // (processes * codec.unit)) * codec.unit
         self.own_error = like.new_zeros(processes, part)
         self.sum_error = like.new_zeros(part)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(numel,) -> (numel,), about the sum of every process's `x`."""
-        if self.wire.axis.group is None:
+        if self.communicator.axis.group is None:
             return x
         missing = self.own_error.numel() - self.numel
         parts = F.pad(x, (0, missing)).view_as(self.own_error)
-        received = self.wire.all_to_all(self._encode(parts, self.own_error))
+        received = self.communicator.all_to_all(self._encode(parts, self.own_error))
         total = self.codec.decode(received, x.dtype).sum(0)
-        everything = self.wire.all_gather(self._encode(total, self.sum_error))
+        everything = self.communicator.all_gather(self._encode(total, self.sum_error))
         return self.codec.decode(everything, x.dtype).flatten()[: self.numel]
 
     def _encode(self, x: Tensor, error: Tensor) -> Tensor:
-        """The bytes of x and the error so far; `error` becomes what they miss. A number that is not finite leaves no error."""
+        """The bytes of x and the error so far; `error` becomes what they miss. A number that is not finite
+        leaves no error.
+        """
         wanted = x + error
         data = self.codec.encode(wanted)
         if self.error_feedback:
@@ -138,15 +156,15 @@ class CompressedSum:
 class CompressedSums:
     """A compressed sum for each of a list of vectors that comes again every step."""
 
-    def __init__(self, wire: Wire, codec: Bf16 | Signs, error_feedback: bool = True) -> None:
-        self.wire, self.codec, self.error_feedback = wire, codec, error_feedback
+    def __init__(self, communicator: Communicator, codec: Bf16 | Signs, error_feedback: bool = True) -> None:
+        self.communicator, self.codec, self.error_feedback = communicator, codec, error_feedback
         self._sums: list[CompressedSum] = []
         self._restored: dict[str, Tensor] = {}
 
     def __call__(self, index: int, x: Tensor) -> Tensor:
         """About the sum over the axis of the vector of that index."""
         if index == len(self._sums):
-            made = CompressedSum(self.wire, self.codec, x.numel(), x, self.error_feedback)
+            made = CompressedSum(self.communicator, self.codec, x.numel(), x, self.error_feedback)
             for kind, error in (("own", made.own_error), ("sum", made.sum_error)):
                 saved = self._restored.get(f"{kind}.{index}")
                 if (
@@ -175,17 +193,19 @@ class CompressedSums:
             error.mul_(factor)
 
 
-class Exchange:
+class CommunicationHook:
     """How the gradients of the copies of a model become one: what a layout's engine asks of a scheme."""
 
-    wire: Wire
+    communicator: Communicator
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sum in place over the axis. The same gradients in the same order every time."""
         raise NotImplementedError
 
     def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """The squared norm of the sum over the axis where `sum_gradients` left the parts; None where it did sum."""
+        """The squared norm of the sum over the axis where `sum_gradients` left the parts; None where it did
+        sum.
+        """
         return None
 
     def errors(self) -> dict[str, Tensor]:
@@ -196,26 +216,28 @@ class Exchange:
         """Go on with what `errors` gave, before the first sum."""
 
     def rescale(self, factor: float) -> None:
-        """fp16's loss scale, and with it every gradient to come, has become `factor` times as large: so do the errors."""
+        """fp16's loss scale, and with it every gradient to come, has become `factor` times as large: so do
+        the errors.
+        """
 
 
-class DenseSum(Exchange):
+class DenseSum(CommunicationHook):
     """Gradients summed as they are: what the other schemes are compared with."""
 
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
 
     @torch.no_grad()
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         for bucket in buckets(gradients):
-            unpack(self.wire.all_reduce(pack(bucket)), bucket)
+            unpack(self.communicator.all_reduce(pack(bucket)), bucket)
 
 
-class Bf16Sum(Exchange):
+class Bf16Sum(CommunicationHook):
     """Gradients summed in bfloat16, rounded twice whatever the number of processes."""
 
-    def __init__(self, wire: Wire, error_feedback: bool = True) -> None:
-        self.wire, self.sums = wire, CompressedSums(wire, Bf16(), error_feedback)
+    def __init__(self, communicator: Communicator, error_feedback: bool = True) -> None:
+        self.communicator, self.sums = communicator, CompressedSums(communicator, Bf16(), error_feedback)
 
     @torch.no_grad()
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
@@ -232,25 +254,34 @@ class Bf16Sum(Exchange):
         self.sums.rescale(factor)
 
 
-class PowerSum(Exchange):
-    """Gradients of matrices summed as a product of thin factors (Vogels et al. 2019, algorithm 1), the others as they are.
+class PowerSum(CommunicationHook):
+    """Gradients of matrices summed as a product of thin factors (Vogels et al. 2019, algorithm 1), the others
+    as they are.
 
-    The factor of columns starts where it ended the step before, so one power iteration a step follows the largest directions.
-    `dense_steps` at the start are summed as they are: gradients change fastest there. Every process orthogonalises the same
-    numbers; on unlike machines the results could differ in the last bit.
+    The factor of columns starts where it ended the step before, so one power iteration a step follows the
+    largest directions. `dense_steps` at the start are summed as they are: gradients change fastest there.
+    Every process orthogonalises the same numbers; on unlike machines the results could differ in the last
+    bit.
     """
 
-    def __init__(self, wire: Wire, rank: int = 4, dense_steps: int = 10, error_feedback: bool = True) -> None:
-        self.wire, self.rank, self.dense_steps, self.error_feedback = wire, rank, dense_steps, error_feedback
+    def __init__(
+        self, communicator: Communicator, rank: int = 4, dense_steps: int = 10, error_feedback: bool = True
+    ) -> None:
+        self.communicator, self.rank, self.dense_steps, self.error_feedback = (
+            communicator,
+            rank,
+            dense_steps,
+            error_feedback,
+        )
         self.steps = 0
-        self.dense = DenseSum(wire)
+        self.dense = DenseSum(communicator)
         self.factors: dict[int, Tensor] = {}  # by the place of the gradient: (columns, rank)
         self.lost: dict[int, Tensor] = {}  # by the place of the gradient: (rows, columns)
 
     @torch.no_grad()
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         self.steps += 1
-        if self.wire.axis.group is None:
+        if self.communicator.axis.group is None:
             return
         pays = [
             self.steps > self.dense_steps and low_rank_pays(gradient.shape, self.rank)
@@ -259,7 +290,8 @@ class PowerSum(Exchange):
         thin = [index for index, thinned in enumerate(pays) if thinned]
         self.dense.sum_gradients([gradient for gradient, thinned in zip(gradients, pays) if not thinned])
         if thin:
-            # at least fp32: of 16-bit gradients too, which no library factorises, and whose errors 16 bits would lose
+            # at least fp32: of 16-bit gradients too, which no library factorises, and whose errors 16 bits
+            # would lose
             self._sum_thin({index: _at_least_fp32(gradients[index].flatten(1)) for index in thin}, gradients)
 
     def _sum_thin(self, matrices: dict[int, Tensor], gradients: Sequence[Tensor]) -> None:
@@ -285,7 +317,7 @@ class PowerSum(Exchange):
             total = rows @ columns.T
             self.factors[index] = torch.where(columns.isfinite().all(), columns, self.factors[index])
             if self.error_feedback:  # each process's share of what the product misses of the sum
-                torch.sub(wanted[index], total, alpha=1 / self.wire.axis.size, out=self.lost[index])
+                torch.sub(wanted[index], total, alpha=1 / self.communicator.axis.size, out=self.lost[index])
                 self.lost[index].nan_to_num_(0.0, 0.0, 0.0)
             gradients[index].copy_(total.view_as(gradients[index]))
 

@@ -1,38 +1,49 @@
-"""Context parallelism: each process holds a part of every row, and attention gathers the keys and values of all of them.
+"""Context parallelism: each process holds a part of every row, and keys and values go round in a ring.
 
-Process r of n holds parts r and 2n-1-r of 2n, so that every one has as much of the causal triangle (the head-tail order of
-Llama 3, section 3.3.2). Losses are sums, so the order of the tokens does not matter to them; positions go along with the
-tokens. torch's own `context_parallel` has no CPU kernel; all-gathered keys with an explicit mask take any order, documents and
-grouped heads.
+Process r of n holds chunks r and 2n-1-r of 2n, so that every one has as much of the causal triangle (the
+head-tail order of Llama 3, section 3.3.2). Losses are sums, so the order of the tokens does not matter to
+them; positions go along with the tokens.
 
-Shape letters: B batch, S positions of a row, C of them here (S / context), A heads, G key-value heads, D head width.
+Attention never makes a tensor of queries times keys. Each chunk of queries meets each chunk of keys that it may see
+in one kernel call, causal for its own chunk and full for the ones before, and the results are merged by their
+log-sum-exp (Liu et al. 2023, Ring Attention; the skipped triangle after Brandon et al. 2023, Striped Attention). The
+backward is the same kernel's, given the merged result, while keys, values and their float32 gradients go
+round again. A process holds the keys of two parts at a time: its memory falls as 1 / n. Documents and padding are
+bounds within each chunk.
+
+Shape letters: B rows, C positions of a row here (S / context), H of a chunk (C / 2), T = B x H tokens of a
+chunk, A heads, G key-value heads, D head width, N documents.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ...models.layers import scaled_dot_product
-from ..objective import IGNORED
-from .collectives import Gathering, Scattering
+from ...data.options import NO_TARGET
+from ...models.documents import Documents
+from ...models.varlen import Bounds, varlen_backward, varlen_forward, wide_dtype
 from .mesh import Axis
 
-KEY_DOCUMENTS, KEY_MASK = "key_document_ids", "key_attention_mask"
+ROW_DOCUMENTS = "row_documents"  # (B, S): documents of whole rows, of which a process has a part
 
 
 def head_tail_order(length: int, parts: int) -> np.ndarray:
-    """The positions of a row in the order in which the processes hold them: (S,), process r has the r-th of `parts` equal parts."""
+    """The positions of a row in the order in which the processes hold them: (S,), process r has the r-th of
+    `parts` equal parts.
+    """
     chunks = np.arange(length).reshape(2 * parts, -1)
     return np.concatenate([np.concatenate((chunks[r], chunks[2 * parts - 1 - r])) for r in range(parts)])
 
 
 def cut_rows(rows: dict[str, np.ndarray], axis: Axis) -> dict[str, np.ndarray]:
-    """This process's part of each row, with explicit positions, and what it must know of all keys.
+    """This process's part of each row, with explicit positions, and the documents of the whole rows.
 
-    One sentence pair to a row is predicted from its first token: only the process that holds it keeps those targets.
+    One sentence pair to a row is predicted from its first token: only the process that holds it keeps those
+    targets.
     """
     if axis.size == 1:
         return rows
@@ -41,49 +52,144 @@ def cut_rows(rows: dict[str, np.ndarray], axis: Axis) -> dict[str, np.ndarray]:
     here = order[axis.rank * (length // axis.size) : (axis.rank + 1) * (length // axis.size)]
     cut = {name: values[:, here] for name, values in rows.items() if values.ndim == 2}
     cut.setdefault("positions", np.tile(here, (total, 1)))
-    if "document_ids" in rows:
-        del cut["document_ids"]
-        cut[KEY_DOCUMENTS] = rows["document_ids"][:, order]
-    if "attention_mask" in rows:
-        del cut["attention_mask"]
-        cut[KEY_MASK] = rows["attention_mask"][:, order]
+    numbers, real = cut.pop("document_ids", None), cut.pop("attention_mask", None)
+    if numbers is not None:
+        cut[ROW_DOCUMENTS] = rows["document_ids"]
+    elif real is not None:
+        cut[ROW_DOCUMENTS] = np.where(rows["attention_mask"], 0, -1)
     pairs = rows.get("nsp_targets")
     if pairs is not None and pairs.ndim == 1:
-        cut["nsp_targets"] = pairs if axis.rank == 0 else np.full_like(pairs, IGNORED)
+        cut["nsp_targets"] = pairs if axis.rank == 0 else np.full_like(pairs, NO_TARGET)
     return cut
 
 
-def context_mask(batch: dict[str, Tensor], axis: Axis, causal: bool) -> Tensor | None:
-    """Which keys (of all, in their order of gathering) each query here may see: (1 or B, 1, C, S) bool; None = all."""
-    part = batch["input_ids"].shape[1]
-    device = batch["input_ids"].device
-    mask = None
-    if causal:
-        order = torch.from_numpy(head_tail_order(part * axis.size, axis.size)).to(device)
-        here = order[axis.rank * part : (axis.rank + 1) * part]
-        mask = (here[:, None] >= order[None, :])[None, None]
-    if KEY_DOCUMENTS in batch:
-        keys = batch[KEY_DOCUMENTS]
-        here = keys[:, axis.rank * part : (axis.rank + 1) * part]
-        same = (here[:, :, None] == keys[:, None, :])[:, None]
-        mask = same if mask is None else mask & same
-    if KEY_MASK in batch:
-        real = batch[KEY_MASK][:, None, None, :]
-        mask = real.expand(-1, 1, part, -1) if mask is None else mask & real
-    return mask
+def chunk_documents(batch: dict[str, Tensor], axis: Axis) -> Documents:
+    """The documents of every chunk: bounds (2 context, N + 1), those of row c within the (T,) tokens of chunk c."""
+    rows, part = batch["input_ids"].shape
+    bounds = batch.get("document_bounds")
+    if bounds is None:  # a row is one document
+        ends = torch.arange(rows + 1, dtype=torch.int32, device=batch["input_ids"].device)
+        bounds = (ends * (part // 2)).expand(2 * axis.size, -1)
+    return Documents(bounds, part // 2)
 
 
-class _GatherKeys(torch.autograd.Function):
-    """Keys or values of all processes, along dim 2; each gets back the sum of the gradients of its own."""
+class _RingAttention(torch.autograd.Function):
+    """Queries here, keys and values of the whole row."""
 
     @staticmethod
-    def forward(ctx: Any, x_BGCD: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return Gathering(x_BGCD, 2, axis).wait()
+    def forward(
+        ctx: Any,
+        q_BACD: Tensor,
+        k_BGCD: Tensor,
+        v_BGCD: Tensor,
+        documents: Documents,
+        causal: bool,
+        axis: Axis,
+    ) -> Tensor:
+        bounds = _bounds(documents, q_BACD)
+        q = _to_chunks(q_BACD)  # (2, T, A, D)
+        kv = torch.stack((_to_chunks(k_BGCD), _to_chunks(v_BGCD)))  # (2, 2, T, G, D)
+        out = torch.zeros_like(q, dtype=wide_dtype(q.dtype))
+        lse = out.new_full((2, q.shape[2], q.shape[1]), -torch.inf)  # (2, A, T)
+        here = kv
+        for step in range(axis.size):
+            passing = _Passing(here, axis) if step < axis.size - 1 else None
+            for i, j, own, other in _pairs(step, causal, axis):
+                lengths = bounds[own], bounds[other], documents.longest
+                part = varlen_forward(q[i], here[0, j], here[1, j], *lengths, causal and own == other)
+                _merge(out[i], lse[i], *part)
+            if passing is not None:
+                here = passing.wait()
+        merged = out.to(q.dtype)
+        ctx.save_for_backward(q, kv, merged, lse, documents.bounds_N)
+        ctx.longest, ctx.causal, ctx.axis, ctx.rows = documents.longest, causal, axis, len(q_BACD)
+        return _from_chunks(merged, len(q_BACD))
 
     @staticmethod
-    def backward(ctx: Any, grad_BGSD: Tensor) -> tuple[Tensor | None, ...]:
-        return Scattering(grad_BGSD, 2, ctx.axis).wait(), None
+    def backward(ctx: Any, grad_BACD: Tensor) -> tuple[Tensor | None, ...]:
+        q, here, out, lse, bounds_CN = ctx.saved_tensors
+        axis, causal = ctx.axis, ctx.causal
+        bounds = _bounds(Documents(bounds_CN, ctx.longest), q)
+        grad = _to_chunks(grad_BACD)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        coming = None  # the gradients of the keys that are here, from the processes that had them before
+        for step in range(axis.size):
+            passing = _Passing(here, axis) if step < axis.size - 1 else None
+            dkv = torch.zeros_like(here, dtype=lse.dtype)
+            for i, j, own, other in _pairs(step, causal, axis):
+                queries, keys = (grad[i], q[i]), (here[0, j], here[1, j])
+                lengths = bounds[own], bounds[other], ctx.longest
+                parts = varlen_backward(*queries, *keys, out[i], lse[i], *lengths, causal and own == other)
+                for whole, part in zip((dq[i], dkv[0, j], dkv[1, j]), parts):
+                    whole += part
+            if coming is not None:
+                dkv += coming.wait()
+            coming = _Passing(dkv, axis)  # after the last step: home
+            if passing is not None:
+                here = passing.wait()
+        assert coming is not None
+        dk, dv = coming.wait().to(here.dtype).unbind(0)
+        return (
+            *(_from_chunks(x, ctx.rows) for x in (dq.to(q.dtype), dk, dv)),
+            None,
+            None,
+            None,
+        )
+
+
+class _Passing:
+    """A tensor on its way to the next process of the ring, and one from the process before."""
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        self.x, self.received = x, torch.empty_like(x)  # x is alive until it has been sent
+        after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
+        self.works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, after, axis.group),
+                dist.P2POp(dist.irecv, self.received, before, axis.group),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """What came."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _pairs(step: int, causal: bool, axis: Axis) -> Iterator[tuple[int, int, int, int]]:
+    """Which chunk here (0 or 1) meets which of those that are visiting, and their numbers in the row."""
+    visitor = (axis.rank - step) % axis.size
+    for i, own in enumerate((axis.rank, 2 * axis.size - 1 - axis.rank)):
+        for j, other in enumerate((visitor, 2 * axis.size - 1 - visitor)):
+            if not causal or other <= own:
+                yield i, j, own, other
+
+
+def _bounds(documents: Documents, like: Tensor) -> list[Any]:
+    """The bounds of each chunk; on a CPU as numbers, read once."""
+    bounds: list[Bounds] = documents.bounds_N.tolist() if not like.is_cuda else list(documents.bounds_N)
+    return bounds
+
+
+def _merge(out_TAD: Tensor, lse_AT: Tensor, part_TAD: Tensor, part_lse_AT: Tensor) -> None:
+    """Add a part's result to the ones before, in place: each weighs as much as its share of the exponentials."""
+    both = torch.logaddexp(lse_AT, part_lse_AT)
+    safe = both.masked_fill(both == -torch.inf, 0.0)  # a query that has met no key yet
+    out_TAD.mul_((lse_AT - safe).exp().t()[..., None])
+    out_TAD.add_(part_TAD * (part_lse_AT - safe).exp().t()[..., None])
+    lse_AT.copy_(both)
+
+
+def _to_chunks(x_BACD: Tensor) -> Tensor:
+    """(B, A, C, D) -> (2, T, A, D), contiguous."""
+    x_BA2HD = x_BACD.unflatten(2, (2, -1))
+    return x_BA2HD.permute(2, 0, 3, 1, 4).flatten(1, 2).contiguous()
+
+
+def _from_chunks(x_2TAD: Tensor, rows: int) -> Tensor:
+    """(2, T, A, D) -> (B, A, C, D)."""
+    return x_2TAD.unflatten(1, (rows, -1)).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
 def make_attend(axis: Axis) -> Callable[..., Tensor]:
@@ -94,15 +200,13 @@ def make_attend(axis: Axis) -> Callable[..., Tensor]:
         k_BGCD: Tensor,
         v_BGCD: Tensor,
         *,
-        mask: Tensor | None = None,
+        mask: Documents,
         is_causal: bool = False,
         dropout: float = 0.0,
     ) -> Tensor:
-        assert not is_causal, "a part of a row is not causal by its own order"
-        # one collective for both, in the dtype of the products: rotary positions leave the keys in fp32
-        kv = _GatherKeys.apply(torch.cat((k_BGCD.to(v_BGCD.dtype), v_BGCD), dim=-1), axis)
-        k, v = kv.split(k_BGCD.shape[-1], dim=-1)
-        return scaled_dot_product(q_BACD, k, v, mask=mask, dropout=dropout)
+        assert dropout == 0.0, "refused by the layout's rules"
+        dtype = v_BGCD.dtype  # of the products: rotary positions leave queries and keys in fp32
+        return _RingAttention.apply(q_BACD.to(dtype), k_BGCD.to(dtype), v_BGCD, mask, is_causal, axis)
 
     return attend
 

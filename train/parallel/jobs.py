@@ -14,7 +14,8 @@ from ...core.errors import WrongUse
 
 PORT = 29500
 GRACE_SECONDS = 300  # between the signal to stop and the kill: time to save
-# torch 2.13's restarts read the addresses of dead processes from a store that outlives them, unless each start has its own
+# torch 2.13's restarts read the addresses of dead processes from a store that outlives them, unless each
+# start has its own
 ENVIRONMENT = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 
@@ -41,12 +42,21 @@ class Job:
         return "a longer run continues after each requeue" if self.run_dir else "submitted again it continues"
 
     def torchrun(self, rank: str, first: str) -> str:
-        """The command on each machine; `rank` and `first` are shell words for its number and the first machine's name."""
+        """The command on each machine; `rank` and `first` are shell words for its number and the first
+        machine's name.
+        """
         words = [
-            "torchrun", f"--nnodes={self.machines}", f"--nproc-per-node={self.per_machine}", f"--node-rank={rank}",
-            "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{PORT}", f"--rdzv-id={self.name}", f"--max-restarts={self.restarts}",
-            f"--shutdown-timeout={GRACE_SECONDS}", "--module throughline.cli.main",
-        ]  # fmt: skip
+            "torchrun",
+            f"--nnodes={self.machines}",
+            f"--nproc-per-node={self.per_machine}",
+            f"--node-rank={rank}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={first}:{PORT}",
+            f"--rdzv-id={self.name}",
+            f"--max-restarts={self.restarts}",
+            f"--shutdown-timeout={GRACE_SECONDS}",
+            "--module throughline.cli.main",
+        ]
         return " ".join([*words, shlex.join(self.arguments)])
 
     def command(self, rank: str, first: str) -> str:
@@ -96,7 +106,8 @@ def torchrun_script(job: Job) -> str:
     return f"""\
 #!/bin/bash
 # {job.describe}
-# Run this on {f"each of {job.machines} machines" if job.machines > 1 else "one machine"}: {job.per_machine} processes there.
+# Run this on {f"each of {job.machines} machines" if job.machines > 1 else "one machine"}: {job.per_machine}
+# processes there.
 set -euo pipefail
 {several if job.machines > 1 else ""}{ENVIRONMENT}
 exec {job.command('"$NODE_RANK"', '"$FIRST_MACHINE"')}
@@ -106,7 +117,8 @@ exec {job.command('"$NODE_RANK"', '"$FIRST_MACHINE"')}
 def slurm_script(job: Job) -> str:
     """A batch file for sbatch. A run goes back into the queue; of anything else the same command continues."""
     signal = f"""\
-# SIGTERM to the steps {GRACE_SECONDS} s before the time is over: the run saves, and the job goes back into the queue
+# SIGTERM to the steps {GRACE_SECONDS} s before the time is over: the run saves, and the job goes back into
+# the queue
 #SBATCH --signal=TERM@{GRACE_SECONDS}
 """
     begin = f"""\

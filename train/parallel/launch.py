@@ -1,8 +1,9 @@
 """Start a command on several processes of this machine, watch them, and start them again after one was lost.
 
-No agent stands between: torchrun's costs the import of torch at every restart, hides the exit codes, and its restarts read the
-addresses of dead processes from a store that outlives them. The processes get torchrun's environment variables, a new port at
-every start, and a signal when this process dies. On several machines torchrun starts them (`throughline launch --emit`).
+No agent stands between: torchrun's costs the import of torch at every restart, hides the exit codes, and its
+restarts read the addresses of dead processes from a store that outlives them. The processes get torchrun's
+environment variables, a new port at every start, and a signal when this process dies. On several machines
+torchrun starts them (`throughline launch --emit`).
 """
 
 import ctypes
@@ -29,10 +30,11 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> int:
-    """Run `throughline ARGUMENTS` on that many processes; the exit code of the first one, or of the one that met a user's error.
+    """Run `throughline ARGUMENTS` on that many processes; the exit code of the first one, or of the one that
+    met a user's error.
 
-    After a process was lost all start again, at most `restarts` times in a row; a user's error or a finished command is final.
-    SIGTERM and Ctrl-C go to the processes, which save and end.
+    After a process was lost all start again, at most `restarts` times in a row; a user's error or a finished
+    command is final. SIGTERM and Ctrl-C go to the processes, which save and end.
     """
     left, start = restarts, 0
     while True:
@@ -52,7 +54,9 @@ def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> in
 
 
 def _run_once(processes: int, arguments: Sequence[str], start: int) -> tuple[int | None, bool, str]:
-    """One start: the exit code if it is final, None when a process was lost; whether a signal asked to stop; which was lost."""
+    """One start: the exit code if it is final, None when a process was lost; whether a signal asked to stop;
+    which was lost.
+    """
     with tempfile.TemporaryDirectory(prefix="throughline-") as directory:
         file, port = Path(directory) / "exit", free_port()
         command = [sys.executable, "-m", "throughline.cli.main", *arguments]
@@ -103,11 +107,13 @@ def _said(file: Path) -> int | None:
 
 
 def _watch(running: Sequence[subprocess.Popen], file: Path) -> tuple[list[int], int]:
-    """Wait for all; once one has failed the others get a grace, then SIGKILL: exit codes, and which failed first.
+    """Wait for all; once one has failed the others get a grace, then SIGKILL: exit codes, and which failed
+    first.
 
-    Those that are left have nothing to save without it, and a stopped one would not hear SIGTERM. When the first process has said
-    why the command failed there is no grace: the others would say it again. One that is done hurries nobody: the first process
-    closes the run after the others, and to hash a large one takes minutes.
+    Those that are left have nothing to save without it, and a stopped one would not hear SIGTERM. When the
+    first process has said why the command failed there is no grace: the others would say it again. One that
+    is done hurries nobody: the first process closes the run after the others, and to hash a large one takes
+    minutes.
     """
     first_end, first = 0.0, -1
     while None in [
@@ -158,6 +164,8 @@ def environment(rank: int, processes: int, port: int, exit_file: Path, start: in
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process when its parent is killed: it would train on beside the next start (Linux)."""
+    """Let the kernel end this process when its parent is killed: it would train on beside the next start
+    (Linux).
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """The processes of a layout as axes with process groups, each with a time limit.
 
-Groups are made here rather than by `init_device_mesh`: its groups fall back to the backend's 30 minutes whatever the time
-limit of the run, so a stalled process would hold the others that long.
+Groups are made here rather than by `init_device_mesh`: its groups fall back to the backend's 30 minutes
+whatever the time limit of the run, so a stalled process would hold the others that long.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...core.errors import WrongUse
-from .layout import Layout
+from ...planner.layout import Layout
 
 TIMEOUT_SECONDS = 600
 START_SECONDS = (
@@ -25,7 +25,9 @@ START_SECONDS = (
 
 @dataclass(frozen=True)
 class Axis:
-    """This process's place on an axis, and the group of those that differ from it on that axis only; no group when alone."""
+    """This process's place on an axis, and the group of those that differ from it on that axis only; no group
+    when alone.
+    """
 
     size: int = 1
     rank: int = 0
@@ -69,7 +71,9 @@ class Mesh:
         return list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
 
     def sharding_mesh(self) -> DeviceMesh | None:
-        """The mesh for `fully_shard`: one dim, or (replica, shard) for hybrid sharding; None when nothing is sharded."""
+        """The mesh for `fully_shard`: one dim, or (replica, shard) for hybrid sharding; None when nothing is
+        sharded.
+        """
         if self.shard.group is None:
             return None
         kind = self.device.type
@@ -105,7 +109,9 @@ def started_again() -> bool:
 
 
 def own_device(device: torch.device) -> torch.device:
-    """The GPU of this process among those on its machine; other devices are shared. Raises WrongUse when there are too few."""
+    """The GPU of this process among those on its machine; other devices are shared. Raises WrongUse when
+    there are too few.
+    """
     local = int(os.environ.get("LOCAL_RANK", 0))
     if device.type != "cuda" or processes_here() == 1:
         return device
@@ -125,14 +131,17 @@ def processes_here() -> int:
 
 
 def _ranks(layout: Layout) -> np.ndarray:
-    """Global ranks by (pipeline, replica, shard, context, tensor): tensor neighbours are neighbours, as they talk most."""
+    """Global ranks by (pipeline, replica, shard, context, tensor): tensor neighbours are neighbours, as they
+    talk most.
+    """
     replicas = layout.data if layout.sharding == "replicated" else layout.replicas
     shape = (layout.pipeline, replicas, layout.data // replicas, layout.context, layout.tensor)
     return np.arange(layout.world).reshape(shape)
 
 
 def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Mesh:
-    """The mesh of a layout over all processes of the default group, which must be as many as the layout needs.
+    """The mesh of a layout over all processes of the default group, which must be as many as the layout
+    needs.
 
     Every group has the time limit. Collective: every process calls it.
     """
@@ -144,9 +153,14 @@ def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIM
     limit = timedelta(seconds=timeout_seconds)
     sharded = layout.sharding != "replicated"
     dims = {
-        "pipeline": (0,), "data": (1, 2), "context": (3,), "tensor": (4,), "gradient": (1, 2, 3),
-        "replica": (1,) if sharded else (1, 2, 3), "shard": (2, 3) if sharded else (),
-    }  # fmt: skip
+        "pipeline": (0,),
+        "data": (1, 2),
+        "context": (3,),
+        "tensor": (4,),
+        "gradient": (1, 2, 3),
+        "replica": (1,) if sharded else (1, 2, 3),
+        "shard": (2, 3) if sharded else (),
+    }
     made: dict[tuple[int, ...], Axis] = {}
     axes = {}
     for name, free in dims.items():
@@ -165,7 +179,9 @@ def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIM
 
 
 def _axis(ranks: Sequence[int], rank: int, limit: timedelta) -> Axis:
-    """The axis through these ranks. Only members take part; all make their axes in the same order, so none waits in a circle."""
+    """The axis through these ranks. Only members take part; all make their axes in the same order, so none
+    waits in a circle.
+    """
     if len(ranks) == 1:
         return Axis(1, 0, tuple(ranks), None)
     group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)

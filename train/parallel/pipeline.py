@@ -1,19 +1,21 @@
 """Pipeline schedules: torch's, over our stages.
 
-Every process reads the same micro-batches, so only activations travel. Shapes are given, not inferred: torch would otherwise
-run one extra forward that advances the random numbers. Losses are summed, never averaged over micro-batches.
+Every process reads the same micro-batches, so only activations travel. Shapes are given, not inferred: torch
+would otherwise run one extra forward that advances the random numbers. Losses are summed, never averaged over
+micro-batches.
 """
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
 
-from ..objective import Batch
-from .layout import Layout
-from .stage import Stage
+from ...planner.layout import Layout
+
+Stage = Any  # a module of the floor above (train/stage.py), which knows the loss
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -22,12 +24,15 @@ SCHEDULES = {
     "zero-bubble-v": pipelining.ScheduleZBVZeroBubble,
     "interleaved-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
-# a failing schedule prints its whole table, hundreds of lines on every process; the error itself says what failed
+# a failing schedule prints its whole table, hundreds of lines on every process; the error itself says what
+# failed
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
 class Pipeline:
-    """The stages of this process in a schedule for one shape of micro-batches: (rows, sequence_length), `micro_batches` of them."""
+    """The stages of this process in a schedule for one shape of micro-batches: (rows, sequence_length),
+    `micro_batches` of them.
+    """
 
     def __init__(
         self,
@@ -49,11 +54,16 @@ class Pipeline:
         )
         parts = [
             pipelining.PipelineStage(
-                stage, stage.index, layout.stages, device, group=group,
-                input_args=nothing if stage.is_first else activation, output_args=loss if stage.is_last else activation,
+                stage,
+                stage.index,
+                layout.stages,
+                device,
+                group=group,
+                input_args=nothing if stage.is_first else activation,
+                output_args=loss if stage.is_last else activation,
             )
             for stage in stages
-        ]  # fmt: skip
+        ]
         self.schedule = SCHEDULES[layout.schedule](
             parts if layout.stages_per_process > 1 else parts[0],  # type: ignore[arg-type]
             micro_batches,
@@ -71,9 +81,10 @@ class Pipeline:
 
 @torch.no_grad()
 def run_forward(
-    stages: Sequence[Stage], batch: Batch, layout: Layout, dtype: torch.dtype
+    stages: Sequence[Stage], batch: dict[str, torch.Tensor], layout: Layout, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """One micro-batch through the pipeline without gradients: the sums of the last stage, None on other processes.
+    """One micro-batch through the pipeline without gradients: the sums of the last stage, None on other
+    processes.
 
     torch's own evaluation does not know the V placement of zero-bubble.
     """

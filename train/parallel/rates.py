@@ -1,6 +1,8 @@
-"""How fast this process multiplies, copies and adds up with the others, and which process is slow: for `throughline doctor`.
+"""How fast this process multiplies, copies and adds up with the others, and which process is slow: for
+`throughline doctor`.
 
-Each rate is the best of several short trials: what the hardware can do now, not what a busy moment left of it.
+Each rate is the best of several short trials: what the hardware can do now, not what a busy moment left of
+it.
 """
 
 import time
@@ -30,7 +32,9 @@ class Rates:
 
 
 def measure(device: torch.device, world: Axis) -> list[Rates]:
-    """The rates of every process, by rank. Collective; products and copies of all run at the same time, as in training."""
+    """The rates of every process, by rank. Collective; products and copies of all run at the same time, as in
+    training.
+    """
     size, copied, summed = SIZES[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     matrix = torch.ones(size, size, device=device, dtype=dtype)

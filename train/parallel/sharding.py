@@ -1,7 +1,7 @@
 """Data parallelism: gradients summed over copies, or everything sharded by torch's `fully_shard`.
 
-Copies sum their gradients in buckets; ZeRO-1, ZeRO-2, full and hybrid sharding are `fully_shard` with what it frees and when
-it reduces (Rajbhandari et al. 2020):
+Copies sum their gradients in buckets; ZeRO-1, ZeRO-2, full and hybrid sharding are `fully_shard` with what it
+frees and when it reduces (Rajbhandari et al. 2020):
 
 | sharding | weights between layers | gradients of micro-batches | optimizer |
 |---|---|---|---|
@@ -10,33 +10,43 @@ it reduces (Rajbhandari et al. 2020):
 | zero2 | whole during a step | reduce-scattered each micro-batch | sharded |
 | full | gathered for each layer, freed | reduce-scattered each micro-batch | sharded |
 
-In a pipeline gradients are reduced once a step and weights stay gathered, whatever the sharding (torch's schedules).
+With 16-bit products the shards are fp32 masters: weights are gathered in 16 bits, gradients reduced in fp32, so
+`full` gathers 2 + 2 bytes a parameter and reduces 4, and zero1 is Megatron's distributed optimizer.
+
+In a pipeline gradients are reduced once a step and weights stay gathered, whatever the sharding (torch's
+schedules).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from .layout import Layout
+from ...planner.layout import Layout
+from ...planner.tables import bucket_slices
 from .mesh import Axis, Mesh
-from .plan import bucket_slices
-from .stage import Stage
 
 
-def shard_stage(stage: Stage, mesh: Mesh) -> None:
-    """Shard the stage's blocks and the rest of it over the shard axis; nothing without one. The stage is on the meta device."""
+def shard_stage(stage: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, computed: torch.dtype) -> None:
+    """Shard a stage's blocks and the rest of it over the shard axis; nothing without one. The stage is on the
+    meta device.
+
+    The weights are gathered in the dtype of the products, `computed`; their gradients are added up and
+    reduced in fp32 at least.
+    """
     device_mesh = mesh.sharding_mesh()
     if device_mesh is None:
         return
+    summed = torch.promote_types(computed, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=summed, cast_forward_inputs=False)
     layout = mesh.layout
     free = layout.sharding == "full" and layout.pipeline == 1
-    for block in stage.model.blocks.values():
-        fully_shard(block, mesh=device_mesh, reshard_after_forward=free)
-    fully_shard(stage, mesh=device_mesh, reshard_after_forward=False)
+    for block in blocks:
+        fully_shard(block, mesh=device_mesh, reshard_after_forward=free, mp_policy=policy)
+    fully_shard(stage, mesh=device_mesh, reshard_after_forward=False, mp_policy=policy)
     for module in stage.modules():
         if isinstance(
             module, FSDPModule
@@ -45,8 +55,10 @@ def shard_stage(stage: Stage, mesh: Mesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def before_backward(stage: Stage, layout: Layout, last: bool) -> None:
-    """Say what the next backward of an unpipelined stage does with gradients: reduce them now, or keep them for the last one."""
+def before_backward(stage: nn.Module, layout: Layout, last: bool) -> None:
+    """Say what the next backward of an unpipelined stage does with gradients: reduce them now, or keep them
+    for the last one.
+    """
     if isinstance(stage, FSDPModule):
         reduce = last or layout.sharding != "zero1"
         stage.set_requires_gradient_sync(reduce)
@@ -55,7 +67,9 @@ def before_backward(stage: Stage, layout: Layout, last: bool) -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a sharded tensor, sharing its memory; the tensor itself when it is not sharded."""
+    """What this process holds of a sharded tensor, sharing its memory; the tensor itself when it is not
+    sharded.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -76,4 +90,4 @@ def sum_gradients(gradients: Sequence[Tensor], axis: Axis) -> None:
 
 def buckets(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     """Consecutive tensors of one dtype, in pieces worth one collective."""
-    return [tensors[piece] for piece in bucket_slices([tensor.nbytes for tensor in tensors])]
+    return [tensors[spec] for spec in bucket_slices([tensor.nbytes for tensor in tensors])]

@@ -1,11 +1,14 @@
-"""Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022), applied to a model from outside.
+"""Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022), applied to a
+model from outside.
 
-Between the matrices each process works on its part of every row; a column-cut matrix gathers the row first, a row-cut one
-reduce-scatters its partial sums. What differs from torch's DTensor plan: a column-cut linear keeps its shard of the input for
-backward and gathers again there (4 s b h per layer are kept instead of 7.4, measured on 8 processes), and tensors are plain,
-so a step costs what its matrix products and collectives cost.
+Between the matrices each process works on its part of every row; a column-cut matrix gathers the row first, a
+row-cut one reduce-scatters its partial sums. What differs from torch's DTensor plan: a column-cut linear
+keeps its shard of the input for backward and gathers again there (4 s b h per layer are kept instead of 7.4,
+measured on 8 processes), and tensors are plain, so a step costs what its matrix products and collectives
+cost.
 
-Shape letters: B batch, S positions of a row, P positions of this process (S / tensor), W width, N selected positions, V vocabulary.
+Shape letters: B batch, S positions of a row, P positions of this process (S / tensor), W width, N selected
+positions, V vocabulary.
 """
 
 from typing import Any
@@ -15,15 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...models.linear import linear
+from ...planner.tables import even_part, tensor_box, tensor_placement
 from .collectives import Gathering, Scattering
 from .mesh import Axis
-from .plan import even_part, tensor_box, tensor_placement
 
 
 def _wanted(ctx: Any, index: int) -> bool:
-    """Whether this pass of backward wants the gradient of an input: a zero-bubble schedule takes inputs and weights in two passes.
+    """Whether this pass of backward wants the gradient of an input: a zero-bubble schedule takes inputs and
+    weights in two passes.
 
-    `ctx.needs_input_grad` does not know of the pass. Without torch's private answer both are computed, which is right and slower.
+    `ctx.needs_input_grad` does not know of the pass. Without torch's private answer both are computed, which
+    is right and slower.
     """
     node = ctx.next_functions[index][0]
     if node is None or not ctx.needs_input_grad[index]:
@@ -33,24 +38,16 @@ def _wanted(ctx: Any, index: int) -> bool:
     except (
         AttributeError,
         RuntimeError,
-    ):  # RuntimeError: asked about a leaf, which is only met when it is wanted
+    ):  # RuntimeError: asked about a local, which is only met when it is wanted
         return True
-
-
-def computing_dtype(x: Tensor) -> torch.dtype:
-    """Of the products here: what autocast says, else the tensor's own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BPW: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
-        dtype = computing_dtype(x_BPW)
-        x_BPW, weight = x_BPW.to(dtype), weight.to(dtype)
         ctx.axis, ctx.biased = axis, bias is not None
         ctx.save_for_backward(x_BPW, weight)
-        return linear(Gathering(x_BPW, 1, axis).wait(), weight, None if bias is None else bias.to(dtype))
+        return linear(Gathering(x_BPW, 1, axis).wait(), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_BSV: Tensor) -> tuple[Tensor | None, ...]:
@@ -68,8 +65,6 @@ class _Column(torch.autograd.Function):
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSV: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-        dtype = computing_dtype(x_BSV)
-        x_BSV, weight = x_BSV.to(dtype), weight.to(dtype)
         ctx.axis = axis
         ctx.save_for_backward(x_BSV, weight)
         return Scattering(linear(x_BSV, weight), 1, axis).wait()
@@ -96,8 +91,25 @@ class _ScatterSequence(torch.autograd.Function):
         return Gathering(grad_BPW, 1, ctx.axis).wait(), None
 
 
+class _GatherRows(torch.autograd.Function):
+    """Own part (B, P, W) -> the whole (B, S, W) for a cut matrix: the partial gradients are summed, each keeps its
+    part.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BPW: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return Gathering(x_BPW, 1, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSW: Tensor) -> tuple[Tensor | None, ...]:
+        return Scattering(grad_BSW, 1, ctx.axis).wait(), None
+
+
 class _GatherSame(torch.autograd.Function):
-    """Own part (B, P, W) -> the whole (B, S, W) for work that every process does alike: each keeps its part of the gradient."""
+    """Own part (B, P, W) -> the whole (B, S, W) for work that every process does alike: each keeps its part
+    of the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_BPW: Tensor, axis: Axis) -> Tensor:
@@ -127,6 +139,11 @@ def column_linear(x_BPW: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis
     return _Column.apply(x_BPW, weight, bias, axis)
 
 
+def gather_rows(x_BPW: Tensor, axis: Axis) -> Tensor:
+    """(B, P, W) -> (B, S, W) before a matrix cut by outputs; the same tensor when alone."""
+    return x_BPW if axis.group is None else _GatherRows.apply(x_BPW, axis)
+
+
 def gather_same(x_BPW: Tensor, axis: Axis) -> Tensor:
     """(B, P, W) -> (B, S, W) for heads that every process computes alike; the same tensor when alone."""
     return x_BPW if axis.group is None else _GatherSame.apply(x_BPW, axis)
@@ -140,7 +157,8 @@ def sum_gradient(x: Tensor, axis: Axis) -> Tensor:
 class ColumnLinear(nn.Module):
     """A linear layer cut by outputs; its input is a part of the row, its output the whole row.
 
-    One that is not cut (the key head that all query heads share) has partial gradients: each process uses its output for its heads.
+    One that is not cut (the key head that all query heads share) has partial gradients: each process uses its
+    output for its heads.
     """
 
     def __init__(self, linear: nn.Linear, axis: Axis) -> None:
@@ -191,7 +209,8 @@ class SequenceEmbedding(nn.Module):
 
 
 def apply_tensor_parallel(model: Any, axis: Axis) -> None:
-    """Cut the model's parameters by the table and replace the layers that communicate; the model is still without values.
+    """Cut the model's parameters by the table and replace the layers that communicate; the model is still
+    without values.
 
     Parameters keep their names. Expects a model on the meta device (`models.init.empty_model`).
     """

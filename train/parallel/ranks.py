@@ -1,7 +1,7 @@
 """The processes of one run: who writes, what all must agree on, and that none outlives the launcher.
 
-The first process keeps the run's directory; the others train and stay silent. A run of one process is a crew of one and
-joins no group.
+The first process keeps the run's directory; the others train and stay silent. A run of one process is a ranks
+of one and joins no group.
 """
 
 import os
@@ -22,10 +22,10 @@ from ...core.console import configure
 from ...core.errors import Failed, Refused, ThroughlineError, WrongUse
 from ...core.files import write_atomic
 from ...core.workspace import Workspace
+from ...planner.layout import Layout
+from .heartbeat import Heartbeat
 from .launch import end_with_parent
-from .layout import Layout
 from .mesh import TIMEOUT_SECONDS, Mesh, make_mesh, start_group
-from .pulse import Pulse
 
 Decision = TypeVar("Decision")
 # what gloo and NCCL say when a peer is gone or stalled
@@ -36,20 +36,23 @@ STALLED = re.compile("[Tt]imed out|[Tt]imeout")
 HANDOVER_SECONDS = 2.0  # in which the processes of a launcher that was just killed have ended
 LOOK_EVERY_S = 0.5  # whether the first process has let the others go
 OWNER = ".owner"  # the token of the start that writes the run's directory
-PULSE = ".pulse"  # in it: how far its processes are
+HEARTBEAT = ".heartbeat"  # in it: how far its processes are
 
 
 class Lost(Failed):
     """Another process of the run is gone or stalled; the run can start again (exit 1).
 
-    The command line then ends the process at once: destructors of process groups wait for those that stand still.
+    The command line then ends the process at once: destructors of process groups wait for those that stand
+    still.
     """
 
     at_once = True
 
 
 def _loss(error: BaseException | None) -> str | None:
-    """What says that an error, or what it came from, is a lost or stalled process. torch's pipeline hides what its stages raise."""
+    """What says that an error, or what it came from, is a lost or stalled process. torch's pipeline hides
+    what its stages raise.
+    """
     while error is not None:
         if isinstance(error, RuntimeError) and (said := LOST.search(str(error))):
             return next(line for line in str(error).splitlines() if said[0] in line)
@@ -58,10 +61,12 @@ def _loss(error: BaseException | None) -> str | None:
 
 
 class RunWorkspace(Workspace):
-    """The run's directory as its owner sees it: whoever starts the run later becomes the owner, and this one writes no more.
+    """The run's directory as its owner sees it: whoever starts the run later becomes the owner, and this one
+    writes no more.
 
-    The lock keeps two starts on one machine apart. Where it does not reach (another machine, a file system without locks) a start
-    that was taken for dead can wake up beside its successor; the token it left in the directory is then another's.
+    The lock keeps two starts on one machine apart. Where it does not reach (another machine, a file system
+    without locks) a start that was taken for dead can wake up beside its successor; the token it left in the
+    directory is then another's.
     """
 
     def __init__(self, path: Path | str, token: str) -> None:
@@ -81,10 +86,12 @@ class RunWorkspace(Workspace):
         return self
 
     def own(self) -> None:
-        """Become the owner, once nothing speaks against this start: one that is refused takes nothing from a run that lives."""
+        """Become the owner, once nothing speaks against this start: one that is refused takes nothing from a
+        run that lives.
+        """
         write_atomic(self.path / OWNER, self.token)
         shutil.rmtree(
-            self.path / PULSE, ignore_errors=True
+            self.path / HEARTBEAT, ignore_errors=True
         )  # of processes that were killed, perhaps more than there are now
 
     def check_owner(self) -> None:
@@ -125,7 +132,7 @@ class SilentWorkspace(RunWorkspace):
         """Only the first process ends the run."""
 
 
-class Crew:
+class Ranks:
     """This process among those of a run."""
 
     def __init__(self, mesh: Mesh, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
@@ -137,8 +144,9 @@ class Crew:
         self._turns = 0  # of the first process before the others
 
     @classmethod
-    def start(cls, layout: Layout, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> "Crew":
-        """Join the processes that the launcher started and make the mesh of the layout, every group with the time limit.
+    def start(cls, layout: Layout, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> "Ranks":
+        """Join the processes that the launcher started and make the mesh of the layout, every group with the
+        time limit.
 
         Collective.
         """
@@ -147,7 +155,7 @@ class Crew:
             start_group(device, timeout_seconds)
         return cls(make_mesh(layout, device, timeout_seconds), timeout_seconds)
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "Ranks":
         if not self.leads:
             configure(quiet=True)
         return self
@@ -168,7 +176,8 @@ class Crew:
     def first_decides(self, decide: Callable[[], Decision]) -> Decision:
         """What `decide` returns on the first process, on every one. Collective.
 
-        When it raises an error of a user, the first process raises it and the others end silently with its exit code.
+        When it raises an error of a user, the first process raises it and the others end silently with its
+        exit code.
         """
         if not self.leads:
             self._wait_for_first()
@@ -200,9 +209,11 @@ class Crew:
         return (RunWorkspace if self.leads else SilentWorkspace)(path, self.token)
 
     @contextmanager
-    def watch(self, directory: Path) -> Iterator[Pulse]:
-        """Tell the others, by records in `directory`, how far this process is; when a collective fails, find who was behind."""
-        pulse = Pulse(
+    def watch(self, directory: Path) -> Iterator[Heartbeat]:
+        """Tell the others, by records in `directory`, how far this process is; when a collective fails, find
+        who was behind.
+        """
+        heartbeat = Heartbeat(
             None if self.alone else directory,
             self.mesh.rank,
             self.mesh.world.size,
@@ -210,19 +221,19 @@ class Crew:
             self.mesh.groups(),
         )
         try:
-            yield pulse
+            yield heartbeat
         except BaseException as error:
             said = _loss(error)
             if said and STALLED.search(said):
-                self.behind = list(pulse.behind().values())
-            pulse.close()
+                self.behind = list(heartbeat.behind().values())
+            heartbeat.close()
             if self.leads and not said:  # else the others still read them
-                pulse.remove()
+                heartbeat.remove()
             raise
-        pulse.close()
+        heartbeat.close()
         self.wait()  # until nobody writes one
         if self.leads:
-            pulse.remove()
+            heartbeat.remove()
 
     def share(self, value: Any) -> Any:
         """The first process's value, on every process. Collective."""
@@ -258,7 +269,8 @@ class Crew:
         if self.leads:
             self._let_others_go()
 
-    # At the store of the groups and not in a collective, whose time limit is none for the index or the checkpoint of a large run.
+    # At the store of the groups and not in a collective, whose time limit is none for the index or the
+    # checkpoint of a large run.
     def _wait_for_first(self) -> None:
         self._turns += 1
         turn, pause_s = f"turn/{self._turns}", 0.01

@@ -18,12 +18,12 @@ import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.models.config import GPTConfig  # noqa: E402
+from throughline.planner.layout import Layout  # noqa: E402
+from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.objective import prepare  # noqa: E402
-from throughline.train.parallel import pulse as module  # noqa: E402
-from throughline.train.parallel.crew import Crew, Lost  # noqa: E402
-from throughline.train.parallel.engine import Engine  # noqa: E402
-from throughline.train.parallel.layout import Layout  # noqa: E402
-from throughline.train.parallel.pulse import Place, Pulse, name_behind, read_place  # noqa: E402
+from throughline.train.parallel import heartbeat as module  # noqa: E402
+from throughline.train.parallel.heartbeat import Heartbeat, HeartbeatRecord, name_behind, read_place  # noqa: E402
+from throughline.train.parallel.ranks import Lost, Ranks  # noqa: E402
 
 LIMIT_S = 5
 NOW = 1000.0
@@ -34,8 +34,8 @@ def _warm() -> None:
     warm()
 
 
-def place(time: float = NOW, marks: int = 9, **collectives: int) -> Place:
-    return Place(time, 7, "backward", marks, "train/step.py:80 _update", collectives)
+def place(time: float = NOW, marks: int = 9, **collectives: int) -> HeartbeatRecord:
+    return HeartbeatRecord(time, 7, "backward", marks, "train/step.py:80 _update", collectives)
 
 
 def test_the_first_sign_that_tells_processes_apart_decides() -> None:
@@ -52,23 +52,23 @@ def test_the_first_sign_that_tells_processes_apart_decides() -> None:
 
 def late_rank(directory: Path, collectives_only: bool) -> tuple[str, list[str]]:
     """Three processes take three steps; then the last does not come to a collective."""
-    crew = Crew.start(Layout(data=3), torch.device("cpu"), LIMIT_S)
+    ranks = Ranks.start(Layout(data=3), torch.device("cpu"), LIMIT_S)
     warned: list[str] = []
     module.warn = warned.append
-    seen = directory / f"seen-{crew.mesh.rank}"
+    seen = directory / f"seen-{ranks.mesh.rank}"
     try:
-        with crew, crew.watch(directory / "pulse") as pulse:
+        with ranks, ranks.watch(directory / "heartbeat") as heartbeat:
             for step in range(3):
-                pulse.mark("its batch", step)
-                crew.wait()
-            if crew.mesh.rank == 2:
+                heartbeat.mark("its batch", step)
+                ranks.wait()
+            if ranks.mesh.rank == 2:
                 while not all((directory / f"seen-{rank}").exists() for rank in (0, 1)):
                     time.sleep(0.05)
                 return "", []
             if not collectives_only:
-                pulse.mark("backward")
+                heartbeat.mark("backward")
             try:
-                crew.wait()
+                ranks.wait()
             finally:
                 time.sleep(0.5)  # so that both have seen the records of three live processes
     except Lost as lost:
@@ -80,7 +80,9 @@ def late_rank(directory: Path, collectives_only: bool) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize("collectives_only", [False, True])
 def test_a_stalled_collective_names_who_is_behind(tmp_path: Path, collectives_only: bool) -> None:
-    """By the phases that have ended, or when those are equal by the collectives that were started. One of those who wait warns."""
+    """By the phases that have ended, or when those are equal by the collectives that were started. One of
+    those who wait warns.
+    """
     answers = run_ranks(3, lambda: late_rank(tmp_path, collectives_only))
     for why, _ in answers[:2]:
         first, *others = why.splitlines()
@@ -92,14 +94,16 @@ def test_a_stalled_collective_names_who_is_behind(tmp_path: Path, collectives_on
 
 
 def test_who_moves_within_a_long_phase_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of a long evaluation are of different moments: one that is a few collectives older is no process that is behind."""
+    """Records of a long evaluation are of different moments: one that is a few collectives older is no
+    process that is behind.
+    """
     warned: list[str] = []
     monkeypatch.setattr(module, "warn", warned.append)
     counts = itertools.count(1)
     group = SimpleNamespace(group_name="a", _get_sequence_number_for_group=lambda: next(counts))
-    other = Place(time.time() + 1000, 0, "the start", 0, "train/evaluate.py:60 measure", {"a": 0})
+    other = HeartbeatRecord(time.time() + 1000, 0, "the start", 0, "train/evaluate.py:60 measure", {"a": 0})
     (tmp_path / "1").write_text(json.dumps(asdict(other)))
-    own = Pulse(tmp_path, 0, 2, 0.5, [group])
+    own = Heartbeat(tmp_path, 0, 2, 0.5, [group])
     time.sleep(1.5)
     assert not warned
     group._get_sequence_number_for_group = lambda: 10**6
@@ -111,21 +115,23 @@ def test_who_moves_within_a_long_phase_does_not_wait(tmp_path: Path, monkeypatch
 
 
 def stalled_in_a_stage(directory: Path) -> str:
-    """The last of four processes does not come to its stage; the other one of that stage waits for it inside its forward."""
+    """The last of four processes does not come to its stage; the other one of that stage waits for it inside
+    its forward.
+    """
     config = GPTConfig(layers=2, width=32, heads=4, vocab_size=64, sequence_length=32)
-    crew = Crew.start(Layout(pipeline=2, tensor=2), torch.device("cpu"), LIMIT_S)
-    engine = Engine(config, crew.mesh, "fp32")
+    ranks = Ranks.start(Layout(pipeline=2, tensor=2), torch.device("cpu"), LIMIT_S)
+    engine = LayoutEngine(config, ranks.mesh, "fp32")
     engine.fill()
     ids = np.ones((2, 32), np.int64)
-    seen = directory / f"seen-{crew.mesh.rank}"
+    seen = directory / f"seen-{ranks.mesh.rank}"
     try:
-        with crew:
-            if crew.mesh.rank == 3:
+        with ranks:
+            if ranks.mesh.rank == 3:
                 while not all((directory / f"seen-{rank}").exists() for rank in range(3)):
                     time.sleep(0.05)
                 return ""
             engine.accumulate(
-                prepare({"input_ids": ids, "targets": ids}, "gpt", 1, crew.mesh.device, torch.float32), 0
+                prepare({"input_ids": ids, "targets": ids}, "gpt", 1, ranks.mesh.device, torch.float32), 0
             )
     except Lost as lost:
         return lost.why
@@ -144,11 +150,11 @@ def test_a_stopped_process_writes_no_more(tmp_path: Path) -> None:
     """SIGSTOP stops the thread too: its record grows old, and that names it."""
     child = os.fork()
     if child == 0:
-        Pulse(tmp_path, 1, 2, 6.0)
+        Heartbeat(tmp_path, 1, 2, 6.0)
         time.sleep(600)
         os._exit(0)
     try:
-        own = Pulse(tmp_path, 0, 2, 6.0)
+        own = Heartbeat(tmp_path, 0, 2, 6.0)
         end = time.monotonic() + 60
         while read_place(tmp_path / "1") is None or own.behind():
             assert time.monotonic() < end
@@ -168,8 +174,10 @@ def test_a_stopped_process_writes_no_more(tmp_path: Path) -> None:
 
 
 def limits() -> list[float]:
-    crew = Crew.start(Layout(pipeline=2, data=2, tensor=2, sharding="full"), torch.device("cpu"), 77)
-    Engine(GPTConfig(layers=2, width=32, heads=4, vocab_size=64, sequence_length=32), crew.mesh, "fp32")
+    ranks = Ranks.start(Layout(pipeline=2, data=2, tensor=2, sharding="full"), torch.device("cpu"), 77)
+    LayoutEngine(
+        GPTConfig(layers=2, width=32, heads=4, vocab_size=64, sequence_length=32), ranks.mesh, "fp32"
+    )
     groups = dist.distributed_c10d._world.pg_map
     assert len(groups) >= 4
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
@@ -182,14 +190,16 @@ def test_every_group_of_a_layout_has_the_time_limit() -> None:
 
 
 def first_takes_long() -> tuple[int, float]:
-    """The first process needs longer than the time limit of a collective, in both forms; what the others waited."""
-    crew = Crew.start(Layout(data=3), torch.device("cpu"), 1)
+    """The first process needs longer than the time limit of a collective, in both forms; what the others
+    waited.
+    """
+    ranks = Ranks.start(Layout(data=3), torch.device("cpu"), 1)
     begun = time.monotonic()
-    with crew:
-        with crew.one_first():
-            if crew.leads:
+    with ranks:
+        with ranks.one_first():
+            if ranks.leads:
                 time.sleep(2)
-        answer = crew.first_decides(lambda: time.sleep(2) or 7)
+        answer = ranks.first_decides(lambda: time.sleep(2) or 7)
     return answer, time.monotonic() - begun
 
 
@@ -200,10 +210,10 @@ def test_what_the_first_process_prepares_has_no_time_limit() -> None:
 
 
 def first_fails() -> str:
-    crew = Crew.start(Layout(data=2), torch.device("cpu"), LIMIT_S)
+    ranks = Ranks.start(Layout(data=2), torch.device("cpu"), LIMIT_S)
     try:
-        with crew, crew.one_first():
-            if crew.leads:
+        with ranks, ranks.one_first():
+            if ranks.leads:
                 raise ValueError("of the first process alone")
     except ValueError:
         return ""

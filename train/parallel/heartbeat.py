@@ -1,8 +1,9 @@
 """Who is behind when the processes of a run wait for one another: each writes now and then how far it is.
 
-The records are files in the run's directory, which all processes share: unlike keys of a store they can be read when the process
-that would serve them is the one that stands still. A process that stands still for most of the groups' time limit reads them and
-says who is behind, before NCCL's watchdog would end it without a word.
+The records are files in the run's directory, which all processes share: unlike keys of a store they can be
+read when the process that would serve them is the one that stands still. A process that stands still for most
+of the groups' time limit reads them and says who is behind, before NCCL's watchdog would end it without a
+word.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
-class Place:
+class HeartbeatRecord:
     """Where a process was at `time` (seconds since 1970)."""
 
     time: float
@@ -41,8 +42,10 @@ class Place:
         return f"step {self.step:,} after {self.after}, in {self.inside}"
 
 
-class Pulse:
-    """This process's records and a look at the others'. Without a directory (a run of one process) it does nothing."""
+class Heartbeat:
+    """This process's records and a look at the others'. Without a directory (a run of one process) it does
+    nothing.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class Pulse:
             directory.mkdir(parents=True, exist_ok=True)
             self._main = threading.get_ident()
             self._write()
-            self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+            self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._thread.start()
 
     def mark(self, phase: str, step: int | None = None) -> None:
@@ -106,26 +109,30 @@ class Pulse:
         counts = {str(group.group_name): group._get_sequence_number_for_group() for group in self._groups}
         if counts != self._counts:  # it moves within a long phase, such as an evaluation
             self._counts, self._since = counts, time.monotonic()
-        place = Place(time.time(), self._step, self._after, self._marks, _inside(self._main), counts)
+        place = HeartbeatRecord(
+            time.time(), self._step, self._after, self._marks, _inside(self._main), counts
+        )
         aside = self.directory / f"{self.rank}.tmp"
         with contextlib.suppress(OSError):  # a full disk, or the run has ended and the directory is gone
             aside.write_text(json.dumps(asdict(place)))
             os.replace(aside, self.directory / str(self.rank))
 
 
-def read_place(file: Path) -> Place | None:
+def read_place(file: Path) -> HeartbeatRecord | None:
     """The record of a process; None when there is none."""
     try:
-        return Place(**json.loads(file.read_text()))
+        return HeartbeatRecord(**json.loads(file.read_text()))
     except (OSError, ValueError):
         return None
 
 
-def name_behind(places: Mapping[int, Place | None], now: float, patience_s: float) -> dict[int, str]:
+def name_behind(
+    places: Mapping[int, HeartbeatRecord | None], now: float, patience_s: float
+) -> dict[int, str]:
     """A line for each process that the others wait for, found by the first sign that tells any apart.
 
-    A process that writes no more is stopped, or its machine is gone; else the one that has ended fewer phases than others; else
-    the one that has started fewer collectives of a group.
+    A process that writes no more is stopped, or its machine is gone; else the one that has ended fewer phases
+    than others; else the one that has started fewer collectives of a group.
     """
     silent = {rank: place for rank, place in places.items() if place is None or now - place.time > patience_s}
     if silent:

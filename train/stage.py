@@ -1,26 +1,27 @@
-"""One pipeline stage: the whole model's class with the parts of other stages taken out, and the loss at its end.
+"""One pipeline stage: the whole model's class with the parts of other stages taken out, and the loss at its
+end.
 
-Without a pipeline there is one stage and it is the model. Built on the meta device, then cut, then given memory: no process ever
-holds more than its part.
+Without a pipeline there is one stage and it is the model. Built on the meta device, then cut, then given
+memory: no process ever holds more than its part.
 
 Shape letters: B batch, S positions of a row, P those of this process, W width.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...models.config import BERTConfig, ModelConfig
-from ...models.init import empty_model
-from ..attention import fit_attention
-from ..objective import Batch
-from ..precision import autocast
-from .context import apply_context_parallel, context_mask
+from ..models.config import BERTConfig, ModelConfig
+from ..models.init import empty_model
+from ..planner.tables import stage_holds
+from .attention import fit_attention
 from .heads import Model, bert_sums, gpt_sums
-from .mesh import Axis, Mesh
-from .plan import stage_holds
-from .tensor import apply_tensor_parallel
+from .objective import Batch
+from .parallel.context import apply_context_parallel, chunk_documents
+from .parallel.mesh import Axis, Mesh
+from .parallel.tensor import apply_tensor_parallel
 
 Head = Callable[[Model, Tensor, Batch, Axis], Tensor]
 
@@ -28,14 +29,15 @@ Head = Callable[[Model, Tensor, Batch, Axis], Tensor]
 class Stage(nn.Module):
     """Maps the micro-batch it is at, and the activations of the stage before, to activations or to the loss.
 
-    `load` gives it the micro-batches of a step; every schedule runs a stage's forwards in their order, so a counter tells
-    which one is meant. `sums` collects what `head` computes on the last stage: the losses, (terms,) each.
+    `load` gives it the micro-batches of a step; every schedule runs a stage's forwards in their order, so a
+    counter tells which one is meant. `sums` collects what `head` computes on the last stage: the losses,
+    (terms,) each.
     """
 
-    def __init__(self, model: Model, index: int, mesh: Mesh, precision: str) -> None:
+    def __init__(self, model: Model, index: int, mesh: Mesh) -> None:
         super().__init__()
         self.model: Model = model
-        self.index, self.mesh, self.precision = index, mesh, precision
+        self.index, self.mesh = index, mesh
         self.is_first, self.is_last = index == 0, index == mesh.layout.stages - 1
         self.causal = not isinstance(model.config, BERTConfig)
         self.micro_batches: list[Batch] = []
@@ -45,19 +47,22 @@ class Stage(nn.Module):
         self.at = 0
 
     def load(self, micro_batches: list[Batch], inverse_counts: Tensor, loss_scale: float) -> None:
-        """The micro-batches of the next step, the inverse counts (terms,) of the targets of its whole batch, and fp16's scale."""
+        """The micro-batches of the next step, the inverse counts (terms,) of the targets of its whole batch,
+        and fp16's scale.
+        """
         self.micro_batches, self.inverse_counts, self.loss_scale = micro_batches, inverse_counts, loss_scale
         self.sums, self.at = [], 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Activations (B, P, W) of the stage before (anything on the first) -> activations, or the scaled loss on the last."""
+        """Activations (B, P, W) of the stage before (anything on the first) -> activations, or the scaled
+        loss on the last.
+        """
         batch = self.micro_batches[self.at]
         self.at += 1
-        with autocast(self.precision, self.mesh.device):
-            x_BPW = self.encode(x, batch)
-            if not self.is_last:
-                return x_BPW
-            sums = self.head(self.model, x_BPW, batch, self.mesh.tensor)
+        x_BPW = self.encode(x, batch)
+        if not self.is_last:
+            return x_BPW
+        sums = self.head(self.model, x_BPW, batch, self.mesh.tensor)
         self.sums.append(sums.detach())
         loss = (sums * self.inverse_counts).sum()
         return loss if self.loss_scale == 1.0 else loss * self.loss_scale
@@ -68,11 +73,11 @@ class Stage(nn.Module):
         positions = batch.get("positions")
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)
-        inputs: dict[str, Tensor | None] = {
-            name: batch[name] for name in ("document_ids", "attention_mask") if name in batch
-        }
+        inputs: dict[str, Any] = {}
         if self.mesh.context.group is not None:
-            inputs["mask"] = context_mask(batch, self.mesh.context, self.causal)
+            inputs["mask"] = chunk_documents(batch, self.mesh.context)
+        else:
+            inputs["document_bounds"] = batch.get("document_bounds")
         if self.is_first:
             kinds = () if self.causal else (batch.get("token_types"),)
             x = model.embed(ids, positions, *kinds)
@@ -91,7 +96,7 @@ def make_stage(config: ModelConfig, index: int, mesh: Mesh, precision: str, dtyp
     apply_tensor_parallel(model, mesh.tensor)
     fit_attention(model, mesh.device, precision)
     apply_context_parallel(model, mesh.context)
-    return Stage(model, index, mesh, precision)
+    return Stage(model, index, mesh)
 
 
 def remove_other_stages(model: Model, index: int, mesh: Mesh) -> None:

@@ -1,10 +1,12 @@
-"""ZeRO-Offload: master weights, optimizer state and update on the host; the device holds 16-bit weights and activations only.
+"""ZeRO-Offload: master weights, optimizer state and update on the host; the device holds 16-bit weights and
+activations only.
 
-Ren et al. 2021 (ZeRO-Offload). During backward each gradient is copied to the host as soon as it is complete and leaves the device;
-the host meanwhile adds up micro-batches and takes norms. Clipping and the rule that a step with a non-finite number
-is skipped need the norm of all gradients before the first weight moves, so the update starts when backward has ended: a worker
-updates the model front to back and sends each part's weights to the device, while the next forward already runs in
-the parts before it. The numbers are those of the same optimizer without offload, bit for bit on the same device and dtype.
+Ren et al. 2021 (ZeRO-Offload). During backward each gradient is copied to the host as soon as it is complete
+and local_shards the device; the host meanwhile adds up micro-batches and takes norms. Clipping and the rule that a
+step with a non-finite number is skipped need the norm of all gradients before the first weight moves, so the
+update starts when backward has ended: a worker updates the model front to back and sends each part's weights
+to the device, while the next forward already runs in the parts before it. The numbers are those of the same
+optimizer without offload, bit for bit on the same device and dtype.
 
     offload = HostOffload(model)                        # a model on its device in its dtype
     optimizer = build_optimizer(offload, recipe)        # over the masters: it only asks for named_parameters()
@@ -12,10 +14,10 @@ the parts before it. The numbers are those of the same optimizer without offload
     norm = offload.gradient_norm()
     offload.step(optimizer, factor)                     # or offload.discard(), which skips the step
 
-Bytes per parameter with 16-bit weights: 2 on the device; 12 + 2 on the host (fp32 weight, mean and square of AdamW; a 16-bit
-pinned buffer for the gradient on its way down and the weight on its way up), 4 more when gradients of several micro-batches
-are added, and otherwise room for the fp32 gradients of one part of the model. Without an accelerator the same code runs, and
-moves nothing anywhere.
+Bytes per parameter with 16-bit weights: 2 on the device; 12 + 2 on the host (fp32 weight, mean and square of
+AdamW; a 16-bit pinned buffer for the gradient on its way down and the weight on its way up), 4 more when
+gradients of several micro-batches are added, and otherwise room for the fp32 gradients of one part of the
+model. Without an accelerator the same code runs, and moves nothing anywhere.
 """
 
 from collections import deque
@@ -25,8 +27,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from ...models.bert import BERT
-from ...models.gpt import GPT
+from ..models.bert import BERT
+from ..models.gpt import GPT
 
 IN_FLIGHT_BYTES = (
     2**30
@@ -34,10 +36,11 @@ IN_FLIGHT_BYTES = (
 
 
 class HostOffload:
-    """The host's side of a model's weights. One worker thread does all work on host tensors; `wait` before reading them.
+    """The host's side of a model's weights. One worker thread does all work on host tensors; `wait` before
+    reading them.
 
-    `micro_batches`: backward passes to a step. Forward hooks on the model wait for what they need, so a compiled model
-    (which would trace them) is not supported.
+    `micro_batches`: backward passes to a step. Forward hooks on the model wait for what they need, so a
+    compiled model (which would trace them) is not supported.
     """
 
     def __init__(self, model: GPT | BERT, micro_batches: int = 1) -> None:
@@ -70,10 +73,11 @@ class HostOffload:
             parameter.register_post_accumulate_grad_hook(lambda p, index=index: self._send_down(index, p))
 
     def _watch(self, model: GPT | BERT) -> list[int]:
-        """The unit of each parameter, with hooks so that no forward runs ahead of its weights. A unit is updated in one go.
+        """The unit of each parameter, with hooks so that no forward runs ahead of its weights. A unit is
+        updated in one go.
 
-        Unit 0 is everything outside the blocks: some of it is used without calling its module, but never before the token
-        table, which is a module of this unit. Then each block is one.
+        Unit 0 is everything outside the blocks: some of it is used without calling its module, but never
+        before the token table, which is a module of this unit. Then each block is one.
         """
         unit_of = dict.fromkeys(self._names, 0)
         for unit, (layer, block) in enumerate(model.blocks.items(), start=1):
@@ -85,7 +89,8 @@ class HostOffload:
         return list(unit_of.values())
 
     def _make_scratch(self) -> list[Tensor]:
-        """For each parameter room for its gradient in the master's dtype, shared by the units, which are updated one by one.
+        """For each parameter room for its gradient in the master's dtype, shared by the units, which are
+        updated one by one.
 
         Kept, because fresh memory of this size costs more time (page faults) than the update itself.
         """
@@ -99,7 +104,9 @@ class HostOffload:
         return views
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and masters: fp32 (fp64 of an fp64 model) on the host. What an optimizer moves and a checkpoint saves."""
+        """Names and masters: fp32 (fp64 of an fp64 model) on the host. What an optimizer moves and a
+        checkpoint saves.
+        """
         self.wait()
         return iter(zip(self._names, self._masters, strict=True))
 
@@ -199,7 +206,9 @@ class HostOffload:
 
     @torch.no_grad()
     def _send_up(self, unit: int, indices: list[int]) -> None:
-        """Copy a unit's masters to the device in its dtype. No forward or backward that uses these weights may be running."""
+        """Copy a unit's masters to the device in its dtype. No forward or backward that uses these weights
+        may be running.
+        """
         for index in indices:
             parameter, staging = self._parameters[index], self._staging[index]
             staging.copy_(self._masters[index])
@@ -274,11 +283,13 @@ def memory_terms(
     micro_batches: int = 1,
     slots: int = 2,
 ) -> dict[str, dict[str, int]]:
-    """Bytes on the device and on the host by term, for a model of so many parameters whose weights are `dtype` on the device.
+    """Bytes on the device and on the host by term, for a model of so many parameters whose weights are
+    `dtype` on the device.
 
-    `largest_unit`: parameters of the largest part that is updated in one go, a block or everything outside the blocks. `slots`:
-    optimizer numbers per parameter, 2 for AdamW. Gradients on the device come to at most IN_FLIGHT_BYTES and one
-    parameter's; activations are not among the terms. The driver may round each pinned transfer buffer up to a power of two.
+    `largest_unit`: parameters of the largest part that is updated in one go, a block or everything outside
+    the blocks. `slots`: optimizer numbers per parameter, 2 for AdamW. Gradients on the device come to at most
+    IN_FLIGHT_BYTES and one parameter's; activations are not among the terms. The driver may round each pinned
+    transfer buffer up to a power of two.
     """
     master = torch.promote_types(dtype, torch.float32).itemsize
     host = {

@@ -1,0 +1,82 @@
+"""The head with its loss in slices: the numbers of logits and cross-entropy, without the logits."""
+
+import pytest
+import torch
+from throughline.train import head_loss
+from throughline.train.head_loss import head_loss_sum
+from throughline.train.loss import IGNORED
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+N, W, V = 40, 16, 8192
+
+
+def problem(dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((N, W), (V, W), (V,))
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    targets = torch.randint(0, V, (N,), generator=generator)
+    targets[::7] = IGNORED
+    return tensors, targets
+
+
+# float64: noise of sums over 8,192 columns; bf16: one rounding of a logit of size 16 is 0.03, of 40 losses near 20
+@pytest.mark.parametrize(
+    ("dtype", "loss_bound", "bound"),
+    [(torch.float64, 1e-14, 1e-13), (torch.float32, 1e-6, 2e-6), (torch.bfloat16, 1e-3, 1e-2)],
+)
+@pytest.mark.parametrize("slices", [1, 3])
+@pytest.mark.parametrize("biased", [True, False])
+def test_slices_equal_whole_logits(
+    biased: bool,
+    slices: int,
+    dtype: torch.dtype,
+    loss_bound: float,
+    bound: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Loss and gradients, against torch's in float64; a shorter last slice, ignored targets."""
+    monkeypatch.setitem(head_loss.SLICE_LOGITS, "cpu", V * -(-N // slices))
+    given, targets = problem(dtype)
+    given = [x.requires_grad_() for x in given[: 3 if biased else 2]]
+    loss = head_loss_sum(given[0], given[1], given[2] if biased else None, targets)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    found = torch.autograd.grad(loss * 0.25, given)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    whole = F.cross_entropy(F.linear(*wide), targets, ignore_index=IGNORED, reduction="sum")
+    expected = torch.autograd.grad(whole * 0.25, wide)
+    assert loss.item() == pytest.approx(whole.item(), rel=loss_bound)
+    for ours, theirs in zip(found, expected):
+        assert ours.dtype == dtype
+        assert (ours.double() - theirs).norm() <= bound * theirs.norm()
+    with torch.no_grad():
+        assert head_loss_sum(given[0], given[1], given[2] if biased else None, targets).item() == loss.item()
+
+
+def test_no_tensor_holds_the_logits_of_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 40 positions at most 8 have logits at a time, in forward and backward."""
+    monkeypatch.setitem(head_loss.SLICE_LOGITS, "cpu", V * 8)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape[-1:] == (V,) and result.shape != (W, V):
+                largest = max(largest, result.numel() // V)
+            return result
+
+    given, targets = problem(torch.bfloat16)
+    given = [x.requires_grad_() for x in given]
+    with Watch():
+        head_loss_sum(*given, targets).backward()
+    assert 0 < largest <= 8
+
+
+def test_no_targets_is_no_loss() -> None:
+    given, targets = problem(torch.float32)
+    given = [x.requires_grad_() for x in given]
+    loss = head_loss_sum(*given, torch.full_like(targets, IGNORED))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not any(x.grad.any() for x in given)

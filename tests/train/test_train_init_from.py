@@ -1,0 +1,171 @@
+"""`train --init-from`: the weights of every kind of source arrive whole, in any layout; what is dangerous or does
+not fit is refused before anything is written.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from throughline.benchmarks.forked import run_ranks, warm
+from throughline.core.errors import Refused
+from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.heads import Head, build_with_head
+from throughline.models.huggingface import to_huggingface
+from throughline.models.huggingface_heads import head_to_huggingface
+from throughline.models.init import build
+from throughline.planner.layout import Layout
+from throughline.train.layout_engine import LayoutEngine
+from throughline.train.parallel.mesh import make_mesh, start_group
+from throughline.train.weights_in import adopt, open_weights, start_from
+
+GPT_SHAPE = GPTConfig(vocab_size=48, sequence_length=16, layers=2, width=32, heads=4, activation="gelu")
+BERT_SHAPE = BERTConfig(vocab_size=48, sequence_length=16, layers=2, width=32, heads=4)
+
+
+def scattered(config: Any) -> Any:
+    torch.manual_seed(2)
+    model = build(config, seed=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def same(path: Path, model: torch.nn.Module) -> None:
+    found = dict(open_weights(path)[0].named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name], parameter), name
+
+
+def nanogpt_state(model: Any) -> dict[str, torch.Tensor]:
+    """As nanoGPT names and shapes them: Hugging Face's names, matrices as nn.Linear has them."""
+    _, state = to_huggingface(model)
+    turned = {
+        name: value.t() if ".attn." in name or ".mlp." in name else value for name, value in state.items()
+    }
+    turned["lm_head.weight"] = turned["transformer.wte.weight"]
+    ours = {name for name, _ in model.named_parameters()}
+    return {
+        f"_orig_mod.{name}": value
+        for name, value in turned.items()
+        if not name.endswith("bias") or "norm.bias" in ours
+    }
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_nanogpt_checkpoint(bias: bool, tmp_path: Path) -> None:
+    model = scattered(GPTConfig(**{**GPT_SHAPE.to_dict(), "bias": bias, "attention_random_blocks": 0}))
+    arguments = {
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 32,
+        "block_size": 16,
+        "bias": bias,
+        "vocab_size": 48,
+        "dropout": 0.0,
+    }
+    file = {
+        "model": nanogpt_state(model),
+        "model_args": arguments,
+        "iter_num": 7,
+        "best_val_loss": torch.tensor(1.0),
+    }
+    torch.save(
+        file | {"optimizer": {"state": {}, "param_groups": []}, "config": {"dataset": "x"}},
+        tmp_path / "ckpt.pt",
+    )
+    same(tmp_path / "ckpt.pt", model)
+    same(tmp_path, model)
+
+
+def test_a_megatron_core_checkpoint(tmp_path: Path) -> None:
+    """With the norms inside the linear layers, as transformer engine has them, and Megatron's own extra states."""
+    model = scattered(GPT_SHAPE)
+    names = {
+        "token_table.": "embedding.word_embeddings.",
+        "position_table.": "embedding.position_embeddings.",
+        "blocks.": "decoder.layers.",
+        ".attention_norm.": ".self_attention.linear_qkv.layer_norm_",
+        ".attention.qkv.": ".self_attention.linear_qkv.",
+        ".attention.out.": ".self_attention.linear_proj.",
+        ".mlp_norm.": ".mlp.linear_fc1.layer_norm_",
+        ".mlp.up.": ".mlp.linear_fc1.",
+        ".mlp.down.": ".mlp.linear_fc2.",
+    }
+    state: dict[str, Any] = {}
+    for name, value in model.named_parameters():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        name = f"decoder.final_layernorm.{name[5:]}" if name.startswith("norm.") else name
+        state[name] = value.detach()
+    state["decoder.layers.0.mlp.linear_fc1._extra_state"] = None
+    arguments = argparse.Namespace(num_attention_heads=4, norm_epsilon=1e-5, hidden_dropout=0.1)
+    folder = tmp_path / "iter_0000012" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    torch.save({"model": state, "args": arguments, "iteration": 12}, folder / "model_optim_rng.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    same(tmp_path, model)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("exploded",)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {}, "model_args": Bomb()}, tmp_path / "ckpt.pt")
+    with pytest.raises(Refused, match="more than tensors"):
+        open_weights(tmp_path / "ckpt.pt")
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_fine_tuned_bert_gives_its_encoder(tmp_path: Path) -> None:
+    """The pretraining heads that it lacks keep their first values."""
+    base = scattered(BERT_SHAPE)
+    fields, state = head_to_huggingface(build_with_head(base, Head("token-classification", ("a", "b"))))
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    save_file(state, tmp_path / "model.safetensors")
+    values = adopt(open_weights(tmp_path)[0], BERT_SHAPE, "here")
+    assert torch.equal(values["blocks.1.mlp.up.weight"], base.blocks["1"].mlp.up.weight)
+    assert not any(name.startswith(("mlm_", "nsp.", "pooler.")) for name in values)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        GPT_SHAPE,
+        BERTConfig(vocab_size=49, sequence_length=16, layers=2, width=32, heads=4),
+        BERTConfig(vocab_size=48, sequence_length=16, layers=3, width=32, heads=4),
+    ],
+    ids=["family", "vocabulary", "layers"],
+)
+def test_weights_of_another_shape_are_refused(wanted: Any) -> None:
+    with pytest.raises(Refused):
+        adopt(scattered(BERT_SHAPE), wanted, "here")
+
+
+def test_every_part_of_a_layout_gets_its_values(tmp_path: Path) -> None:
+    model = scattered(BERT_SHAPE)
+    fields, state = to_huggingface(model)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    save_file(state, tmp_path / "model.safetensors")
+    whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    layout = Layout(tensor=2, data=2, sharding="zero1")
+
+    def check() -> int:
+        device = torch.device("cpu")
+        start_group(device, 60)
+        engine = LayoutEngine(BERT_SHAPE, make_mesh(layout, device, 60), "fp32")
+        start_from(tmp_path, engine)
+        for local in engine.local_shards:
+            assert torch.equal(local.value, whole[local.name][local.spec.box.slices()]), local.name
+        return len(engine.local_shards)
+
+    warm()
+    assert min(run_ranks(layout.world, check)) > 30

@@ -1,0 +1,56 @@
+"""A study of this machine: probes are physical, the refit follows what it was given, the artifact is used."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from throughline.cli.main import main
+from throughline.core.artifact import verify_artifact
+from throughline.core.recipe import dump_toml
+from throughline.planner.constants import FITTED
+from throughline.planner.hardware import this_machine
+from throughline.train.predict import predicted_step_seconds
+from throughline.train.recipe import Recipe, model_config
+from throughline.train.study import Stretch, predict, probed, refit
+
+
+def test_refit_finds_the_machine_that_made_the_times(make_recipe: Callable[..., Recipe]) -> None:
+    """Times predicted for a machine with half the speed and four times the launch time lead back to it: both factors
+    are on the grid, and the pull towards the probes is a thousandth of the errors' weight.
+    """
+    big, small = make_recipe(train={"batch_rows": 64}), make_recipe(train={"batch_rows": 4})
+    probes = {"tflops": 0.05, "bandwidth_gb_s": 10.0, "launch_s": 2e-6}
+    cluster, constants = probed(this_machine(), probes, "fp32", {})
+    chip = dataclasses.replace(cluster.chip, tflops=cluster.chip.tflops | {"fp32": 0.025})
+    truth = dataclasses.replace(cluster, chip=chip), dataclasses.replace(constants, launch_s=8e-6)
+    runs = [Stretch("run", recipe, model_config(recipe, 64), 1.0, 0.0) for recipe in (big, small)]
+    runs = [dataclasses.replace(run, seconds=predict(run, *truth)) for run in runs]
+    found, changed = refit(runs, cluster, constants, "fp32")
+    for run in runs:
+        assert predict(run, found, changed) == pytest.approx(run.seconds, rel=0.02)
+    assert changed.launch_s == pytest.approx(8e-6, rel=0.5)
+
+
+def test_study_writes_a_calibration_that_predictions_use(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(train={"batch_rows": 8})
+    file, out = tmp_path / "recipe.toml", tmp_path / "calibration"
+    file.write_text(dump_toml(recipe))
+    result = CliRunner().invoke(main, ["study", str(file), "--out", str(out), "--steps", "4"])
+    assert result.exit_code == 0, result.output + result.stderr
+    assert verify_artifact(out).kind == "calibration"
+    facts = json.loads((out / "calibration.json").read_text())
+    assert [row["left_out"] for row in facts["runs"]] == [False, False, True]
+    assert all(value > 0 for value in facts["probes"].values())
+    before = predicted_step_seconds(model_config(recipe, 64), recipe)
+    monkeypatch.setenv("THROUGHLINE_CALIBRATION", str(out))
+    after = predicted_step_seconds(model_config(recipe, 64), recipe)
+    measured = facts["runs"][0]["measured_seconds"]
+    assert after != before and after == pytest.approx(
+        measured, rel=1.0
+    )  # the clock of a busy machine, not accuracy
+    assert FITTED.launch_s != facts["constants"]["launch_s"]

@@ -1,0 +1,140 @@
+"""Adafactor: the mean square of a matrix's gradient kept as its row and column means, R + C numbers for R x C.
+
+Shazeer and Stern 2018 (arXiv:1804.04235), algorithms 4 and 5, without momentum: the decay of the means is
+1 - t^-0.8, updates are clipped to a root mean square of 1, and the step is relative to the root mean square
+of the weights. The recipe's learning rate is the paper's relative step rho. Vectors keep their whole mean
+square. A stored matrix counts as one, query, key and value together.
+
+Cut parameters: row sums are completed over the tensor axis where columns are cut, column sums over shards
+and where rows are cut, and norms over both: two rounds of sums a step for all parameters together.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .whole_sums import PartOfParameter, WholeParameters
+
+EPSILON_SQUARE, EPSILON_SCALE = 1e-30, 1e-3  # the paper's epsilon 1 and 2
+DECAY_POWER = 0.8
+CLIP = 1.0
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Adafactor over groups of parameters.
+
+    State per parameter: `step`; of a matrix part (r, c) `row_square` (r, 1) and `column_square` (1, c), of a
+    vector `square`.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], whole: WholeParameters, *, lr: float) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self.whole = whole
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update; afterwards the gradients hold its directions."""
+        assert closure is None, "the loss is not evaluated again"
+        parts = self.whole.parts
+        matrices = [part for part in parts if len(part.shape) > 1]
+        rows = self.whole.sums(
+            [_squares(part, 1) for part in matrices], [part.cut == 1 for part in matrices], over_shards=False
+        )
+        columns = self.whole.sums(
+            [_squares(part, 0) for part in matrices], [part.cut == 0 for part in matrices]
+        )
+        for part, row, column in zip(matrices, rows, columns):
+            if part.parameter.numel():
+                self._factor(part, row, column)
+        for part in parts:
+            if len(part.shape) == 1 and part.parameter.numel():
+                self._whole_square(part)
+        mine = [self._squared_norms(part) for part in parts]
+        sums = self.whole.sums(mine, [part.cut is not None for part in parts])
+        groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        for part, found in zip(parts, sums):
+            if part.parameter.numel() and part.parameter.grad is not None:
+                _move(part, found, groups[part.parameter])
+
+    def _decay(self, part: PartOfParameter) -> float:
+        state = self.state[part.parameter]
+        if not state:
+            state["step"] = torch.zeros(())  # on the host, where it is read
+        state["step"] += 1
+        return 1 - float(state["step"]) ** -DECAY_POWER
+
+    def _factor(self, part: PartOfParameter, row: Tensor, column: Tensor) -> None:
+        """Take new sums (r, 1) and (1, c) into the means; the gradient becomes g / sqrt(row x column)."""
+        gradient, state = part.parameter.grad, self.state[part.parameter]
+        if gradient is None:
+            return
+        new = 1 - self._decay(part)
+        dtype = gradient.dtype
+        # a row has as many numbers as the whole matrix has columns
+        row = (row / part.shape[1] + EPSILON_SQUARE).to(dtype)
+        column = (column / part.shape[0] + EPSILON_SQUARE).to(dtype)
+        if "row_square" not in state:
+            state["row_square"], state["column_square"] = torch.zeros_like(row), torch.zeros_like(column)
+        state["row_square"].lerp_(row, new)
+        state["column_square"].lerp_(column, new)
+        gradient.mul_(state["row_square"].rsqrt()).mul_(state["column_square"].rsqrt())
+
+    def _whole_square(self, part: PartOfParameter) -> None:
+        gradient, state = part.parameter.grad, self.state[part.parameter]
+        if gradient is None:
+            return
+        new = 1 - self._decay(part)
+        if "square" not in state:
+            state["square"] = torch.zeros_like(gradient)
+        state["square"].lerp_(gradient.square().add_(EPSILON_SQUARE), new)
+        gradient.mul_(state["square"].rsqrt())
+
+    def _squared_norms(self, part: PartOfParameter) -> Tensor:
+        """(3,): squares of the gradient as it is now and of the weight, and the sum of the row means over the
+        part.
+
+        A row's mean is whole on each process that has columns of it, which is why it is divided by their
+        number: over all parts of the matrix the rows then count once.
+        """
+        parameter = part.parameter
+        if not parameter.numel() or parameter.grad is None:
+            return torch.zeros(3, dtype=torch.float64, device=parameter.device)
+        pair = [
+            torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+            for tensor in (parameter.grad, parameter)
+        ]
+        state = self.state[parameter]
+        if "row_square" in state:
+            share = part.box.size[1] / part.shape[1] if part.cut == 1 else 1.0
+            pair.append(state["row_square"].double().sum() * share)
+        else:
+            pair.append(torch.ones_like(pair[0]))
+        return torch.stack(pair)
+
+
+def _squares(part: PartOfParameter, dim: int) -> Tensor:
+    """Sums of the gradient's squares along a dim of the part, kept as a dim of 1."""
+    gradient = part.parameter.grad
+    if gradient is None:
+        size = [1 if index == dim else length for index, length in enumerate(part.box.size)]
+        return torch.zeros(size, dtype=torch.float64, device=part.parameter.device)
+    return torch.linalg.vector_norm(gradient, dim=dim, keepdim=True).double().square()
+
+
+def _move(part: PartOfParameter, found: Tensor, group: dict[str, Any]) -> None:
+    """Apply the direction: no host read, the factors stay on the device."""
+    parameter, direction = part.parameter, part.parameter.grad
+    assert direction is not None
+    count = 1
+    for length in part.shape:
+        count *= length
+    squares, weights, row_sum = found.unbind()
+    mean = row_sum / part.shape[0] if len(part.shape) > 1 else torch.ones_like(row_sum)
+    norm = (squares / count * mean).sqrt()  # root mean square of the update
+    rate = group["lr"] * (weights / count).sqrt().clamp(min=EPSILON_SCALE)
+    if group["weight_decay"]:
+        parameter.mul_((1 - rate * group["weight_decay"]).to(parameter.dtype))
+    factor = -rate * mean.sqrt() / (norm / CLIP).clamp(min=1.0)
+    parameter.addcmul_(direction, factor.to(parameter.dtype))

@@ -1,0 +1,116 @@
+"""Labelled records: read from files, split by their hash, and framed as rows for a model."""
+
+import csv
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import Failed, WrongUse
+from ...core.files import read_json
+from ...data.tokenizer import Tokenizer
+from ..loss import IGNORED
+
+Record = dict[str, Any]
+Row = dict[str, np.ndarray]  # input_ids (S,), token_types (S,), and what the task adds
+
+
+def read_records(path: str, squad: bool = False) -> list[Record]:
+    """The records of a file. With `squad` one for each question: id, question, context, answers.
+
+    Raises WrongUse for a file that is not there or of an unknown kind, Failed for one that cannot be read.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise WrongUse("no such file of records", where=path, fix="check data.train and data.validation")
+    try:
+        if squad:
+            return _squad(read_json(file), path)
+        if file.suffix == ".jsonl":
+            with open(file, encoding="utf-8") as lines:
+                return [json.loads(line) for line in lines if line.strip()]
+        if file.suffix in (".tsv", ".csv"):
+            with open(file, encoding="utf-8", newline="") as lines:
+                if file.suffix == ".tsv":  # as GLUE's: a quotation mark is text
+                    return list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+                return list(csv.DictReader(lines))
+        if file.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return pyarrow.parquet.read_table(file).to_pylist()
+    except (ValueError, OSError, csv.Error) as error:
+        raise Failed("the records cannot be read", where=path, why=str(error)) from error
+    fix = "give .jsonl, .tsv, .csv or .parquet"
+    raise WrongUse(f"records of type {file.suffix!r} cannot be read", where=path, fix=fix)
+
+
+def _squad(tree: Any, path: str) -> list[Record]:
+    try:
+        return [
+            {
+                "id": str(question["id"]),
+                "question": question["question"],
+                "context": paragraph["context"],
+                "answers": [(answer["answer_start"], answer["text"]) for answer in question["answers"]],
+            }
+            for article in tree["data"]
+            for paragraph in article["paragraphs"]
+            for question in paragraph["qas"]
+            if question["answers"]
+        ]
+    except (KeyError, TypeError) as error:
+        raise Failed("not a file in SQuAD's format", where=path, why=f"no {error}") from error
+
+
+def held_out(record: Record, fields: Sequence[str], fraction: float) -> bool:
+    """Whether a record belongs to the part that is measured on: decided by its content alone, so that equal
+    records stay on one side.
+    """
+    content = json.dumps([record.get(field) for field in fields if field], ensure_ascii=False)
+    digest = hashlib.sha256(content.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def field_of(record: Record, field: str, number: int) -> Any:
+    """A field of a record, which must be there."""
+    if record.get(field) is None:
+        known = ", ".join(str(name) for name in record)
+        raise WrongUse(
+            f"record {number} has no {field!r}", where="data", why=f"it has: {known}", fix="set data.*_field"
+        )
+    return record[field]
+
+
+def pair_row(tokenizer: Tokenizer, first: np.ndarray, second: np.ndarray | None, length: int) -> Row:
+    """[CLS] A [SEP], or [CLS] A [SEP] B [SEP], of at most `length` tokens: the longer one is shortened first."""
+    parts = [first] if second is None else [first, second]
+    room = length - 1 - len(parts)
+    sizes = [len(part) for part in parts]
+    while sum(sizes) > room:
+        longest = int(np.argmax(sizes))
+        sizes[longest] -= max(1, min(sum(sizes) - room, sizes[longest] - min(sizes)))
+    ids, types = [np.array([tokenizer.cls_id])], [np.zeros(1, np.int64)]
+    for kind, (part, size) in enumerate(zip(parts, sizes)):
+        ids += [part[:size], np.array([tokenizer.sep_id])]
+        types.append(np.full(size + 1, kind))
+    return {"input_ids": np.concatenate(ids).astype(np.int64), "token_types": np.concatenate(types)}
+
+
+def collate(rows: Sequence[Row], pad_id: int) -> dict[str, np.ndarray]:
+    """Rows padded to the longest one: `attention_mask` (B, S) bool says what is real; numbers become (B,)."""
+    length = max(len(row["input_ids"]) for row in rows)
+    batch: dict[str, np.ndarray] = {}
+    for name in rows[0]:
+        if rows[0][name].ndim == 0:
+            batch[name] = np.array([row[name] for row in rows])
+            continue
+        empty = {"input_ids": pad_id, "targets": IGNORED}.get(name, 0)
+        batch[name] = np.full((len(rows), length), empty, np.int64)
+        for place, row in enumerate(rows):
+            batch[name][place, : len(row[name])] = row[name]
+    sizes = np.array([len(row["input_ids"]) for row in rows])
+    batch["attention_mask"] = np.arange(length) < sizes[:, None]
+    return batch

@@ -1,0 +1,216 @@
+"""LAMB: Adam's direction, scaled for every tensor to the length of its weights.
+
+You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (ICLR 2020,
+arXiv:1904.00962v5), algorithm 2, with bias correction and the identity for phi: no clamp on the ratio unless
+`max_trust_ratio` is given. As in the authors' BERT code, biases and norm scales (all vectors) have neither
+weight decay nor a ratio; unlike AdamW here, tables have both. The query, key and value matrices that
+attention stores as one have three ratios: the published rates were found with three tensors.
+
+Bytes per parameter and step in fp32: weight, gradient, mean and square are read and the last three written
+(28), then weight and direction are read and the weight is written (12): 40, where fused AdamW moves 28. The
+direction takes the place of the gradient, so no memory beyond AdamW's is needed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .whole_sums import PartOfParameter, WholeParameters
+
+# elements of one round: what is read again at once stays in a core's cache, or in a GPU's batch of kernels
+ROUND = {"cpu": 1 << 18, "cuda": 1 << 26}
+Slice = tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]  # part, weight, gradient, mean, square, step
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB over groups of parameters; groups with `adapted` get a ratio for every tensor.
+
+    `interleaved` says of a parameter's name how many matrices it holds and in pieces of how many rows they
+    alternate. State per parameter is AdamW's. After `step` the gradients hold what was subtracted.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        whole: WholeParameters,
+        interleaved: Callable[[str], tuple[int, int]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        max_trust_ratio: float | None = None,
+    ) -> None:
+        usual = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "adapted": True}
+        super().__init__(groups, usual | {"fused": True})  # `fused` keeps the step counters on the device
+        self._scratch = torch.empty(0)  # one round of directions, kept: fresh memory costs more than the step
+        self.whole, self.interleaved, self.max_trust_ratio = whole, interleaved, max_trust_ratio
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update of everything that has a gradient."""
+        assert closure is None, "the loss is not evaluated again"
+        squares: dict[int, list[Tensor]] = {}  # of weight and direction, in rounds
+        for group in self.param_groups:
+            for round_ in _rounds(self._slices(group), group["params"][0].device.type):
+                self._directions(round_, group, squares)
+        ratios = self._ratios(squares)
+        for group in self.param_groups:
+            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+            directions = [parameter.grad for parameter in moved]
+            if group["adapted"] and moved:
+                _move(moved, directions, [ratios[parameter] for parameter in moved], group["lr"])
+            elif moved:
+                torch._foreach_add_(moved, directions, alpha=group["lr"])
+
+    def _slices(self, group: dict[str, Any]) -> Iterator[Slice]:
+        """The group's parameters with their state as flat pieces of at most one round."""
+        known = {part.parameter: index for index, part in enumerate(self.whole.parts)}
+        steps = []
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            steps.append(state["step"])
+        if steps:
+            torch._foreach_add_(steps, 1)
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            size = ROUND.get(parameter.device.type, ROUND["cuda"])
+            for pieces in zip(*(tensor.detach().view(-1).split(size) for tensor in tensors)):
+                yield known[parameter], *pieces, state["step"]
+
+    def _directions(
+        self, round_: list[Slice], group: dict[str, Any], squares: dict[int, list[Tensor]]
+    ) -> None:
+        """Turn gradients into minus the direction, r + decay x w, and note the squares of its norm and of the
+        weight's.
+
+        torch's fused Adam, let loose on zeros with a rate of 1, leaves minus m / (sqrt(v) + epsilon) there:
+        one pass over gradient, mean and square on every device.
+        """
+        index, weights, gradients, means, variances, steps = (list(column) for column in zip(*round_))
+        sizes = [weight.numel() for weight in weights]
+        if self._scratch.numel() < sum(sizes) or self._scratch.dtype != weights[0].dtype:
+            self._scratch = torch.empty_like(torch.cat(weights))
+        ours = list(self._scratch[: sum(sizes)].zero_().split(sizes))
+        beta1, beta2 = group["betas"]
+        torch._fused_adam_(
+            ours,
+            gradients,
+            means,
+            variances,
+            [],
+            steps,
+            lr=1.0,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=0.0,
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        if group["weight_decay"]:
+            torch._foreach_add_(ours, weights, alpha=-group["weight_decay"])
+        torch._foreach_copy_(gradients, ours)
+        if group["adapted"]:
+            norms = zip(index, torch._foreach_norm(weights), torch._foreach_norm(ours))
+            for part, *pair in norms:
+                if self.interleaved(self.whole.parts[part].name)[0] == 1:
+                    squares.setdefault(part, []).append(torch.stack(pair).double().square())
+
+    def _ratios(self, squares: dict[int, list[Tensor]]) -> dict[Tensor, Tensor]:
+        """Parameter -> its ratio, (1) or a column of one for each row."""
+        adapted = {p for group in self.param_groups if group["adapted"] for p in group["params"]}
+        parts = [
+            (index, part)
+            for index, part in enumerate(self.whole.parts)
+            if part.parameter in adapted or (not part.parameter.numel() and len(part.shape) > 1)
+        ]
+        mine = [
+            torch.stack(squares[index]).sum(0).view(1, 2) if index in squares else self._by_rows(part)
+            for index, part in parts
+        ]
+        cut = [part.cut is not None for _, part in parts]
+        found: dict[Tensor, Tensor] = {}
+        for (_, part), sums in zip(parts, self.whole.sums(mine, cut)):
+            weight, direction = sums.sqrt().unbind(1)
+            ratio = torch.where((weight > 0) & (direction > 0), weight / direction, 1.0)
+            if self.max_trust_ratio is not None:
+                ratio = ratio.clamp(max=self.max_trust_ratio)
+            ratio = ratio.to(part.parameter.dtype)
+            found[part.parameter] = ratio if len(ratio) == 1 else ratio[self._matrix_of_rows(part)][:, None]
+        return found
+
+    def _by_rows(self, part: PartOfParameter) -> Tensor:
+        """Squared norms (matrices, 2) of the parts of the matrices that a weight holds; zeros where it holds
+        nothing.
+        """
+        count, _ = self.interleaved(part.name)
+        weight = part.parameter.detach()
+        sums = torch.zeros(count, 2, dtype=torch.float64, device=weight.device)
+        if weight.grad is None and part.parameter.grad is None:
+            return sums
+        gradient = part.parameter.grad
+        assert gradient is not None
+        rows = [torch.linalg.vector_norm(tensor, dim=1).double().square() for tensor in (weight, gradient)]
+        if count == 1:
+            return torch.stack(rows, 1).sum(0, keepdim=True)
+        return sums.index_add_(0, self._matrix_of_rows(part), torch.stack(rows, 1))
+
+    def _matrix_of_rows(self, part: PartOfParameter) -> Tensor:
+        """Which of its matrices each row of the part belongs to."""
+        count, rows = self.interleaved(part.name)
+        start, size = part.box.start[0], part.box.size[0]
+        return torch.arange(start, start + size, device=part.parameter.device) // rows % count
+
+
+def _move(weights: list[Tensor], directions: list[Tensor], ratios: list[Tensor], rate: float) -> None:
+    """Add rate x ratio x direction. Nothing is read back from a GPU; a CPU's kernel is twice as fast with a
+    plain number.
+    """
+    if weights[0].device.type != "cpu":
+        torch._foreach_addcmul_(weights, directions, ratios, value=rate)
+        return
+    for weight, direction, ratio in zip(weights, directions, ratios):
+        if ratio.numel() == 1:
+            weight.add_(direction, alpha=rate * float(ratio))
+        else:
+            weight.add_(direction.mul_(ratio), alpha=rate)
+
+
+def _rounds(slices: Iterator[Slice], device: str) -> Iterator[list[Slice]]:
+    """Slices together, so that each round has about as many elements."""
+    limit, filled = ROUND.get(device, ROUND["cuda"]), 0
+    gathered: list[Slice] = []
+    for piece in slices:
+        if gathered and filled + piece[1].numel() > limit:
+            yield gathered
+            gathered, filled = [], 0
+        gathered.append(piece)
+        filled += piece[1].numel()
+    if gathered:
+        yield gathered
+
+
+def lamb_groups(
+    named: Sequence[tuple[str, Tensor]], weight_decay: float, rate: float
+) -> list[dict[str, Any]]:
+    """Matrices and tables, which decay and have a ratio, and vectors, which have neither."""
+    matrices = [parameter for _, parameter in named if parameter.dim() > 1]
+    vectors = [parameter for _, parameter in named if parameter.dim() <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": weight_decay, "base_lr": rate, "adapted": True},
+        {"params": vectors, "weight_decay": 0.0, "base_lr": rate, "adapted": False},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,353 @@
+"""One layout against the single process: losses, gradient norms, first gradients and final parameters, to
+rounding.
+
+Used by `throughline prove` (one recipe), by `benchmarks/prove_layouts.py` (a whole table) and by the tests (a
+small grid, and planted bugs that must be caught). The reference is the plain single-process step over the plain
+model; the layout runs the same recipe on forked ranks.
+"""
+
+import contextlib
+import hashlib
+import math
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.recipe import build_recipe
+from ..models.config import FAMILIES, ModelConfig
+from ..models.init import build, initial_values
+from ..planner.layout import Layout, layout_problems
+from .attention import fit_attention
+from .engine import Engine
+from .layout_engine import LayoutEngine
+from .objective import StepBatch, prepare
+from .optimizers import build_optimizer
+from .parallel.forked import run_ranks
+from .parallel.mesh import make_mesh, start_group
+from .precision import HALVES, LossScaler, weight_dtype
+from .recipe import Recipe
+from .single_engine import SingleEngine
+from .step import Trainer, train_step
+
+STEPS, ROWS, LENGTH, LEARNING_RATE, CLIP_NORM, SEED = 10, 16, 32, 1e-3, 0.5, 7
+SCALE = (
+    2.0**10
+)  # of the loss in fp16: the first one that needs no step to be skipped here, and below it gradients underflow
+SHAPE = {"vocab_size": 256, "sequence_length": LENGTH, "layers": 4, "width": 64, "heads": 4}
+# float64 noise is 1e-15 (measured over all layouts: loss 2e-15, gradients 3e-15, parameters 1e-13), so these
+# leave a factor of a hundred and more, and planted bugs stand ten orders above; float32 noise is 2e-6.
+BOUNDS = {
+    "fp64": {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-11, "parameter": 1e-10},
+    "fp32": {"loss": 1e-5, "norm": 1e-5, "gradient": 1e-5, "parameter": 0.2 * LEARNING_RATE},
+    # In 16 bits with masters, equal micro-batches in equal products. Copies and pipelines compute what one process
+    # computes and add it up in fp32, in another order (seen: gradients 6e-9); `fully_shard` adds the two gradients of
+    # a tied table in 16 bits (1.3e-3 in bf16, 1.5e-4 in fp16). Later steps differ where that moves a master across
+    # the middle between two 16-bit numbers. The parameter's error is a share of the way that the parameters went.
+    "bf16 copies": {"loss": 1e-3, "norm": 3e-3, "gradient": 1e-6, "parameter": 0.05},
+    "fp16 copies": {"loss": 2e-4, "norm": 1e-3, "gradient": 1e-6, "parameter": 0.03},
+    "bf16 shards": {"loss": 1e-3, "norm": 5e-3, "gradient": 4e-3, "parameter": 0.1},
+    "fp16 shards": {"loss": 2e-4, "norm": 1e-3, "gradient": 5e-4, "parameter": 0.05},
+    # cut matrices and rows round other partial sums, 2**-8 and 2**-11 a product (seen: gradients 2e-2, 4e-3)
+    "bf16 cuts": {"loss": 2e-3, "norm": 1e-2, "gradient": 5e-2, "parameter": 0.3},
+    "fp16 cuts": {"loss": 5e-4, "norm": 2e-3, "gradient": 1e-2, "parameter": 0.15},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table: a model, a batch and a layout."""
+
+    name: str
+    layout: Layout
+    family: str = "gpt"
+    precision: str = "fp64"
+    micro_rows: int = 2
+    documents: bool = False  # rows packed with documents kept apart
+    recompute: str = "none"
+    steps: int = STEPS
+    model: dict[str, Any] = field(default_factory=dict)  # overrides of SHAPE
+    rows: int = ROWS  # of a step
+    length: int = LENGTH  # of a row
+    optimizer: str = "adamw"
+
+    @property
+    def config(self) -> ModelConfig:
+        return FAMILIES[self.family].from_dict(SHAPE | {"sequence_length": self.length} | self.model)
+
+    def key(self) -> str:
+        """What the single process depends on."""
+        same = self.reference_rows, self.documents, self.steps, self.optimizer, self.rows, self.length
+        return repr((self.family, self.precision, *same, sorted(self.model.items())))
+
+    @property
+    def bounds(self) -> str:
+        """Which of the BOUNDS hold: in 16 bits it depends on what the layout does to products and sums."""
+        if self.precision not in HALVES:
+            return self.precision
+        cut = self.layout.tensor > 1 or self.layout.context > 1
+        kind = "cuts" if cut else "copies" if self.layout.shards == 1 else "shards"
+        return f"{self.precision} {kind}"
+
+    @property
+    def reference_rows(self) -> int:
+        """Rows of a micro-batch of the single process. In 16 bits the layout's: each micro-batch rounds its own
+        gradients; in others all rows at once.
+        """
+        return self.micro_rows if self.precision in HALVES else self.rows
+
+
+@dataclass
+class Errors:
+    """The largest differences from the single process, and where they are."""
+
+    loss: float = 0.0
+    norm: float = 0.0
+    gradient: float = 0.0
+    parameter: float = 0.0
+    worst: str = ""  # the parameter whose gradient differs most
+    pss_mib: float = 0.0
+
+    def beyond(self, bounds: str) -> list[str]:
+        """Which of the BOUNDS of that name are broken (a NaN breaks its bound)."""
+        return [name for name, bound in BOUNDS[bounds].items() if not getattr(self, name) <= bound]
+
+
+@dataclass
+class Reference:
+    """What the single process did."""
+
+    steps: list[tuple[float, float]]  # loss, gradient norm before clipping
+    gradients: dict[str, Tensor]  # of the first step
+    parameters: dict[str, Tensor]  # after the last
+
+
+def read_table(path: Path) -> list[Case]:
+    """The rows of a layout table, every one of them a legal layout."""
+    cases = []
+    for row in tomllib.loads(path.read_text())["layout"]:
+        fields = {name: row.pop(name) for name in Layout.__dataclass_fields__ if name in row}
+        if "layers_per_stage" in fields:
+            fields["layers_per_stage"] = tuple(fields["layers_per_stage"])
+        case = Case(layout=Layout(**fields), **row)
+        problems = layout_problems(case.layout, case.config, LENGTH, ROWS, case.micro_rows)
+        assert not problems, f"{path.name}, {case.name}: {problems[0]}"
+        cases.append(case)
+    return cases
+
+
+def make_rows(case: Case, step: int) -> dict[str, np.ndarray]:
+    """The batch of a step: 5 to 90 % of a row's targets are ignored, so every process and micro-batch has
+    another count.
+    """
+    total, length = case.rows, case.length
+    config, generator = case.config, np.random.default_rng(1000 + step)
+    ids = generator.integers(1, config.vocab_size, (total, length + 1))
+    ids[:, 1::2] = (ids[:, 0:-1:2] * 7 + 3) % config.vocab_size  # half of the tokens can be learnt
+    keep = generator.random((total, length)) > np.linspace(0.05, 0.9, total)[:, None]
+    rows: dict[str, np.ndarray] = {}
+    if case.family == "gpt":
+        rows = {"input_ids": ids[:, :-1], "targets": np.where(keep, ids[:, 1:], -100)}
+    else:
+        keep &= generator.random((total, length)) < 0.4
+        keep[:, 3] = True
+        first_length = generator.integers(length // 4, length // 2, (total, 1))
+        rows = {
+            "input_ids": np.where(keep, 0, ids[:, :-1]),
+            "targets": np.where(keep, ids[:, :-1], -100),
+            "token_types": (np.arange(length) >= first_length).astype(np.int64),
+            "nsp_targets": generator.integers(0, 2, total),
+        }
+        rows["nsp_targets"][::5] = -100
+        if not config.to_dict()["nsp"]:
+            del rows["nsp_targets"]
+        if not case.documents:
+            real = generator.integers(length // 2, length + 1, (total, 1))
+            rows["attention_mask"] = np.arange(length) < real
+            rows["targets"] = np.where(rows["attention_mask"], rows["targets"], -100)
+    if case.documents:
+        starts = np.arange(length) >= generator.integers(4, length - 4, (total, 1))
+        rows["document_ids"] = starts.astype(np.int32)
+        rows["positions"] = np.where(starts, np.arange(length) - starts.argmax(1)[:, None], np.arange(length))
+    return rows
+
+
+def value_of(case: Case, name: str, shape: torch.Size) -> Tensor:
+    """Initial values with biases and norm scales that are not all alike, so that a wrong one shows."""
+    values = initial_values(name, shape, case.config, SEED).to(weight_dtype(case.precision))
+    if len(shape) == 1:
+        generator = torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:8], 16))
+        values += 0.02 * torch.randn(shape, generator=generator, dtype=values.dtype)
+    return values
+
+
+def make_trainer(case: Case, engine: Engine) -> Trainer:
+    """The product's trainer around an engine of either kind."""
+    optimizer: torch.optim.Optimizer
+    if case.optimizer == "adamw":
+        group = {
+            "params": [parameter for _, parameter in engine.named_parameters()],
+            "base_lr": LEARNING_RATE,
+        }
+        optimizer = torch.optim.AdamW([group], lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95))
+    else:
+        optimizer = build_optimizer(engine, _recipe(case))
+    scaler = LossScaler(SCALE, active=True) if case.precision == "fp16" else LossScaler()
+    return Trainer(engine, optimizer, scaler, case.precision, CLIP_NORM)
+
+
+def _recipe(case: Case) -> Recipe:
+    section = {"name": case.optimizer, "learning_rate": LEARNING_RATE, "weight_decay": 0.1}
+    train = {
+        "steps": case.steps,
+        "sequence_length": case.length,
+        "batch_rows": case.rows,
+        "precision": case.precision,
+    }
+    return build_recipe({"train": train, "optimizer": section}, Recipe)
+
+
+def reference(case: Case) -> Reference:
+    """Train the case in this process, plainly."""
+    dtype = weight_dtype(case.precision)
+    device, model = torch.device("cpu"), build(case.config, SEED, dtype=dtype)
+    fit_attention(
+        model, device, case.precision
+    )  # the layout's kernel: in 16 bits another one rounds otherwise
+    engine = SingleEngine(model, case.precision, device)
+    shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
+    engine.fill(lambda name, box: value_of(case, name, shapes[name]))
+    trainer = make_trainer(case, engine)
+    gradients: dict[str, Tensor] = {}
+
+    def take(phase: str) -> None:
+        if phase == "backward" and trainer.step == 0:
+            for local in engine.local_shards:
+                assert local.computed.grad is not None, f"{local.name} has no gradient"
+                gradients[local.name] = local.computed.grad.clone()
+
+    steps = []
+    for step in range(case.steps):
+        batch = prepare(make_rows(case, step), case.family, case.reference_rows, engine.device, dtype, 1.0)
+        result = train_step(trainer, batch, 1.0, take)
+        steps.append((result.loss, result.grad_norm))
+    return Reference(steps, gradients, {name: value.detach() for name, value in engine.named_parameters()})
+
+
+def own_rows(case: Case, engine: LayoutEngine, step: int) -> StepBatch:
+    """This rank's part of a step's rows."""
+    mesh = engine.mesh
+    own = case.rows // case.layout.data
+    rows = {
+        name: values[mesh.data.rank * own : (mesh.data.rank + 1) * own]
+        for name, values in make_rows(case, step).items()
+    }
+    return prepare(engine.cut(rows), case.family, case.micro_rows, mesh.device, engine.wide, 1.0)
+
+
+Plant = Callable[[LayoutEngine], None]
+
+
+def train_rank(case: Case, expected: Reference, plant: Plant | None = None) -> Errors:
+    """Train this rank's part of the case and compare it with the single process."""
+    device = torch.device("cpu")
+    start_group(device, 60)
+    engine = LayoutEngine(
+        case.config, make_mesh(case.layout, device, 60), case.precision, SEED, case.recompute
+    )
+    shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
+    engine.fill(lambda name, box: value_of(case, name, shapes[name])[box.slices()])
+    if plant is not None:
+        plant(engine)
+    trainer, errors = make_trainer(case, engine), Errors()
+
+    def compare(phase: str) -> None:
+        if phase == "backward" and trainer.step == 0:
+            _compare_gradients(engine, expected, errors)
+
+    for step, (loss, norm) in enumerate(expected.steps):
+        result = train_step(trainer, own_rows(case, engine, step), 1.0, compare)
+        errors.loss = _largest(errors.loss, abs(result.loss - loss))
+        errors.norm = _largest(errors.norm, abs(result.grad_norm - norm) / norm)
+    _compare_parameters(engine, expected, case, errors)
+    errors.pss_mib = _pss_mib()
+    return errors
+
+
+def _compare_gradients(engine: LayoutEngine, expected: Reference, errors: Errors) -> None:
+    for local in engine.local_shards:
+        whole = expected.gradients[local.name]
+        assert local.computed.grad is not None, f"{local.name} has no gradient"
+        difference = (local.computed.grad - whole[local.spec.box.slices()]).norm() / whole.norm()
+        if _nan_last(difference.item()) > _nan_last(errors.gradient):
+            errors.gradient, errors.worst = difference.item(), local.name
+
+
+def _compare_parameters(engine: LayoutEngine, expected: Reference, case: Case, errors: Errors) -> None:
+    """In float32 the biases of the keys are left out: softmax does not change with them, so their gradient is
+    pure rounding, of which Adam makes steps of full size. In 16 bits the error is that of all parameters together,
+    as a share of the way that they went.
+    """
+    if case.precision in HALVES:
+        away = way = 0.0
+        for local in engine.local_shards:
+            box, value = local.spec.box.slices(), local.value.detach()
+            start = value_of(case, local.name, torch.Size(local.spec.shape))
+            away += (value - expected.parameters[local.name][box]).square().sum().item()
+            way += (expected.parameters[local.name] - start)[box].square().sum().item()
+        errors.parameter = math.sqrt(away / way)
+        return
+    for local in engine.local_shards:
+        difference = (local.value.detach() - expected.parameters[local.name][local.spec.box.slices()]).abs()
+        if case.precision == "fp32" and local.name.endswith("qkv.bias"):
+            size = case.config.head_size
+            rows = torch.arange(*(local.spec.box.start[0] + offset for offset in (0, local.spec.box.size[0])))
+            difference = difference[rows // size % 3 != 1]
+        if difference.numel():
+            errors.parameter = _largest(errors.parameter, difference.max().item())
+
+
+def _nan_last(error: float) -> tuple[bool, float]:
+    """Orders errors with NaN as the largest, which a plain `max` loses."""
+    return math.isnan(error), error
+
+
+def _largest(*errors: float) -> float:
+    return max(errors, key=_nan_last)
+
+
+def _pss_mib() -> float:
+    """Memory of this process, with what it shares with others divided among them."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    return 0.0
+
+
+class Prover:
+    """Proves cases one after another; single-process references are computed once."""
+
+    def __init__(self) -> None:
+        self.references: dict[str, Reference] = {}
+
+    def prove(self, case: Case, plant: Plant | None = None, timeout_s: float = 180.0) -> Errors:
+        """The largest errors over all ranks; `plant` changes each rank's engine (a planted bug)."""
+        if case.key() not in self.references:
+            self.references[case.key()] = reference(case)
+        expected = self.references[case.key()]
+        ranks = run_ranks(case.layout.world, lambda: train_rank(case, expected, plant), timeout_s)
+        worst = max(ranks, key=lambda errors: _nan_last(errors.gradient))
+        return Errors(
+            **{
+                name: _largest(*(getattr(errors, name) for errors in ranks))
+                for name in ("loss", "norm", "gradient", "parameter")
+            },
+            worst=worst.worst,
+            pss_mib=sum(errors.pss_mib for errors in ranks),
+        )

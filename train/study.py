@@ -1,0 +1,232 @@
+"""Measure this machine for a minute, so that the planner's predictions for it rest on measurements.
+
+Probes give the machine's own numbers: the best speed of a matrix product, the bandwidth of a copy, the time of the
+smallest kernel, and for a job of several processes the time and bandwidth of a sum. Short stretches of the real
+trainer at two sizes then correct two of them, speed and launch; a third stretch, of another depth, is left out and
+says how good that is.
+"""
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.hardware import machine
+from ..models.config import ModelConfig
+from ..planner.constants import FITTED, Constants
+from ..planner.cost import step_seconds
+from ..planner.hardware import Cluster, this_machine
+from .build import StepBatches, build_trainer, plan_run, training_rows
+from .parallel.mesh import ALONE, make_mesh, running_processes, start_group
+from .precision import computing_dtype
+from .predict import described
+from .recipe import Recipe, resolve
+from .step import train_step
+
+WARM_UP = 3  # steps before the clock: allocations, compilation, caches
+REPEATS = 5  # of a probe; the best counts, as others may use the machine
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A short run: what was changed in the recipe, the median step and its spread (interquartile), in seconds."""
+
+    name: str
+    recipe: Recipe
+    config: ModelConfig
+    seconds: float
+    spread: float
+
+
+def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """The shortest of some timings of `work`, each long enough to be timed."""
+    count, best = 1, math.inf
+    for _ in range(REPEATS + 3):
+        start = time.perf_counter()
+        for _ in range(count):
+            work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        spent = time.perf_counter() - start
+        if spent < 0.02:
+            count *= 4
+            continue
+        best = min(best, spent / count)
+    return best
+
+
+def probe_machine(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """TFLOP/s of the best product of a sweep, GB/s of a copy (read and written), seconds of the smallest kernel."""
+    speeds = []
+    for rows, inner, outer in ((256, 256, 256), (512, 512, 512), (1024, 512, 2048), (1024, 1024, 1024)):
+        left, right = (torch.randn(size, device=device).to(dtype) for size in ((rows, inner), (inner, outer)))
+        seconds = best_seconds(lambda left=left, right=right: left @ right, device)  # type: ignore[misc]
+        speeds.append(2 * rows * inner * outer / seconds)
+    source = torch.zeros(2**24, device=device)
+    target, one = torch.empty_like(source), torch.zeros(1, device=device)
+    copied = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), device)
+    launch = best_seconds(lambda: one.add_(1.0), device)
+    return {"tflops": max(speeds) / 1e12, "bandwidth_gb_s": copied / 1e9, "launch_s": launch}
+
+
+def probe_all_reduce(device: torch.device) -> dict[str, float]:
+    """Start-up seconds and GB/s of a sum over all processes of the job; empty for one process."""
+    world = running_processes()[1]
+    if world == 1:
+        return {}
+    start_group(device, 60)
+    seconds = []
+    for numbers in (1, 2**22):
+        values = torch.zeros(numbers, device=device)
+        times = []
+        for _ in range(2 * REPEATS):
+            start = time.perf_counter()
+            torch.distributed.all_reduce(values)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
+        seconds.append(statistics.median(times))
+    moved = 2 * (world - 1) / world * 4 * 2**22
+    return {
+        "ranks": world,
+        "start_s": seconds[0] / (1 + math.log2(world)),
+        "gb_s": moved / (seconds[1] - seconds[0]) / 1e9,
+    }
+
+
+def stretches(recipe: Recipe, steps: int) -> list[Stretch]:
+    """The recipe, the same with half the rows, and (left out of the fit) with half the layers."""
+    rows = recipe.train.rows_per_step
+    layers = plan_run(recipe).config.layers
+    half = max(rows // 2, 1)
+    changed = {
+        "as given": recipe,
+        "half the rows": _with(recipe, train={"batch_rows": half, "micro_batch_rows": None}),
+        "half the layers": _with(
+            recipe, model={"overrides": recipe.model.overrides | {"layers": max(layers // 2, 1)}}
+        ),
+    }
+    return [_stretch(name, variant, steps) for name, variant in changed.items()]
+
+
+def _with(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
+    update = {name: getattr(recipe, name).model_copy(update=fields) for name, fields in sections.items()}
+    return resolve(recipe.model_copy(update=update))
+
+
+def _stretch(name: str, recipe: Recipe, steps: int) -> Stretch:
+    """Some steps of the trainer without a run directory: batch, forward, backward, update."""
+    plan, layout = plan_run(recipe), recipe.parallel.layout()
+    mesh = make_mesh(layout, plan.device, 60) if layout.world > 1 else None
+    data, context = (mesh.data, mesh.context) if mesh else (ALONE, ALONE)
+    trainer, rows = build_trainer(plan, mesh), recipe.train.rows_per_step
+    own = rows // data.size
+    batches, times = StepBatches(plan, training_rows(plan), data, context), []
+    for step in range(WARM_UP + steps):
+        batch = batches.batch(step * rows + data.rank * own, own)
+        start = time.perf_counter()
+        train_step(trainer, batch, 1.0)
+        if plan.device.type == "cuda":
+            torch.cuda.synchronize(plan.device)
+        times.append(time.perf_counter() - start)
+        trainer.step += 1
+    times = sorted(times[WARM_UP:])
+    low, high = times[len(times) // 4], times[-1 - len(times) // 4]
+    return Stretch(name, recipe, plan.config, statistics.median(times), high - low)
+
+
+def predict(stretch: Stretch, cluster: Cluster, constants: Constants) -> float:
+    """The planner's step time of a stretch."""
+    work, layouts, software = described(stretch.config, stretch.recipe)
+    return step_seconds(work, layouts, cluster, software, constants)
+
+
+def probed(
+    cluster: Cluster, probes: dict[str, float], dtype: str, summed: dict[str, float]
+) -> tuple[Cluster, Constants]:
+    """The machine by its probes: what was measured was reached, so no fraction of it is taken again."""
+    chip = dataclasses.replace(
+        cluster.chip,
+        tflops=cluster.chip.tflops | {dtype: probes["tflops"]},
+        bandwidth_gb_s=probes["bandwidth_gb_s"],
+        achieved=1.0,
+    )
+    constants = dataclasses.replace(
+        FITTED,
+        launch_s=probes["launch_s"],
+        vector_fraction=1.0,
+        memory_fraction=1.0,
+        product_inner=0.0,
+        issue_s=0.0,
+    )
+    if summed:
+        constants = dataclasses.replace(constants, start_s=summed["start_s"], link_fraction=1.0)
+        cluster = dataclasses.replace(cluster, node_gb_s=summed["gb_s"])
+    return dataclasses.replace(cluster, chip=chip), constants
+
+
+def refit(
+    runs: list[Stretch], cluster: Cluster, constants: Constants, dtype: str
+) -> tuple[Cluster, Constants]:
+    """Speed of products and launch time that suit the runs best in log error; a weak pull keeps both near the probes."""
+
+    def with_factors(speed: float, launch: float) -> tuple[Cluster, Constants]:
+        tflops = cluster.chip.tflops | {dtype: cluster.chip.tflops[dtype] * speed}
+        chip = dataclasses.replace(cluster.chip, tflops=tflops)
+        return dataclasses.replace(cluster, chip=chip), dataclasses.replace(
+            constants, launch_s=constants.launch_s * launch
+        )
+
+    def loss(factors: tuple[float, float]) -> float:
+        errors = [math.log(predict(run, *with_factors(*factors)) / run.seconds) for run in runs]
+        return sum(error**2 for error in errors) + 1e-3 * sum(math.log(factor) ** 2 for factor in factors)
+
+    grid = [2 ** (power / 4) for power in range(-12, 13)]
+    return with_factors(
+        *min(itertools.product(grid, (2 ** (power / 2) for power in range(-2, 17))), key=loss)
+    )
+
+
+def study(recipe: Recipe, steps: int) -> dict[str, Any]:
+    """Probes, stretches and the calibration: what `plan --on here` and the trainer then predict with."""
+    plan = plan_run(recipe)
+    precision, device = recipe.train.precision, plan.device
+    probes = probe_machine(device, computing_dtype(precision))
+    summed = probe_all_reduce(device)
+    runs = stretches(recipe, steps)
+    guess = this_machine(recipe.parallel.layout().world)
+    by_probes = probed(guess, probes, precision, summed)
+    fitted, constants = refit(runs[:2], *by_probes, precision)
+    rows = [
+        {
+            "run": run.name,
+            "measured_seconds": run.seconds,
+            "spread_seconds": run.spread,
+            "datasheet_seconds": predict(run, guess, FITTED),
+            "probes_seconds": predict(run, *by_probes),
+            "refit_seconds": predict(run, fitted, constants),
+            "left_out": index == 2,
+        }
+        for index, run in enumerate(runs)
+    ]
+    changed = {name: value for name, value in vars(constants).items() if value != getattr(FITTED, name)}
+    return {
+        "machine": machine().cpu.name,
+        "device": str(device),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+        "probes": probes,
+        "all_reduce": summed,
+        "runs": rows,
+        "tflops": {precision: fitted.chip.tflops[precision]},
+        "bandwidth_gb_s": fitted.chip.bandwidth_gb_s,
+        "node_gb_s": fitted.node_gb_s,
+        "constants": changed,
+    }

@@ -1,0 +1,107 @@
+"""A recipe's layout shrunk until one machine can prove it: `throughline prove`.
+
+The twin keeps what decides the arithmetic of a layout: its axes, schedule, sharding and stages, the precision, the
+optimizer, recomputation, the family and every switch of the model. It is smaller in width, vocabulary, length and
+layers, and in degrees where there are more than PROCESSES; what was shrunk is said.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from ..core.errors import WrongUse
+from ..models.config import BERTConfig, ModelConfig, family_of
+from ..planner.layout import AXES, Layout, layout_problems
+from .proof import Case
+from .recipe import Recipe, model_config
+
+PROCESSES = 64
+SIZES = (
+    "vocab_size",
+    "sequence_length",
+    "layers",
+    "width",
+    "heads",
+    "kv_heads",
+    "head_width",
+    "mlp_width",
+    "dropout",
+)
+HEAD_WIDTH = 8
+
+
+def twin(recipe: Recipe) -> tuple[Case, list[str]]:
+    """The case to prove for a resolved recipe, and what is smaller in it. Raises WrongUse when the twin of a
+    layout is not legal.
+    """
+    config, whole = model_config(recipe), recipe.parallel.layout()
+    layout, notes = _fewer_processes(whole)
+    length = 2 * math.lcm(2 * layout.context, layout.context * layout.tensor, 16)
+    model = _small_model(config, layout, length)
+    if config.dropout:
+        notes.append("dropout is off: its masks are those of a layout")
+    if recipe.compression.scheme != "none":
+        notes.append(f"gradients are summed whole, not by {recipe.compression.scheme}")
+    if recipe.train.offload:
+        notes.append("the masters stay on the device")
+    micro_batches = 2 * layout.pipeline if layout.pipeline > 1 else 2
+    case = Case(
+        name="",
+        layout=layout,
+        family=family_of(config),
+        precision={"tf32": "fp32"}.get(recipe.train.precision, recipe.train.precision),
+        micro_rows=1,
+        documents=recipe.data.separate_documents or recipe.data.packing == "best_fit",
+        recompute=recipe.train.recompute,
+        steps=4,
+        model=model,
+        optimizer=recipe.optimizer.name,
+        rows=layout.data * micro_batches,
+        length=length,
+    )
+    if problems := layout_problems(layout, case.config, length, case.rows, case.micro_rows):
+        raise WrongUse(
+            "the small twin of this layout cannot be made",
+            where=problems[0].field,
+            why=problems[0].text,
+            fix="prove a layout with smaller degrees: --set parallel.tensor=... and the like",
+        )
+    small = case.config.parameter_count()
+    notes.insert(
+        0, f"a twin of {small:,} parameters for {config.parameter_count():,}, rows of {length} tokens"
+    )
+    return case, notes
+
+
+def _fewer_processes(given: Layout) -> tuple[Layout, list[str]]:
+    """Degrees halved, the largest first, until all processes fit; layers are split evenly again."""
+    layout = dataclasses.replace(given, layers_per_stage=())
+    while layout.world > PROCESSES:
+        axis = max(AXES, key=lambda name: getattr(layout, name))
+        degrees = {axis: max(getattr(layout, axis) // 2, 2)}
+        if axis == "data" and (degrees["data"] % layout.replicas or degrees["data"] == layout.replicas):
+            degrees["replicas"] = 1
+        layout = dataclasses.replace(layout, **degrees)
+    shrunk = [axis for axis in (*AXES, "replicas") if getattr(layout, axis) != getattr(given, axis)]
+    return layout, [
+        f"parallel.{axis} = {getattr(layout, axis)} for {getattr(given, axis)}" for axis in shrunk
+    ]
+
+
+def _small_model(config: ModelConfig, layout: Layout, length: int) -> dict[str, Any]:
+    heads = math.lcm(layout.tensor, 2)
+    model = {name: value for name, value in config.to_dict().items() if name not in SIZES}
+    grouped = (
+        {"kv_heads": 1 if config.key_value_heads == 1 else layout.tensor}
+        if config.key_value_heads < config.heads
+        else {}
+    )
+    if config.key_value_heads < config.heads and config.key_value_heads > 1:
+        heads = 2 * layout.tensor
+    if config.attention_window:
+        block = max(length // 8, 1)
+        model |= {"attention_block": block, "attention_window": 2 * block}
+    if isinstance(config, BERTConfig) and config.relative_buckets:
+        model |= {"relative_buckets": 8, "relative_distance": 16}
+    sizes = {"vocab_size": 64 * layout.tensor + 1, "layers": max(2, layout.stages), "heads": heads}
+    return model | sizes | grouped | {"width": heads * HEAD_WIDTH, "sequence_length": length, "dropout": 0.0}
