@@ -1,24 +1,26 @@
 """How fast a model answers here: p50, p95 and p99 of the calls that serving makes, per batch and length."""
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from html import escape
 from typing import Any
 
 import numpy as np
 
 from ..core.backend import CausalBackend
-from .backends import Loaded
+from ..core.hardware import machine
+from .choice import measure
+from .loaded import Loaded
+from .roofline import floor_ms, reported
 
 SECONDS_PER_CASE = 1.0  # measured time per line of the table
-MAX_CALLS, MIN_CALLS = 200, 5
 
 
 def latency_table(loaded: Loaded, seconds: float = SECONDS_PER_CASE) -> list[dict[str, Any]]:
     """Rows {backend, what, batch, tokens, calls, p50_ms, p95_ms, p99_ms, tokens_per_s}, on random ids.
 
-    A GPT: reading a prompt of `tokens`, and decoding one token per row after `tokens` of context. A BERT: the hidden states,
-    embedding and one masked position of `tokens`.
+    A GPT: reading a prompt of `tokens`, and decoding one token per row after `tokens` of context. A BERT: the
+    hidden states, embedding and one masked position of `tokens`.
     """
     backend = loaded.causal or loaded.encoder
     assert backend is not None
@@ -27,23 +29,52 @@ def latency_table(loaded: Loaded, seconds: float = SECONDS_PER_CASE) -> list[dic
         times_s = measure(call, seconds)
         p50, p95, p99 = (float(np.percentile(times_s, q)) for q in (50, 95, 99))
         made = batch * (1 if what == "decode" else tokens)
-        rows.append({
-            "backend": backend.name, "what": what, "batch": batch, "tokens": tokens, "calls": len(times_s),
-            "p50_ms": p50 * 1e3, "p95_ms": p95 * 1e3, "p99_ms": p99 * 1e3, "tokens_per_s": made / p50,
-        })  # fmt: skip
+        rows.append(
+            {
+                "backend": backend.name,
+                "what": what,
+                "batch": batch,
+                "tokens": tokens,
+                "calls": len(times_s),
+                "p50_ms": p50 * 1e3,
+                "p95_ms": p95 * 1e3,
+                "p99_ms": p99 * 1e3,
+                "tokens_per_s": made / p50,
+            }
+        )
+        rows[-1] |= _beside(loaded, what, batch, tokens)
     return rows
 
 
-def measure(call: Callable[[], object], seconds: float) -> list[float]:
-    """Wall seconds of single calls, after two that warm up."""
-    call(), call()
-    times_s: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times_s) < MIN_CALLS or (time.perf_counter() < end and len(times_s) < MAX_CALLS):
-        start = time.perf_counter()
-        call()
-        times_s.append(time.perf_counter() - start)
-    return times_s
+def _beside(loaded: Loaded, what: str, batch: int, tokens: int) -> dict[str, Any]:
+    """What this GPU cannot go below, and what NVIDIA reported for a T4, where either is known."""
+    found: dict[str, Any] = {}
+    backend = loaded.backend
+    if backend.device != "cpu":
+        gpu = machine().gpus[int(backend.device.partition(":")[2] or 0)]
+        if gpu.chip is not None:
+            sizes = (batch, tokens, backend.dtype, what == "decode")
+            found["floor_ms"] = floor_ms(loaded.config, gpu.chip, *sizes)
+    if row := reported(loaded.config, batch, tokens):
+        found["t4_tensorrt_fp16_ms"] = row.get("fp16_ms")
+    return found
+
+
+def latency_plot(rows: list[dict[str, Any]]) -> str:
+    """The medians as horizontal bars, an SVG of its own."""
+    longest = max(row["p50_ms"] for row in rows)
+    height, left, width = 22, 330, 480
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 90}" height="{height * len(rows) + 30}" '
+        'font-family="sans-serif" font-size="12" role="img"><title>Median latency in milliseconds</title>'
+    ]
+    for number, row in enumerate(rows):
+        top, size = 10 + number * height, max(1.0, width * row["p50_ms"] / longest)
+        name = f"{row['backend']} {row['what']} {row['batch']} x {row['tokens']}"
+        parts.append(f'<text x="{left - 8}" y="{top + 14}" text-anchor="end">{escape(name)}</text>')
+        parts.append(f'<rect x="{left}" y="{top + 3}" width="{size:.1f}" height="14" fill="#3b6ea5"/>')
+        parts.append(f'<text x="{left + size + 6:.1f}" y="{top + 14}">{row["p50_ms"]:.2f} ms</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _cases(loaded: Loaded) -> Iterator[tuple[str, int, int, Callable[[], object]]]:
@@ -84,5 +115,8 @@ def _causal_call(backend: CausalBackend, ids: np.ndarray, past: int) -> Callable
 def latency_lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Header and cells of the table for people."""
     header = ["backend", "what", "batch", "tokens", "p50 ms", "p95 ms", "p99 ms", "tokens/s"]
-    keys = ("backend", "what", "batch", "tokens", "p50_ms", "p95_ms", "p99_ms", "tokens_per_s")
-    return header, [[row[key] for key in keys] for row in rows]
+    keys = ["backend", "what", "batch", "tokens", "p50_ms", "p95_ms", "p99_ms", "tokens_per_s"]
+    for key, title in (("floor_ms", "floor ms"), ("t4_tensorrt_fp16_ms", "T4 TensorRT ms")):
+        if any(row.get(key) for row in rows):
+            header, keys = [*header, title], [*keys, key]
+    return header, [[row.get(key) for key in keys] for row in rows]

@@ -1,6 +1,7 @@
-"""The bodies of /v1/completions answers, streamed or whole, in OpenAI's shape.
+"""The bodies of answers of /v1/completions and /v1/chat/completions, streamed or whole, in OpenAI's shape.
 
-Added to it: `token_ids` in every choice, which the web page's token view and reproducible tests need.
+Added to it: `token_ids` in every choice of a completion, which the web page's token view and reproducible
+tests need.
 """
 
 import time
@@ -9,69 +10,95 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from .api_types import CompletionBody
-from .generation import Piece, Request, Token
-from .served import Pieces, ServedModel
+from .api_types import ChatBody, CompletionBody, Generation
+from .served import Asked, Delta, Deltas, ServedModel, Token, prompt_tokens
 
 
 class Answers:
     """All choices of one request as they grow."""
 
-    def __init__(
-        self, model: ServedModel, body: CompletionBody, requests: list[Request], prompts: list[str]
-    ) -> None:
-        self._model, self._body, self._requests = model, body, requests
-        self._head: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, model: ServedModel, body: Generation, asked: list[Asked]) -> None:
+        self._model, self._body, self._asked = model, body, asked
+        self._head: dict[str, Any] = {"id": f"{self.prefix}{uuid.uuid4().hex}"}
         self._head |= {"created": int(time.time()), "model": model.name}
-        self._echo = prompts if body.echo else [""] * len(prompts)
+        echo = isinstance(body, CompletionBody) and body.echo
+        self._echo = [one.prompt if echo else "" for one in asked]
         self._texts = list(self._echo)
-        self._tokens: list[list[tuple[Token, int]]] = [[] for _ in prompts]  # with the text offset of each
-        self._finish: list[str | None] = [None] * len(prompts)
+        self._tokens: list[list[tuple[Token, int]]] = [[] for _ in asked]  # with the text offset of each
+        self._made = 0
+        self._finish: list[str | None] = [None] * len(asked)
 
-    def add(self, number: int, piece: Piece) -> None:
-        """Take a piece of one answer in."""
-        if piece.token is not None:
-            self._tokens[number].append((piece.token, len(self._texts[number])))
-        self._texts[number] += piece.text
-        self._finish[number] = piece.finish
+    def add(self, number: int, delta: Delta) -> None:
+        """Take a delta of one answer in; the tokens of its prompt come before its own."""
+        if delta.prompt:
+            self._tokens[number] = self._placed(delta.prompt)
+        if delta.token is not None:
+            self._tokens[number].append((delta.token, len(self._texts[number])))
+            self._made += 1
+        self._texts[number] += delta.text
+        self._finish[number] = delta.finish
 
-    async def collect(self, pieces: Pieces) -> None:
-        """Take all pieces in."""
-        async with aclosing(pieces):
-            async for number, piece in pieces:
-                self.add(number, piece)
+    def _placed(self, tokens: tuple[Token, ...]) -> list[tuple[Token, int]]:
+        """The prompt's tokens with their offsets. Of parts of one character each stands at its beginning, up
+        to the rounding of characters that cannot be decoded alone.
+        """
+        placed, offset = [], 0
+        for token in tokens:
+            placed.append((token, offset))
+            offset += len(self._model.token_text(token.id))
+        return placed
+
+    async def collect(self, deltas: Deltas) -> None:
+        """Take all deltas in."""
+        async with aclosing(deltas):
+            async for number, delta in deltas:
+                self.add(number, delta)
 
     def whole(self) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
         choices = [
             self._choice(i, self._texts[i], self._tokens[i], self._finish[i]) for i in range(len(self._texts))
         ]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
-    async def events(self, first: tuple[int, Piece], pieces: Pieces) -> AsyncGenerator[dict[str, Any], None]:
-        """One body per piece, then one with the usage when it was asked for."""
-        for number, text in enumerate(self._echo):
-            if text:
-                yield {**self._head, "choices": [self._choice(number, text, [], None)]}
-        async with aclosing(_after(first, pieces)) as all_pieces:
-            async for number, piece in all_pieces:
-                self.add(number, piece)
-                tokens = self._tokens[number][-1:] if piece.token is not None else []
-                yield {**self._head, "choices": [self._choice(number, piece.text, tokens, piece.finish)]}
+    async def events(
+        self, first: tuple[int, Delta] | None, deltas: Deltas
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """One body per delta, then one with the usage when it was asked for."""
+        head = {**self._head, "object": self.chunk_kind}
+        for choice in self._openings():
+            yield {**head, "choices": [choice]}
+        async with aclosing(_after(first, deltas)) as all_deltas:
+            async for number, delta in all_deltas:
+                self.add(number, delta)
+                tokens = self._tokens[number][-1:] if delta.token is not None else []
+                if delta.prompt:  # only now known: the text was echoed before
+                    tokens = list(self._tokens[number])
+                yield {**head, "choices": [self._piece(number, delta.text, tokens, delta.finish)]}
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield {**self._head, "choices": [], "usage": self._usage()}
+            yield {**head, "choices": [], "usage": self._usage()}
+
+    def _openings(self) -> list[dict[str, Any]]:
+        """What a stream says before the first token of each choice."""
+        return [self._choice(number, text, [], None) for number, text in enumerate(self._echo) if text]
+
+    def _piece(
+        self, number: int, text: str, tokens: list[tuple[Token, int]], finish: str | None
+    ) -> dict[str, Any]:
+        return self._choice(number, text, tokens, finish)
 
     def _choice(
         self, number: int, text: str, tokens: list[tuple[Token, int]], finish: str | None
     ) -> dict[str, Any]:
-        logprobs = None if self._body.logprobs is None else self._logprobs(tokens)
-        ids = [token.id for token, _ in tokens]
+        assert isinstance(self._body, CompletionBody)
         return {
             "index": number,
             "text": text,
-            "logprobs": logprobs,
+            "logprobs": None if self._body.logprobs is None else self._logprobs(tokens),
             "finish_reason": finish,
-            "token_ids": ids,
+            "token_ids": [token.id for token, _ in tokens],
         }
 
     def _logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
@@ -83,22 +110,75 @@ class Answers:
             "text_offset": [offset for _, offset in tokens],
         }
 
-    def _by_text(self, token: Token) -> dict[str, float]:
-        """The most probable tokens by text; parts of characters look alike, the most probable one keeps the name."""
+    def _by_text(self, token: Token) -> dict[str, float] | None:
+        """The most probable tokens by text; parts of characters look alike, the most probable one keeps the
+        name. None for the first token of a prompt, which nothing predicts.
+        """
+        if token.logprob is None:
+            return None
         values: dict[str, float] = {}
         for i, value in token.top:
             values.setdefault(self._model.token_text(i), value)
         return values
 
     def _usage(self) -> dict[str, int]:
-        prompts = sum(len(request.prompt_ids) for request in self._requests[:: self._body.n])
-        made = sum(map(len, self._tokens))
-        return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
+        read = prompt_tokens(self._asked)
+        return {"prompt_tokens": read, "completion_tokens": self._made, "total_tokens": read + self._made}
 
 
-async def _after(first: tuple[int, Piece], rest: Pieces) -> Pieces:
-    """The first piece, which was awaited already, and the others; closing this closes them."""
+class ChatAnswers(Answers):
+    """The same for chat completions."""
+
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def _openings(self) -> list[dict[str, Any]]:
+        opening = {"role": "assistant", "content": ""}
+        return [
+            {"index": number, "delta": opening, "logprobs": None, "finish_reason": None}
+            for number in range(len(self._asked))
+        ]
+
+    def _piece(
+        self, number: int, text: str, tokens: list[tuple[Token, int]], finish: str | None
+    ) -> dict[str, Any]:
+        delta = {"content": text} if text or finish is None else {}
+        return {
+            "index": number,
+            "delta": delta,
+            "logprobs": self._chat_logprobs(tokens),
+            "finish_reason": finish,
+        }
+
+    def _choice(
+        self, number: int, text: str, tokens: list[tuple[Token, int]], finish: str | None
+    ) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        logprobs = self._chat_logprobs(tokens)
+        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": finish}
+
+    def _chat_logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any] | None:
+        assert isinstance(self._body, ChatBody)
+        if not self._body.logprobs:
+            return None
+        most = self._body.top_logprobs or 0
+        return {
+            "content": [
+                self._chat_token(token.id, token.logprob)
+                | {"top_logprobs": [self._chat_token(i, value) for i, value in token.top[:most]]}
+                for token, _ in tokens
+            ],
+            "refusal": None,
+        }
+
+    def _chat_token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        text = self._model.token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+async def _after(first: tuple[int, Delta] | None, rest: Deltas) -> Deltas:
+    """The first delta, which was awaited already, and the others; closing this closes them."""
     async with aclosing(rest):
-        yield first
-        async for piece in rest:
-            yield piece
+        if first is not None:
+            yield first
+        async for delta in rest:
+            yield delta

@@ -1,18 +1,18 @@
-"""Reading texts with a BERT: special tokens, batches by length, embeddings, fill-mask. The synchronous half of the server.
+"""Reading texts with a BERT: special tokens, batches by length, embeddings, fill-mask. The synchronous half
+of the server.
 
 Letters: B texts, S tokens with [CLS] and [SEP], N positions asked for, H width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..core.backend import EncoderBackend
-from ..core.errors import Failed, WrongUse
+from ..core.errors import WrongUse
 from ..data.tokenizer import Tokenizer
-from .sampling import log_softmax
 
 BATCH_TOKENS = 4096  # padded tokens in one batch: 8 rows of 512
 
@@ -23,27 +23,50 @@ class Encoding:
 
     ids: np.ndarray  # (S,)
     ask: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # (N,)
-    tell: Callable[[dict[str, np.ndarray] | Failed], None] | None = None  # where an engine sends the answer
+    first_tokens: int | None = None  # those of the first of two texts; None = there is one
 
 
 def frame(
     tokenizer: Tokenizer, text: str | Sequence[int], context: int, vocab_size: int, where: str = "input"
 ) -> np.ndarray:
-    """Ids of a text (or the given ids) with [CLS] before and [SEP] behind, int64 (S,). `where` is named in errors.
+    """Ids of a text (or the given ids) with [CLS] before and [SEP] behind, int64 (S,). `where` is named in
+    errors.
 
     Raises WrongUse for a text that is empty or longer than the context and for ids outside the vocabulary.
     """
     ids = tokenizer.encode(text) if isinstance(text, str) else text
     check_ids(ids, vocab_size, where)
+    before, behind = _framing(tokenizer)
+    return _fitting(np.array([*before, *ids, *behind], np.int64), context, where)
+
+
+def frame_pair(
+    tokenizer: Tokenizer, first: str, second: str, context: int, vocab_size: int
+) -> tuple[np.ndarray, int]:
+    """Ids of two texts, [CLS] first [SEP] second [SEP], int64 (S,), and how many belong to the first one.
+
+    Raises as `frame`.
+    """
+    before, behind = _framing(tokenizer)
+    ids_of = [tokenizer.encode(text) for text in (first, second)]
+    for ids, where in zip(ids_of, ("query", "documents")):
+        check_ids(ids, vocab_size, where)
+    head = [*before, *ids_of[0], *behind]
+    return _fitting(np.array([*head, *ids_of[1], *behind], np.int64), context, "documents"), len(head)
+
+
+def _framing(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     before = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
-    behind = [] if tokenizer.sep_id is None else [tokenizer.sep_id]
-    framed = np.array([*before, *ids, *behind], np.int64)
-    if len(framed) > context:
-        why = f"{len(framed)} tokens with the special ones > {context}"
+    return before, [] if tokenizer.sep_id is None else [tokenizer.sep_id]
+
+
+def _fitting(ids: np.ndarray, context: int, where: str) -> np.ndarray:
+    if len(ids) > context:
+        why = f"{len(ids)} tokens with the special ones > {context}"
         raise WrongUse(
             "the text is longer than the model's context", where=where, why=why, fix="split the text"
         )
-    return framed
+    return ids
 
 
 def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "input") -> None:
@@ -58,7 +81,9 @@ def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "in
 def encode_batch(
     backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int
 ) -> list[dict[str, np.ndarray]]:
-    """Run texts of any lengths together; per text `sentence_embedding` (H,) and `mlm_logits` (N, V) of its own positions."""
+    """Run texts of any lengths together; per text `sentence_embedding` and `cls_embedding` (H,), `mlm_logits`
+    (N, V) of its own positions, and of a model that classifies `class_logits` (C,).
+    """
     lengths = np.array([len(text.ids) for text in texts])
     ids_BS = np.full((len(texts), lengths.max()), pad_id, np.int64)
     ask_BN = np.zeros((len(texts), max(len(text.ask) for text in texts)), np.int64)
@@ -66,14 +91,18 @@ def encode_batch(
         ids_BS[row, : len(text.ids)] = text.ids
         ask_BN[row, : len(text.ask)] = text.ask
     mask_BS = np.arange(ids_BS.shape[1]) < lengths[:, None]
-    outputs = backend.forward(ids_BS, np.zeros_like(ids_BS), mask_BS, ask_BN)
-    return [
-        {
-            "sentence_embedding": outputs["sentence_embedding"][row],
-            "mlm_logits": outputs["mlm_logits"][row, : len(text.ask)],
-        }
-        for row, text in enumerate(texts)
-    ]
+    firsts_B1 = np.array([[text.first_tokens or len(text.ids)] for text in texts])
+    types_BS = (mask_BS & (np.arange(ids_BS.shape[1]) >= firsts_B1)).astype(np.int64)
+    outputs = backend.forward(ids_BS, types_BS, mask_BS, ask_BN)
+    found = {"sentence_embedding": outputs["sentence_embedding"]}
+    found["cls_embedding"] = outputs["last_hidden_state"][:, 0]
+    if "logits" in outputs:
+        found["class_logits"] = outputs["logits"]
+    answers = [{name: values[row] for name, values in found.items()} for row in range(len(texts))]
+    if "mlm_logits" in outputs:
+        for row, text in enumerate(texts):
+            answers[row]["mlm_logits"] = outputs["mlm_logits"][row, : len(text.ask)]
+    return answers
 
 
 def take_batch(texts: Sequence[Encoding]) -> list[Encoding]:
@@ -129,19 +158,22 @@ def mask_text(tokenizer: Tokenizer, text: str, context: int, vocab_size: int) ->
     return Encoding(framed, np.flatnonzero(framed == mask_id))
 
 
-def fill(tokenizer: Tokenizer, text: Encoding, logits_NV: np.ndarray, top_k: int) -> dict[str, Any]:
-    """For every mask its `top_k` most probable tokens with probabilities, and the text with the best ones in place."""
-    probabilities = np.exp(log_softmax(logits_NV.astype(np.float64)[:, : tokenizer.vocab_size]))
+def fill(
+    tokenizer: Tokenizer, text: Encoding, ids_NK: np.ndarray, probabilities_NK: np.ndarray
+) -> dict[str, Any]:
+    """For every mask its most probable tokens with probabilities, best first, and the text with the best ones
+    in place.
+    """
     data = []
-    for index, row in enumerate(probabilities):
-        best = np.argsort(-row, kind="stable")[:top_k]
+    for index, (ids, probabilities) in enumerate(zip(ids_NK.tolist(), probabilities_NK.tolist())):
         candidates = [
-            {"id": int(i), "text": tokenizer.decode([i]), "probability": float(row[i])} for i in best
+            {"id": i, "text": tokenizer.decode([i]), "probability": probability}
+            for i, probability in zip(ids, probabilities)
         ]
         data.append(
             {"object": "mask", "index": index, "position": int(text.ask[index]), "candidates": candidates}
         )
     filled = text.ids.copy()
-    filled[text.ask] = probabilities.argmax(axis=1)
+    filled[text.ask] = ids_NK[:, 0]
     framing = (tokenizer.cls_id, tokenizer.sep_id)
     return {"data": data, "text": tokenizer.decode([i for i in filled if i not in framing])}

@@ -1,89 +1,178 @@
 """The ONNX graph of a GPT: one graph for prefill, chunked prefill and decode, each row with its own past.
 
-Inputs: `input_ids` (batch, sequence), `past_length` (batch), `logit_positions` (batch, asked), and per layer i
-`past.i.key`, `past.i.value` (batch, kv heads, capacity, head). Outputs: `logits` (batch, asked, vocabulary) after the
-asked positions of `input_ids`, and `present.i.key`, `present.i.value`, the caches with the new tokens written at
-`past_length`. Binding a past and its present to the same memory makes the write happen in place.
+Inputs: `input_ids` (batch, sequence), `past_length` (batch), `logit_positions` (batch, asked), and per layer
+i `past.i.key`, `past.i.value` (batch, kv heads, capacity, head). Outputs: `logits` (batch, asked, vocabulary)
+after the asked positions of `input_ids`, and `present.i.key`, `present.i.value`, the caches with the new
+tokens written at `past_length`. Binding a past and its present to the same memory makes the write happen in
+place. Caches are float16 in fp16 graphs.
 
 A token attends to the places up to its own: `TensorScatter` writes, and `Attention` with `nonpad_kv_seqlen` =
-past_length + sequence aligns the causal triangle at the end of that length, row by row.
+past_length + sequence aligns the causal triangle at the end of that length, row by row. TensorRT fuses that
+from an explicit softmax (8 kernels a layer against 9), and opsets before 24 have neither operator: there the
+mask is written out and `ScatterElements` writes.
+
+Under optimum's names the inputs are `input_ids`, `attention_mask` (batch, past + sequence), `position_ids`
+and `past_key_values.i.key`, which grow by concatenation; `logits` are of every position.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..models.config import GPTConfig
-from .onnx_blocks import Blocks
-from .onnx_writer import FLOAT, INT64, Graph
+from .graph_options import PLAIN, GraphOptions
+from .onnx_blocks import AttentionCore, Blocks
+from .onnx_writer import BOOL, INT64, Graph
 
 if TYPE_CHECKING:
     from ..models.gpt import GPT
 
 
-def gpt_graph(model: "GPT") -> Graph:
-    """The graph of this model in float32. Its opset-24 operators are all standard ONNX."""
+def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
+    """The graph of this model."""
     config = model.config
-    parts = Blocks(model, config)
+    parts = Blocks(model, config, options)
     graph = parts.graph
     ids = graph.input("input_ids", INT64, ["batch", "sequence"])
-    past = graph.input("past_length", INT64, ["batch"])
-    ask = graph.input("logit_positions", INT64, ["batch", "asked"])
-
-    length = graph.length(ids, 1)
-    total = graph.node("Add", past, length)  # (batch): tokens in each row after this call
-    positions = graph.node("Add", graph.node("Unsqueeze", past, graph.ints(1)), graph.steps(length))
-    x = graph.node("Gather", parts.weight("token_table.weight"), ids)
+    memory: _Slots | _Growing = _Slots(parts, ids) if options.names == "throughline" else _Growing(parts, ids)
+    x = parts.rows("token_table.weight", ids)
     if config.positions == "learned":
-        x = graph.node("Add", x, graph.node("Gather", parts.weight("position_table.weight"), positions))
-    rotary = _rotary_tables(graph, config) if config.positions == "rotary" else None
-
-    caches: list[str] = []
-    for layer in range(config.layers):
-        x = parts.block(
-            x, layer, norm_first=True, core=_cached(graph, config, layer, past, total, positions, rotary)
+        x = graph.node(
+            "Add", x, graph.node("Gather", parts.weight("position_table.weight"), memory.positions)
         )
-        caches += [f"present.{layer}.key", f"present.{layer}.value"]
-    asked = parts.norm(graph.take(x, ask), "norm")  # norm and head only where logits are asked for
-    table = parts.weight("token_table.weight" if config.tied else "output.weight")
-    graph.vocabulary_logits(asked, ask, table, (config.vocab_size, config.width), bias="", out="logits")
-    for name in caches:
-        graph.output(name, FLOAT, _cache_shape(config))
+    rotary = _rotary_tables(parts) if config.positions == "rotary" else None
+    for layer in range(config.layers):
+        x = parts.block(x, layer, norm_first=True, core=_cached(parts, memory, layer, rotary))
+    if memory.ask:
+        x = graph.take(x, memory.ask)  # norm and head only where logits are asked for
+    table = "token_table.weight" if config.tied else "output.weight"
+    parts.vocabulary_logits(parts.norm(x, "norm"), memory.ask or ids, table, bias="", out="logits")
+    for name in memory.presents:
+        graph.output(name, graph.kind, memory.shape())
     return graph
 
 
-def _cache_shape(config: GPTConfig) -> list[int | str]:
-    return ["batch", config.key_value_heads, "capacity", config.head_size]
+class _Slots:
+    """The cache with room for whole rows: new keys and values are written at each row's own length."""
+
+    def __init__(self, parts: Blocks, ids: str) -> None:
+        graph, self.parts = parts.graph, parts
+        self.past = graph.input("past_length", INT64, ["batch"])
+        self.ask = graph.input("logit_positions", INT64, ["batch", "asked"])
+        length = graph.length(ids, 1)
+        self.total = graph.node("Add", self.past, length)  # (batch): tokens in each row after this call
+        start = graph.node("Unsqueeze", self.past, graph.ints(1))
+        self.positions = graph.node("Add", start, graph.steps(length))  # (batch, sequence)
+        self.presents: list[str] = []
+        self._standard = graph.opset >= 24 and parts.options.variant != "tensorrt"
+        self._hidden = ""
+
+    def shape(self) -> list[int | str]:
+        config = self.parts.config  # TensorRT wants to know the capacity, which is the whole context then
+        capacity = config.sequence_length if self.parts.options.variant == "tensorrt" else "capacity"
+        return ["batch", config.key_value_heads, capacity, config.head_size]
+
+    def extend(self, layer: int, kind: str, new: str) -> str:
+        """Everything that a layer remembers with the new tokens (batch, kv heads, capacity, head)."""
+        graph = self.parts.graph
+        store = graph.input(f"past.{layer}.{kind}", graph.kind, self.shape())
+        out = f"present.{layer}.{kind}"
+        self.presents.append(out)
+        if graph.opset >= 24:
+            return graph.node("TensorScatter", store, new, self.past, out=out, axis=-2)
+        at = graph.node("Unsqueeze", self.positions, graph.ints(1, 3))  # (batch, 1, sequence, 1)
+        at = graph.node("Expand", at, graph.node("Shape", new))
+        return graph.node("ScatterElements", store, at, new, out=out, axis=2)
+
+    def attend(self, query: str, key: str, value: str) -> str:
+        """The new tokens over what a layer remembers."""
+        graph = self.parts.graph
+        if self._standard:
+            return graph.node(
+                "Attention", query, key, value, "", "", "", self.total, is_causal=1, **_softmax(graph)
+            )
+        if not self._hidden:
+            places = graph.steps(graph.length("past.0.key", 2))
+            last = graph.node("Unsqueeze", self.positions, graph.ints(1, 3))  # (batch, 1, sequence, 1)
+            allowed = graph.node("LessOrEqual", places, last)  # (batch, 1, sequence, capacity)
+            self._hidden = self.parts.hidden_where_not(allowed)
+        return self.parts.explicit_attention(query, key, value, self._hidden)
+
+
+class _Growing:
+    """The cache as optimum and onnxruntime-genai pass it: exactly what was read, padding marked by a mask."""
+
+    ask = ""
+
+    def __init__(self, parts: Blocks, ids: str) -> None:
+        graph, self.parts = parts.graph, parts
+        mask = graph.input("attention_mask", INT64, ["batch", "past_sequence + sequence"])
+        self.positions = graph.input("position_ids", INT64, ["batch", "sequence"])
+        self.presents: list[str] = []
+        total, new = graph.length(mask, 1), graph.length(ids, 1)
+        own = graph.node(
+            "Add", graph.steps(new), graph.node("Sub", total, new)
+        )  # (sequence): place of a token
+        before = graph.node("LessOrEqual", graph.steps(total), graph.node("Unsqueeze", own, graph.ints(1)))
+        real = graph.node("Unsqueeze", graph.node("Cast", mask, to=BOOL), graph.ints(1, 2))
+        self._hidden = parts.hidden_where_not(graph.node("And", before, real))  # (batch, 1, sequence, total)
+
+    def shape(self, name: str = "past_sequence + sequence") -> list[int | str]:
+        return ["batch", self.parts.config.key_value_heads, name, self.parts.config.head_size]
+
+    def extend(self, layer: int, kind: str, new: str) -> str:
+        """Everything that a layer remembers with the new tokens (batch, kv heads, past + sequence, head)."""
+        graph = self.parts.graph
+        store = graph.input(f"past_key_values.{layer}.{kind}", graph.kind, self.shape("past_sequence"))
+        out = f"present.{layer}.{kind}"
+        self.presents.append(out)
+        return graph.node("Concat", store, new, axis=2, out=out)
+
+    def attend(self, query: str, key: str, value: str) -> str:
+        """The new tokens over what a layer remembers."""
+        return self.parts.explicit_attention(query, key, value, self._hidden)
+
+
+def _softmax(graph: Graph) -> dict[str, Any]:
+    return {"softmax_precision": 1} if graph.half else {}  # 1: float32
 
 
 def _cached(
-    graph: Graph,
-    config: GPTConfig,
-    layer: int,
-    past: str,
-    total: str,
-    positions: str,
-    rotary: tuple[str, str] | None,
-):
+    parts: Blocks, memory: _Slots | _Growing, layer: int, rotary: tuple[np.ndarray, np.ndarray] | None
+) -> AttentionCore:
     """The attention of one layer over its cache."""
 
     def core(query: str, key: str, value: str) -> str:
         if rotary is not None:
-            query, key = (graph.node("RotaryEmbedding", x, *rotary, positions) for x in (query, key))
-        stores = []
-        for name, new in (("key", key), ("value", value)):
-            store = graph.input(f"past.{layer}.{name}", FLOAT, _cache_shape(config))
-            stores.append(
-                graph.node("TensorScatter", store, new, past, out=f"present.{layer}.{name}", axis=-2)
-            )
-        return graph.node("Attention", query, *stores, "", "", "", total, is_causal=1)
+            query, key = (_rotate(parts, x, memory.positions, rotary) for x in (query, key))
+        return memory.attend(query, memory.extend(layer, "key", key), memory.extend(layer, "value", value))
 
     return core
 
 
-def _rotary_tables(graph: Graph, config: GPTConfig) -> tuple[str, str]:
+def _rotate(parts: Blocks, x: str, positions: str, tables: tuple[np.ndarray, np.ndarray]) -> str:
+    """Rotary positions of x (batch, heads, sequence, D)."""
+    graph, size = parts.graph, parts.config.head_size
+    cos, sin = (parts.products.constant(f"rotary.{name}", t) for name, t in zip(("cos", "sin"), tables))
+    if graph.opset >= 23:
+        return graph.node("RotaryEmbedding", x, cos, sin, positions)
+    found = [graph.node("Gather", table, positions) for table in (cos, sin)]  # (batch, sequence, D / 2)
+    cos, sin = (graph.node("Unsqueeze", part, graph.ints(1)) for part in found)
+    ends = (graph.ints(0), graph.ints(size // 2), graph.ints(size))
+    first = graph.node("Slice", x, ends[0], ends[1], graph.ints(3))
+    second = graph.node("Slice", x, ends[1], ends[2], graph.ints(3))
+    turned = (
+        graph.node("Sub", graph.node("Mul", first, cos), graph.node("Mul", second, sin)),
+        graph.node("Add", graph.node("Mul", second, cos), graph.node("Mul", first, sin)),
+    )
+    return graph.node("Concat", *turned, axis=-1)
+
+
+def _rotary_tables(parts: Blocks) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines (sequence_length, D / 2), computed as models/layers.py does, in float32."""
+    config = parts.config
+    assert isinstance(config, GPTConfig)
     steps = np.arange(0, config.head_size, 2, dtype=np.float32) / np.float32(config.head_size)
     frequencies = 1.0 / np.float32(config.rope_theta) ** steps
     angles = np.arange(config.sequence_length, dtype=np.float32)[:, None] * frequencies
-    return graph.weight("rotary.cos", np.cos(angles)), graph.weight("rotary.sin", np.sin(angles))
+    return np.cos(angles), np.sin(angles)

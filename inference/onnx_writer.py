@@ -1,11 +1,12 @@
 """Writing ONNX graphs node by node from our own weights, without a tracing exporter.
 
-- What is written is what was meant: no traced constants, no specialised sizes, no cache that forgets; a graph of a few
-  dozen lines per family that can be read beside its model. `torch.onnx.export` serves as the cross-check in the tests.
-- Opset 24: Attention, TensorScatter, RotaryEmbedding and RMSNormalization are standard operators that ONNX Runtime runs
-  on a CPU and TensorRT 10.15+ parses.
-- Weights above `EXTERNAL_BYTES` go to `<name>.data` beside the graph: protobuf ends at 2 GiB. They are streamed, so
-  writing takes no second copy of the model in memory.
+- What is written is what was meant: no traced constants, no specialised sizes, no cache that forgets; a graph
+  of a few dozen lines per family that can be read beside its model. `torch.onnx.export` serves as the
+  cross-check in the tests.
+- Opset 24 by default: Attention, TensorScatter, RotaryEmbedding and RMSNormalization are standard operators
+  there, which ONNX Runtime runs on a CPU and TensorRT 10.15+ parses. Older opsets spell them out.
+- Weights above `EXTERNAL_BYTES` go to `<name>.data` beside the graph: protobuf ends at 2 GiB. They are
+  streamed, so writing takes no second copy of the model in memory.
 """
 
 from pathlib import Path
@@ -20,17 +21,25 @@ from ..core.version import version
 OPSET = 24
 EXTERNAL_BYTES = 1_800_000_000
 ALIGNMENT = 4096  # external tensors start on pages, so that runtimes can map them
-BOOL, INT64, FLOAT = TensorProto.BOOL, TensorProto.INT64, TensorProto.FLOAT
+BOOL, INT32, INT64 = TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64
+FLOAT, FLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16
+CONTRIB = "com.microsoft"  # ONNX Runtime's own operators; every other node is standard ONNX
 
 
 class Graph:
-    """An ONNX graph under construction; tensors are named by strings, `node` returns the name of its output."""
+    """An ONNX graph under construction; tensors are named by strings, `node` returns the name of its output.
 
-    def __init__(self) -> None:
+    `half`: products and the values between them are float16; norms, softmax and outputs stay float32.
+    """
+
+    def __init__(self, opset: int = OPSET, half: bool = False) -> None:
+        self.opset, self.half = opset, half
+        self.kind = FLOAT16 if half else FLOAT
         self._nodes: list[onnx.NodeProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
         self._weights: dict[str, np.ndarray] = {}
+        self.scope = ""  # put before the names of nodes: reports say by it to which block a node belongs
 
     def input(self, name: str, kind: int, shape: list[int | str]) -> str:
         """Declare an input; strings in `shape` are dynamic sizes."""
@@ -41,6 +50,11 @@ class Graph:
         """Declare a tensor of this name as an output."""
         self._outputs.append(helper.make_tensor_value_info(name, kind, shape))
 
+    def result(self, x: str, name: str, shape: list[int | str]) -> None:
+        """Give x as the float32 output `name`."""
+        self.node("Cast", x, to=FLOAT, out=name) if self.half else self.node("Identity", x, out=name)
+        self.output(name, FLOAT, shape)
+
     def weight(self, name: str, value: np.ndarray) -> str:
         """A constant tensor; the same name again is the same tensor."""
         self._weights.setdefault(name, value)
@@ -50,20 +64,28 @@ class Graph:
         """A constant int64 vector."""
         return self.weight("ints_" + "_".join(map(str, values)).replace("-", "m"), np.array(values, np.int64))
 
-    def node(self, op: str, *inputs: str, out: str = "", **attributes: Any) -> str:
-        """Append an operator with one output and return its name; "" among the inputs leaves an optional one out."""
-        out = out or f"{op}_{len(self._nodes)}"
-        self._nodes.append(helper.make_node(op, list(inputs), [out], name=out, **attributes))
+    def number(self, value: float) -> str:
+        """A constant scalar of the products' type."""
+        return self.weight(f"number_{value:g}", np.array(value, np.float16 if self.half else np.float32))
+
+    def node(self, op: str, *inputs: str, out: str = "", outputs: int = 1, **attributes: Any) -> str:
+        """Append an operator and return the name of its first output; "" among the inputs leaves an optional
+        one out. Further outputs are called `<name>:1`, `<name>:2`.
+        """
+        out = out or f"{self.scope}{op}_{len(self._nodes)}"
+        names = [out, *(f"{out}:{i}" for i in range(1, outputs))]
+        self._nodes.append(helper.make_node(op, list(inputs), names, name=out, **attributes))
         return out
 
-    def linear(
-        self, x: str, name: str, weight_OI: np.ndarray, bias_O: np.ndarray | None, out: str = ""
-    ) -> str:
-        """x @ weight^T + bias over the last dim of x; the weight is stored (in, out), as MatMul multiplies it."""
-        if bias_O is None:
-            return self.node("MatMul", x, self.weight(name + ".weight.T", weight_OI.T), out=out)
-        product = self.node("MatMul", x, self.weight(name + ".weight.T", weight_OI.T))
-        return self.node("Add", product, self.weight(name + ".bias", bias_O), out=out)
+    def wide(self, x: str) -> str:
+        """x as float32."""
+        return self.node("Cast", x, to=FLOAT) if self.half else x
+
+    def narrow(self, x: str, out: str = "") -> str:
+        """A float32 tensor in the type of the products, called `out` if that is given."""
+        if self.half:
+            return self.node("Cast", x, to=FLOAT16, out=out)
+        return self.node("Identity", x, out=out) if out else x
 
     def split_heads(self, x: str, heads: int, head_size: int) -> str:
         """(batch, sequence, heads * head) to (batch, heads, sequence, head)."""
@@ -73,20 +95,6 @@ class Graph:
     def join_heads(self, x: str, width: int) -> str:
         """(batch, heads, sequence, head) to (batch, sequence, heads * head)."""
         return self.node("Reshape", self.node("Transpose", x, perm=[0, 2, 1, 3]), self.ints(0, 0, width))
-
-    def vocabulary_logits(
-        self, hidden: str, at: str, table_VH: str, sizes: tuple[int, int], bias: str, out: str
-    ) -> None:
-        """Logits (batch, asked, V) of the hidden states (batch, asked, H); `at` (batch, asked) gives their shape.
-
-        Gemm with a transposed second operand reads the token table as it is stored, so a tied table is stored once.
-        """
-        vocab_size, width = sizes
-        flat = self.node("Reshape", hidden, self.ints(-1, width))
-        logits = self.node("Gemm", flat, table_VH, *([bias] if bias else []), transB=1)
-        shape = self.node("Concat", self.node("Shape", at), self.ints(vocab_size), axis=0)
-        self.node("Reshape", logits, shape, out=out, allowzero=1)  # nothing asked gives (batch, 0, V)
-        self.output(out, FLOAT, ["batch", "asked", vocab_size])
 
     def take(self, x: str, at: str) -> str:
         """Rows `at` (batch, asked) of x (batch, sequence, H): (batch, asked, H)."""
@@ -118,14 +126,18 @@ class Graph:
                 for name, value in self._weights.items()
             ]
         graph = helper.make_graph(self._nodes, "throughline", self._inputs, self._outputs, tensors)
-        opsets = [helper.make_opsetid("", OPSET)]
+        opsets = [helper.make_opsetid("", self.opset)]
+        contrib = any(node.domain == CONTRIB for node in self._nodes)
         model = helper.make_model(
-            graph, opset_imports=opsets, ir_version=helper.find_min_ir_version_for(opsets),
-            producer_name="throughline", producer_version=version(),
-        )  # fmt: skip
+            graph,
+            opset_imports=opsets + [helper.make_opsetid(CONTRIB, 1)] * contrib,
+            ir_version=helper.find_min_ir_version_for(opsets),
+            producer_name="throughline",
+            producer_version=version(),
+        )
         helper.set_model_props(model, metadata)
         onnx.save_model(model, str(path))
-        onnx.checker.check_model(str(path), full_check=total <= external_bytes)
+        onnx.checker.check_model(str(path), full_check=total <= external_bytes and not contrib)
         return len(self._nodes)
 
     def _write_external(self, path: Path) -> list[onnx.TensorProto]:

@@ -1,162 +1,219 @@
-"""A model as the server sees it: its tokenizer, its engine, and what each endpoint asks of it. No HTTP here.
+"""A model as the HTTP process sees it: its tokenizer, what each endpoint asks of it, and its process. No HTTP
+here.
 
 Everything that a request gets wrong raises WrongUse before anything is queued.
 """
 
 import asyncio
-import base64
-import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..core.errors import Failed, WrongUse
+from ..core.backend import BackendOptions
+from ..core.errors import ThroughlineError, WrongUse
 from ..data.tokenizer import Tokenizer
-from .api_types import CompletionBody, EmbeddingBody, FillMaskBody
-from .backends import Loaded, open_backend
-from .encoding import Encoding, check_ids, fill, frame, mask_text, unit
-from .generation import Piece, Request
-from .sampling import Sampling
-from .scheduler import CausalEngine, EncoderEngine, Generating
+from .api_types import CompletionBody, Generation
+from .chat import ChatTemplate
+from .encoding import check_ids, frame
+from .remote import Answer, Made, Read, Remote
+from .telemetry import Telemetry, Watch
 
 Prompt = str | list[int]
-Pieces = AsyncGenerator[tuple[int, Piece], None]  # of several answers, each with its request's number
+TOKEN_TEXTS = 1 << 16  # tokens whose text is remembered, some 4 MB
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server holds at once. Beyond `queue` waiting jobs a request is answered with 429."""
+    """What a server holds at once, and how long. Beyond `queue` waiting jobs a request is answered with 429."""
 
     slots: int = 8
     queue: int = 256
     body_bytes: int = 4_000_000
+    max_tokens: int | None = None  # generated per answer; None = what fits the context
+    max_n: int = 128
+    request_s: float = 600.0  # from the first byte of a body to the last of the answer
+    body_s: float = 30.0  # for the client to send its body
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer to generate."""
+
+    prompt_ids: np.ndarray
+    prompt: str
+    max_tokens: int
+    sampling: dict[str, Any]
+    stop: tuple[str, ...]
+    logprobs: int | None
+    prompt_logprobs: bool = False
+    constraint: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token with its log-probability under the model and the most probable ones, when they were asked for."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to an answer."""
+
+    text: str
+    token: Token | None
+    finish: str | None
+    prompt: tuple[Token, ...] = ()  # the prompt's tokens, in the first delta, when they were asked for
+
+
+Deltas = AsyncGenerator[tuple[int, Delta], None]  # of several answers, each with its number
 
 
 class ServedModel:
-    """A loaded model with its engine; `ready` once it has answered a first time."""
+    """One model; `ready` while its process answers."""
 
-    def __init__(self, name: str, loaded: Loaded, limits: Limits) -> None:
-        if loaded.tokenizer is None:
-            raise WrongUse(
-                "this model has no tokenizer.json", where=loaded.input.path, fix="put one beside the weights"
-            )
-        self.name, self.loaded, self.limits = name, loaded, limits
-        self.tokenizer = Tokenizer.load(loaded.tokenizer)
-        self.ready = False
-        self.causal: CausalEngine | None = None
-        self.encoder: EncoderEngine | None = None
-        if loaded.causal is not None:
-            self.causal = CausalEngine(
-                name, loaded.causal, self._decode, slots=limits.slots, queue_limit=limits.queue,
-                vocab_size=self.tokenizer.vocab_size,
-            )  # fmt: skip
-        elif loaded.encoder is not None:
-            pad_id = self.tokenizer.pad_id or 0  # padding is masked: any id will do
-            self.encoder = EncoderEngine(name, loaded.encoder, pad_id=pad_id, queue_limit=limits.queue)
+    def __init__(self, name: str, remote: Remote, limits: Limits, telemetry: Telemetry) -> None:
+        self.name, self.remote, self.limits = name, remote, limits
+        self.telemetry = telemetry
+        self._tokenizer: Tokenizer | None = None
+        self.chat: ChatTemplate | None = None
+        self.token_text = lru_cache(TOKEN_TEXTS)(lambda token_id: self.tokenizer.decode([token_id]))
+
+    async def start(self) -> None:
+        """Start the process and read the tokenizer. Raises what opening the model raised."""
+        await self.remote.start()
+        path = Path(self.facts["tokenizer"])
+        self._tokenizer = await asyncio.to_thread(Tokenizer.load, path)
+        self.chat = ChatTemplate.find(path.parent, self._tokenizer) if self.causal else None
 
     @property
-    def engine(self) -> CausalEngine | EncoderEngine:
-        engine = self.causal or self.encoder
-        assert engine is not None
-        return engine
+    def facts(self) -> dict[str, Any]:
+        return self.remote.facts
 
-    def start(self) -> None:
-        """Warm up and begin to answer."""
-        if self.loaded.causal is not None:
-            cache = self.loaded.causal.new_cache(1)
-            self.loaded.causal.forward(
-                np.zeros((1, 2), np.int64), np.zeros(1, np.int64), np.zeros((1, 1), np.int64), cache
-            )
-        elif self.loaded.encoder is not None:
-            ids = np.zeros((1, 2), np.int64)
-            self.loaded.encoder.forward(ids, ids, ids == 0, ids)
-        self.engine.start()
-        self.ready = True
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self.remote.check_room(0)  # says that the model is loading
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    @property
+    def ready(self) -> bool:
+        return self.remote.ready and self._tokenizer is not None
+
+    @property
+    def causal(self) -> bool:
+        return self.facts.get("family") == "gpt"
+
+    @property
+    def endpoints(self) -> list[str]:
+        """What this model answers; nothing while it loads for the first time."""
+        if not self.facts:
+            return []
+        if self.causal:
+            return ["/v1/completions", *(["/v1/chat/completions"] if self.chat else [])]
+        found = ["/v1/embeddings"]
+        masks = self._tokenizer is not None and self._tokenizer.mask_id is not None
+        if masks and "mlm_logits" in self.facts["outputs"]:
+            found.append("/v1/fill-mask")
+        if self.facts.get("classes"):
+            found += ["/v1/classify", "/v1/rerank"]
+        return found
 
     def describe(self) -> dict[str, Any]:
         """The entry of /v1/models."""
-        endpoints = ["/v1/completions"] if self.causal else ["/v1/embeddings", "/v1/fill-mask"]
-        backend = self.loaded.causal or self.loaded.encoder
-        assert backend is not None
-        mask = self.tokenizer.mask_id
-        return {
-            "id": self.name, "object": "model", "owned_by": "throughline", "created": 0, "family": self.loaded.family,
-            "backend": backend.name, "context": backend.context, "endpoints": endpoints,
-            "mask_token": None if mask is None else self._decode([mask]), "hash": self.loaded.input.hash,
-        }  # fmt: skip
+        mask = self._tokenizer.mask_id if self._tokenizer else None
+        described = {"id": self.name, "object": "model", "owned_by": "throughline", "created": 0}
+        shown = ("family", "backend", "device", "dtype", "context", "vocab_size", "hash", "classes")
+        described |= {name: self.facts[name] for name in shown if self.facts.get(name)}
+        return described | {
+            "max_model_len": self.facts.get("context"),
+            "endpoints": self.endpoints,
+            "mask_token": None if mask is None else self.token_text(mask),
+            "ready": self.ready,
+        }
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids)
+    # --- generating ---
 
-    def token_text(self, token_id: int) -> str:
-        """One token as text, for logprobs and the token view."""
-        return self._decode([token_id])
-
-    # --- completions ---
-
-    def jobs(self, body: CompletionBody) -> tuple[list[Request], list[str]]:
-        """The requests of a completion body, prompts times `n`, and the prompt text of each."""
-        requests, texts = [], []
-        prompts = _as_list(body.prompt)
-        _check_count(len(prompts) * body.n, self.limits.queue, "prompt")
-        for prompt in prompts:
-            ids = self._prompt_ids(prompt)
-            text = prompt if isinstance(prompt, str) else self._decode(prompt)
-            for number in range(body.n):
-                seed = None if body.seed is None else body.seed + number
-                sampling = Sampling(
-                    body.temperature, body.top_k, body.top_p, body.min_p, body.repetition_penalty, seed
+    def asked(
+        self, body: Generation, prompt: Prompt, ids: np.ndarray, max_tokens: int, logprobs: int | None
+    ) -> list[Asked]:
+        """The `n` answers that a body wants for one prompt. Raises WrongUse."""
+        echo = isinstance(body, CompletionBody) and body.echo
+        self._check_size(ids, max_tokens, body.n, echo)
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) if echo else ""
+        answers = []
+        for number in range(body.n):
+            sampling = {
+                "temperature": body.temperature,
+                "top_k": body.top_k,
+                "top_p": body.top_p,
+                "min_p": body.min_p,
+                "repetition_penalty": body.repetition_penalty,
+                "seed": None if body.seed is None else body.seed + number,
+                "frequency_penalty": body.frequency_penalty,
+                "presence_penalty": body.presence_penalty,
+                "logit_bias": [[int(i), bias] for i, bias in body.logit_bias.items()],
+            }
+            answers.append(
+                Asked(
+                    ids,
+                    text,
+                    max_tokens,
+                    sampling,
+                    body.stops(),
+                    logprobs,
+                    echo and logprobs is not None,
+                    body.constraint(),
                 )
-                requests.append(
-                    Request(
-                        ids, body.max_tokens, sampling, body.stops(), self.tokenizer.eos_id, body.logprobs
-                    )
-                )
-                texts.append(text)
-        return requests, texts
+            )
+        return answers
 
-    async def generate(self, requests: list[Request], whole: bool = False) -> Pieces:
-        """Pieces of all answers as they come, as (request number, piece). Leaving the loop early gives the slots back.
+    def completion(self, body: CompletionBody) -> list[Asked]:
+        """The answers that a completion body wants: prompts times `n`."""
+        prompts = as_list(body.prompt)
+        self.check_count(len(prompts) * body.n, "prompt")
+        return [
+            asked
+            for prompt in prompts
+            for asked in self.asked(body, prompt, self._prompt_ids(prompt), body.max_tokens, body.logprobs)
+        ]
 
-        `whole`: nobody looks at the pieces before an answer is complete, so they come then; waking this thread for every
-        token costs more than a small model's decode step.
-        """
-        assert self.causal is not None
-        loop, sent = asyncio.get_running_loop(), asyncio.Queue[tuple[int, list[Piece] | Failed]]()
+    def check_count(self, count: int, where: str) -> None:
+        """Refuse more texts in one request than the queue holds."""
+        if count > self.limits.queue:
+            why = f"{count} > {self.limits.queue}"
+            raise WrongUse("too many texts in one request", where=where, why=why, fix="send them in parts")
 
-        def teller(number: int) -> Callable[[Piece | Failed], None]:
-            held: list[Piece] = []
+    def room(self, prompt_tokens: int) -> int:
+        """New tokens that fit behind a prompt."""
+        room = max(self.facts["context"] - prompt_tokens, 1)
+        return room if self.limits.max_tokens is None else min(room, self.limits.max_tokens)
 
-            def tell(piece: Piece | Failed) -> None:
-                nonlocal held
-                if isinstance(piece, Failed):
-                    _send(loop, sent.put_nowait, (number, piece))
-                    return
-                held.append(piece)
-                if piece.finish or not whole:
-                    _send(loop, sent.put_nowait, (number, held))
-                    held = []
-
-            return tell
-
-        jobs = [Generating(request, teller(number)) for number, request in enumerate(requests)]
-        self.causal.submit(jobs)
-        unfinished = len(jobs)
-        try:
-            while unfinished:
-                number, pieces = await sent.get()
-                if isinstance(pieces, Failed):
-                    raise pieces
-                for piece in pieces:
-                    unfinished -= piece.finish is not None
-                    yield number, piece
-        finally:
-            if unfinished:
-                for job in jobs:
-                    job.cancel()
+    def _check_size(self, ids: np.ndarray, max_tokens: int, n: int, echo: bool) -> None:
+        if len(ids) == 0:
+            raise WrongUse("the prompt is empty", where="prompt", fix="give at least one token of text")
+        if max_tokens == 0 and not echo:
+            raise WrongUse("max_tokens is 0", where="max_tokens", fix="ask for a token, or for echo")
+        if n > self.limits.max_n:
+            raise WrongUse("n is above this server's limit", where="n", why=f"{n} > {self.limits.max_n}")
+        most = self.limits.max_tokens
+        if most is not None and max_tokens > most:
+            why = f"{max_tokens} > {most}"
+            raise WrongUse("max_tokens is above this server's limit", where="max_tokens", why=why)
+        context = self.facts["context"]
+        if len(ids) + max_tokens > context:
+            why = f"{len(ids)} prompt tokens + {max_tokens} new ones > {context}"
+            fix = f"ask for at most {max(context - len(ids), 0)} tokens or shorten the prompt"
+            what = "the request is longer than the model's context"
+            raise WrongUse(what, where="max_tokens", why=why, fix=fix)
 
     def _prompt_ids(self, prompt: Prompt) -> np.ndarray:
         if isinstance(prompt, str):
@@ -164,78 +221,132 @@ class ServedModel:
             eos_id = self.tokenizer.eos_id
             # Nothing to continue: the model begins a document, as it does after an end-of-text token.
             return np.array([eos_id]) if len(ids) == 0 and eos_id is not None else ids
-        check_ids(prompt, self.loaded.config.vocab_size, "prompt")
+        check_ids(prompt, self.facts["vocab_size"], "prompt")
         return np.array(prompt, np.int64)
 
-    # --- encoder endpoints ---
+    async def generate(self, answers: list[Asked], watch: Watch, whole: bool = False) -> Deltas:
+        """Deltas of all answers as they come, as (number, delta). Leaving the loop early gives the slots
+        back. `whole`: nobody looks at the deltas before an answer is complete, so they come then.
+        """
+        sent = asyncio.Queue[tuple[int, Answer]]()
+        jobs = []
+        for number, asked in enumerate(answers):
+            message = {
+                "do": "generate",
+                "max_tokens": asked.max_tokens,
+                "sampling": asked.sampling,
+                "stop": asked.stop,
+                "logprobs": asked.logprobs,
+                "prompt_logprobs": asked.prompt_logprobs,
+                "constraint": asked.constraint,
+                "whole": whole,
+            }
+            jobs.append((message, asked.prompt_ids, _put(sent, number)))
+        numbers = self.remote.submit(jobs)
+        watch.submitted(prompt_tokens(answers))
+        unfinished = len(jobs)
+        try:
+            while unfinished:
+                number, answer = await sent.get()
+                if isinstance(answer, ThroughlineError):
+                    raise answer
+                assert isinstance(answer, Made)
+                for text, token, finish, at_s, prompt, cached in answer.deltas:
+                    watch.token(number, at_s, answer.began_s, answer.batch, token is not None)
+                    watch.cached += cached or 0
+                    unfinished -= finish is not None
+                    prompted = tuple(filter(None, map(_token, prompt or ())))
+                    yield number, Delta(text, _token(token), finish, prompted)
+        finally:
+            if unfinished:
+                watch.cancelled(unfinished)
+                self.remote.cancel(numbers)
 
-    async def embed(self, body: EmbeddingBody) -> tuple[list[list[float] | str], int]:
-        """An embedding per input, of length 1, as numbers or base64 (float32, little end first), and the tokens read."""
-        prompts = _as_list(body.input)
-        _check_count(len(prompts), self.limits.queue, "input")
-        rows = await asyncio.to_thread(
-            lambda: [frame(self.tokenizer, prompt, *self._sizes) for prompt in prompts]
-        )
-        answers = await self._encode([Encoding(row) for row in rows])
-        vectors = [unit(answer["sentence_embedding"]) for answer in answers]
-        if body.encoding_format == "base64":
-            return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors], sum(
-                map(len, rows)
-            )
-        return [vector.tolist() for vector in vectors], sum(map(len, rows))
+    # --- reading ---
 
-    async def fill_mask(self, body: FillMaskBody) -> tuple[dict[str, Any], int]:
-        """For every mask in the text its most probable tokens, the text with the best ones, and the tokens read."""
-        text = await asyncio.to_thread(mask_text, self.tokenizer, body.input, *self._sizes)
-        (answer,) = await self._encode([text])
-        return fill(self.tokenizer, text, answer["mlm_logits"], body.top_k), len(text.ids)
+    def frames(self, texts: Sequence[Prompt], where: str = "input") -> list[np.ndarray]:
+        """The ids of texts with special tokens. Raises WrongUse."""
+        self.check_count(len(texts), where)
+        return [frame(self.tokenizer, text, *self.sizes, where) for text in texts]
 
     @property
-    def _sizes(self) -> tuple[int, int]:
-        return self.loaded.config.sequence_length, self.loaded.config.vocab_size
+    def sizes(self) -> tuple[int, int]:
+        return self.facts["context"], self.facts["vocab_size"]
 
-    async def _encode(self, texts: list[Encoding]) -> list[dict[str, np.ndarray]]:
-        assert self.encoder is not None
+    async def read(
+        self,
+        rows: Sequence[np.ndarray],
+        watch: Watch,
+        want: Sequence[str],
+        firsts: Sequence[int] | None = None,
+        **details: Any,
+    ) -> list[dict[str, np.ndarray]]:
+        """What the encoder says of each row of ids: the named outputs, or for masks the best tokens.
+
+        `firsts`: how many ids of each row belong to the first of its two texts.
+        """
         loop = asyncio.get_running_loop()
-        futures = [loop.create_future() for _ in texts]
+        futures: list[asyncio.Future[Read]] = [loop.create_future() for _ in rows]
+        message = {"do": "read", "want": list(want), "ask": []} | details
+        numbers = self.remote.submit(
+            [
+                (message | {"first_tokens": first}, row, _settle(future))
+                for row, future, first in zip(rows, futures, firsts or repeat(None))
+            ]
+        )
+        watch.submitted(sum(map(len, rows)))
+        try:
+            answers = [await future for future in futures]
+        finally:
+            if left := [number for number, future in zip(numbers, futures) if not future.done()]:
+                watch.cancelled(len(left))
+                self.remote.cancel(left)
+            for future in futures:
+                if future.done() and not future.cancelled():
+                    future.exception()  # read: the first one is told, the others are the same
+        for answer in answers:
+            watch.read(answer.began_s, answer.ended_s, answer.batch)
+        return [answer.arrays for answer in answers]
 
-        def teller(future: asyncio.Future):
-            return lambda answer: _send(loop, _settle, future, answer)
 
-        self.encoder.submit([replace(text, tell=teller(future)) for text, future in zip(texts, futures)])
-        return await asyncio.gather(*futures)
-
-
-def _send(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function in the event loop, from an engine's thread."""
-    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to tell
-        loop.call_soon_threadsafe(function, *arguments)
+def prompt_tokens(answers: Sequence[Asked]) -> int:
+    """Tokens of the prompts; the `n` answers to one prompt share it."""
+    return sum({id(asked.prompt_ids): len(asked.prompt_ids) for asked in answers}.values())
 
 
-def _settle(future: asyncio.Future, answer: dict[str, np.ndarray] | Failed) -> None:
-    if future.done():  # the client went away
-        return
-    if isinstance(answer, Failed):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
-
-
-def _as_list(texts: Any) -> list[Prompt]:
+def as_list(texts: Any) -> list[Prompt]:
     """One text, one list of ids, or several of either: always a list of prompts."""
     single = isinstance(texts, str) or isinstance(texts[0], int)
     return [texts] if single else texts
 
 
-def _check_count(count: int, limit: int, where: str) -> None:
-    if count > limit:
-        raise WrongUse(
-            "too many texts in one request", where=where, why=f"{count} > {limit}", fix="send them in parts"
-        )
+def _token(token: list[Any] | None) -> Token | None:
+    return None if token is None else Token(token[0], token[1], tuple((i, value) for i, value in token[2]))
 
 
-def load_served(specs: Sequence[str], limits: Limits, threads: int | None = None) -> list[ServedModel]:
-    """Models by `PATH` or `NAME=PATH`; a path's name is its last part. Raises WrongUse for a name given twice."""
+def _put(queue: "asyncio.Queue[tuple[int, Answer]]", number: int) -> "Callable[[Answer], None]":
+    return lambda answer: queue.put_nowait((number, answer))
+
+
+def _settle(future: "asyncio.Future[Read]") -> "Callable[[Answer], None]":
+    def settle(answer: Answer) -> None:
+        if future.done():  # the client went away
+            return
+        if isinstance(answer, ThroughlineError):
+            future.set_exception(answer)
+        else:
+            assert isinstance(answer, Read)
+            future.set_result(answer)
+
+    return settle
+
+
+def served_models(
+    specs: Sequence[str], limits: Limits, options: BackendOptions, telemetry: Telemetry
+) -> list[ServedModel]:
+    """Models by `PATH` or `NAME=PATH`; a path's name is its last part. Raises WrongUse for a name given
+    twice and for a path that does not exist.
+    """
     models: dict[str, ServedModel] = {}
     for spec in specs:
         name, equals, path = spec.partition("=")
@@ -245,5 +356,8 @@ def load_served(specs: Sequence[str], limits: Limits, threads: int | None = None
             raise WrongUse("a model needs a name and a path", where=spec, fix="give NAME=PATH, or PATH alone")
         if name in models:
             raise WrongUse(f"two models are called {name!r}", where=path, fix="give names: NAME=PATH")
-        models[name] = ServedModel(name, open_backend(path, threads), limits)
+        if not Path(path).exists():
+            raise WrongUse("no such model", where=path, fix="check the spelling; runs are under runs/")
+        remote = Remote(name, path, options, slots=limits.slots, queue=limits.queue)
+        models[name] = ServedModel(name, remote, limits, telemetry)
     return list(models.values())

@@ -1,69 +1,152 @@
-"""The HTTP server: OpenAI's completions and embeddings, fill-mask, and a page to try them.
+"""The endpoints: OpenAI's completions, chat completions and embeddings, fill-mask, classify and rerank,
+tokenize, health and metrics, and a page to try them.
 
-- Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`: 400 for what a request gets wrong, 404
-  for an unknown model, 413 for a body that is too large, 429 with Retry-After for a full queue, 503 while shutting down.
-- SIGTERM and SIGINT drain: nothing new is accepted, accepted requests are answered, then the process ends with 0.
-- No log line holds the text of a request.
+No log line holds the text of a request. What stands before the endpoints is in `guard`, the port and the
+drain in `listen`, the model in its own process behind `remote`.
 """
 
 import asyncio
+import base64
 import contextlib
-import errno
 import json
-import signal
-import socket
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import uvicorn
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
-from starlette.exceptions import HTTPException as AnyHTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
-from ..core.console import say
 from ..core.errors import Failed, ThroughlineError, WrongUse
 from ..core.version import version
-from .api_types import CompletionBody, EmbeddingBody, FillMaskBody
-from .completions import Answers
-from .scheduler import Busy
-from .served import Limits, ServedModel
+from .api_types import (
+    ChatBody,
+    ClassifyBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    FillMaskBody,
+    Generation,
+    RerankBody,
+    TokenizeBody,
+)
+from .completions import Answers, ChatAnswers
+from .encoding import fill, frame, frame_pair, mask_text, unit
+from .guard import Guard, Keys, add_error_handlers, error_body, told
+from .served import Asked, Limits, ServedModel, as_list
+from .telemetry import Telemetry, Watch
 
-DRAIN_S = 60  # an answer that takes longer than this after SIGTERM is cut
+INLINE_CHARACTERS = 4000  # tokenised on the event loop: less than a millisecond
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold it back
+Result = TypeVar("Result")
 
 
-def build_app(models: list[ServedModel], limits: Limits) -> FastAPI:
-    """The application; engines start with it and drain when it ends."""
+class Server:
+    """The models and what all endpoints share."""
+
+    def __init__(self, models: Sequence[ServedModel], limits: Limits, telemetry: Telemetry) -> None:
+        self.models, self.limits, self.telemetry = list(models), limits, telemetry
+        self.draining = asyncio.Event()
+        self.failure: ThroughlineError | None = None
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[], None] = lambda: None
+
+    async def start(self) -> None:
+        """Start all models; says by `on_ready` or `on_failure` what became of it."""
+        try:
+            await asyncio.gather(*(model.start() for model in self.models))
+        except ThroughlineError as error:
+            self.failure = error
+            self.on_failure()
+            return
+        self.on_ready()
+
+    async def close(self) -> None:
+        """End the processes of all models."""
+        await asyncio.gather(*(model.remote.close() for model in self.models))
+
+    def pick(self, name: str | None, endpoint: str, watch: Watch) -> ServedModel:
+        """The model of that name, or the only one that the endpoint fits. Raises HTTPException 404 or
+        WrongUse.
+        """
+        fitting = [
+            model for model in self.models if endpoint in (*model.endpoints, "/tokenize", "/detokenize")
+        ]
+        if name is None:
+            if len(fitting) != 1:
+                if waiting := next((model for model in self.models if not model.ready), None):
+                    waiting.remote.check_room(0)
+                names = ", ".join(model.name for model in fitting) or "none"
+                why = f"{len(fitting)} models answer {endpoint}: {names}"
+                raise WrongUse("which model?", where="model", why=why, fix="give a name from /v1/models")
+            found = fitting[0]
+        else:
+            found = self.find(name)
+        watch.model = found.name
+        found.remote.check_room(0)
+        if found not in fitting:
+            kind = "GPT" if found.causal else "BERT"
+            what = f"{found.name} is a {kind} and does not answer {endpoint}"
+            why = "it has no chat template" if endpoint.endswith("chat/completions") and found.causal else ""
+            raise WrongUse(what, where="model", why=why, fix=f"it answers {' and '.join(found.endpoints)}")
+        return found
+
+    def find(self, name: str) -> ServedModel:
+        """The model of that name. Raises HTTPException 404."""
+        found = next((model for model in self.models if model.name == name), None)
+        if found is None:
+            raise HTTPException(404, f"there is no model {name[:200]!r}; /v1/models lists them")
+        return found
+
+
+def build_app(server: Server, keys: Sequence[str] = (), origins: Sequence[str] = ()) -> FastAPI:
+    """The application; models start with it and end with it."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        for model in models:
-            await asyncio.to_thread(model.start)
+        starting = asyncio.create_task(server.start())
         yield
-        for model in models:
-            model.ready = False
-            await asyncio.to_thread(model.engine.drain, DRAIN_S)
+        starting.cancel()
+        await server.close()
 
     app = FastAPI(title="Throughline", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(BodyLimit, limit=limits.body_bytes)
-    _add_error_handlers(app)
-    _add_status(app, models)
-    _add_completions(app, models)
-    _add_encoder(app, models)
+    app.state.telemetry = server.telemetry
+    app.add_middleware(
+        Guard, limits=server.limits, keys=Keys(keys), telemetry=server.telemetry, draining=server.draining
+    )
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    add_error_handlers(app)
+    _add_status(app, server)
+    _add_generation(app, server)
+    _add_encoder(app, server)
+    _add_tokens(app, server)
+    described = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        """The schema, with our errors in the place of FastAPI's 422."""
+        schema = described()
+        for path in schema["paths"].values():
+            for operation in path.values():
+                if operation["responses"].pop("422", None):
+                    operation["responses"]["4XX"] = {"description": "An error in OpenAI's shape."}
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
     return app
 
 
-def _add_status(app: FastAPI, models: list[ServedModel]) -> None:
+def _add_status(app: FastAPI, server: Server) -> None:
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def index() -> HTMLResponse:
-        return HTMLResponse(
-            page, headers={"Content-Security-Policy": "default-src 'self' 'unsafe-inline'; img-src data:"}
-        )
+        policy = "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -72,235 +155,244 @@ def _add_status(app: FastAPI, models: list[ServedModel]) -> None:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Every model answers; 503 while one warms up or the server drains."""
-        waiting = [model.name for model in models if not model.ready]
-        counts = {name: {m.name: getattr(m.engine, name) for m in models} for name in ("accepted", "queued")}
-        return JSONResponse({"ready": not waiting, "waiting_for": waiting, **counts}, 503 if waiting else 200)
+        """Every model answers; 503 while one loads or the server drains."""
+        waiting = [model.name for model in server.models if not model.ready]
+        draining = server.draining.is_set()
+        counts = {
+            name: {model.name: getattr(model.remote, name) for model in server.models}
+            for name in ("accepted", "queued", "active")
+        }
+        fit = not waiting and not draining
+        state = {"ready": fit, "waiting_for": waiting, "draining": draining, **counts}
+        return JSONResponse(state, 200 if fit else 503)
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus's text format."""
+        return Response(server.telemetry.page(server.models), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """The served models and which endpoints take them."""
-        return {"object": "list", "data": [model.describe() for model in models]}
+        return {"object": "list", "data": [model.describe() for model in server.models]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        """One served model."""
+        return server.find(name).describe()
 
 
-def _add_completions(app: FastAPI, models: list[ServedModel]) -> None:
+def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionBody, request: Request) -> JSONResponse | StreamingResponse:
+    async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a text with a GPT; `stream` sends server-sent events."""
-        model = pick(models, body.model, "/v1/completions")
-        requests, prompts = await asyncio.to_thread(model.jobs, body)
-        answers = Answers(model, body, requests, prompts)
-        pieces = model.generate(requests, whole=not body.stream)
-        if body.stream:
-            # The first piece is awaited here: a full queue is a 429, not an error inside a 200.
-            first = await anext(pieces)
-            return StreamingResponse(_events(answers.events(first, pieces)), media_type="text/event-stream")
-        await unless_gone(request, answers.collect(pieces))
-        return JSONResponse(answers.whole())
+        model = server.pick(body.model, "/v1/completions", request.state.watch)
+        size = sum(len(prompt) for prompt in as_list(body.prompt))
+        asked = await beside(size, lambda: model.completion(body))
+        return await _generated(request, server, model, body, asked, Answers(model, body, asked))
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, request: Request) -> Response:
+        """Answer a conversation with a GPT that has a chat template."""
+        model = server.pick(body.model, "/v1/chat/completions", request.state.watch)
+        template = model.chat
+        assert template is not None
+        ids = await beside(INLINE_CHARACTERS + 1, lambda: template.ids(body.messages))
+        most = body.max_completion_tokens or body.max_tokens or model.room(len(ids))
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        body.stop = [*body.stops(), *template.ends]
+        asked = model.asked(body, "", ids, most, logprobs)
+        return await _generated(request, server, model, body, asked, ChatAnswers(model, body, asked))
 
 
-def _add_encoder(app: FastAPI, models: list[ServedModel]) -> None:
+async def _generated(
+    request: Request,
+    server: Server,
+    model: ServedModel,
+    body: Generation,
+    asked: list[Asked],
+    answers: Answers,
+) -> Response:
+    watch: Watch = request.state.watch
+    deltas = model.generate(asked, watch, whole=not body.stream)
+    deadline_s = asyncio.get_running_loop().time() + server.limits.request_s
+    if body.stream:
+        # The first delta is awaited here: a full queue is a 429, not an error inside a 200.
+        try:
+            first = await in_time(deadline_s, unless_gone(request, anext(deltas)))
+        except BaseException:
+            await deltas.aclose()
+            raise
+        events = _events(answers.events(first, deltas), deadline_s, watch)
+        return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+    await in_time(deadline_s, unless_gone(request, answers.collect(deltas)))
+    watch.finished()
+    return JSONResponse(answers.whole())
+
+
+async def _events(
+    answers: AsyncGenerator[dict[str, Any], None], deadline_s: float, watch: Watch
+) -> AsyncIterator[str]:
+    """Server-sent events; an error in the middle is told as an event."""
+    async with contextlib.aclosing(answers):
+        try:
+            while True:
+                async with asyncio.timeout_at(deadline_s):
+                    answer = await anext(answers)
+                yield f"data: {json.dumps(answer, ensure_ascii=False)}\n\n"
+        except StopAsyncIteration:
+            watch.finished()
+        except TimeoutError:
+            yield f"data: {json.dumps(error_body('the answer took too long', 'server_error'))}\n\n"
+        except Failed as error:
+            watch.fault = type(error).__name__
+            yield f"data: {bytes(told(error).body).decode()}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _add_encoder(app: FastAPI, server: Server) -> None:
+    async def read(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+        deadline_s = asyncio.get_running_loop().time() + server.limits.request_s
+        return await in_time(deadline_s, unless_gone(request, work))
+
     @app.post("/v1/embeddings", response_model=None)
-    async def embeddings(body: EmbeddingBody) -> JSONResponse:
-        """Embed texts with a BERT: the mean of the last hidden states, scaled to length 1."""
-        model = pick(models, body.model, "/v1/embeddings")
-        vectors, tokens = await model.embed(body)
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        """Embed texts with a BERT."""
+        watch: Watch = request.state.watch
+        model = server.pick(body.model, "/v1/embeddings", watch)
+        texts = as_list(body.input)
+        rows = await beside(sum(map(len, texts)), lambda: model.frames(texts))
+        want = "sentence_embedding" if body.pooling == "mean" else "cls_embedding"
+        answers = await read(request, model.read(rows, watch, [want]))
+        vectors = [unit(answer[want]) if body.normalize else answer[want] for answer in answers]
         data = [
-            {"object": "embedding", "index": index, "embedding": vector}
+            {"object": "embedding", "index": index, "embedding": _vector(vector, body.encoding_format)}
             for index, vector in enumerate(vectors)
         ]
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
+        return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": _usage(rows)})
 
     @app.post("/v1/fill-mask", response_model=None)
-    async def fill_mask(body: FillMaskBody) -> JSONResponse:
+    async def fill_mask(body: FillMaskBody, request: Request) -> Response:
         """The most probable tokens for every mask in a text, with a BERT."""
-        model = pick(models, body.model, "/v1/fill-mask")
-        filled, tokens = await model.fill_mask(body)
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return JSONResponse({"object": "list", **filled, "model": model.name, "usage": usage})
+        watch: Watch = request.state.watch
+        model = server.pick(body.model, "/v1/fill-mask", watch)
+        text = await beside(len(body.input), lambda: mask_text(model.tokenizer, body.input, *model.sizes))
+        work = model.read([text.ids], watch, [], ask=text.ask.tolist(), top_k=body.top_k)
+        (answer,) = await read(request, work)
+        filled = fill(model.tokenizer, text, answer["ids"], answer["probabilities"])
+        return JSONResponse({"object": "list", **filled, "model": model.name, "usage": _usage([text.ids])})
 
+    @app.post("/v1/classify", response_model=None)
+    async def classify(body: ClassifyBody, request: Request) -> Response:
+        """The class of each text, with a BERT that has been fine-tuned to classify."""
+        watch: Watch = request.state.watch
+        model = server.pick(body.model, "/v1/classify", watch)
+        texts = as_list(body.input)
+        rows = await beside(sum(map(len, texts)), lambda: model.frames(texts))
+        answers = await read(request, model.read(rows, watch, ["class_logits"]))
+        names = model.facts["classes"]
+        data = []
+        for index, answer in enumerate(answers):
+            shares = _shares(answer["class_logits"])
+            label = names[int(shares.argmax())]
+            data.append({"index": index, "label": label, "probs": shares.tolist(), "num_classes": len(names)})
+        return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": _usage(rows)})
 
-def pick(models: list[ServedModel], name: str | None, endpoint: str) -> ServedModel:
-    """The model of that name, or the only one that the endpoint fits. Raises HTTPException 404 or WrongUse."""
-    fitting = [model for model in models if endpoint in model.describe()["endpoints"]]
-    if name is None:
-        if len(fitting) == 1:
-            return fitting[0]
-        why = (
-            f"{len(fitting)} models answer {endpoint}: {', '.join(model.name for model in fitting) or 'none'}"
+    @app.post("/v1/rerank", response_model=None)
+    async def rerank(body: RerankBody, request: Request) -> Response:
+        """Documents by their score beside a query: the sigmoid of a single class, or the share of the last."""
+        watch: Watch = request.state.watch
+        model = server.pick(body.model, "/v1/rerank", watch)
+        model.check_count(len(body.documents), "documents")
+        size = len(body.query) * len(body.documents) + sum(map(len, body.documents))
+        pairs = await beside(
+            size,
+            lambda: [frame_pair(model.tokenizer, body.query, text, *model.sizes) for text in body.documents],
         )
-        raise WrongUse("which model?", where="model", why=why, fix="give a name from /v1/models")
-    found = next((model for model in models if model.name == name), None)
-    if found is None:
-        raise HTTPException(404, f"there is no model {name!r}; /v1/models lists them")
-    if found not in fitting:
-        kind = "GPT" if found.causal else "BERT"
-        fix = f"it answers {' and '.join(found.describe()['endpoints'])}"
-        raise WrongUse(f"{name} is a {kind} and does not answer {endpoint}", where="model", fix=fix)
-    return found
+        rows = [ids for ids, _ in pairs]
+        work = model.read(rows, watch, ["class_logits"], firsts=[first for _, first in pairs])
+        scores = [_score(answer["class_logits"]) for answer in await read(request, work)]
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
+        results = [
+            {"index": i, "relevance_score": scores[i]}
+            | ({"document": {"text": body.documents[i]}} if body.return_documents else {})
+            for i in order
+        ]
+        return JSONResponse({"model": model.name, "results": results, "usage": _usage(rows)})
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:
+def _add_tokens(app: FastAPI, server: Server) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+        """The ids of a text."""
+        model = server.pick(body.model, "/tokenize", request.state.watch)
+
+        def ids() -> list[int]:
+            if body.add_special_tokens and not model.causal:
+                return frame(model.tokenizer, body.prompt, *model.sizes, "prompt").tolist()
+            return model.tokenizer.encode(body.prompt).tolist()
+
+        tokens = await beside(len(body.prompt), ids)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": model.facts["context"]}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
+        """The text of ids."""
+        model = server.pick(body.model, "/detokenize", request.state.watch)
+        if any(not 0 <= i < model.facts["vocab_size"] for i in body.tokens):
+            raise WrongUse("a token id is outside the vocabulary", where="tokens")
+        return {"prompt": await beside(len(body.tokens), lambda: model.tokenizer.decode(body.tokens))}
+
+
+async def beside(characters: int, work: Callable[[], Result]) -> Result:
+    """Long texts are tokenised beside the event loop: health checks and other answers go on."""
+    return work() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Do the work, and give it up when the client goes away: its slots are then free for others."""
     doing = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(
-        request.receive()
-    )  # the body is read, so the next message says that the client left
+    gone = asyncio.ensure_future(request.receive())  # the body is read: the next message is that it left
     try:
         await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
             raise HTTPException(499, "the client went away")  # for the record only: nobody reads it
-        doing.result()
+        return doing.result()
     finally:
-        doing.cancel()
         gone.cancel()
+        if not doing.done():
+            doing.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await doing
 
 
-async def _events(answers: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
-    """Server-sent events; an error in the middle is told as an event."""
-    async with contextlib.aclosing(answers):
-        try:
-            async for answer in answers:
-                yield f"data: {json.dumps(answer, ensure_ascii=False)}\n\n"
-        except Failed as error:
-            yield f"data: {json.dumps(error_body(str(error), 'server_error'))}\n\n"
-    yield "data: [DONE]\n\n"
-
-
-# --- errors and limits ---
-
-
-def error_body(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        problems: dict[
-            str, list[str]
-        ] = {}  # by field: a field of several possible types has a message for each
-        for item in error.errors():
-            field = item["loc"][1] if len(item["loc"]) > 1 else "body"
-            problems.setdefault(field if isinstance(field, str) else "body", []).append(
-                item["msg"]
-            )  # a number: where JSON ends
-        message = "; ".join(
-            f"{field}: {' or '.join(dict.fromkeys(texts))}" for field, texts in problems.items()
-        )
-        return JSONResponse(error_body(message, "invalid_request_error", next(iter(problems))), 400)
-
-    @app.exception_handler(AnyHTTPException)
-    async def http(request: Request, error: AnyHTTPException) -> JSONResponse:
-        return JSONResponse(
-            error_body(str(error.detail), "invalid_request_error"), error.status_code, headers=error.headers
-        )
-
-    @app.exception_handler(ThroughlineError)
-    async def ours(request: Request, error: ThroughlineError) -> JSONResponse:
-        if isinstance(error, Busy):
-            status = 503 if error.shutting_down else 429
-            kind = "server_error" if error.shutting_down else "rate_limit_error"
-            return JSONResponse(
-                error_body(str(error), kind), status, headers={"Retry-After": str(error.retry_after_s)}
-            )
-        if isinstance(error, WrongUse):
-            parts = [error.what, error.why, error.fix]
-            message = "; ".join(part for part in parts if part)
-            return JSONResponse(error_body(message, "invalid_request_error", error.where or None), 400)
-        return JSONResponse(error_body(str(error), "server_error"), 500)
-
-
-class BodyLimit:
-    """Refuses request bodies above `limit` bytes with 413, whether or not they say how long they are."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app, self.limit = app, limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.limit:
-            await self._refuse(scope, receive, send)
-            return
-        read = 0
-
-        async def counted() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self.limit:
-                raise HTTPException(413, f"the request body is larger than {self.limit:,} bytes")
-            return message
-
-        await self.app(scope, counted, send)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"the request body is larger than {self.limit:,} bytes"
-        await JSONResponse(error_body(message, "invalid_request_error"), 413)(scope, receive, send)
-
-
-# --- running ---
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, before any model is loaded. Raises WrongUse when the port is taken or the address is not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio switches Nagle's algorithm off only then: it costs 40 ms a request.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+async def in_time(deadline_s: float, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do the work, or answer 504."""
     try:
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        other_port = "give another port with --port (0 = any free one)"
-        fix = {errno.EADDRINUSE: f"stop what is using it, or {other_port}", errno.EACCES: other_port}
-        raise WrongUse(
-            f"cannot listen on port {port}", where=f"{host}:{port}", why=(error.strerror or str(error)).lower(),
-            fix=fix.get(error.errno or 0, "give an address of this machine with --host"),
-        ) from error  # fmt: skip
-    return listener
+        async with asyncio.timeout_at(deadline_s):
+            return await work
+    except TimeoutError:
+        raise HTTPException(504, "the answer took longer than this server allows") from None
 
 
-class DrainingServer(uvicorn.Server):
-    """uvicorn, ending with exit code 0 after a drain instead of dying of the signal."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._drain)
-        yield
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-    def _drain(self) -> None:
-        if not self.should_exit:
-            say("draining: accepted requests are answered, new ones are not accepted")
-        self.force_exit = self.should_exit  # a second signal ends it at once
-        self.should_exit = True
+def _vector(vector_H: np.ndarray, encoding: str) -> list[float] | str:
+    """A vector as numbers, or as base64 of float32, little end first."""
+    if encoding == "base64":
+        return base64.b64encode(vector_H.astype("<f4").tobytes()).decode()
+    return vector_H.tolist()
 
 
-def run(models: list[ServedModel], limits: Limits, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
-    config = uvicorn.Config(
-        build_app(models, limits), log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=DRAIN_S,
-        timeout_keep_alive=30, server_header=False, ws="none",
-    )  # fmt: skip
-    host, port = listener.getsockname()[:2]
-    say(
-        f"serving {', '.join(model.name for model in models)} at http://{f'[{host}]' if ':' in host else host}:{port}/"
+def _shares(logits_C: np.ndarray) -> np.ndarray:
+    weights_C = np.exp(logits_C.astype(np.float64) - logits_C.max())
+    return weights_C / weights_C.sum()
+
+
+def _score(logits_C: np.ndarray) -> float:
+    return (
+        float(1 / (1 + np.exp(-float(logits_C[0])))) if len(logits_C) == 1 else float(_shares(logits_C)[-1])
     )
-    began_s = time.monotonic()
-    try:
-        asyncio.run(DrainingServer(config).serve(sockets=[listener]))
-    except SystemExit as error:  # of uvicorn, with a code that means something else here
-        raise Failed(
-            "the server did not start", why="a model failed on its first input; the message is above"
-        ) from error
-    say(f"served for {time.monotonic() - began_s:.0f} s")
+
+
+def _usage(rows: Sequence[np.ndarray]) -> dict[str, int]:
+    tokens = sum(map(len, rows))
+    return {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -1,5 +1,8 @@
 """Opening a model wherever it lies: a run, a checkpoint, a model artifact or a Hugging Face directory."""
 
+import contextlib
+import math
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -11,21 +14,41 @@ if TYPE_CHECKING:
 
     from ..models.bert import BERT
     from ..models.gpt import GPT
+    from ..models.heads import BERTWithHead
 
 
 class OpenedModel(NamedTuple):
     """A model in eval mode, its tokenizer.json (None when it has none) and what to record as an input."""
 
-    model: "GPT | BERT"
+    model: "GPT | BERT | BERTWithHead"
     tokenizer: Path | None
     input: Input
 
 
 class FoundModel(NamedTuple):
-    """A model that has been looked for and not yet read: its directory, and its tokenizer.json (None when it has none)."""
+    """A model that has been looked for and not yet read: its directory, and its tokenizer.json (None when it
+    has none).
+    """
 
     directory: Path
     tokenizer: Path | None
+
+    def stored_dtype(self) -> "torch.dtype | None":
+        """The dtype that most of its weights are stored in; None for a checkpoint, whose masters are fp32."""
+        if not _is_huggingface(self.directory):
+            return None
+        import torch
+        from safetensors import SafetensorError, safe_open
+
+        sizes: Counter[str] = Counter()
+        with contextlib.suppress(SafetensorError):  # a cut file: `open` says so
+            for file in sorted(self.directory.glob("*.safetensors")):
+                with safe_open(file, "pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118 (this is no dict)
+                        part = tensors.get_slice(name)
+                        sizes[part.get_dtype()] += math.prod(part.get_shape())
+        dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        return dtypes.get(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else None
 
     def open(self, device: str = "cpu", dtype: "torch.dtype | None" = None) -> OpenedModel:
         """Read it. Raises as `open_model` does."""
@@ -36,11 +59,11 @@ class FoundModel(NamedTuple):
             return OpenedModel(cast("GPT | BERT", model), tokenizer, input_record(self.directory))
         import torch
 
-        from ..models.huggingface import from_huggingface
+        from ..models.huggingface_heads import load_huggingface
 
         if is_artifact(self.directory):
             verify_artifact(self.directory)
-        model = from_huggingface(self.directory, dtype or torch.float32).to(device).eval()
+        model = load_huggingface(self.directory, dtype or torch.float32).to(device).eval()
         return OpenedModel(model, self.tokenizer, input_record(self.directory))
 
 
@@ -50,11 +73,12 @@ def find_model(path: Path | str) -> FoundModel:
     if not path.exists():
         raise WrongUse("no such model", where=path, fix="check the spelling; runs are under runs/")
     if not _is_huggingface(path):
-        if is_artifact(path) and (kind := read_manifest(path).kind) == "onnx":
+        if is_artifact(path) and (kind := read_manifest(path).kind) in ("onnx", "engine"):
             raise WrongUse(
-                f"a torch model is needed, this is an artifact of kind {kind}", where=path,
+                f"a torch model is needed, this is an artifact of kind {kind}",
+                where=path,
                 fix="give the run or checkpoint that it was exported from (`throughline show` names it)",
-            )  # fmt: skip
+            )
         from ..train.checkpoint import locate
 
         path = locate(path)
@@ -67,9 +91,10 @@ def _is_huggingface(path: Path) -> bool:
 
 
 def open_model(path: Path | str, device: str = "cpu", dtype: "torch.dtype | None" = None) -> OpenedModel:
-    """The torch model at `path`: a run (its latest checkpoint), a checkpoint, a model artifact, a Hugging Face directory.
+    """The torch model at `path`: a run (its latest checkpoint), a checkpoint, a model artifact, a Hugging
+    Face directory.
 
-    Raises WrongUse when there is no model there, Refused when a file of it is cut or changed or the model is of a kind
-    that ours cannot express.
+    Raises WrongUse when there is no model there, Refused when a file of it is cut or changed or the model is
+    of a kind that ours cannot express.
     """
     return find_model(path).open(device, dtype)

@@ -5,23 +5,30 @@ from pathlib import Path
 
 import numpy as np
 
+from ..core.backend import AUTO, BackendOptions
 from ..core.errors import WrongUse
 from ..data.tokenizer import Tokenizer
 from .backends import Loaded, open_backend
 from .encoding import embed, frame
-from .generation import Piece, Request, generate
+from .generation import Request, TextDelta
 from .sampling import Sampling
+from .slots import generate
 
 
 def continue_text(
-    path: Path | str, prompt: str, settings: Sequence[Sampling], max_tokens: int, stop: tuple[str, ...] = ()
-) -> Iterator[tuple[int, Piece]]:
-    """Continue `prompt` once per setting with the GPT at `path`; yields (number, piece) as text is made.
+    path: Path | str,
+    prompt: str,
+    settings: Sequence[Sampling],
+    max_tokens: int,
+    stop: tuple[str, ...] = (),
+    options: BackendOptions = AUTO,
+) -> Iterator[tuple[int, TextDelta]]:
+    """Continue `prompt` once per setting with the GPT at `path`; yields (number, delta) as text is made.
 
-    The answer ends with the model's context when `max_tokens` would go beyond it. Raises WrongUse when the model is no GPT
-    or the prompt alone fills its context.
+    The answer ends with the model's context when `max_tokens` would go beyond it. Raises WrongUse when the
+    model is no GPT or the prompt alone fills its context.
     """
-    loaded, tokenizer = _open(path, "gpt")
+    loaded, tokenizer = open_text_model(path, "gpt", options)
     assert loaded.causal is not None
     ids = tokenizer.encode(prompt)
     if len(ids) == 0 and tokenizer.eos_id is not None:
@@ -29,18 +36,20 @@ def continue_text(
     room = loaded.causal.context - len(ids)
     if room < 1:
         raise WrongUse(
-            "the prompt fills the model's context", where="prompt",
-            why=f"{len(ids)} tokens, the context is {loaded.causal.context}", fix="shorten the prompt",
-        )  # fmt: skip
+            "the prompt fills the model's context",
+            where="prompt",
+            why=f"{len(ids)} tokens, the context is {loaded.causal.context}",
+            fix="shorten the prompt",
+        )
     requests = [
         Request(ids, min(max_tokens, room), sampling, stop, tokenizer.eos_id) for sampling in settings
     ]
     yield from generate(loaded.causal, tokenizer.decode, requests, vocab_size=tokenizer.vocab_size)
 
 
-def embed_texts(path: Path | str, texts: Sequence[str]) -> np.ndarray:
+def embed_texts(path: Path | str, texts: Sequence[str], options: BackendOptions = AUTO) -> np.ndarray:
     """Embeddings of the texts with the BERT at `path`, each of length 1, float32 (texts, width)."""
-    loaded, tokenizer = _open(path, "bert")
+    loaded, tokenizer = open_text_model(path, "bert", options)
     assert loaded.encoder is not None
     sizes = (loaded.config.sequence_length, loaded.config.vocab_size)
     rows = [
@@ -49,8 +58,9 @@ def embed_texts(path: Path | str, texts: Sequence[str]) -> np.ndarray:
     return embed(loaded.encoder, rows, tokenizer.pad_id or 0)
 
 
-def _open(path: Path | str, family: str) -> tuple[Loaded, Tokenizer]:
-    loaded = open_backend(path)
+def open_text_model(path: Path | str, family: str, options: BackendOptions) -> tuple[Loaded, Tokenizer]:
+    """The model at `path` with its tokenizer. Raises WrongUse when it is of the other family or has none."""
+    loaded = open_backend(path, options)
     if loaded.family != family:
         needed = "generating needs a GPT" if family == "gpt" else "embedding needs a BERT"
         raise WrongUse(needed, where=path, why=f"this is a {loaded.family.upper()}")

@@ -1,13 +1,18 @@
-"""Small models with tokenizers, written once per session as Hugging Face directories: what every inference test starts from."""
+"""Small models with tokenizers, written once per session as Hugging Face directories: what every inference
+test starts from.
+"""
 
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import tokenizers
@@ -117,8 +122,20 @@ def bert_onnx(bert_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def in_thread() -> ModuleType:
+    """`in_thread.py` beside this file: a server in the test's own process."""
+    spec = importlib.util.spec_from_file_location("in_thread", Path(__file__).with_name("in_thread.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["in_thread"] = module  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
 def start_server() -> Callable[..., AbstractContextManager[tuple[subprocess.Popen, str]]]:
-    """`with start_server("gpt=PATH", "--slots", "2") as (process, base_url)`: the real command on a free port."""
+    """`with start_server("gpt=PATH", "--slots", "2") as (process, base_url)`: the real command on a free
+    port.
+    """
 
     @contextmanager
     def start(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
@@ -137,10 +154,14 @@ def start_server() -> Callable[..., AbstractContextManager[tuple[subprocess.Pope
             words, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
         try:
-            line = process.stderr.readline()
-            found = re.search(r"http://127\.0\.0\.1:\d+/", line)
-            assert found, line + process.stderr.read()
-            yield process, found[0]
+            said = ""
+            while not (found := re.search(r"serving .* at (https?://127\.0\.0\.1:\d+/)", said)):
+                line = process.stderr.readline()
+                assert line, f"the server ended: {said}"
+                said += line
+            process.said = []  # read on: a full pipe would hold the server up
+            threading.Thread(target=lambda: process.said.extend(process.stderr), daemon=True).start()
+            yield process, found[1]
         finally:
             process.kill()
             process.wait()

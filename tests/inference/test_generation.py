@@ -1,15 +1,20 @@
-"""Generation: text in whole characters, stop strings, and a batch whose answers are those of each request alone."""
+"""Generation: text in whole characters, stop strings, and a batch whose answers are those of each request
+alone.
+"""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
+import torch
+from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import WrongUse
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.backends import open_backend
-from throughline.inference.generation import Piece, Request, SlotBatch, TextStream, generate, open_stop
+from throughline.inference.generation import Request, TextDelta, TextStream, open_stop
 from throughline.inference.sampling import Sampling
+from throughline.inference.slots import SlotBatch, generate
 from tokenizers import decoders, models
 
 
@@ -19,21 +24,21 @@ def tokenizer(gpt_dir: Path) -> Tokenizer:
 
 
 def pieces_of(stream: TextStream, ids: list[int]) -> list[str]:
-    pieces = []
+    deltas = []
     for token_id in ids:
-        pieces.append(stream.push(token_id))
+        deltas.append(stream.push(token_id))
         if stream.stopped:
-            return pieces
-    return [*pieces, stream.finish()]
+            return deltas
+    return [*deltas, stream.finish()]
 
 
 def test_streamed_text_never_cuts_a_character(tokenizer: Tokenizer) -> None:
     text = "naïve café 東京 🙂🙂 Ελλάδα ünd so weiter"
     ids = tokenizer.encode(text).tolist()
     assert len(ids) > len(text)  # some characters do take several tokens
-    pieces = pieces_of(TextStream(tokenizer.decode), ids)
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces)
+    deltas = pieces_of(TextStream(tokenizer.decode), ids)
+    assert "".join(deltas) == text
+    assert not any("\ufffd" in delta for delta in deltas)
 
 
 def test_streamed_text_of_any_ids_adds_up_to_the_whole(tokenizer: Tokenizer) -> None:
@@ -46,7 +51,9 @@ def test_streamed_text_of_any_ids_adds_up_to_the_whole(tokenizer: Tokenizer) -> 
 
 @pytest.mark.parametrize("kind", ["metaspace", "wordpiece"])
 def test_an_answer_continues_the_prompt_with_its_space(kind: str) -> None:
-    """Llama's decoder strips the first space of a text and WordPiece's writes none before it: the answer is no text's beginning."""
+    """Llama's decoder strips the first space of a text and WordPiece's writes none before it: the answer is
+    no text's beginning.
+    """
     words = {"the": 0, "cat": 1, "sat": 2, "##s": 3}
     if kind == "metaspace":
         words = {f"\u2581{word}" if "##" not in word else "s": i for word, i in words.items()}
@@ -70,10 +77,10 @@ def test_nothing_of_a_stop_string_is_given_out(tokenizer: Tokenizer) -> None:
         (("absent",), text),
         (("o",), ""),
     ):
-        pieces = pieces_of(TextStream(tokenizer.decode, stops), ids)
-        assert "".join(pieces) == expected
-        for i in range(len(pieces)):  # no prefix of the answer ever had to be taken back
-            assert expected.startswith("".join(pieces[: i + 1]))
+        deltas = pieces_of(TextStream(tokenizer.decode, stops), ids)
+        assert "".join(deltas) == expected
+        for i in range(len(deltas)):  # no prefix of the answer ever had to be taken back
+            assert expected.startswith("".join(deltas[: i + 1]))
 
 
 def test_an_open_stop_string_is_held_back() -> None:
@@ -81,28 +88,46 @@ def test_an_open_stop_string_is_held_back() -> None:
 
 
 class RememberingBackend:
-    """Logits that hash the whole history of a row, kept as ids in the cache: any mix-up of rows changes an answer."""
+    """Logits that hash the whole history of a row, kept as ids in the cache: any mix-up of rows changes an
+    answer.
+    """
 
-    name, vocab_size, context = "fake", 97, 400
+    name, device, dtype, vocab_size, context, token_bytes = "fake", "cpu", "fp32", 97, 400, 8
 
     def new_cache(self, rows: int) -> np.ndarray:
         return np.full((rows, self.context), -1)
 
-    def forward(self, ids_BS, past_B, ask_BN, cache, first_row=0):
-        logits = np.zeros((*ask_BN.shape, self.vocab_size), np.float32)
-        for row, (ids, past) in enumerate(zip(ids_BS, past_B)):
-            store = cache[first_row + row]
-            store[past : past + len(ids)] = ids
-            for place, at in enumerate(ask_BN[row]):
-                history = store[: past + at + 1]
+    def __init__(self) -> None:
+        self.tokens_read = 0
+
+    def step(self, spans: list[Span], cache: np.ndarray) -> torch.Tensor:
+        assert len({span.row for span in spans}) == len(spans)
+        logits = []
+        for span in spans:
+            store = cache[span.row]
+            store[span.past : span.past + len(span.ids)] = span.ids
+            store[span.past + len(span.ids) :] = -1
+            self.tokens_read += len(span.ids)
+            for at in range(len(span.ids) - span.asked, len(span.ids)):
+                history = store[: span.past + at + 1]
                 assert (history >= 0).all()
                 rng = np.random.default_rng(history.tolist())
-                logits[row, place] = rng.normal(size=self.vocab_size)
-        return logits
+                logits.append(torch.from_numpy(rng.normal(size=self.vocab_size).astype(np.float32)))
+        return torch.stack(logits) if logits else torch.zeros(0, self.vocab_size)
 
     def copy_row(self, cache, source, target, tokens):
+        cache[target] = -1
         cache[target, :tokens] = cache[source, :tokens]
-        cache[source] = -1
+
+    def free_row(self, cache, row):
+        cache[row] = -1
+
+    def save_row(self, cache, row, tokens):
+        return cache[row, :tokens].copy()
+
+    def load_row(self, cache, row, saved, tokens):
+        cache[row] = -1
+        cache[row, :tokens] = saved[:tokens]
 
 
 def letters(ids: list[int]) -> str:
@@ -112,18 +137,21 @@ def letters(ids: list[int]) -> str:
 def random_requests(rng: np.random.Generator, count: int) -> list[Request]:
     return [
         Request(
-            rng.integers(0, 97, rng.integers(1, 150)), int(rng.integers(1, 30)),
-            Sampling(temperature=float(rng.integers(0, 2)), seed=number, repetition_penalty=1 + 0.5 * (number % 2)),
+            rng.integers(0, 97, rng.integers(1, 150)),
+            int(rng.integers(1, 30)),
+            Sampling(
+                temperature=float(rng.integers(0, 2)), seed=number, repetition_penalty=1 + 0.5 * (number % 2)
+            ),
         )
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def answers_of(batch: SlotBatch) -> dict[int, str]:
     answers: dict[int, str] = {}
     while batch.busy:
-        for sequence, piece in batch.step():
-            answers[sequence.owner] = answers.get(sequence.owner, "") + piece.text
+        for sequence, delta in batch.step():
+            answers[sequence.owner] = answers.get(sequence.owner, "") + delta.text
     return answers
 
 
@@ -147,8 +175,8 @@ def test_a_batch_gives_every_request_its_own_answer_whoever_comes_and_goes() -> 
                 gone = live[rng.integers(len(live))]
                 gone.cancelled = True
                 cancelled.add(gone.owner)
-            for sequence, piece in batch.step():
-                answers[sequence.owner] = answers.get(sequence.owner, "") + piece.text
+            for sequence, delta in batch.step():
+                answers[sequence.owner] = answers.get(sequence.owner, "") + delta.text
         assert cancelled and len(cancelled) < len(requests) / 2
         for number in set(alone) - cancelled:
             assert answers[number] == alone[number]
@@ -156,17 +184,19 @@ def test_a_batch_gives_every_request_its_own_answer_whoever_comes_and_goes() -> 
 
 
 def answers_by_backend(path: Path, requests: list[Request], slots: int) -> list[list[int]]:
-    loaded = open_backend(path, threads=1)
+    loaded = open_backend(path, BackendOptions(device="cpu", threads=1))
     assert loaded.causal is not None
     ids: list[list[int]] = [[] for _ in requests]
-    for number, piece in generate(loaded.causal, lambda ids: "", requests, slots):
-        assert piece.token is not None
-        ids[number].append(piece.token.id)
+    for number, delta in generate(loaded.causal, lambda ids: "", requests, slots):
+        assert delta.token is not None
+        ids[number].append(delta.token.id)
     return ids
 
 
 def test_batched_answers_equal_single_ones_on_both_backends(gpt_dir: Path, gpt_onnx: Path) -> None:
-    """64 greedy tokens and sampled ones, in torch and in ONNX Runtime, alone and together: one answer per request."""
+    """64 greedy tokens and sampled ones, in torch and in ONNX Runtime, alone and together: one answer per
+    request.
+    """
     rng = np.random.default_rng(1)
     requests = [Request(rng.integers(0, 300, length), 64) for length in (1, 20, 90)]
     requests += [Request(rng.integers(0, 300, 70), 40, Sampling(top_p=0.9, seed=seed)) for seed in range(3)]
@@ -182,25 +212,25 @@ def test_finish_reasons() -> None:
     prompt = np.arange(5)
     backend = RememberingBackend()
 
-    def run(**kwargs) -> list[Piece]:
-        return [piece for _, piece in generate(backend, letters, [Request(prompt, 20, **kwargs)])]
+    def run(**kwargs) -> list[TextDelta]:
+        return [delta for _, delta in generate(backend, letters, [Request(prompt, 20, **kwargs)])]
 
     plain = run()
-    assert [piece.finish for piece in plain] == [None] * 19 + ["length"]
-    text, third = "".join(piece.text for piece in plain), plain[2].token.id
+    assert [delta.finish for delta in plain] == [None] * 19 + ["length"]
+    text, third = "".join(delta.text for delta in plain), plain[2].token.id
     assert text[2] not in text[:2]
     ended = run(eos_id=third)
-    assert ended[-1].finish == "stop" and "".join(piece.text for piece in ended) == text[:2]
+    assert ended[-1].finish == "stop" and "".join(delta.text for delta in ended) == text[:2]
     stopped = run(stop=(text[2:4],))
-    assert stopped[-1].finish == "stop" and "".join(piece.text for piece in stopped) == text[:2]
+    assert stopped[-1].finish == "stop" and "".join(delta.text for delta in stopped) == text[:2]
 
 
 def test_probabilities_are_those_of_the_model() -> None:
     request = Request(np.arange(4), 3, Sampling(temperature=2.0, top_k=3, seed=1), logprobs=5)
-    for _, piece in generate(RememberingBackend(), letters, [request]):
-        values = dict(piece.token.top)
+    for _, delta in generate(RememberingBackend(), letters, [request]):
+        values = dict(delta.token.top)
         assert len(values) == 5 and list(values.values()) == sorted(values.values(), reverse=True)
-        assert piece.token.logprob == values[piece.token.id]  # top-k 3 chose among the five
+        assert delta.token.logprob == values[delta.token.id]  # top-k 3 chose among the five
         assert sum(np.exp(value) for value in values.values()) < 1
 
 
@@ -216,5 +246,5 @@ def test_requests_that_cannot_fit_are_refused(prompt: list[int], tokens: int, me
 def test_padding_rows_of_the_vocabulary_are_never_chosen() -> None:
     """A model's vocabulary may be padded beyond the tokenizer's: those ids mean nothing."""
     requests = [Request(np.arange(3), 50, Sampling(seed=seed, repetition_penalty=1.1)) for seed in range(4)]
-    ids = {piece.token.id for _, piece in generate(RememberingBackend(), letters, requests, vocab_size=10)}
+    ids = {delta.token.id for _, delta in generate(RememberingBackend(), letters, requests, vocab_size=10)}
     assert ids == set(range(10))

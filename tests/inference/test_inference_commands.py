@@ -27,6 +27,32 @@ def test_export_prints_parity_and_latency(bert_dir: Path, tmp_path: Path) -> Non
     assert code == 2 and "already exists" in text
 
 
+def test_export_of_rounded_weights_asks_for_text(bert_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    start = ("export", bert_dir, "--out", out)
+    code, text = run(*start, "--to", "onnx", "--precision", "int8", "--variant", "onnxruntime")
+    assert code == 2 and "--text FILE" in text
+    code, text = run(*start, "--to", "calibration")
+    assert code == 2 and "needs text" in text
+    code, text = run(*start, "--to", "onnx", "--opset", 16)
+    assert code == 2 and "16" in text
+    code, text = run(*start, "--to", "tensorrt-rtx", "--capability", "9.0")
+    assert code == 2 and ("no compiler for compute capability 9.0" in text)
+    code, text = run(*start, "--to", "tensorrt-rtx", "--batches", "8,1")
+    assert code == 2 and "numbers from 1 on that grow" in text
+    assert not out.exists()
+
+
+def test_export_without_a_latency_table(gpt_dir: Path, tmp_path: Path) -> None:
+    words = ("--to", "onnx", "--out", tmp_path / "out", "--no-bench", "--precision", "fp16", "--json")
+    code, text = run("export", gpt_dir, *words)
+    assert code == 0, text
+    report = json.loads(text[text.index("{") :])
+    assert report["latency"] == [] and report["precision"] == "fp16" and len(report["layers"]) == 2
+    code, text = run("generate", tmp_path / "out", "--prompt", "The", "--max-tokens", 3)
+    assert code == 0, text  # its caches are float16
+
+
 def test_generate_continues_and_repeats_with_a_seed(gpt_onnx: Path) -> None:
     arguments = ("generate", gpt_onnx, "--prompt", "The quick", "--max-tokens", 30, "--seed", 3)
     code, text = run(*arguments)
@@ -112,7 +138,10 @@ def test_a_taken_port_is_one_clear_error(gpt_onnx: Path) -> None:
 
 def test_serve_answers_and_drains_on_sigterm(gpt_onnx: Path, bert_onnx: Path, start_server) -> None:
     """The real process: requests in flight when SIGTERM comes are answered whole, then it ends with 0."""
-    with start_server(f"gpt={gpt_onnx}", f"bert={bert_onnx}", "--slots", "2") as (process, base):
+    with start_server(f"gpt={gpt_onnx}", f"bert={bert_onnx}", "--slots", "2", "--drain-wait", "0.2") as (
+        process,
+        base,
+    ):
 
         def post(path: str, fields: dict) -> dict:
             headers = {"Content-Type": "application/json"}
@@ -125,7 +154,10 @@ def test_serve_answers_and_drains_on_sigterm(gpt_onnx: Path, bert_onnx: Path, st
 
         def ask() -> None:
             answers.append(
-                post("v1/completions", {"prompt": "x", "max_tokens": 120, "temperature": 0, "n": 8})
+                post(
+                    "v1/completions",
+                    {"prompt": "x", "max_tokens": 120, "temperature": 0, "n": 8, "logit_bias": {"0": -100}},
+                )
             )
 
         threads = [threading.Thread(target=ask) for _ in range(6)]
@@ -140,4 +172,4 @@ def test_serve_answers_and_drains_on_sigterm(gpt_onnx: Path, bert_onnx: Path, st
             thread.join(60)
         assert process.wait(60) == 0
         assert [answer["usage"]["completion_tokens"] for answer in answers] == [8 * 120] * 6
-        assert "draining" in process.stderr.read()
+        assert "draining" in "".join(process.said)

@@ -8,6 +8,7 @@ import onnx
 import pytest
 import torch
 from throughline.core.artifact import Input
+from throughline.core.backend import BackendOptions
 from throughline.core.errors import Refused
 from throughline.inference.backends import Loaded, onnx_backend, torch_backend
 from throughline.inference.export import write_graph
@@ -33,7 +34,7 @@ LLAMA = {
 def exported(model, path: Path, **options) -> Loaded:
     graph = gpt_graph(model) if isinstance(model.config, GPTConfig) else bert_graph(model)
     graph.save(path / "model.onnx", {}, **options)
-    return onnx_backend(path / "model.onnx", model.config, None, NOWHERE, 1)
+    return onnx_backend(path / "model.onnx", model.config, None, NOWHERE, BackendOptions("cpu", threads=1))
 
 
 def opinionated_model(config, seed: int = 1):
@@ -65,7 +66,7 @@ def test_gpt_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
     report = compare(torch_backend(model, None, NOWHERE), exported(model, tmp_path))
     require(report, "the graph")
     assert report["outputs"].keys() == {"logits at once", "logits in pieces", "logits of ragged decode"}
-    assert report["greedy_tokens"] == {"equal": 64, "asked": 64}
+    assert report["greedy_tokens"] == {"equal": 76, "asked": 76}
 
 
 @pytest.mark.parametrize(
@@ -124,12 +125,12 @@ def test_weights_beside_the_graph_give_the_same_answers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_above_two_gibibytes(tmp_path: Path) -> None:
-    """2.5 GB of weights, beyond what one protobuf file can hold, written and run without being asked to."""
-    config = dataclasses.replace(GPT, vocab_size=150_000, width=2048, heads=16, layers=1, tied=False)
+    """3.1 GB of weights, beyond what one protobuf file can hold, written and run without being asked to."""
+    config = dataclasses.replace(GPT, vocab_size=190_000, width=2048, heads=16, layers=1, tied=False)
     model = build(config).eval()
     loaded = exported(model, tmp_path)
     assert (tmp_path / "model.onnx.data").stat().st_size > 2**31
-    ids, ask = np.array([[5, 149_999, 7]]), np.array([[0, 1, 2]])
+    ids, ask = np.array([[5, 189_999, 7]]), np.array([[0, 1, 2]])
     backends = (torch_backend(model, None, NOWHERE).causal, loaded.causal)
     ours, theirs = (
         backend.forward(ids, np.zeros(1, np.int64), ask, backend.new_cache(1)) for backend in backends
@@ -151,21 +152,21 @@ def test_cache_is_written_in_place_and_grows(tmp_path: Path) -> None:
     config = dataclasses.replace(GPT, sequence_length=300)
     backend = exported(opinionated_model(config), tmp_path).causal
     cache = backend.new_cache(3)
-    before = {name: store.ctypes.data for name, store in cache.arrays.items()}
+    before = {name: store.data_ptr() for name, store in cache.stores.items()}
     ids, one = np.arange(40)[None] % 97, np.zeros(1, np.int64)
     backend.forward(ids, one, np.zeros((1, 1), np.int64), cache, first_row=1)
-    assert {name: store.ctypes.data for name, store in cache.arrays.items()} == before
-    for store in cache.arrays.values():
+    assert {name: store.data_ptr() for name, store in cache.stores.items()} == before
+    for store in cache.stores.values():
         assert (
             store[1, :, :40].any()
             and not store[1, :, 40:].any()
             and not store[0].any()
             and not store[2].any()
         )
-    kept = {name: store[1, :, :40].copy() for name, store in cache.arrays.items()}
+    kept = {name: store[1, :, :40].clone() for name, store in cache.stores.items()}
     backend.forward(np.arange(200)[None] % 97, one + 40, np.zeros((1, 0), np.int64), cache, first_row=1)
     assert cache.capacity == 256
-    for name, store in cache.arrays.items():
+    for name, store in cache.stores.items():
         np.testing.assert_array_equal(store[1, :, :40], kept[name])
 
 

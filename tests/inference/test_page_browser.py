@@ -1,6 +1,8 @@
-"""The web page in a real headless Chromium: generate, stop, fill-mask, similarity, errors, keyboard, phone, dark.
+"""The web page in a real headless Chromium: generate, stop, fill-mask, similarity, errors, keyboard, phone,
+dark.
 
-Needs the package playwright and the system's Chromium (its executable is driven directly, nothing is downloaded).
+Needs the package playwright and the system's Chromium (its executable is driven directly, nothing is
+downloaded).
 """
 
 import shutil
@@ -117,6 +119,23 @@ def test_copy_as_curl_gives_a_command(browser, address: str) -> None:
     command = page.evaluate("navigator.clipboard.readText()")
     assert command.startswith(f"curl {address}v1/completions") and "it'\\''s" in command
     context.close()
+
+
+def test_a_key_is_asked_for_and_sent(
+    browser, gpt_onnx: Path, start_server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THROUGHLINE_API_KEYS", "sesame")
+    with start_server(f"gpt={gpt_onnx}") as (_, base):
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(base)
+        page.fill("#key", "sesame")
+        page.keyboard.press("Tab")
+        page.wait_for_selector("#complete option", state="attached")
+        assert page.is_hidden("#locked")
+        page.click("#complete button.main")
+        page.wait_for_selector("#complete [role=status]:has-text('ended')")
+        context.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

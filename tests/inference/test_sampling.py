@@ -1,14 +1,24 @@
-"""Samplers: the filters are those of transformers, draws follow the distribution, and a row depends on no neighbour."""
+"""Samplers: the filters are those of transformers, draws follow the distribution, and a row depends on no
+neighbour.
+"""
 
 import numpy as np
 import pytest
+import torch
 from throughline.core.errors import WrongUse
-from throughline.inference.sampling import GREEDY, Sampling, choose, filtered, log_softmax, penalised
+from throughline.inference.sampler import Chooser, choose, filtered, penalised, probabilities
+from throughline.inference.sampling import GREEDY, Sampling, log_softmax
+
+NO_IDS = np.zeros(0, np.int64)
 
 
 @pytest.fixture
-def logits_BV() -> np.ndarray:
-    return (np.random.default_rng(0).normal(size=(6, 500)) * 3).astype(np.float32)
+def logits_BV() -> torch.Tensor:
+    return torch.from_numpy((np.random.default_rng(0).normal(size=(6, 500)) * 3).astype(np.float32))
+
+
+def choosers(*settings: Sampling, prompt_ids: np.ndarray = NO_IDS) -> list[Chooser]:
+    return [Chooser(setting, prompt_ids, 500, "cpu") for setting in settings]
 
 
 @pytest.mark.parametrize(
@@ -25,78 +35,140 @@ def logits_BV() -> np.ndarray:
         Sampling(temperature=1.7, top_k=50, top_p=0.8, min_p=0.02),
     ],
 )
-def test_filters_are_those_of_transformers(logits_BV: np.ndarray, setting: Sampling) -> None:
-    import torch
+def test_filters_are_those_of_transformers(logits_BV: torch.Tensor, setting: Sampling) -> None:
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    theirs = TemperatureLogitsWarper(setting.temperature)(None, torch.tensor(logits_BV))
+    theirs = TemperatureLogitsWarper(setting.temperature)(None, logits_BV)
     if setting.top_k:
         theirs = TopKLogitsWarper(setting.top_k)(None, theirs)
     if setting.top_p < 1:
         theirs = TopPLogitsWarper(setting.top_p)(None, theirs)
     if setting.min_p:
         theirs = MinPLogitsWarper(setting.min_p)(None, theirs)
-    weights = filtered(logits_BV, [setting] * len(logits_BV))
+    # between rows that are not limited: limits are looked up for some rows of a batch alone
+    weights = filtered(logits_BV, [setting, Sampling(), setting, setting, GREEDY, setting])[[0, 2, 3, 5]]
+    theirs = theirs[[0, 2, 3, 5]].softmax(-1)
     ours = weights / weights.sum(axis=1, keepdims=True)
     # 1e-5: probabilities of fp32 logits; a token too many or too few would show as its whole probability
-    np.testing.assert_allclose(ours, theirs.softmax(-1).numpy(), atol=1e-5)
-    assert ((ours > 0) == (theirs.softmax(-1).numpy() > 0)).all()
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    assert ((ours > 0) == (theirs > 0)).all()
 
 
-def test_repetition_penalty_is_that_of_transformers(logits_BV: np.ndarray) -> None:
-    import torch
-    from transformers import RepetitionPenaltyLogitsProcessor
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_filters_of_a_large_vocabulary_are_those_of_transformers(scale: float) -> None:
+    """Nuclei within the leading 1,024 tokens and beyond them, and a top-k on either side, row by row."""
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-    seen_ids = np.random.default_rng(1).integers(0, 500, (6, 30))
-    theirs = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor(seen_ids), torch.tensor(logits_BV)).numpy()
-    seen = np.zeros((6, 500), bool)
-    np.put_along_axis(seen, seen_ids, True, axis=1)
-    before = logits_BV.copy()
-    np.testing.assert_allclose(
-        penalised(logits_BV, [Sampling(repetition_penalty=1.3)] * 6, list(seen)), theirs, rtol=1e-6
-    )
-    np.testing.assert_array_equal(
-        logits_BV, before
-    )  # the caller's logits stay as they are: logprobs are read from them
+    logits = torch.from_numpy((np.random.default_rng(0).normal(size=(6, 5000)) * scale).astype(np.float32))
+    settings = [
+        Sampling(top_p=0.5),
+        Sampling(top_p=0.95),
+        Sampling(top_k=40, top_p=0.9),
+        Sampling(top_k=2000, top_p=0.7),
+        Sampling(top_k=1500),
+        Sampling(top_p=0.05),
+    ]
+    weights = filtered(logits, settings)
+    for row, setting in enumerate(settings):
+        theirs = logits[row : row + 1]
+        if setting.top_k:
+            theirs = TopKLogitsWarper(setting.top_k)(None, theirs)
+        if setting.top_p < 1:
+            theirs = TopPLogitsWarper(setting.top_p)(None, theirs)
+        ours = (weights[row] > 0).nonzero()[:, 0]
+        expected = torch.isfinite(theirs[0]).nonzero()[:, 0]
+        # fp32 sums in another order: one token more or less where its share decides
+        assert len(set(ours.tolist()) ^ set(expected.tolist())) <= 1, setting
+
+
+def test_penalties_and_bias_are_those_of_transformers_and_openai(logits_BV: torch.Tensor) -> None:
+    """Repetition and bias as transformers' processors; frequency and presence by OpenAI's formula, mu[j] -
+    c[j] * frequency - (c[j] > 0) * presence, over the answer alone.
+    """
+    from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+    rng = np.random.default_rng(1)
+    prompt, answer = rng.integers(0, 500, 30), [3, 3, 3, 7, *rng.integers(0, 500, 10).tolist()]
+    bias = ((3, -5.0), (400, 12.0))
+    setting = Sampling(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.25, logit_bias=bias)
+    chooser = Chooser(setting, prompt, 500, "cpu")
+    for token_id in answer:
+        chooser.accept(token_id)
+    row = logits_BV[2:3]
+    theirs = SequenceBiasLogitsProcessor({(i,): value for i, value in bias})(torch.zeros(1, 1).long(), row)
+    everything = torch.tensor([[*prompt.tolist(), *answer]])
+    theirs = RepetitionPenaltyLogitsProcessor(1.3)(everything, theirs)
+    counts = torch.from_numpy(np.bincount(answer, minlength=500))
+    theirs = theirs - counts * 0.5 + (counts > 0) * 0.25
+    before = logits_BV.clone()
+    ours = penalised(logits_BV, [*choosers(*[GREEDY] * 2), chooser, *choosers(*[GREEDY] * 3)])
+    torch.testing.assert_close(ours[2:3], theirs)
+    assert torch.equal(logits_BV, before)  # the caller's logits stay: log-probabilities are read from them
+    assert torch.equal(ours[[0, 1, 3, 4, 5]], before[[0, 1, 3, 4, 5]])
+
+
+def test_only_allowed_tokens_are_chosen(logits_BV: torch.Tensor) -> None:
+    limited = choosers(GREEDY, Sampling(seed=1), Sampling(seed=2, top_k=5))
+    for chooser in limited:
+        chooser.allowed_V = np.isin(np.arange(500), (17, 333))
+    assert set(choose(logits_BV[:3], limited).tolist()) <= {17, 333}
 
 
 def test_draws_follow_the_distribution() -> None:
-    logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125, 1e-30]], np.float32))
-    draws, generator = 40_000, Sampling(seed=5).generator()
-    rows = np.repeat(logits, draws, axis=0)
-    ids = choose(rows, [Sampling()] * draws, [None] * draws, [generator] * draws)
-    shares = np.bincount(ids, minlength=5) / draws
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125, 1e-30]]))
+    draws = 40_000
+    chooser = Chooser(Sampling(seed=5), NO_IDS, 5, "cpu")
+    ids = choose(logits.expand(draws, 5), [chooser] * draws)
+    shares = np.bincount(ids.numpy(), minlength=5) / draws
     # five standard deviations of a share of one half among 40,000: 0.0125
     np.testing.assert_allclose(shares, [0.5, 0.25, 0.125, 0.125, 0], atol=0.0125)
 
 
-def test_greedy_and_extreme_settings_take_the_most_probable(logits_BV: np.ndarray) -> None:
+def test_greedy_and_extreme_settings_take_the_most_probable(logits_BV: torch.Tensor) -> None:
     settings = [
         GREEDY,
         Sampling(top_k=1),
         Sampling(temperature=1e-9),
         Sampling(top_p=1e-6),
         Sampling(min_p=1.0),
-        GREEDY,
+        Sampling(top_k=1, top_p=0.5),
     ]
-    ids = choose(logits_BV, settings, [None] * 6, [setting.generator() for setting in settings])
-    np.testing.assert_array_equal(ids, logits_BV.argmax(axis=1))
+    assert torch.equal(choose(logits_BV, choosers(*settings)), logits_BV.argmax(dim=1))
 
 
-def test_a_row_does_not_depend_on_its_neighbours(logits_BV: np.ndarray) -> None:
-    settings = [Sampling(seed=i, top_p=0.9, temperature=0.5 + i) for i in range(5)] + [GREEDY]
-    together = choose(logits_BV, settings, [None] * 6, [setting.generator() for setting in settings])
-    alone = [
-        int(choose(logits_BV[i : i + 1], [s], [None], [s.generator()])[0]) for i, s in enumerate(settings)
-    ]
+def test_a_row_does_not_depend_on_its_neighbours(logits_BV: torch.Tensor) -> None:
+    settings = [Sampling(seed=i, top_p=0.9, temperature=0.5 + i) for i in range(4)]
+    settings += [Sampling(seed=9, top_k=7), GREEDY]
+    together = choose(logits_BV, choosers(*settings))
+    alone = [int(choose(logits_BV[i : i + 1], choosers(s))[0]) for i, s in enumerate(settings)]
     assert together.tolist() == alone
 
 
-@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty"])
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_probabilities_are_the_log_softmax_and_its_best(logits_BV: torch.Tensor) -> None:
+    ids = torch.tensor([1, 5, 499, 0, 7, 7])
+    found = probabilities(logits_BV, ids, 4)
+    expected = log_softmax(logits_BV.numpy().astype(np.float64))
+    order = np.argsort(-expected, axis=1, kind="stable")[:, :4]
+    np.testing.assert_array_equal(found.top_ids, order)
+    # float32: a log-probability of 10 has a last bit of 1e-6
+    np.testing.assert_allclose(found.top, np.take_along_axis(expected, order, 1), atol=5e-6)
+    np.testing.assert_allclose(found.of, expected[np.arange(6), ids], atol=5e-6)
+    assert probabilities(logits_BV, ids, 0).top.shape == (6, 0)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"],
+)
+@pytest.mark.parametrize("value", [-3.0, float("nan"), float("inf")])
 def test_settings_out_of_range_are_refused(field: str, value: float) -> None:
     with pytest.raises(WrongUse, match=field):
         Sampling(**{field: value})
+
+
+def test_a_bias_out_of_range_is_refused() -> None:
+    with pytest.raises(WrongUse, match=r"logit_bias\[5\]"):
+        Sampling(logit_bias=((5, 101.0),))
 
 
 def test_log_softmax_of_large_logits_is_finite() -> None:

@@ -1,4 +1,6 @@
-"""Wherever a trained model lies, run, checkpoint, model artifact or ONNX artifact, it opens as the same model."""
+"""Wherever a trained model lies, run, checkpoint, model artifact or ONNX artifact, it opens as the same
+model.
+"""
 
 import shutil
 from pathlib import Path
@@ -10,7 +12,8 @@ from throughline.cli.main import main
 from throughline.core.artifact import chain
 from throughline.core.errors import Refused
 from throughline.inference.backends import open_backend
-from throughline.inference.export import export_huggingface, export_onnx
+from throughline.inference.export import export_onnx
+from throughline.inference.handover import export_huggingface
 from throughline.inference.source import open_model
 
 

@@ -1,0 +1,242 @@
+"""The port: bound before anything is loaded, with deadlines for connections, TLS, and a drain that loses
+nothing.
+
+SIGTERM: `/ready` turns 503 and answers say `Connection: close`, but requests are still taken for some seconds,
+in which load balancers look elsewhere; then the port takes no new connection, those that the kernel had made
+by then are taken up, it closes, what was accepted is answered, and the process ends with 0. SIGINT leaves the seconds out. A second signal does so too, a third ends everything at once.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import json
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..core.console import say
+from ..core.errors import Failed, WrongUse
+from .guard import error_body
+from .server import Server, build_app
+
+ANSWER_S = 60  # an answer that takes longer than this after the port has closed is cut
+HEADER_S = 15.0  # for a client to send the head of a request
+TAKE_UP_S = 0.2  # between the last new connection and the closing of the port
+KEEP_ALIVE_S = 75  # above the 60 s of common proxies, so that they close idle connections and not we
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Who may come in, and how."""
+
+    keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()  # of web pages that may call: CORS
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+    drain_s: float = 5.0  # between SIGTERM and the closing of the port
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket, before any model is loaded. Raises WrongUse when the port is taken or the address is
+    not ours.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named because asyncio switches Nagle's algorithm off only then: it costs 40 ms a
+    # request.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        other_port = "give another port with --port (0 = any free one)"
+        fix = {errno.EADDRINUSE: f"stop what is using it, or {other_port}", errno.EACCES: other_port}
+        raise WrongUse(
+            f"cannot listen on port {port}",
+            where=f"{host}:{port}",
+            why=(error.strerror or str(error)).lower(),
+            fix=fix.get(error.errno or 0, "give an address of this machine with --host"),
+        ) from error
+    return listener
+
+
+def refuse_new(listener: socket.socket) -> bool:
+    """Let the kernel drop what would begin a connection, so that none is made and then reset by closing.
+
+    A filter of packets (classic BPF, which needs no rights): the 14th byte of the TCP header, SYN without
+    ACK. A client tries again after a second and finds the port closed. False where a kernel has no such
+    thing.
+    """
+    drop_syn = (
+        (0x30, 0, 0, 13),  # load the byte of flags
+        (0x54, 0, 0, 0x12),  # of which SYN and ACK
+        (0x15, 0, 1, 0x02),  # SYN alone: the next line, else the one after
+        (0x06, 0, 0, 0),  # nothing of the packet is kept
+        (0x06, 0, 0, 0xFFFFFFFF),  # all of it
+    )
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in drop_syn))
+    attach_filter = 26  # SO_ATTACH_FILTER, which Python's socket does not name
+    if sys.platform != "linux":
+        return False
+    try:
+        listener.setsockopt(
+            socket.SOL_SOCKET, attach_filter, struct.pack("HL", len(drop_syn), ctypes.addressof(code))
+        )
+    except OSError:
+        return False
+    return True
+
+
+class DeadlineProtocol(H11Protocol):
+    """HTTP/1.1 in which the head of a request has a deadline, on a new connection and on a kept one."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._got_head()
+        elif self._deadline is None and not self.transport.is_closing():
+            self._wait_for_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._got_head()
+        if self.conn.trailing_data[0] and not self.transport.is_closing():
+            self._wait_for_head()  # a part of the next one is here
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._got_head()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        body = json.dumps(error_body(msg, "invalid_request_error")).encode()
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        headers.append((b"content-length", str(len(body)).encode()))
+        for event in (
+            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _wait_for_head(self) -> None:
+        self._deadline = self.loop.call_later(HEADER_S, self.transport.close)
+
+    def _got_head(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, ending with exit code 0 after a drain instead of dying of the signal."""
+
+    def __init__(
+        self, config: uvicorn.Config, server: Server, drain_s: float, listener: socket.socket
+    ) -> None:
+        super().__init__(config)
+        self._server, self._drain_s, self._listener = server, drain_s, listener
+        self._closing = False
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._drain, number)
+        yield
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+    def _drain(self, number: int) -> None:
+        if self._server.draining.is_set() or number == signal.SIGINT:
+            self.force_exit = self._closing  # a signal after the port has closed ends it at once
+            self._close()
+        else:
+            asyncio.get_running_loop().call_later(self._drain_s, self._close)
+            say(f"draining: the port closes in {self._drain_s:g} s, accepted requests are answered")
+        self._server.draining.set()
+
+    def give_up(self) -> None:
+        """End without a drain."""
+        self.should_exit = True
+
+    def _close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        say("the port closes; accepted requests are answered")
+        refuse_new(self._listener)
+        asyncio.get_running_loop().call_later(TAKE_UP_S, self.give_up)
+
+
+def run(server: Server, doors: Doors, listener: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. Raises what opening a model raised."""
+    config = uvicorn.Config(
+        build_app(server, doors.keys, doors.origins),
+        http=DeadlineProtocol,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=ANSWER_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        server_header=False,
+        ws="none",
+        ssl_certfile=doors.certificate,
+        ssl_keyfile=doors.certificate_key,
+    )
+    try:
+        config.load()
+    except OSError as error:  # of the certificate
+        raise WrongUse("TLS cannot begin", where=doors.certificate or "", why=str(error)) from error
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if doors.certificate else "http"
+    place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/"
+    names = ", ".join(model.name for model in server.models)
+    say(f"loading {names}; {place}health answers, {place}ready says when the models do")
+    serving = DrainingServer(config, server, doors.drain_s, listener)
+    server.on_ready = lambda: say(f"serving {names} at {place}")
+    server.on_failure = serving.give_up
+    began_s = time.monotonic()
+    try:
+        asyncio.run(serving.serve(sockets=[listener]))
+    except SystemExit as error:  # of uvicorn, with a code that means something else here
+        raise Failed("the server did not start", why="what uvicorn printed is above") from error
+    if server.failure is not None:
+        raise server.failure
+    say(f"served for {time.monotonic() - began_s:.0f} s")
+
+
+def read_keys(file: Path | None, variable: str | None) -> tuple[str, ...]:
+    """API keys from a file (one a line, # begins a comment) and an environment variable (commas between).
+
+    Raises WrongUse for a file that is not there or holds none.
+    """
+    keys: Sequence[str] = [key.strip() for key in (variable or "").split(",") if key.strip()]
+    if file is None:
+        return tuple(keys)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongUse("the API keys cannot be read", where=file, why=str(error)) from error
+    found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not found:
+        raise WrongUse("there is no API key in the file", where=file, fix="write one a line")
+    return (*keys, *found)

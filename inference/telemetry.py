@@ -1,0 +1,151 @@
+"""What the server measures of itself: Prometheus metrics, and one access-log line per request.
+
+No line and no metric holds text of a request. `Watch` follows one request; its times are monotonic seconds,
+which the processes of one machine share.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Telemetry:
+    """The metrics of one server, and where its access log goes (None: nowhere)."""
+
+    def __init__(self, log: TextIO | None = None) -> None:
+        self._log = log
+        self.registry = CollectorRegistry()
+        by_model: dict[str, Any] = {"labelnames": ["model"], "registry": self.registry}
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(f"throughline_{name}_seconds", text, buckets=FAST_S, **by_model)
+
+        self.requests = Counter(
+            "throughline_requests",
+            "Requests answered, by endpoint and status.",
+            ["endpoint", "status"],
+            registry=self.registry,
+        )
+        self.duration = Histogram(
+            "throughline_request_seconds",
+            "Seconds from a request to the end of its answer.",
+            ["endpoint"],
+            buckets=FAST_S,
+            registry=self.registry,
+        )
+        self.queue = seconds("queue", "Seconds from a request to the beginning of its work.")
+        self.compute = seconds("compute", "Seconds from the beginning of a request's work to its end.")
+        self.first = seconds("time_to_first_token", "Seconds from a request to its first token.")
+        self.between = seconds("inter_token", "Seconds between two tokens of one answer.")
+        self.batch = Histogram("throughline_batch_size", "Rows computed together.", buckets=SIZES, **by_model)
+        self.prompt_tokens = Counter("throughline_prompt_tokens", "Tokens read.", **by_model)
+        self.made_tokens = Counter("throughline_generated_tokens", "Tokens generated.", **by_model)
+        self.gone = Counter("throughline_cancelled", "Answers given up: the client left.", **by_model)
+        self.waiting = Gauge("throughline_queued", "Answers accepted and not begun.", **by_model)
+        self.active = Gauge("throughline_active", "Answers in the making.", **by_model)
+        self.restarts = Counter("throughline_restarts", "Starts after a death of the process.", **by_model)
+
+    def page(self, models: list[Any]) -> bytes:
+        """The text of /metrics."""
+        for model in models:
+            self.waiting.labels(model.name).set(model.remote.queued)
+            self.active.labels(model.name).set(model.remote.active)
+            restarts = self.restarts.labels(model.name)
+            restarts.inc(model.remote.restarts - restarts._value.get())
+        return generate_latest(self.registry)
+
+    def answered(self, watch: "Watch", endpoint: str, status: int, **said: Any) -> None:
+        """Count a request and write its line of the access log."""
+        took_s = time.monotonic() - watch.came_s
+        self.requests.labels(endpoint, str(status)).inc()
+        self.duration.labels(endpoint).observe(took_s)
+        if self._log is None:
+            return
+        line: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | said
+        line |= {"status": status, "model": watch.model, "ms": round(1000 * took_s, 1)}
+        line |= {"prompt_tokens": watch.prompt_tokens, "generated_tokens": watch.made}
+        line["cached_tokens"] = watch.cached or None
+        if watch.first_s is not None:
+            line["first_ms"] = round(1000 * (watch.first_s - watch.came_s), 1)
+        if watch.began_s is not None:
+            line["queue_ms"] = round(1000 * (watch.began_s - watch.came_s), 1)
+        if watch.fault:
+            line["fault"] = watch.fault
+        with contextlib.suppress(BrokenPipeError):  # nobody reads the log: the requests go on
+            print(
+                json.dumps({name: value for name, value in line.items() if value is not None}), file=self._log
+            )
+            self._log.flush()
+
+
+@dataclass
+class Watch:
+    """One request on its way."""
+
+    telemetry: Telemetry
+    came_s: float = field(default_factory=time.monotonic)
+    model: str | None = None
+    prompt_tokens: int | None = None
+    made: int | None = None
+    cached: int = 0  # tokens of the prompts that were not read again
+    began_s: float | None = None
+    first_s: float | None = None
+    fault: str | None = None  # the name of an error that is ours
+    last_s: dict[int, float] = field(default_factory=dict)  # the last token of each answer
+
+    def submitted(self, tokens: int) -> None:
+        """A request's jobs were accepted."""
+        assert self.model is not None
+        self.prompt_tokens = (self.prompt_tokens or 0) + tokens
+        self.telemetry.prompt_tokens.labels(self.model).inc(tokens)
+
+    def token(self, answer: int, at_s: float, began_s: float, batch: int, counted: bool) -> None:
+        """A step of an answer was made at `at_s`."""
+        assert self.model is not None
+        last_s = self.last_s.get(answer)
+        if last_s is None:
+            self._began(began_s)
+            self.telemetry.first.labels(self.model).observe(at_s - self.came_s)
+            self.telemetry.batch.labels(self.model).observe(batch)
+            self.first_s = at_s if self.first_s is None else min(self.first_s, at_s)
+        else:
+            self.telemetry.between.labels(self.model).observe(at_s - last_s)
+        self.last_s[answer] = at_s
+        self.made = (self.made or 0) + counted
+        if counted:
+            self.telemetry.made_tokens.labels(self.model).inc()
+
+    def read(self, began_s: float, ended_s: float, batch: int) -> None:
+        """An encoder has answered."""
+        assert self.model is not None
+        self._began(began_s)
+        self.telemetry.compute.labels(self.model).observe(ended_s - began_s)
+        self.telemetry.batch.labels(self.model).observe(batch)
+
+    def finished(self) -> None:
+        """All answers of a generation were made."""
+        if self.began_s is not None and self.last_s and self.model is not None:
+            self.telemetry.compute.labels(self.model).observe(max(self.last_s.values()) - self.began_s)
+
+    def cancelled(self, jobs: int) -> None:
+        """Nobody waits for these answers any more."""
+        assert self.model is not None
+        self.telemetry.gone.labels(self.model).inc(jobs)
+
+    def _began(self, began_s: float) -> None:
+        assert self.model is not None
+        self.telemetry.queue.labels(self.model).observe(max(began_s - self.came_s, 0.0))
+        self.began_s = began_s if self.began_s is None else min(self.began_s, began_s)
+
+
+def standard_log() -> TextIO:
+    """Where the access log goes unless told otherwise."""
+    return sys.stderr

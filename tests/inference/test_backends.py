@@ -1,0 +1,100 @@
+"""Opening a model: the device, dtype and runtime that were asked for, or an error; never silently another."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from throughline.core.backend import BackendOptions
+from throughline.core.errors import Refused, WrongUse
+from throughline.inference.backends import open_backend
+from throughline.inference.devices import pick_device, pick_dtype
+from throughline.inference.onnx_backend import open_session
+
+
+@pytest.mark.parametrize("fixture", ["gpt_dir", "gpt_onnx", "bert_dir", "bert_onnx"])
+def test_a_gpu_that_is_not_here_is_an_error(fixture: str, request: pytest.FixtureRequest) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    path: Path = request.getfixturevalue(fixture)
+    with pytest.raises(WrongUse, match="no CUDA device here"):
+        open_backend(path, BackendOptions(device="cuda"))
+    assert open_backend(path).backend.device == "cpu"
+
+
+def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert [pick_device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == [
+        "cuda:0", "cpu", "cuda:0", "cuda:1",
+    ]  # fmt: skip
+    for wrong in ("cuda:2", "gpu", "cuda:x"):
+        with pytest.raises(WrongUse):
+            pick_device(wrong)
+
+
+@pytest.mark.parametrize(
+    ("capability", "stored", "wanted", "expected"),
+    [
+        ((7, 5), torch.bfloat16, "auto", torch.float16),  # a T4 has no bf16
+        ((7, 5), torch.float16, "auto", torch.float16),
+        ((8, 0), torch.bfloat16, "auto", torch.bfloat16),
+        ((8, 0), torch.float32, "auto", torch.float32),
+        ((7, 5), torch.float32, "fp16", torch.float16),
+        ((6, 1), torch.float16, "auto", torch.float32),
+    ],
+)
+def test_dtypes_a_gpu_computes_in(monkeypatch, capability, stored, wanted, expected) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a card")
+    assert pick_dtype(wanted, stored, "cuda:0") == expected
+    if capability < (8, 0):
+        with pytest.raises(Refused, match="cannot compute in bf16"):
+            pick_dtype("bf16", stored, "cuda:0")
+
+
+def test_a_provider_that_falls_back_is_refused(gpt_onnx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime runs on the CPU with a log line when CUDA's libraries are missing."""
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider"])
+    with pytest.raises(Refused, match="could not start CUDAExecutionProvider"):
+        open_session(gpt_onnx / "model.onnx", 1, "cuda:0")
+
+
+def test_runtimes_that_do_not_suit_a_file(gpt_dir: Path, gpt_onnx: Path) -> None:
+    for path, runtime, message in (
+        (gpt_dir, "onnxruntime", "does not run a torch model"),
+        (gpt_dir, "torch-compiled", "only a BERT"),
+        (gpt_onnx, "openvino", "does not run a GPT's graph"),
+        (gpt_onnx, "nothing", "no backend is called"),
+    ):
+        with pytest.raises(WrongUse, match=message):
+            open_backend(path, BackendOptions(device="cpu", runtime=runtime))
+
+
+def test_openvino_answers_what_onnx_runtime_answers(bert_onnx: Path) -> None:
+    pytest.importorskip("openvino")
+    rng = np.random.default_rng(0)
+    ids, mask = rng.integers(0, 90, (3, 17)), np.arange(17) < np.array([[17], [5], [1]])
+    outputs = []
+    for runtime in ("onnxruntime", "openvino"):
+        loaded = open_backend(bert_onnx, BackendOptions(device="cpu", runtime=runtime, threads=1))
+        assert loaded.encoder is not None and loaded.encoder.name == runtime
+        outputs.append(loaded.encoder.forward(ids, np.zeros_like(ids), mask, np.zeros((3, 2), np.int64)))
+    assert set(outputs[0]) == set(outputs[1])
+    for name, value in outputs[0].items():
+        real = mask if name == "last_hidden_state" else ...
+        # fp32 sums in another order, see parity.BOUNDS
+        np.testing.assert_allclose(outputs[1][name][real], value[real], atol=1e-4 * np.abs(value).max())
+
+
+def test_the_fastest_is_chosen_and_said(bert_onnx: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    from throughline.inference import choice
+
+    monkeypatch.setattr(choice, "SECONDS", 0.1)
+    loaded = open_backend(bert_onnx, BackendOptions(device="cpu", runtime="auto", threads=1))
+    said = capsys.readouterr().err
+    assert f"backend: {loaded.backend.name}" in said and "ms" in said
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(WrongUse, match="OpenVINO is not installed"):
+        open_backend(bert_onnx, BackendOptions(device="cpu", runtime="openvino"))

@@ -1,0 +1,116 @@
+"""What is handed over: directories for transformers, vLLM and TEI, a repository for Triton, onnxruntime-genai."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from throughline.core.artifact import verify_artifact
+from throughline.core.errors import WrongUse
+from throughline.inference.export import Judging
+from throughline.inference.graph_options import GraphOptions
+from throughline.inference.handover import export_huggingface
+from throughline.inference.source import open_model
+from throughline.inference.triton import export_triton
+
+QUIET = Judging(bench=False)
+
+
+def test_a_gpt_meets_vllms_conditions(gpt_dir: Path, tmp_path: Path) -> None:
+    """The fields and files that vLLM's model files read; *not run*: vLLM needs a GPU."""
+    report = export_huggingface(gpt_dir, tmp_path / "out", QUIET)
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (
+        fields["bos_token_id"] == fields["eos_token_id"] == 0
+    )  # GPT-2 begins with the token that ends a text
+    assert fields["architectures"] == ["GPT2LMHeadModel"] and fields["activation_function"] == "gelu_new"
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": 0, "bos_token_id": 0}
+    # the fixture's output matrix is its own, which is the one condition that it does not meet
+    assert report["conditions"]["vllm"] == ["the output matrix is not tied to the token table"]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls-normalised"])
+def test_a_bert_meets_teis_conditions(pooling, bert_dir: Path, tmp_path: Path) -> None:
+    report = export_huggingface(bert_dir, tmp_path / "out", QUIET, pooling=pooling)
+    assert report["conditions"] == {"vllm": [], "tei": []}
+    modes = json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text())
+    assert modes["pooling_mode_mean_tokens"] == (pooling == "mean") != modes["pooling_mode_cls_token"]
+    modules = json.loads((tmp_path / "out" / "modules.json").read_text())
+    assert [entry["path"] for entry in modules][2:] == (["2_Normalize"] if "normalised" in pooling else [])
+    assert open_model(tmp_path / "out").model.config.layers == 2
+
+
+def test_a_fine_tuned_bert_is_loaded_by_its_class(bert_dir: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from throughline.models.heads import Head, build_with_head
+    from throughline.models.huggingface_heads import head_to_huggingface
+    from transformers import AutoModelForSequenceClassification
+
+    model = build_with_head(open_model(bert_dir).model, Head("sequence-classification", ("no", "yes")))
+    (tmp_path / "tuned").mkdir()
+    fields, state = head_to_huggingface(model)
+    save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "tuned" / "model.safetensors")
+    (tmp_path / "tuned" / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "tuned" / "tokenizer.json").write_bytes((bert_dir / "tokenizer.json").read_bytes())
+    export_huggingface(tmp_path / "tuned", tmp_path / "out", QUIET)
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    ids = torch.tensor([[7, 8, 9, 10]])
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, model.eval()(ids), atol=1e-4, rtol=0)
+    assert theirs.config.id2label == {0: "no", 1: "yes"}
+
+
+def test_a_triton_repository(bert_dir: Path, tmp_path: Path) -> None:
+    """Every input and output of the graph is in config.pbtxt with its type and without its batch dim."""
+    import onnxruntime
+
+    export_triton(bert_dir, tmp_path / "out", GraphOptions(opset=20), QUIET)
+    verify_artifact(tmp_path / "out")
+    text = (tmp_path / "out" / "bert" / "config.pbtxt").read_text()
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "bert" / "1" / "model.onnx")
+    kinds = {"tensor(int64)": "TYPE_INT64", "tensor(float)": "TYPE_FP32"}
+    found = re.findall(r'\{ name: "(\w+)" data_type: (\w+) dims: \[([-\d, ]+)\] \}', text)
+    expected = [
+        (
+            value.name,
+            kinds[value.type],
+            ", ".join(str(d) if isinstance(d, int) else "-1" for d in value.shape[1:]),
+        )
+        for value in (*session.get_inputs(), *session.get_outputs())
+    ]
+    assert found == expected and {"input_ids", "logits", "sentence_embedding"} <= {name for name, *_ in found}
+    assert text.count("{") == text.count("}") and text.count("[") == text.count("]")
+    assert "max_queue_size: 256" in text and "opset 20" in (tmp_path / "out" / "README.md").read_text()
+    ids = np.array([[3, 4, 5]])
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    assert session.run(["logits"], feeds)[0].shape[:2] == (1, 3)
+
+
+def test_a_gpt_has_no_triton_repository(gpt_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(WrongUse, match="no Triton repository"):
+        export_triton(gpt_dir, tmp_path / "out")
+
+
+def test_onnxruntime_genai_generates_what_torch_generates(gpt_dir: Path, tmp_path: Path) -> None:
+    """Its own loop on a graph under optimum's names: the same greedy tokens until the end of the text."""
+    import torch
+    from throughline.inference.export import export_onnx
+
+    genai = pytest.importorskip("onnxruntime_genai")
+    export_onnx(gpt_dir, tmp_path / "out", GraphOptions(names="optimum", opset=21), QUIET)
+    model = open_model(gpt_dir).model
+    settings = genai.GeneratorParams(loaded := genai.Model(str(tmp_path / "out")))
+    settings.set_search_options(max_length=60, do_sample=False)
+    generator = genai.Generator(loaded, settings)
+    generator.append_tokens(np.array([5, 6, 7, 8], np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    theirs = [int(i) for i in generator.get_sequence(0)]
+    ours = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        while ours.shape[1] < len(theirs):
+            ours = torch.cat((ours, model(ours)[:, -1].argmax(-1, keepdim=True)), 1)
+    assert len(theirs) > 20 and ours[0].tolist() == theirs

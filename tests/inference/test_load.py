@@ -1,0 +1,70 @@
+"""`throughline bench serve` against our own server: what it counts is what was sent and answered."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from throughline.cli.main import main
+from throughline.inference.load import seeded
+
+
+def test_a_load_counts_what_was_answered(
+    gpt_onnx: Path, bert_onnx: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bodies = [
+        {"prompt": "The quick", "max_tokens": count, "temperature": 0, "logit_bias": {"0": -100}}
+        for count in (3, 9)
+    ]
+    (tmp_path / "bodies.jsonl").write_text("\n".join(map(json.dumps, bodies)))
+    with in_thread.on_a_port_with(monkeypatch, [f"gpt={gpt_onnx}", f"bert={bert_onnx}"]) as (base, _):
+
+        def bench(*words: str) -> dict:
+            done = CliRunner().invoke(main, ["bench", "serve", base, "--json", *words])
+            assert done.exit_code == 0, done.output
+            return json.loads(done.stdout)
+
+        found = bench(
+            "--input",
+            str(tmp_path / "bodies.jsonl"),
+            "--requests",
+            "10",
+            "--clients",
+            "1,4",
+            "--plot",
+            str(tmp_path / "p.html"),
+        )
+        assert found["model"] == "gpt" and [row["clients"] for row in found["load"]] == [1, 4]
+        for row in found["load"]:
+            seconds = row["answered"] / row["requests_per_s"]
+            assert row["answered"] == 10 and row["not"] == {}
+            assert row["generated_per_s"] * seconds == pytest.approx(5 * (3 + 9))
+            assert (
+                0 < row["first_p50_ms"] <= row["total_p50_ms"] <= row["total_p99_ms"]
+                and row["gap_p99_ms"] > 0
+            )
+        assert (tmp_path / "p.html").read_text().count('class="plot"') == 4
+        embedded = bench(
+            "--endpoint", "embeddings", "--prompt-words", "3-9", "--requests", "6", "--clients", "2"
+        )
+        assert embedded["model"] == "bert" and embedded["load"][0]["answered"] == 6
+        assert embedded["load"][0]["first_p50_ms"] is None
+    refused = CliRunner().invoke(main, ["bench", "serve", base])
+    assert refused.exit_code == 2 and "does not list its models" in refused.output
+    assert CliRunner().invoke(main, ["bench", "serve", base, "--clients", "0"]).exit_code == 2
+
+
+def test_made_requests_depend_on_the_seed_alone() -> None:
+    one, same, other = (seeded("completions", 20, seed, (3, 9), (1, 5)) for seed in (1, 1, 2))
+    assert one == same != other
+    assert all(3 <= len(ask.body["prompt"].split()) <= 9 and 1 <= ask.body["max_tokens"] <= 5 for ask in one)
+
+
+def test_the_page_shows_every_row_and_curve() -> None:
+    from throughline.inference.load import plotted
+
+    figures = {f"{name}_p{share}_ms": 1.5 for name in ("first", "gap", "total") for share in (50, 99)}
+    rates = {"requests_per_s": 1.0, "generated_per_s": 2.0, "tokens_per_s": 1234.5}
+    rows = [{"clients": n, "answered": 3, "not": {}, **rates, **figures} for n in (1, 2)]
+    html = plotted(rows, "a & b")
+    assert html.count('class="plot"') == 4 and html.count("1,234.5") == 2 and "a &amp; b" in html

@@ -1,0 +1,93 @@
+"""Files of requests: answers in the order of the lines, equal to those of single commands, and a stopped run
+goes on without answering anything twice.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from throughline.core.backend import BackendOptions
+from throughline.core.errors import WrongUse
+from throughline.inference import offline
+from throughline.inference.offline import embed_file, generate_file
+from throughline.inference.sampling import GREEDY, Sampling
+from throughline.inference.texts import continue_text, embed_texts
+
+CPU = BackendOptions(device="cpu", threads=1)
+PROMPTS = ["The quick", "jumps over the lazy dog", "", "again and", "x" * 2000, "The quick brown"]
+
+
+def written(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_line_is_answered_in_order(gpt_onnx: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": prompt, "id": number} for number, prompt in enumerate(PROMPTS)]
+    rows[1] |= {"samples": 2, "seed": 7, "temperature": 1.0, "max_tokens": 3}
+    source, out = written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    facts = generate_file(gpt_onnx, source, out, GREEDY, 8, options=CPU)
+    assert facts == {"lines": 6, "resumed": 0, "errors": 1}
+    found = lines(out)
+    assert [row["id"] for row in found] == list(range(6)) and "fills the model's context" in found[4]["error"]
+    assert [len(row.get("answers", [])) for row in found] == [1, 2, 1, 1, 0, 1]
+    for number in (0, 3, 5):
+        alone = "".join(d.text for _, d in continue_text(gpt_onnx, PROMPTS[number], [GREEDY], 8, options=CPU))
+        assert found[number]["answers"] == [alone]
+    sampled = Sampling(temperature=1.0, seed=8)
+    second = "".join(d.text for _, d in continue_text(gpt_onnx, PROMPTS[1], [sampled], 3, options=CPU))
+    assert found[1]["answers"][1] == second
+    with pytest.raises(WrongUse, match="there is a file already"):
+        generate_file(gpt_onnx, source, out, GREEDY, 8, options=CPU)
+
+
+def test_a_stopped_run_goes_on(gpt_onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = written(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS * 3])
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    generate_file(gpt_onnx, source, whole, GREEDY, 6, options=CPU)
+    partial = tmp_path / "out.jsonl.partial"
+
+    class Stop(Exception):
+        pass
+
+    original = offline._generate
+
+    def stopping(*arguments):
+        for count, answer in enumerate(original(*arguments)):
+            if count == 7:
+                raise Stop
+            yield answer
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(offline, "_generate", stopping)
+        generate_file(gpt_onnx, source, out, GREEDY, 6, options=CPU)
+    assert not out.exists()
+    with open(partial, "ab") as file:
+        file.write(b'9\t{"cut')  # by a crash
+    with pytest.raises(WrongUse, match="of another model, input or setting"):
+        generate_file(gpt_onnx, source, out, GREEDY, 7, options=CPU)
+    facts = generate_file(gpt_onnx, source, out, GREEDY, 6, options=CPU)
+    assert facts["resumed"] == 7 and out.read_bytes() == whole.read_bytes() and not partial.exists()
+
+
+def test_embeddings_of_a_file(bert_dir: Path, tmp_path: Path) -> None:
+    texts = ["A fox.", "The lazy dog jumps again.", "", "Over"]
+    source = written(tmp_path / "in.jsonl", [{"text": text, "n": i} for i, text in enumerate(texts)])
+    facts = embed_file(bert_dir, source, tmp_path / "out.jsonl", CPU)
+    found = lines(tmp_path / "out.jsonl")
+    assert facts["errors"] == 1 and "error" in found[2] and [row["n"] for row in found] == [0, 1, 2, 3]
+    expected = embed_texts(bert_dir, [texts[i] for i in (0, 1, 3)], CPU)
+    for row, vector in zip((found[0], found[1], found[3]), expected):
+        assert row["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)
+
+
+def test_a_line_that_is_no_request_is_named_before_anything_runs(gpt_onnx: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n\n{"text": "b"}\n')
+    with pytest.raises(WrongUse, match="prompt") as refused:
+        generate_file(gpt_onnx, source, tmp_path / "out.jsonl", GREEDY, 5, options=CPU)
+    assert "in.jsonl:3" in str(refused.value) and not list(tmp_path.glob("out*"))

@@ -1,0 +1,82 @@
+"""The report itself: what it sees, what it costs, what it says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from throughline.inference.parity import BOUNDS, Tally, compare_scores, divergence, sweep
+
+MEMORY = """
+import sys
+from pathlib import Path
+from throughline.core.artifact import Input
+from throughline.core.backend import BackendOptions
+from throughline.inference.backends import onnx_backend
+from throughline.inference.export import write_graph
+from throughline.inference.parity import compare
+from throughline.inference.reference import reference_of
+from throughline.models.config import GPTConfig
+from throughline.models.init import build
+
+source, path = Input("test", "foreign", "0"), Path(sys.argv[1]) / "model.onnx"
+config = GPTConfig(vocab_size=128_256, sequence_length=8_192, layers=1, width=32, heads=1)
+model = build(config).eval()
+write_graph(model, path, {})
+report = compare(reference_of(model, None, source), onnx_backend(path, config, None, source, BackendOptions("cpu")))
+cases = [row["case"] for row in report["cases"] if row["output"] == "logits in pieces"]
+assert report["passed"] and "1 x 8192" in cases, report["outputs"]
+peak = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print(int(peak[0].split()[1]) // 1024)
+"""
+
+
+@pytest.mark.slow
+def test_logits_of_a_llama_3_vocabulary_are_compared_within_2_gb(tmp_path: Path) -> None:
+    """4.2 GB of logits on each side, in pieces of 65 tokens; torch and ONNX Runtime alone take 0.5 GB."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, tmp_path], capture_output=True, text=True, timeout=570, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) < 2000, f"{done.stdout} MiB"
+
+
+def test_pieces_add_up_to_the_whole() -> None:
+    rng = np.random.default_rng(0)
+    ours = rng.normal(size=(40, 11)).astype(np.float32)
+    theirs = ours + rng.normal(size=ours.shape).astype(np.float32) * 1e-5
+    whole, parts = Tally(True), Tally(True)
+    whole.add(ours, theirs)
+    for start in range(0, 40, 7):
+        parts.add(ours[start : start + 7], theirs[start : start + 7])
+    one, two = (tally.row("case", "logits", BOUNDS["fp32"]) for tally in (whole, parts))
+    assert one["passed"] and one.keys() == two.keys()
+    assert [one[key] for key in ("max_abs", "scale", "top1_agreement")] == [
+        two[key] for key in ("max_abs", "scale", "top1_agreement")
+    ]
+    assert one["kl"] == pytest.approx(two["kl"]) and one["mean_abs"] == pytest.approx(two["mean_abs"])
+
+
+def test_divergence_is_torchs() -> None:
+    one, two = torch.randn(9, 50, generator=torch.Generator().manual_seed(0)).split(25, dim=1)
+    logs = [x.log_softmax(-1) for x in (one, two)]
+    expected = torch.nn.functional.kl_div(logs[1], logs[0], log_target=True, reduction="none").sum(-1)
+    np.testing.assert_allclose(divergence(one.numpy(), two.numpy()), expected.numpy(), rtol=1e-4)
+
+
+def test_the_sweep_has_the_shapes_that_break_exports() -> None:
+    cases = sweep(100, 160)
+    shapes = {case.ids_BS.shape for case in cases}
+    assert {(1, 1), (1, 7), (3, 33), (1, 160)} <= shapes
+    assert any(len(set(case.lengths_B.tolist())) > 1 for case in cases)  # ragged
+    assert max(case.ids_BS.shape[1] for case in sweep(100, 5)) == 5  # nothing beyond the context
+
+
+def test_scores_may_rise_and_may_not_fall() -> None:
+    values = iter([{"a": 0.5}, {"a": 0.6}, {"a": 0.5}, {"a": 0.48}])
+    risen, fallen = (compare_scores(None, None, lambda _: next(values), BOUNDS["int8"]) for _ in range(2))
+    assert risen["passed"] and not fallen["passed"]
+    assert json.loads(json.dumps(fallen))["difference"]["a"] == pytest.approx(-0.02)

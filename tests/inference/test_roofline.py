@@ -1,0 +1,35 @@
+"""The floor of a forward by hand, and the reported rows that stand beside it."""
+
+import dataclasses
+
+import pytest
+from throughline.core.hardware import chips
+from throughline.inference.bench import latency_plot
+from throughline.inference.roofline import floor_ms, reported
+from throughline.models.presets import preset
+
+
+def test_the_floor_is_weights_over_bandwidth_or_products_over_peak() -> None:
+    """BERT-Base has 85 M weights in its blocks: 170 MB at 320 GB/s, and at 1 x 128 less arithmetic."""
+    bert, gpt, t4 = preset("bert-base"), preset("gpt2-124m"), chips()["t4"]
+    weights = 12 * 12 * 768**2
+    assert floor_ms(bert, t4, 1, 128, "fp16") == pytest.approx(weights * 2 / 320e9 * 1e3)
+    assert floor_ms(bert, t4, 1, 128, "int8") == pytest.approx(weights / 320e9 * 1e3)
+    flops = 2 * weights * 8 * 128 + 4 * 12 * 768 * 8 * 128 * 128
+    assert floor_ms(bert, t4, 8, 128, "fp16") == pytest.approx(flops / 65e12 * 1e3)
+    head, cache = 768 * gpt.vocab_size, 2 * 2 * 12 * 768 * 128
+    expected = ((weights + head) * 2 + cache) / 320e9 * 1e3
+    assert floor_ms(gpt, t4, 1, 128, "fp16", decode=True) == pytest.approx(expected)
+    assert floor_ms(bert, dataclasses.replace(t4, tflops={}), 1, 128) is None
+
+
+def test_reported_rows_are_those_of_the_shape() -> None:
+    found = reported(preset("bert-base"), 1, 128)
+    assert found is not None and found["tensorrt"].startswith("8.4") and found["fp16_ms"] == 1.95
+    assert reported(preset("gpt2-124m"), 1, 128) is None and reported(preset("bert-base"), 1, 100) is None
+
+
+def test_the_plot_has_a_bar_for_every_row() -> None:
+    row = {"backend": "a<b", "what": "encode", "batch": 1, "tokens": 8, "p50_ms": 2.0}
+    plot = latency_plot([row, row | {"p50_ms": 1.0}])
+    assert plot.count("<rect") == 2 and "a&lt;b" in plot and "1.00 ms" in plot
