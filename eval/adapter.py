@@ -2,7 +2,8 @@
 
     python -m throughline.eval.adapter run --model throughline --model_args path=runs/gpt --tasks mmlu
 
-is its own command with this model known; in a program, importing this module is enough. Needs the extra `eval`.
+is its own command with this model known; in a program, importing this module is enough. Needs the extra
+`eval`.
 """
 
 import sys
@@ -30,8 +31,10 @@ except ImportError:
 
 @register_model("throughline")
 class ThroughlineLM(LM):
-    """The harness's model interface over a `Scorer`; `path` is anything that `throughline eval` takes, and the other arguments are
-    its options. The harness's batch sizes mean nothing here. Raises WrongUse for an argument that is none."""
+    """The harness's model interface over a `Scorer`; `path` is anything that `throughline eval` takes, and
+    the other arguments are its options. The harness's batch sizes mean nothing here. Raises WrongUse for an
+    argument that is none.
+    """
 
     def __init__(
         self,
@@ -69,9 +72,11 @@ class ThroughlineLM(LM):
         self.scorer = scorer or open_scorer(path, options).scorer
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Requests of one record that follow one another with one context are one question, so that its tokens are computed once.
+        """Requests of one record that follow one another with one context are one question, so that its
+        tokens are computed once.
 
-        Not those of different records: BLiMP's have all the same empty context, and would be one question of thousands.
+        Not those of different records: BLiMP's have all the same empty context, and would be one question of
+        thousands.
         """
         pairs = [request.args for request in requests]
         asked = [(request.task_name, request.doc_id, request.args[0]) for request in requests]

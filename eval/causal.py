@@ -1,10 +1,12 @@
 """Causal scoring: the log-probability of continuations under a GPT, by lm-evaluation-harness's rules.
 
-- A pair is tokenised whole and then split at the length of the context's own encoding; blanks at the end of the context
+- A pair is tokenised whole and then split at the length of the context's own encoding; blanks at the end of
+  the context
   belong to the continuation; an empty context is the prefix token (BOS, else EOS).
 - An input longer than the window loses tokens from its left; how many is counted in every answer.
 - Log-softmax in float32 whatever the model's dtype; logits only at scored positions (see logits.py).
-- Batches hold questions of similar length up to a budget of tokens and are halved when memory runs out. What shares a batch
+- Batches hold questions of similar length up to a budget of tokens and are halved when memory runs out. What
+  shares a batch
   does not change an answer by a bit on the CPU (see tree.py).
 """
 
@@ -19,11 +21,13 @@ from torch import Tensor
 from ..core.allocator import return_freed_memory
 from ..core.errors import Failed, WrongUse
 from ..core.files import sha256_json
-from ..core.scorer import Ids, Question, Score, Scored, check_question
+from ..core.scorer import Question, Score, Scored, check_question
 from ..models.gpt import GPT
 from ..models.linear import one_kernel
-from .logits import token_logprobs, whole_blocks
+from .causal_text import CausalText
+from .logits import computed_by, token_logprobs, whole_blocks
 from .tree import Tree, TreeAttention, attending, plant
+from .written import greedy_texts
 
 BATCH_TOKENS = 16384  # of a GPU
 NARROW = (
@@ -32,87 +36,12 @@ NARROW = (
 RETURN_SECONDS = 0.25  # between two returns of freed memory: of a small model's time they would take a tenth
 
 
-class CausalText:
-    """Tokenisation by the harness's rules, shared by everything that scores continuations."""
-
-    def __init__(self, tokenizer: Any, *, bos: bool, window: int) -> None:
-        self.tokenizer, self.window = tokenizer, window
-        self.bos: Ids = ()
-        if bos:
-            if tokenizer.bos_id is None:
-                raise WrongUse("the tokenizer has no BOS token", fix="evaluate without --bos")
-            self.bos = (tokenizer.bos_id,)
-
-    @property
-    def prefix(self) -> int:
-        """The token that stands for an empty context."""
-        for found in (self.tokenizer.bos_id, self.tokenizer.eos_id):
-            if found is not None:
-                return int(found)
-        raise WrongUse(
-            "the tokenizer has neither a BOS nor an EOS token",
-            why="a text without context (BLiMP, perplexity of a document) is predicted from one of them",
-            fix="choose tasks with a context, or a tokenizer with an end-of-text token",
-        )
-
-    @property
-    def mask(self) -> None:
-        """No token hides another."""
-
-    def tokenize(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, without BOS."""
-        if not texts:
-            return []
-        flat, lengths = self.tokenizer.encode_batch(list(texts))
-        ends = np.cumsum(lengths)
-        flat = np.asarray(flat).tolist()
-        return [
-            tuple(flat[stop - length : stop])
-            for stop, length in zip(ends.tolist(), np.asarray(lengths).tolist())
-        ]
-
-    def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
-        """(context, continuation) texts -> ids. Each distinct text is tokenised once."""
-        moved = [[_blanks_to_the_right(*pair) for pair in pairs] for pairs in questions]
-        texts = {
-            text: Ids()
-            for pairs in moved
-            for context, continuation in pairs
-            for text in (context, context + continuation)
-        }
-        texts.update(zip(texts, self.tokenize(list(texts))))
-        return [
-            Question(
-                tuple(
-                    self._pair(texts[context], texts[context + continuation])
-                    for context, continuation in pairs
-                )
-            )
-            for pairs in moved
-        ]
-
-    def lost(self, question: Question) -> int:
-        """See `core.scorer.Scorer.lost`: the last token of an input is predicted, not read."""
-        return max(max(0, len(context) + len(answer) - self.window - 1) for context, answer in question.pairs)
-
-    def _pair(self, context: Ids, whole: Ids) -> tuple[Ids, Ids]:
-        if context:
-            return self.bos + context, whole[len(context) :]
-        if whole[:1] == (self.prefix,):  # the text brings its own prefix token: it is not predicted
-            return whole[:1], whole[1:]
-        return (self.prefix,), whole
-
-
-def _blanks_to_the_right(context: str, continuation: str) -> tuple[str, str]:
-    kept = context.rstrip()
-    return kept, context[len(kept) :] + continuation
-
-
 class CausalScorer(CausalText):
     """Scores with a torch GPT; implements `core.scorer.Scorer`.
 
-    `identity` names the weights (a checkpoint's hash). `batch_tokens` bounds memory, not results. `window` is the longest
-    input, by default the model's. With `keep_tokens` answers carry the log-probability of every token.
+    `identity` names the weights (a checkpoint's hash). `batch_tokens` bounds memory, not results. `window` is
+    the longest input, by default the model's. With `keep_tokens` answers carry the log-probability of every
+    token.
     """
 
     def __init__(
@@ -147,10 +76,13 @@ class CausalScorer(CausalText):
             "bos": bos,
             "dtype": str(self.dtype).removeprefix("torch."),
         }
-        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
+        by = computed_by(self.device)
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens, by])
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
-        """Answers, longest questions first, so that memory is at its peak at once. Raises Failed as `check_question` does."""
+        """Answers, longest questions first, so that memory is at its peak at once. Raises Failed as
+        `check_question` does.
+        """
         for question in questions:
             check_question(question, self.window)
         trees = {index: plant(question, self.window) for index, question in enumerate(questions)}
@@ -168,9 +100,10 @@ class CausalScorer(CausalText):
     def generate(
         self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
     ) -> Iterator[list[tuple[int, str]]]:
-        """Greedy text, through the batching that serving uses; contexts are cut from the left to leave room for the answer."""
+        """Greedy text, through the batching that serving uses; contexts are cut from the left to leave room
+        for the answer.
+        """
         from ..inference.torch_backend import TorchCausal
-        from .written import greedy_texts
 
         yield from greedy_texts(TorchCausal(self.model), self, contexts, until, max_tokens)
 
@@ -210,8 +143,10 @@ class CausalScorer(CausalText):
 
 
 def default_batch_tokens(weight_VW: Tensor) -> int:
-    """Tokens in a batch. On one CPU thread a model of 128 hidden units takes 50 % longer with 256 than with 512 where questions
-    are long; one of 768 is as fast with 256, and needs 15 MB less (100 MB less than with 1024)."""
+    """Tokens in a batch. On one CPU thread a model of 128 hidden units takes 50 % longer with 256 than with
+    512 where questions are long; one of 768 is as fast with 256, and needs 15 MB less (100 MB less than with
+    1024).
+    """
     if weight_VW.device.type != "cpu":
         return BATCH_TOKENS
     return whole_blocks(512 if weight_VW.shape[1] < NARROW else 256)
@@ -255,9 +190,13 @@ def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ..
 
 # What torch's allocator (a plain RuntimeError on the CPU), CUDA and ONNX Runtime write where memory ends.
 OUT_OF_MEMORY = (
-    "can't allocate memory", "not enough memory", "Failed to allocate memory", "bad_alloc", "CUDA error: out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "Failed to allocate memory",
+    "bad_alloc",
+    "CUDA error: out of memory",
     "STATUS_ALLOC_FAILED",
-)  # fmt: skip
+)
 
 
 def _out_of_memory(error: Exception) -> bool:

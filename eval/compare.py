@@ -1,7 +1,8 @@
 """Two scores compared record by record: is one model better, or could the difference be chance?
 
-The same records under both models make a paired test: for 0/1 metrics McNemar's exact test on the records that only one
-of them got right, for the others a two-sided z test on the paired differences (log-probability per unit).
+The same records under both models make a paired test: for 0/1 metrics McNemar's exact test on the records
+that only one of them got right, for the others a two-sided z test on the paired differences (log-probability
+per unit).
 """
 
 import math
@@ -22,8 +23,8 @@ from .report import read_scores
 def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any], list[str]]:
     """Compare two scores artifacts on the tasks both have; returns (JSON, lines to print).
 
-    Raises WrongUse when there is no common task, or one was asked differently (other prompts, examples or records), Refused for
-    damaged scores.
+    Raises WrongUse when there is no common task, or one was asked differently (other prompts, examples or
+    records), Refused for damaged scores.
     """
     ours, theirs = read_scores(first), read_scores(second)
     for path in (first, second):
@@ -82,7 +83,8 @@ def paired_test(
 ) -> dict[str, Any]:
     """Values of both, second - first with its standard error, p, and which is better at p < 0.05.
 
-    Of a perplexity the difference is that of log-probabilities per record, in nats: its logarithm, not itself.
+    Of a perplexity the difference is that of log-probabilities per record, in nats: its logarithm, not
+    itself.
     """
     how = METRICS[metric]
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
@@ -103,8 +105,13 @@ def paired_test(
         p = math.erfc(abs(differences.mean()) / error / math.sqrt(2)) if error else 0.0
     better = "-" if p is None or p >= 0.05 else ("second" if differences.mean() > 0 else "first")
     return {
-        "first": values[0], "second": values[1], "difference": float(differences.mean()), "stderr": error, "p": p, "better": better,
-    }  # fmt: skip
+        "first": values[0],
+        "second": values[1],
+        "difference": float(differences.mean()),
+        "stderr": error,
+        "p": p,
+        "better": better,
+    }
 
 
 def mcnemar(gained: int, lost: int) -> float:

@@ -1,8 +1,8 @@
 """Contamination: which evaluated records share a long run of tokens with the training data.
 
-Runs of `LENGTH` tokens (13, as GPT-3 and MT-NLG filtered words) of every record are hashed; the store is read once in pieces
-with a rolling hash over all its windows; a hash found in both is compared token by token, so there are no false alarms.
-Records shorter than a run cannot be checked and are counted apart.
+Runs of `LENGTH` tokens (13, as GPT-3 and MT-NLG filtered words) of every record are hashed; the store is read
+once in pieces with a rolling hash over all its windows; a hash found in both is compared token by token, so
+there are no false alarms. Records shorter than a run cannot be checked and are counted apart.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,8 @@ def window_hashes(ids: np.ndarray, length: int = LENGTH) -> np.ndarray:
 def shared_runs(texts: Sequence[np.ndarray], store: Any, length: int = LENGTH) -> list[bool]:
     """For each record's ids, whether any run of `length` of them stands in the token store.
 
-    A run that repeats (blanks, dashes) is looked for once in each record and compared once in each piece of the store.
+    A run that repeats (blanks, dashes) is looked for once in each record and compared once in each piece of
+    the store.
     """
     runs = [np.unique(window_hashes(ids, length), return_index=True) for ids in texts]
     flat = np.concatenate([*(hashes for hashes, _ in runs), np.empty(0, np.uint64)])
@@ -104,11 +105,17 @@ def contaminated(
         clean = [sample for place, sample in zip(mine, score.samples) if not hits[place]]
         names = list(score.summary["metrics"])
         report[score.summary["task"]] = {
-            "n": LENGTH, "checked": len(mine), "hits": sum(hits[place] for place in mine),
+            "n": LENGTH,
+            "checked": len(mine),
+            "hits": sum(hits[place] for place in mine),
             "too_short": sum(len(texts[place]) < LENGTH for place in mine),
             "all": {name: score.summary["metrics"][name]["value"] for name in names},
-            "clean": {name: aggregate(name, [sample["metrics"][name] for sample in clean])[0] for name in names} if clean else {},
-        }  # fmt: skip
+            "clean": {
+                name: aggregate(name, [sample["metrics"][name] for sample in clean])[0] for name in names
+            }
+            if clean
+            else {},
+        }
     return report
 
 

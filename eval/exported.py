@@ -1,10 +1,10 @@
 """Scoring on any backend (ONNX Runtime, later engines) through the protocols of `core.backend`, GPT or BERT.
 
-A causal question is laid out as in tree.py: its prefix is read once into a cache row, copied to one row per branch, and the
-branches are read on top of it.
+A causal question is laid out as in tree.py: its prefix is read once into a cache row, copied to one row per
+branch, and the branches are read on top of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,9 @@ from ..core.backend import CausalBackend, EncoderBackend
 from ..core.errors import WrongUse
 from ..core.files import sha256_json
 from ..core.scorer import Question, Score, Scored, check_question
-from .causal import CausalText, batches, halving
+from ..core.version import programs
+from .causal import batches, halving
+from .causal_text import CausalText
 from .masked import MaskedText, Row
 from .tree import Tree, plant
 from .written import greedy_texts
@@ -53,7 +55,8 @@ class ExportedScorer(CausalText):
             "bos": bos,
             "dtype": "as exported",
         }
-        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
+        by = [*programs(backend.name), backend.device, backend.dtype]
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens, by])
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
         """See `CausalScorer.score`; that an answer does not depend on its batch is here the backend's affair."""
@@ -70,7 +73,9 @@ class ExportedScorer(CausalText):
         yield from greedy_texts(self.backend, self, contexts, until, max_tokens)
 
     def _answer(self, trees: list[Tree]) -> list[tuple[Score, ...]]:
-        """Prefixes in rows 0 … Q-1, then each copied to its branches' rows, which end up in the order of the trees."""
+        """Prefixes in rows 0 … Q-1, then each copied to its branches' rows, which end up in the order of the
+        trees.
+        """
         counts = [max(1, len(tree.branches)) for tree in trees]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         cache = self.backend.new_cache(int(offsets[-1]))
@@ -167,7 +172,8 @@ class ExportedMaskedScorer(MaskedText):
             tokenizer, backend.vocab_size, longest, pll=pll, batch_tokens=batch, keep_tokens=keep_tokens
         )
         self.recipe = {"scorer": f"masked, {pll} ({backend.name})", "window": longest, "dtype": "as exported"}
-        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
+        by = [*programs(backend.name), backend.device, backend.dtype]
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens, by])
 
     def predict(self, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `MaskedText.predict`; the last bits may depend on what shares a batch."""
@@ -207,3 +213,32 @@ def _lines_between(tree: Tree, start: int, stop: int) -> list[int]:
     """The scored lines of a tree in [start, stop), counted from `start`, each once."""
     lines = np.unique(np.concatenate(tree.lines))
     return (lines[(lines >= start) & (lines < stop)] - start).tolist()
+
+
+def task_scorer(names: str, limit: int | None = None) -> Callable[[Any], dict[str, float]]:
+    """A function that scores a loaded backend on tasks: {"task metric": value} of metrics of which more is
+    better. Raises WrongUse for tasks that are not known, at once.
+    """
+    from ..data.tokenizer import Tokenizer
+    from .runner import Settings, evaluate
+    from .task import find_tasks
+
+    tasks = find_tasks([name.strip() for name in names.split(",") if name.strip()])
+
+    def score(loaded: Any) -> dict[str, float]:
+        if loaded.tokenizer is None:
+            raise WrongUse("the model has no tokenizer, so no task can be scored", where="--tasks")
+        tokenizer = Tokenizer.load(loaded.tokenizer)
+        scorer: Any
+        if loaded.causal is not None:
+            scorer = ExportedScorer(loaded.causal, tokenizer, bos=tokenizer.puts_bos)
+        else:
+            scorer = ExportedMaskedScorer(loaded.encoder, tokenizer)
+        return {
+            f"{scores.summary['task']} {name}": metric["value"]
+            for scores in evaluate(scorer, tasks, Settings(limit=limit))
+            for name, metric in scores.summary["metrics"].items()
+            if metric["higher_is_better"]
+        }
+
+    return score

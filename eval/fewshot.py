@@ -1,7 +1,8 @@
-"""Few-shot prompts: which solved examples stand before a question is a pure function of (seed, task, record number).
+"""Few-shot prompts: which solved examples stand before a question is a pure function of (seed, task, record
+number).
 
-So a draw depends on no rank, batch or limit, and two models see the same examples. The form is lm-evaluation-harness's:
-each example solved, two newlines between them.
+So a draw depends on no rank, batch or limit, and two models see the same examples. The form is
+lm-evaluation-harness's: each example solved, two newlines between them.
 """
 
 import hashlib
@@ -17,7 +18,9 @@ SEPARATOR = "\n\n"
 
 
 def draw(task: str, record: int, count: int, pool: int, *, seed: int, exclude: int | None) -> list[int]:
-    """Indices of `count` different examples out of `pool` for one record; never `exclude`, the record's own place there."""
+    """Indices of `count` different examples out of `pool` for one record; never `exclude`, the record's own
+    place there.
+    """
     digest = hashlib.sha256(f"{seed}/{task}/{record}".encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
     candidates = pool if exclude is None else pool - 1
@@ -28,8 +31,9 @@ def draw(task: str, record: int, count: int, pool: int, *, seed: int, exclude: i
 def with_examples(
     name: str, items: Sequence[Item], pool: Sequence[Item] | None, shots: int, seed: int
 ) -> list[Item]:
-    """The items with `shots` solved examples before every context. `pool` None: examples are the other evaluated items. A record
-    that is in the pool too, by its file and line, is no example of itself."""
+    """The items with `shots` solved examples before every context. `pool` None: examples are the other
+    evaluated items. A record that is in the pool too, by its file and line, is no example of itself.
+    """
     if not shots:
         return list(items)
     source = items if pool is None else pool

@@ -1,7 +1,9 @@
-"""Task scores inside a training run: an evaluator for `train(..., evaluators=[...])`, which cli hands to the loop.
+"""Task scores inside a training run: an evaluator for `train(..., evaluators=[...])`, which cli hands to the
+loop.
 
-The figures are those of `throughline eval` on the checkpoint of the same step: the same questions of the same weights, with
-nothing kept between two evaluations, so that a resumed run has the curve of one that was never stopped.
+The figures are those of `throughline eval` on the checkpoint of the same step: the same questions of the same
+weights, with nothing kept between two evaluations, so that a resumed run has the curve of one that was never
+stopped.
 """
 
 from pathlib import Path
@@ -16,17 +18,19 @@ from .runner import Settings, evaluate, group_means, prepare
 from .task import find_tasks
 
 if TYPE_CHECKING:
-    from ..train.build import Plan
+    from ..train.build import RunPlan
 
 
 class TaskEvaluator:
-    """Called with the model and the step; returns {"task/metric": value}, nothing at steps that are not its own.
+    """Called with the engine and the step; returns {"task/metric": value}, nothing at steps that are not its
+    own.
 
-    A group that reports a mean gives the mean alone. Data and records are checked when it is made, before the first step:
-    raises as `evaluate` does, and WrongUse without a tokenizer. The model's mode is given back as it was.
+    A group that reports a mean gives the mean alone. Data and records are checked when it is made, before the
+    first step: raises as `evaluate` does, and WrongUse without a tokenizer. The model's mode is given back as
+    it was.
     """
 
-    def __init__(self, plan: "Plan") -> None:
+    def __init__(self, plan: "RunPlan") -> None:
         wanted = plan.recipe.evaluation
         if plan.tokenizer is None:
             why, fix = "tasks are texts", "tokenize the store again with a tokenizer, or take the tasks out"
@@ -44,14 +48,16 @@ class TaskEvaluator:
             return MaskedScorer(model, self.tokenizer)
         return CausalScorer(model, self.tokenizer, bos=self.tokenizer.puts_bos)
 
-    def __call__(self, model: Any, step: int) -> dict[str, float]:
+    def __call__(self, engine: Any, step: int) -> dict[str, float]:
+        """`engine`: a SingleEngine."""
         if step != self.steps and (not self.every or step % self.every):
             return {}
-        training = model.training
-        try:
-            found = evaluate(self._scorer(model), self.tasks, self.settings)
-        finally:
-            model.train(training)
+        with engine.exact_model() as model:
+            training = model.training
+            try:
+                found = evaluate(self._scorer(model), self.tasks, self.settings)
+            finally:
+                model.train(training)
         means = group_means(found, {task.group: task.task.mean for task in self.tasks if task.group})
         inside = {summary["task"] for summary in means}
         summaries = [*(score.summary for score in found if score.summary["group"] not in inside), *means]

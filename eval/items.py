@@ -1,17 +1,17 @@
-"""Questions: one prompt block of a task filled in from one record, every complaint naming file, line and field."""
+"""Questions: one prompt block of a task filled in from one record, every complaint naming file, line and
+field.
+"""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.errors import Failed
 from .sources import Record, whole_line
+from .task_file import Prompt, Task
 from .textops import FILTERS
-
-if TYPE_CHECKING:
-    from .task import BoundTask, Prompt
 
 MASK = "[MASK]"  # in the context of a cloze question: what a BERT is to name
 
@@ -78,25 +78,28 @@ def _expression(text: str) -> Any:
     return _environment().compile_expression(text, undefined_to_none=False)
 
 
-def item_of(bound: "BoundTask", record: Record) -> Item:
-    """The question that a record becomes. Raises Failed naming its file, line and field."""
-    task = bound.task
+def item_of(task: Task, name: str, record: Record) -> Item:
+    """The question that a record of the task called `name` becomes. Raises Failed naming file, line and field."""
     prompt = next(
         (prompt for prompt in task.prompt if all(field in record.data for field in prompt.fields)), None
     )
     if prompt is None:
         missing = [field for field in task.prompt[0].fields if field not in record.data]
         raise Failed(
-            f"the record lacks the field {missing[0]!r}", where=record.where,
-            why=f"task {bound.name} reads " + " or ".join("{" + ", ".join(p.fields) + "}" for p in task.prompt)
+            f"the record lacks the field {missing[0]!r}",
+            where=record.where,
+            why=f"task {name} reads "
+            + " or ".join("{" + ", ".join(p.fields) + "}" for p in task.prompt)
             + f"; the record has {{{', '.join(record.data)}}}",
             fix="mend the record, or give a task file with a [[prompt]] for this form",
-        )  # fmt: skip
-    return _Builder(bound, prompt, record).item()
+        )
+    return _Builder(task, name, prompt, record).item()
 
 
 def joined(records: Sequence[Record]) -> Record:
-    """All records as one, at the first one's place: its texts, each of which ends its line, behind one another."""
+    """All records as one, at the first one's place: its texts, each of which ends its line, behind one
+    another.
+    """
     texts = [key for key, value in records[0].data.items() if isinstance(value, str)]
     parts = {
         key: [record.data[key] for record in records if isinstance(record.data.get(key), str)]
@@ -109,25 +112,23 @@ def joined(records: Sequence[Record]) -> Record:
 class _Builder:
     """Fills one prompt block from one record."""
 
-    def __init__(self, bound: "BoundTask", prompt: "Prompt", record: Record) -> None:
-        self.bound, self.prompt, self.record = bound, prompt, record
+    def __init__(self, task: Task, name: str, prompt: Prompt, record: Record) -> None:
+        self.task, self.name, self.prompt, self.record = task, name, prompt, record
 
     def item(self) -> Item:
-        kind, where = self.bound.task.kind, self.record.where
+        kind, where = self.task.kind, self.record.where
         if kind == "multiple_choice":
             context = self.text("context")
             choices = self.texts("choices")
-            pairs = tuple((context, self.bound.task.delimiter + choice) for choice in choices)
+            pairs = tuple((context, self.task.delimiter + choice) for choice in choices)
             return Item(where, pairs, choices, self.gold(len(choices)))
         if kind == "partial":
             contexts = self.texts("contexts")
             target = self.filled("target")
-            pairs = tuple((context, self.bound.task.delimiter + target) for context in contexts)
+            pairs = tuple((context, self.task.delimiter + target) for context in contexts)
             return Item(where, pairs, contexts, self.gold(len(contexts)))
         if kind == "loglikelihood":
-            return Item(
-                where, ((self.text("context"), self.filled("target")),), gap=self.bound.task.delimiter
-            )
+            return Item(where, ((self.text("context"), self.filled("target")),), gap=self.task.delimiter)
         if kind in ("generate_until", "cloze"):
             answers = self.evaluate("answers")
             if (
@@ -142,7 +143,7 @@ class _Builder:
             asked = answers if kind == "cloze" else answers[:1]
             return Item(
                 where,
-                tuple((context, self.bound.task.delimiter + answer) for answer in asked),
+                tuple((context, self.task.delimiter + answer) for answer in asked),
                 answers=tuple(answers),
             )
         text = self.text("text")
@@ -207,9 +208,11 @@ class _Builder:
     def bad(self, key: str, why: str) -> Failed:
         fields = ", ".join(self.prompt.fields)
         return Failed(
-            f"cannot make the {key} of a question", where=self.record.where,
-            why=f"{why} (task {self.bound.name}, made from the fields {fields})", fix="mend the record, or the task's prompt",
-        )  # fmt: skip
+            f"cannot make the {key} of a question",
+            where=self.record.where,
+            why=f"{why} (task {self.name}, made from the fields {fields})",
+            fix="mend the record, or the task's prompt",
+        )
 
 
 def _encodable(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Log-probabilities of chosen tokens without ever holding the logits of a whole vocabulary.
 
-The output matrix is used in pieces of `PIECE` tokens with a running maximum and sum (the online softmax), so the logits of a
-piece stay in the cache: for 50,257 tokens half the time of a full log-softmax on a narrow model, and 2 MB instead of 100.
-Sums and the softmax are float32 whatever the model's dtype.
+The output matrix is used in pieces of `PIECE` tokens with a running maximum and sum (the online softmax), so
+the logits of a piece stay in the cache: for 50,257 tokens half the time of a full log-softmax on a narrow
+model, and 2 MB instead of 100. Sums and the softmax are float32 whatever the model's dtype.
 """
 
 from itertools import pairwise
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.version import programs
 from ..models.linear import linear
 
 LINES = 512  # positions at a time
@@ -33,8 +34,8 @@ def token_logprobs(
     *,
     ranks: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each target id (T,) at position `lines` (T,) of `hidden`: log-probability float32, whether it is the arg-max (the
-    first of equals), and with `ranks` how many tokens are more probable (else zeros).
+    """For each target id (T,) at position `lines` (T,) of `hidden`: log-probability float32, whether it is
+    the arg-max (the first of equals), and with `ranks` how many tokens are more probable (else zeros).
 
     A position asked for several targets has its logits computed once.
     """
@@ -115,3 +116,9 @@ class _Chunk:
         row = torch.from_numpy(self.rows).to(self.hidden.device)
         larger = [(self.logits(start)[row] > self.chosen[:, None]).sum(dim=-1) for start in self.starts]
         return torch.stack(larger).sum(dim=0).cpu().numpy()
+
+
+def computed_by(device: torch.device) -> list[str]:
+    """What a score depends on besides model and question: the program's and torch's versions, the device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return [*programs("torch"), name]

@@ -1,12 +1,14 @@
-"""Masked scoring: pseudo-log-likelihoods under a BERT (Salazar et al. 2020), cloze answers, masked-token accuracy.
+"""Masked scoring: pseudo-log-likelihoods under a BERT (Salazar et al. 2020), cloze answers, masked-token
+accuracy.
 
-A pair is [CLS] context continuation [SEP]; the score is the sum over the continuation's tokens of the log-probability of each
-one while it is masked. `original` masks that token alone; `within_word_l2r` (Kauf and Ivanova 2023) also masks the later
-pieces of the same word, so that a rare word's pieces do not give each other away. A context with [MASK]s in it is a
-cloze question: the tokens of the continuation are predicted in their places, all at once.
+A pair is [CLS] context continuation [SEP]; the score is the sum over the continuation's tokens of the
+log-probability of each one while it is masked. `original` masks that token alone; `within_word_l2r` (Kauf and
+Ivanova 2023) also masks the later pieces of the same word, so that a rare word's pieces do not give each
+other away. A context with [MASK]s in it is a cloze question: the tokens of the continuation are predicted in
+their places, all at once.
 
-Otherwise only continuation tokens are masked, one row each. Rows of one length are batched without padding and the head sees
-the masked positions alone, so a score does not depend on what shares its batch.
+Otherwise only continuation tokens are masked, one row each. Rows of one length are batched without padding
+and the head sees the masked positions alone, so a score does not depend on what shares its batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +24,15 @@ from ..models.bert import BERT
 from ..models.linear import one_kernel
 from .causal import batches, default_batch_tokens, halving
 from .items import MASK
-from .logits import token_logprobs, whole_blocks
+from .logits import computed_by, token_logprobs, whole_blocks
 
 PLL = ("within_word_l2r", "original")
 
 
 class MaskedText:
-    """Rows of masked tokens and their scores, shared by whatever predicts them; `window` counts the [CLS] and the [SEP]."""
+    """Rows of masked tokens and their scores, shared by whatever predicts them; `window` counts the [CLS] and
+    the [SEP].
+    """
 
     def __init__(
         self, tokenizer: Any, vocab_size: int, window: int, *, pll: str, batch_tokens: int, keep_tokens: bool
@@ -74,7 +78,9 @@ class MaskedText:
         return [tuple(self.tokenizer.encode(text).tolist()) for text in texts]
 
     def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
-        """(context, continuation) texts -> ids, each tokenised apart: WordPiece splits at blanks, so the two never merge."""
+        """(context, continuation) texts -> ids, each tokenised apart: WordPiece splits at blanks, so the two
+        never merge.
+        """
         known: dict[str, Ids] = {}
         for pairs in questions:
             for text in (part for pair in pairs for part in pair):
@@ -93,7 +99,9 @@ class MaskedText:
         return ids
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
-        """Answers; questions of one batch have rows of the same length. Raises Failed as `check_question` does."""
+        """Answers; questions of one batch have rows of the same length. Raises Failed as `check_question`
+        does.
+        """
         rows = {}
         for index, question in enumerate(questions):
             check_question(question, self.window, mask=self.mask)
@@ -132,7 +140,9 @@ class MaskedText:
         return Row(ids, asked, ids[asked].copy(), len(context) - len(kept))
 
     def masked(self, rows: list["Row"]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Rows of one length as lines (L, S) to predict, and for each asked token (T,): its line, its place there, its id."""
+        """Rows of one length as lines (L, S) to predict, and for each asked token (T,): its line, its place
+        there, its id.
+        """
         lines = np.concatenate([self._masked(row) for row in rows])
         per_line = [len(row.asked) // row.lines for row in rows for _ in range(row.lines)]
         places, targets = (
@@ -141,7 +151,9 @@ class MaskedText:
         return lines, np.repeat(np.arange(len(lines)), per_line), places, targets
 
     def _masked(self, row: "Row") -> np.ndarray:
-        """The row once for each asked token, with that token (and later pieces of its word) masked; masked already, once."""
+        """The row once for each asked token, with that token (and later pieces of its word) masked; masked
+        already, once.
+        """
         if row.given:
             return row.ids[None]
         made = np.tile(row.ids, (len(row.asked), 1))
@@ -199,7 +211,8 @@ class MaskedScorer(MaskedText):
             "window": longest,
             "dtype": str(table.dtype).removeprefix("torch."),
         }
-        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens])
+        by = computed_by(table.device)
+        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens, by])
 
     @torch.inference_mode()
     @one_kernel()
@@ -229,7 +242,9 @@ class MaskedScorer(MaskedText):
 
 
 class Row:
-    """[CLS] context continuation [SEP], the places asked for and what stands there; `given` when they are masked already."""
+    """[CLS] context continuation [SEP], the places asked for and what stands there; `given` when they are
+    masked already.
+    """
 
     def __init__(
         self, ids: np.ndarray, asked: np.ndarray, targets: np.ndarray, truncated: int, *, given: bool = False

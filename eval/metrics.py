@@ -1,7 +1,7 @@
 """Metrics: what one record contributes, how contributions become a number, and its standard error.
 
-A record contributes a value or a tuple per metric (a list of them over a task); an aggregate works on arrays, so that the
-bootstrap resamples thousands of times without a Python loop over records.
+A record contributes a value or a tuple per metric (a list of them over a task); an aggregate works on arrays,
+so that the bootstrap resamples thousands of times without a Python loop over records.
 """
 
 import math
@@ -23,7 +23,8 @@ Rows = np.ndarray  # (n, k): one line per record, k numbers each
 
 @dataclass(frozen=True)
 class Metric:
-    """`aggregate` maps (..., n, k) to (...); `mean` marks a plain mean of k = 1, whose standard error has a closed form.
+    """`aggregate` maps (..., n, k) to (...); `mean` marks a plain mean of k = 1, whose standard error has a
+    closed form.
 
     `per` is the unit that is counted. `higher` is the better direction.
     """
@@ -39,7 +40,9 @@ def _mean(rows: Rows) -> np.ndarray:
 
 
 def _exp(nats: np.ndarray) -> np.ndarray:
-    """Capped: a page without blanks is one word of thousands of nats, and JSON has no infinity (nor should a square of it)."""
+    """Capped: a page without blanks is one word of thousands of nats, and JSON has no infinity (nor should a
+    square of it).
+    """
     return np.exp(np.minimum(nats, MOST_NATS))
 
 
@@ -98,7 +101,8 @@ METRICS: dict[str, Metric] = {
 def choice_outcome(item: Item, scores: Sequence[Score]) -> dict[str, list[float]]:
     """What a multiple-choice record contributes. Ties go to the first choice.
 
-    acc compares sums, acc_norm sums per character of the choice, acc_bytes sums per UTF-8 byte, delimiters left out.
+    acc compares sums, acc_norm sums per character of the choice, acc_bytes sums per UTF-8 byte, delimiters
+    left out.
     """
     sums = np.array([score.logprob for score in scores])
     characters = np.array([len(choice) for choice in item.choices])
@@ -123,7 +127,8 @@ def exact_match_outcome(answers: Sequence[str], text: str) -> dict[str, list[flo
 def aggregate(name: str, outcomes: Sequence[Sequence[float]]) -> tuple[float, float | None]:
     """(value, standard error) of a metric over records; the error is None for a single record.
 
-    The mean has the closed form sd / sqrt(n) with n - 1 in sd; everything else a bootstrap over records with a fixed seed.
+    The mean has the closed form sd / sqrt(n) with n - 1 in sd; everything else a bootstrap over records with
+    a fixed seed.
     """
     rows = np.asarray(outcomes, np.float64)
     metric = METRICS[name]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..core.allocator import return_freed_memory
 from ..core.artifact import Input, is_artifact, read_manifest
+from ..core.backend import BackendOptions
 from ..core.console import warn
 from ..core.errors import WrongUse
 from ..core.scorer import Scorer
@@ -20,20 +21,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScorerOptions:
-    """How to open a scorer. None: its own window, a batch that suits the device, BOS as its tokenizer's file has it."""
+    """How to open a scorer. None: its own window, a batch that suits the device, BOS as its tokenizer's file
+    has it.
+    """
 
-    device: str = "cpu"
+    device: str = "auto"
     bos: bool | None = None
     window: int | None = None
     batch_tokens: int | None = None
     batch_questions: int | None = None
     keep_tokens: bool = False
     pll: str = "within_word_l2r"
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A scorer with what a report says of its model: family, where it came from, the step of a checkpoint, the module."""
+    """A scorer with what a report says of its model: family, where it came from, the step of a checkpoint,
+    the module.
+    """
 
     scorer: Scorer
     family: str
@@ -49,8 +55,9 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
     from ..models.config import family_of
 
     path = Path(path)
-    if is_artifact(path) and read_manifest(path).kind == "onnx":
+    if is_artifact(path) and read_manifest(path).kind in ("onnx", "engine"):
         return _open_exported(path, options)
+    from ..inference.devices import pick_dtype
     from ..inference.source import find_model
 
     found = find_model(path)
@@ -58,7 +65,8 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
     tokenizer = Tokenizer.load(file)
     tokenizer.fingerprint()  # takes 40 MB for a moment: now, and not on top of the weights
     return_freed_memory()
-    opened = found.open(options.device)
+    device = own_gpu(options.device)
+    opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(), device))
     family = family_of(opened.model.config)
     _check_tokenizer(tokenizer, opened.model.config.vocab_size, file)
     scorer: Scorer
@@ -66,23 +74,51 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
         from .masked import MaskedScorer
 
         scorer = MaskedScorer(
-            cast("BERT", opened.model), tokenizer, identity=opened.input.hash, pll=options.pll, window=options.window,
-            batch_tokens=options.batch_tokens, keep_tokens=options.keep_tokens,
-        )  # fmt: skip
+            cast("BERT", opened.model),
+            tokenizer,
+            identity=opened.input.hash,
+            pll=options.pll,
+            window=options.window,
+            batch_tokens=options.batch_tokens,
+            keep_tokens=options.keep_tokens,
+        )
     else:
         from .causal import CausalScorer
 
         scorer = CausalScorer(
-            cast("GPT", opened.model), tokenizer, identity=opened.input.hash,
-            bos=tokenizer.puts_bos if options.bos is None else options.bos, window=options.window,
-            batch_tokens=options.batch_tokens, batch_questions=options.batch_questions, keep_tokens=options.keep_tokens,
-        )  # fmt: skip
+            cast("GPT", opened.model),
+            tokenizer,
+            identity=opened.input.hash,
+            bos=tokenizer.puts_bos if options.bos is None else options.bos,
+            window=options.window,
+            batch_tokens=options.batch_tokens,
+            batch_questions=options.batch_questions,
+            keep_tokens=options.keep_tokens,
+        )
     return_freed_memory()  # scoring would come on top of it
     return Opened(scorer, family, opened.input, _step(opened.input.path), opened.model, tokenizer)
 
 
+def own_gpu(device: str) -> str:
+    """The device as torch names it; under a launcher `cuda` and `auto` are the GPU of this process. Raises
+    WrongUse for a device that the machine has not, or has fewer of than processes.
+    """
+    from ..inference.devices import pick_device
+
+    picked = pick_device(device)
+    if picked == "cpu" or ":" in device:
+        return picked
+    import torch
+
+    from ..train.parallel.mesh import own_device
+
+    return str(own_device(torch.device("cuda")))
+
+
 def _check_tokenizer(tokenizer: Any, vocab_size: int, file: Path) -> None:
-    """Raises WrongUse when the model cannot predict all tokens; a much smaller vocabulary may be another model's and is said."""
+    """Raises WrongUse when the model cannot predict all tokens; a much smaller vocabulary may be another
+    model's and is said.
+    """
     sizes = f"{tokenizer.vocab_size:,} tokens, and the model predicts {vocab_size:,}"
     if tokenizer.vocab_size > vocab_size:
         fix = "put the tokenizer.json that the model was trained with in its place"
@@ -95,16 +131,20 @@ def _check_tokenizer(tokenizer: Any, vocab_size: int, file: Path) -> None:
 
 def _open_exported(path: Path, options: ScorerOptions) -> Opened:
     from ..data.tokenizer import Tokenizer
-    from ..inference.backends import open_backend
+    from ..inference.backends import open_backend, pick_onnx_device
     from .exported import ExportedMaskedScorer, ExportedScorer
 
-    loaded = open_backend(path, device=options.device)
+    on_cpu = pick_onnx_device(options.device) == "cpu"
+    device = "cpu" if on_cpu else own_gpu(options.device)
+    loaded = open_backend(path, BackendOptions(device, options.dtype))
     file = _tokenizer_of(loaded.tokenizer, path)
     tokenizer = Tokenizer.load(file)
     common: dict[str, Any] = {
-        "identity": loaded.input.hash, "window": options.window, "batch_tokens": options.batch_tokens,
+        "identity": loaded.input.hash,
+        "window": options.window,
+        "batch_tokens": options.batch_tokens,
         "keep_tokens": options.keep_tokens,
-    }  # fmt: skip
+    }
     scorer: Scorer
     if loaded.causal is not None:
         scorer = ExportedScorer(
@@ -119,9 +159,11 @@ def _open_exported(path: Path, options: ScorerOptions) -> Opened:
 def _tokenizer_of(file: Path | None, path: Path) -> Path:
     if file is None:
         raise WrongUse(
-            "the model has no tokenizer", where=path, why="there is no tokenizer.json beside its weights",
+            "the model has no tokenizer",
+            where=path,
+            why="there is no tokenizer.json beside its weights",
             fix="put the tokenizer.json that it was trained with into its directory",
-        )  # fmt: skip
+        )
     return file
 
 

@@ -1,9 +1,10 @@
 """Perplexity: how a document or a stream becomes windows, and what each protocol divides by.
 
-Every token of a text is predicted exactly once. `rolling` is lm-evaluation-harness's protocol (documents apart, disjoint
-windows, the first token predicted from the prefix token); `stream` is Megatron-LM's (one stream, no prefix, overlapping
-windows of which only the last `stride` targets count). Under a masked scorer the same sums are pseudo-log-likelihoods; `hidden`
-asks it for many tokens of a window at once, as it was trained (Devlin et al. 2019).
+Every token of a text is predicted exactly once. `rolling` is lm-evaluation-harness's protocol (documents
+apart, disjoint windows, the first token predicted from the prefix token); `stream` is Megatron-LM's (one
+stream, no prefix, overlapping windows of which only the last `stride` targets count). Under a masked scorer
+the same sums are pseudo-log-likelihoods; `hidden` asks it for many tokens of a window at once, as it was
+trained (Devlin et al. 2019).
 """
 
 import hashlib
@@ -18,8 +19,9 @@ from .items import Item
 
 
 def rolling(ids: Ids, window: int, prefix: int) -> list[Question]:
-    """Disjoint windows over one document, a BOS of which is predicted like the rest (as the harness does); the last is filled up
-    to the left, so that its first target has context."""
+    """Disjoint windows over one document, a BOS of which is predicted like the rest (as the harness does);
+    the last is filled up to the left, so that its first target has context.
+    """
     questions = []
     whole = (prefix, *ids)  # whole[i] is the token before target i
     for start in range(0, len(ids), window):
@@ -30,9 +32,11 @@ def rolling(ids: Ids, window: int, prefix: int) -> list[Question]:
 
 
 def stream(ids: Ids, window: int, stride: int) -> list[Question]:
-    """Windows over one stream; targets are all tokens but the first. `stride` new targets a window, 0 = all of them.
+    """Windows over one stream; targets are all tokens but the first. `stride` new targets a window, 0 = all
+    of them.
 
-    As Megatron-LM's zero-shot WikiText task reads it: the first window counts whole, later ones their last `stride` targets.
+    As Megatron-LM's zero-shot WikiText task reads it: the first window counts whole, later ones their last
+    `stride` targets.
     """
     step = min(stride, window) or window
     questions = []
@@ -47,7 +51,9 @@ def stream(ids: Ids, window: int, stride: int) -> list[Question]:
 
 
 def hidden(ids: Ids, window: int, mask: int, share: float) -> list[Question]:
-    """Disjoint windows with `share` of their tokens, one at least, masked at once; which ones is drawn from the window's ids."""
+    """Disjoint windows with `share` of their tokens, one at least, masked at once; which ones is drawn from
+    the window's ids.
+    """
     questions = []
     for start in range(0, len(ids), window):
         row = np.array(ids[start : start + window], np.int64)
@@ -70,8 +76,9 @@ def hidden_outcome(scores: Sequence[Score]) -> dict[str, list[float]]:
 
 
 def document_outcome(item: Item, scores: Sequence[Score]) -> dict[str, list[float]]:
-    """Word, byte and token units of one document. Words are `re.split` on white space of the original text, which counts an
-    empty one at each end that is white space; bytes are UTF-8 of the original."""
+    """Word, byte and token units of one document. Words are `re.split` on white space of the original text,
+    which counts an empty one at each end that is white space; bytes are UTF-8 of the original.
+    """
     total = math.fsum(score.logprob for score in scores)
     words = float(len(re.split(r"\s+", item.original)))
     size = float(len(item.original.encode()))

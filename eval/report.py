@@ -1,14 +1,16 @@
-"""Scores as files: JSON for machines, Markdown and a self-contained HTML page for people, every record's answer beside them."""
+"""Scores as files: JSON for machines, Markdown and a self-contained HTML page for people, every record's
+answer beside them.
+"""
 
 import json
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ..core.artifact import Input, check_free, create_artifact, is_artifact, read_manifest
 from ..core.console import table
 from ..core.errors import WrongUse
+from ..core.page import Bar, Chart, Part, page
 from .runner import TaskScores
 
 HEADER = ("task", "metric", "per", "value", "stderr", "random", "n", "shots", "cut", "skipped", "prompt")
@@ -16,7 +18,9 @@ FILE = "results.json"
 
 
 def rows_of(results: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """One line per metric of every task and group, in HEADER's columns; a group says of how many tasks it is the mean."""
+    """One line per metric of every task and group, in HEADER's columns; a group says of how many tasks it is
+    the mean.
+    """
     return [
         (
             s["task"] + (f" ({s['members']} tasks)" if "members" in s else ""),
@@ -60,21 +64,31 @@ def lines_of(results: dict[str, Any]) -> list[str]:
 
 
 def further_tables(results: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]]:
-    """What was asked for besides: scores of the second form beside the first's, and scores without records found in a store."""
+    """What was asked for besides: scores of the second form beside the first's, and scores without records
+    found in a store.
+    """
     tables: list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]] = []
     if against := results.get("against"):
         title = f"Against {against['path']}: no token's log-probability is more than {against['bound']:g} nats apart"
         rows = [
-            (one["task"], name, metric["value"], other["metrics"][name]["value"], against["largest_difference"].get(one["task"]))
-            for one, other in zip(results["tasks"], against["scores"], strict=True) for name, metric in one["metrics"].items()
-        ]  # fmt: skip
+            (
+                one["task"],
+                name,
+                metric["value"],
+                other["metrics"][name]["value"],
+                against["largest_difference"].get(one["task"]),
+            )
+            for one, other in zip(results["tasks"], against["scores"], strict=True)
+            for name, metric in one["metrics"].items()
+        ]
         tables.append((title, ("task", "metric", "value", "theirs", "largest difference"), rows))
     if checked := results.get("contamination"):
         length = next(iter(checked.values()))["n"]
         clean = [
             (task, name, value, found["clean"].get(name), found["hits"], found["checked"], found["too_short"])
-            for task, found in checked.items() for name, value in found["all"].items()
-        ]  # fmt: skip
+            for task, found in checked.items()
+            for name, value in found["all"].items()
+        ]
         header = ("task", "metric", "value", "without hits", "hits", "records", "too short")
         tables.append((f"Records that share {length} tokens in a row with the store (hits)", header, clean))
     return tables
@@ -117,39 +131,41 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def page(results: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -> str:
-    """The results as one HTML file without outside references; `history` are results of earlier steps, for the curves."""
-    from jinja2 import Environment
+def html_page(results: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -> str:
+    """The results as one HTML file without outside references; `history` are results of earlier steps, for
+    the curves.
+    """
+    scores = "stderr: closed form for means, bootstrap over records otherwise. cut: records whose context lost tokens to "
+    scores += "the window; skipped: those left out for it."
+    about = [
+        (task["task"], task["about"] + (" (prompt-checked)" if task["checked"] == "prompts" else ""))
+        for task in results["tasks"]
+    ]
+    parts = [
+        Part("Validation", rows=[(name, f"{value:.6g}") for name, value in results["validation"].items()]),
+        Part("Accuracies, percent", bars=bars(results), note="Line: 95 % interval. Dashes: random choice."),
+        Part("Score against step", charts=curves([*history, results])),
+        Part("All scores", header=HEADER, rows=_cells(rows_of(results)), note=scores),
+        *(Part(title, header=header, rows=_cells(rows)) for title, header, rows in further_tables(results)),
+        Part("What the tasks are", items=about),
+    ]
+    return page(f"Scores of {results['model']}", parts, protocol(results))
 
-    template = Environment(autoescape=True).from_string(
-        resources.files(__package__).joinpath("report.html").read_text()
-    )
-    return template.render(
-        results=results, header=HEADER, rows=_cells(rows_of(results)),
-        further=[(title, header, _cells(rows)) for title, header, rows in further_tables(results)],
-        protocol=protocol(results), bars=_bars(results), curves=curves([*history, results]),
-    )  # fmt: skip
 
-
-def _bars(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """First metric of every task whose value lies in [0, 1], as a bar with its error and the random baseline (percent)."""
-    bars = []
+def bars(results: dict[str, Any]) -> list[Bar]:
+    """First metric of every task whose value lies in [0, 1], with its error and the random baseline."""
+    found = []
     for summary in (*results["tasks"], *results["groups"]):
         metric = next(iter(summary["metrics"].values()))
-        if 0 <= metric["value"] <= 1 and metric["higher_is_better"]:
-            error, random = metric["stderr"] or 0.0, metric["random"]
-            bars.append({
-                "task": summary["task"], "value": 100 * metric["value"], "low": 100 * max(0, metric["value"] - 1.96 * error),
-                "high": 100 * min(1, metric["value"] + 1.96 * error), "random": None if random is None else 100 * random,
-            })  # fmt: skip
-    return bars
+        value, error = metric["value"], 1.96 * (metric["stderr"] or 0.0)
+        if 0 <= value <= 1 and metric["higher_is_better"]:
+            low, high = max(0.0, value - error), min(1.0, value + error)
+            found.append(Bar(summary["task"], value, low, high, metric["random"]))
+    return found
 
 
-WIDTH, HEIGHT = 420, 160
-
-
-def curves(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Score against step, one plot per task and first metric with at least two steps: points in a WIDTH x HEIGHT box."""
+def curves(history: Sequence[dict[str, Any]]) -> list[Chart]:
+    """Score against step, one chart per task and first metric with at least two steps."""
     series: dict[str, dict[int, float]] = {}
     for results in history:
         if results["step"] is None:
@@ -159,32 +175,15 @@ def curves(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             series.setdefault(f"{summary['task']} {name}", {})[results["step"]] = metric["value"]
         for name, value in results["validation"].items():
             series.setdefault(f"validation {name}", {})[results["step"]] = value
-    plots = []
-    for name, by_step in series.items():
-        points = sorted(by_step.items())
-        if len(points) < 2:
-            continue
-        low, high = min(by_step.values()), max(by_step.values())
-        span, first, last = (high - low) or 1.0, points[0][0], points[-1][0]
-        placed = [
-            (round((step - first) / (last - first) * WIDTH, 1), round((1 - (value - low) / span) * HEIGHT, 1))
-            for step, value in points
-        ]
-        plots.append(
-            {
-                "name": name,
-                "points": placed,
-                "low": f"{low:.4g}",
-                "high": f"{high:.4g}",
-                "first": first,
-                "last": last,
-            }
-        )
-    return plots
+    return [
+        Chart(name, [("", sorted(by_step.items()))]) for name, by_step in series.items() if len(by_step) > 1
+    ]
 
 
 def check_place(path: Path) -> None:
-    """Raises WrongUse when something else than earlier scores stands at `path`: writing would refuse it, or replace an artifact."""
+    """Raises WrongUse when something else than earlier scores stands at `path`: writing would refuse it, or
+    replace an artifact.
+    """
     if is_artifact(path):
         kind = read_manifest(path).kind
         why = "" if kind == "scores" else f"an artifact of kind {kind} is there, which they would replace"
@@ -210,7 +209,7 @@ def write_scores(
     with create_artifact(path, "scores", inputs=inputs, overwrite=True) as draft:
         (draft.path / FILE).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         (draft.path / "report.md").write_text(markdown(results), encoding="utf-8")
-        (draft.path / "report.html").write_text(page(results, history), encoding="utf-8")
+        (draft.path / "report.html").write_text(html_page(results, history), encoding="utf-8")
         with (draft.path / "samples.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(sample) + "\n" for score in scores for sample in score.samples)
         draft.facts |= {key: results[key] for key in ("model", "step", "scorer", "validation")}

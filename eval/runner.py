@@ -1,13 +1,16 @@
-"""Running an evaluation: questions of the tasks, answers that survive a crash, scores with all that explains them.
+"""Running an evaluation: questions of the tasks, answers that survive a crash, scores with all that explains
+them.
 
-Answers are appended batch by batch to `answers-<rank>.jsonl`, each under a key made of what was asked and of whom (weights,
-tokenizer, window). A later start reads all of these files and asks only what is missing, so the number of ranks, the
-batch size and the point of a crash leave no trace in the scores. Question i belongs to a rank by its key, not by its place.
+Answers are appended batch by batch to `answers-<rank>.jsonl`. The key of an answer is a hash of what was asked
+and of whom: weights, tokenizer, window, versions of the programs, device. A later start reads all of these files
+and asks only what is missing, so the number of ranks, the batch size and the point of a crash leave no trace in
+the scores. Question i belongs to a rank by its key, not by its place.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +33,7 @@ from .perplexity import document_outcome, hidden, hidden_outcome, rolling, strea
 from .task import BoundTask
 
 Outcome = dict[str, list[float]]
-ANSWERS = 2  # form of the stored answers, part of their keys
+ANSWERS = 3  # form of the stored answers, part of their keys
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Answers:
         self.directory = directory
         self._file = f"answers-{rank}.jsonl"
         self._known: dict[str, Any] = {}
+        self._dates: dict[str, str] = {}
         self.reload()
 
     def reload(self) -> None:
@@ -75,7 +79,12 @@ class Answers:
         if self.directory is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
             for file in sorted(self.directory.glob("answers-*.jsonl")):
-                self._known.update((line["key"], line["answer"]) for line in read_records(file))
+                for line in read_records(file):
+                    self._known[line["key"]], self._dates[line["key"]] = line["answer"], line.get("date", "")
+
+    def dates(self, keys: Iterable[str]) -> list[str]:
+        """The days on which those of `keys` that are known were answered, in order of time."""
+        return sorted(self._dates[key] for key in keys if key in self._dates)
 
     def __contains__(self, key: str) -> bool:
         return key in self._known
@@ -87,9 +96,9 @@ class Answers:
         """Keep answers and append them to this rank's file in one write."""
         self._known.update(found)
         if self.directory is not None:
-            Workspace(self.directory).append(
-                self._file, *({"key": key, "answer": answer} for key, answer in found.items())
-            )
+            day = time.strftime("%Y-%m-%d")
+            lines = ({"key": key, "answer": answer, "date": day} for key, answer in found.items())
+            Workspace(self.directory).append(self._file, *lines)
 
 
 def evaluate(
@@ -99,12 +108,15 @@ def evaluate(
     directory: Path | None = None,
     ranks: Ranks = Ranks(),
 ) -> list[TaskScores]:
-    """Score the tasks. `directory` keeps the answers for a later start. Ranks other than 0 return an empty list.
+    """Score the tasks. `directory` keeps the answers for a later start. Ranks other than 0 return an empty
+    list.
 
     Raises WrongUse when a task has no data and Failed for a bad record, naming file, line and field.
     """
     answers = Answers(directory, ranks.rank)
     asked = prepare(scorer, tasks, settings)
+    if ranks.rank == 0:
+        _say_kept(answers, [key for work in asked for key in work.keys])
     for work in asked:
         work.answer(answers, lambda key: int(key, 16) % ranks.world == ranks.rank)
     ranks.meet()
@@ -116,6 +128,13 @@ def evaluate(
     return [work.scores(answers) for work in asked]
 
 
+def _say_kept(answers: Answers, keys: Sequence[str]) -> None:
+    """Say how many of the answers an earlier evaluation has given, and when."""
+    if days := answers.dates(keys):
+        when = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
+        say(f"{len(days):,} of {len(keys):,} answers are kept from {when}; --fresh asks all of them again")
+
+
 def prepare(scorer: Scorer, tasks: Sequence[BoundTask], settings: Settings) -> list["_Asked"]:
     """Every question, checked; nothing is computed. Raises as `evaluate` does."""
     return [_Asked(scorer, task, settings) for task in present(tasks, settings)]
@@ -124,8 +143,8 @@ def prepare(scorer: Scorer, tasks: Sequence[BoundTask], settings: Settings) -> l
 def present(tasks: Sequence[BoundTask], settings: Settings) -> list[BoundTask]:
     """The tasks whose data are there. Raises WrongUse for one whose data are not.
 
-    Where files of some members of a group are at hand, the others are left out (said once) and nothing is fetched for them,
-    unless they were asked for by their own names.
+    Where files of some members of a group are at hand, the others are left out (said once) and nothing is
+    fetched for them, unless they were asked for by their own names.
     """
     at_hand = {task.name for task in tasks if task.files(settings.data_dir)}
     partly = {task.group for task in tasks if task.group and task.name in at_hand}
@@ -189,7 +208,9 @@ class _Asked:
         return with_examples(bound.name, items, pool, settings.shots, settings.seed)
 
     def _fitting(self, items: list[Item]) -> list[tuple[int, Item, list[Question], int]]:
-        """(number, item, its questions, context tokens they lose); what is too long is treated as the settings say."""
+        """(number, item, its questions, context tokens they lose); what is too long is treated as the
+        settings say.
+        """
         kept = []
         for number, (item, questions, lost) in enumerate(zip(items, *self._asked(items))):
             where, fields = (
@@ -223,7 +244,9 @@ class _Asked:
         return kept
 
     def _asked(self, items: list[Item]) -> tuple[list[list[Question]], list[int]]:
-        """For each item its questions (none where the model writes) and the context tokens that the window takes."""
+        """For each item its questions (none where the model writes) and the context tokens that the window
+        takes.
+        """
         scorer, task = self.scorer, self.bound.task
         if self.written:
             room = scorer.window - task.max_tokens
@@ -321,16 +344,30 @@ class _Asked:
             baseline = random_baseline(name, self.items)
             how = METRICS[name]
             metrics[name] = {
-                "value": value, "per": how.per, "stderr": error, "random": baseline, "higher_is_better": how.higher,
-            }  # fmt: skip
+                "value": value,
+                "per": how.per,
+                "stderr": error,
+                "random": baseline,
+                "higher_is_better": how.higher,
+            }
         summary = {
-            "task": bound.name, "group": bound.group, "about": task.about, "kind": task.kind, "n": len(self.items),
-            "metrics": metrics, "shots": self.settings.shots, "seed": self.settings.seed if self.settings.shots else None,
-            "prompt_hash": bound.prompt_hash, "data_hash": self._data_hash(), "checked": task.checked,
+            "task": bound.name,
+            "group": bound.group,
+            "about": task.about,
+            "kind": task.kind,
+            "n": len(self.items),
+            "metrics": metrics,
+            "shots": self.settings.shots,
+            "seed": self.settings.seed if self.settings.shots else None,
+            "prompt_hash": bound.prompt_hash,
+            "data_hash": self._data_hash(),
+            "checked": task.checked,
             "stride": min(task.stride, self.scorer.window) or None,
-            "truncated_records": sum(map(bool, self.lost)), "truncated_tokens": sum(self.lost), "skipped_records": self.skipped,
+            "truncated_records": sum(map(bool, self.lost)),
+            "truncated_tokens": sum(self.lost),
+            "skipped_records": self.skipped,
             "scorer": self.scorer.recipe,
-        }  # fmt: skip
+        }
         return TaskScores(summary, samples)
 
     def _data_hash(self) -> str:
@@ -367,7 +404,9 @@ def answer_fields(kind: str, item: Item) -> list[str]:
 
 
 def _of_one_length(question: Question, mask: int) -> Question:
-    """A cloze question with those of its accepted answers that its masks can spell; with all of them, to be refused, if none."""
+    """A cloze question with those of its accepted answers that its masks can spell; with all of them, to be
+    refused, if none.
+    """
     pairs = tuple(pair for pair in question.pairs if pair[0].count(mask) == len(pair[1]))
     return Question(pairs) if pairs else question
 
@@ -384,7 +423,9 @@ def _unpacked(packed: list[Any]) -> Score:
 
 
 def group_means(scores: Sequence[TaskScores], groups: dict[str, bool]) -> list[dict[str, Any]]:
-    """Summaries of groups that report a mean: the unweighted mean over members, its error from theirs (independent)."""
+    """Summaries of groups that report a mean: the unweighted mean over members, its error from theirs
+    (independent).
+    """
     made = []
     for group, wanted in groups.items():
         members = [score.summary for score in scores if score.summary["group"] == group]
@@ -402,8 +443,14 @@ def group_means(scores: Sequence[TaskScores], groups: dict[str, bool]) -> list[d
             }
             if None not in (guesses := [value["random"] for value in each]):
                 metrics[name]["random"] = sum(guesses) / len(each)
-        made.append({
-            **members[0], "task": group, "group": "", "members": len(members), "metrics": metrics,
-            **{key: sum(member[key] for member in members) for key in counts},
-        })  # fmt: skip
+        made.append(
+            {
+                **members[0],
+                "task": group,
+                "group": "",
+                "members": len(members),
+                "metrics": metrics,
+                **{key: sum(member[key] for member in members) for key in counts},
+            }
+        )
     return made

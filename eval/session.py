@@ -1,7 +1,10 @@
-"""One `throughline eval`: open the model, score the tasks, check, report; for one model or every checkpoint of a run."""
+"""One `throughline eval`: open the model, score the tasks, check, report; for one model or every checkpoint
+of a run.
+"""
 
+import copy
 import os
-import re
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +17,8 @@ from .contamination import contaminated, open_searched
 from .opening import Opened, ScorerOptions, checkpoints_of, open_scorer
 from .report import check_place, lines_of, write_scores
 from .runner import Ranks, Settings, TaskScores, evaluate, group_means
-from .task import BoundTask, find_tasks, load_task, shipped_tasks
+from .task import BoundTask, find_tasks, shipped_tasks
+from .task_file import load_task
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class Request:
     limit: int | None = None
     shots: int = 0
     seed: int = 0
-    device: str = "cpu"
+    device: str = "auto"
+    dtype: str = "auto"
     bos: bool | None = None
     window: int | None = None
     batch_tokens: int | None = None
@@ -37,6 +42,7 @@ class Request:
     contamination: str | None = None
     overlong: Literal["truncate", "error", "skip"] = "truncate"
     out: Path | None = None
+    fresh: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -48,17 +54,20 @@ class Request:
     @property
     def options(self) -> ScorerOptions:
         return ScorerOptions(
-            own_gpu(self.device),
+            self.device,
             self.bos,
             self.window,
             self.batch_tokens,
             keep_tokens=self.against is not None,
             pll=self.pll,
+            dtype=self.dtype,
         )
 
     @property
     def home(self) -> Path:
-        """Where scores go: beside the model or, of a checkpoint, beside its run, whose manifest covers all that lies inside it."""
+        """Where scores go: beside the model or, of a checkpoint, beside its run, whose manifest covers all
+        that lies inside it.
+        """
         if self.out is not None:
             return self.out
         if self._in_run:
@@ -70,7 +79,9 @@ class Request:
 
     @property
     def scores(self) -> Path:
-        """The artifact of one model's scores; of a run's checkpoint it is where --all-checkpoints would write it."""
+        """The artifact of one model's scores; of a run's checkpoint it is where --all-checkpoints would write
+        it.
+        """
         return self.home / (
             Path(os.path.abspath(self.path)).name if self.out is None and self._in_run else "scores"
         )
@@ -90,6 +101,7 @@ def evaluate_one(request: Request) -> tuple[dict[str, Any], list[str]] | None:
     ranks = join_ranks()
     forms = _open(request)
     with _owned(request.home, ranks):
+        _forget(request, ranks)
         results = _score(request, forms, tasks, ranks, request.scores)
     return None if results is None else (results, [*lines_of(results), f"scores in {request.scores}"])
 
@@ -103,6 +115,7 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
     for checkpoint in checkpoints:
         check_place(request.home / checkpoint.name)
     with _owned(request.home, ranks):
+        _forget(request, ranks)
         for checkpoint in checkpoints:
             one = replace(request, path=checkpoint, out=request.home)
             results = _score(one, _open(one), tasks, ranks, request.home / checkpoint.name, history)
@@ -112,8 +125,10 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
         return None
     rows = [
         (results["step"], summary["task"], name, metric["value"], metric["stderr"])
-        for results in history for summary in (*results["tasks"], *results["groups"]) for name, metric in summary["metrics"].items()
-    ]  # fmt: skip
+        for results in history
+        for summary in (*results["tasks"], *results["groups"])
+        for name, metric in summary["metrics"].items()
+    ]
     rows += [
         (found["step"], "validation", name, value, None)
         for found in history
@@ -124,6 +139,15 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
         *table(("step", "task", "metric", "value", "stderr"), rows),
         f"curves in {last}",
     ]
+
+
+def _forget(request: Request, ranks: Ranks) -> None:
+    """With --fresh, remove the stored answers before any process reads them."""
+    if not request.fresh:
+        return
+    if ranks.rank == 0:
+        shutil.rmtree(request.home / "answers", ignore_errors=True)
+    ranks.meet()
 
 
 def _wanted(request: Request) -> list[BoundTask]:
@@ -191,9 +215,13 @@ def _check_alike(one: Opened, other: Opened) -> None:
 
 
 def _score(
-    request: Request, forms: _Forms, tasks: list[BoundTask], ranks: Ranks, out: Path,
+    request: Request,
+    forms: _Forms,
+    tasks: list[BoundTask],
+    ranks: Ranks,
+    out: Path,
     history: list[dict[str, Any]] | None = None,
-) -> dict[str, Any] | None:  # fmt: skip
+) -> dict[str, Any] | None:
     opened, other, store = forms.opened, forms.other, forms.store
     validation = validation_figures(opened, needed=not tasks) if ranks.rank == 0 else {}
     scores = evaluate(opened.scorer, tasks, request.settings, request.home / "answers", ranks)
@@ -206,9 +234,14 @@ def _score(
         return None
     groups = {task.group: task.task.mean for task in tasks if task.group}
     results: dict[str, Any] = {
-        "model": str(request.path), "step": opened.step, "hash": opened.input.hash, "scorer": opened.scorer.recipe,
-        "validation": validation, "tasks": [score.summary for score in scores], "groups": group_means(scores, groups),
-    }  # fmt: skip
+        "model": str(request.path),
+        "step": opened.step,
+        "hash": opened.input.hash,
+        "scorer": opened.scorer.recipe,
+        "validation": validation,
+        "tasks": [score.summary for score in scores],
+        "groups": group_means(scores, groups),
+    }
     if against is not None:
         results["against"] = against
     if store is not None:
@@ -218,9 +251,11 @@ def _score(
 
 
 def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
-    """The run's own validation figures of a checkpoint of ours (loss, bits per byte; masked-token and sentence accuracy).
+    """The run's own validation figures of a checkpoint of ours (loss, bits per byte; masked-token and
+    sentence accuracy).
 
-    Empty for foreign models; without tasks (`needed`) their absence is an error, since nothing would be measured.
+    Empty for foreign models; without tasks (`needed`) their absence is an error, since nothing would be
+    measured.
     """
     run = Path(opened.input.path).absolute().parents[1] if opened.step is not None else None
     if run is None or not (run / "recipe.toml").is_file():
@@ -236,6 +271,7 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
     from ..train.evaluate import Validation
     from ..train.precision import pick_device
     from ..train.recipe import Recipe
+    from ..train.single_engine import SingleEngine
 
     try:
         recipe, device = load_recipe(run / "recipe.toml", Recipe), opened.model.token_table.weight.device
@@ -246,11 +282,18 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
             raise
         warn(f"no validation figures: {error.what} ({error.where})")
         return {}
-    return Validation(plan, run / "cache").measure(opened.model) if plan.validation_stores else {}
+    if not plan.validation_stores:
+        return {}
+    engine = SingleEngine(
+        copy.deepcopy(opened.model), recipe.train.precision, device
+    )  # which may round its weights
+    return Validation(plan, run / "cache").measure(engine)
 
 
 def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, bound: float) -> dict[str, Any]:
-    """Compare log-probabilities token by token. Raises Refused above `bound`, naming the record; returns the largest per task."""
+    """Compare log-probabilities token by token. Raises Refused above `bound`, naming the record; returns the
+    largest per task.
+    """
     worst: dict[str, float] = {}
     for first, second in zip(ours, theirs, strict=True):
         task = first.summary["task"]
@@ -264,10 +307,11 @@ def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, boun
                 difference = abs(a - b)
                 if not difference <= bound:  # a NaN is refused too
                     raise Refused(
-                        "the two forms of the model do not predict the same", where=f"{name}, task {task}, {one['where']}",
+                        "the two forms of the model do not predict the same",
+                        where=f"{name}, task {task}, {one['where']}",
                         why=f"log-probability of a token {a:.6f} and {b:.6f}: {difference:.3g} apart, the bound is {bound:g}",
                         fix="export the model again; the scores of the second form would mean nothing",
-                    )  # fmt: skip
+                    )
                 worst[task] = max(worst[task], difference)
     return {
         "path": name,
@@ -293,8 +337,9 @@ def _owned(home: Path, ranks: Ranks) -> AbstractContextManager[Any]:
 
 
 def join_ranks() -> Ranks:
-    """The processes that a launcher (torchrun, `throughline launch`) started with RANK and WORLD_SIZE; one without. Raises WrongUse
-    when the environment has not all that it takes to meet."""
+    """The processes that a launcher (torchrun, `throughline launch`) started with RANK and WORLD_SIZE; one
+    without. Raises WrongUse when the environment has not all that it takes to meet.
+    """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return Ranks()
     from datetime import timedelta
@@ -311,7 +356,7 @@ def join_ranks() -> Ranks:
         raise WrongUse(
             "the processes cannot find each other", where="WORLD_SIZE", why=str(error), fix=fix
         ) from None
-    from ..train.parallel.crew import Lost
+    from ..train.parallel.ranks import Lost
 
     def meet() -> None:
         try:
@@ -324,32 +369,6 @@ def join_ranks() -> Ranks:
             ) from error
 
     return Ranks(dist.get_rank(), dist.get_world_size(), meet)
-
-
-def own_gpu(device: str) -> str:
-    """Under a launcher `cuda` is the GPU of this process. Raises WrongUse for a device that the machine has not, or has fewer of
-    than processes."""
-    if device == "cpu":
-        return device
-    import torch
-
-    from ..train.parallel.mesh import own_device
-
-    if not re.fullmatch(r"cuda(:\d+)?", device):
-        raise WrongUse(f"no device is called {device!r}", where="--device", fix="give cpu or cuda")
-    if not torch.cuda.is_available():
-        raise WrongUse(
-            "no CUDA device here", where="--device", fix="leave --device out, or see: throughline doctor"
-        )
-    number, there = int(device.partition(":")[2] or 0), torch.cuda.device_count()
-    if number >= there:
-        raise WrongUse(
-            f"no {device} here",
-            where="--device",
-            why=f"the machine has {there}, counted from 0",
-            fix="give another",
-        )
-    return str(own_device(torch.device(device))) if device == "cuda" else device
 
 
 def task_listing() -> tuple[dict[str, Any], list[str]]:

@@ -1,7 +1,8 @@
-"""Where a task's records come from: local files in any usual format, or a `datasets` name when there is a network.
+"""Where a task's records come from: local files in any usual format, or a `datasets` name when there is a
+network.
 
-Local files come first and need no network code at all. A record remembers its file and line, so that every complaint about
-it can name them.
+Local files come first and need no network code at all. A record remembers its file and line, so that every
+complaint about it can name them.
 """
 
 import csv
@@ -33,7 +34,8 @@ class Record:
 
 @dataclass(frozen=True)
 class TextLayout:
-    """How a .txt file is cut into records: `lines` a record, WikiText `pages`, rows of a table (`tabs`); else the whole is one.
+    """How a .txt file is cut into records: `lines` a record, WikiText `pages`, rows of a table (`tabs`); else
+    the whole is one.
 
     With `pages` the lines of WikiText as records of their own are put together to the same pages.
     """
@@ -44,7 +46,8 @@ class TextLayout:
 
 
 def find_files(patterns: Sequence[str], roots: Sequence[Path]) -> list[Path]:
-    """The files of the first pattern that matches anything, below the first root that has it; sorted. Empty if none.
+    """The files of the first pattern that matches anything, below the first root that has it; sorted. Empty
+    if none.
 
     Raises WrongUse for what cannot be a pattern below a directory, such as an absolute path.
     """
@@ -225,8 +228,10 @@ _TITLE = re.compile("= (?!=).*(?<!=) =")  # one sign on each side: two and more 
 
 
 def _pages(file: TextIO, path: Path) -> Iterator[Record]:
-    """WikiText's articles as lm-evaluation-harness's data set parts them: one begins at every line that looks like a top-level
-    title (" = Title = "), two lines of prose in the test split among them. Blank lines alone are no article."""
+    """WikiText's articles as lm-evaluation-harness's data set parts them: one begins at every line that looks
+    like a top-level title (" = Title = "), two lines of prose in the test split among them. Blank lines alone
+    are no article.
+    """
     lines = file.read().replace("\r\n", "\n").split("\n")
     starts = [number for number, line in enumerate(lines) if _is_title(line)]
     for start, stop in pairwise([0, *starts, len(lines)]):
@@ -236,7 +241,9 @@ def _pages(file: TextIO, path: Path) -> Iterator[Record]:
 
 
 def _articles(records: Iterator[Record]) -> Iterator[Record]:
-    """The hub's other form of WikiText, a line a record, as the articles of `_pages`; records before a title as they are."""
+    """The hub's other form of WikiText, a line a record, as the articles of `_pages`; records before a title
+    as they are.
+    """
     lines: list[str] = []
     where = ""
     for record in records:
@@ -254,7 +261,9 @@ def _articles(records: Iterator[Record]) -> Iterator[Record]:
 
 
 def whole_line(text: str) -> str:
-    """The text with its line end. An empty one is a blank line of WikiText, whose blank (a word to Megatron-LM) the hub drops."""
+    """The text with its line end. An empty one is a blank line of WikiText, whose blank (a word to
+    Megatron-LM) the hub drops.
+    """
     return text if text.endswith("\n") else f"{text}\n" if text else " \n"
 
 
@@ -285,7 +294,9 @@ def _parquet(path: Path) -> Iterator[Record]:
 
 
 def hub_records(name: str, config: str | None, split: str, limit: int | None) -> list[Record]:
-    """The records of a `datasets` name. Raises WrongUse when it cannot be had, naming --data-dir as the way out."""
+    """The records of a `datasets` name. Raises WrongUse when it cannot be had, naming --data-dir as the way
+    out.
+    """
     import datasets
 
     try:

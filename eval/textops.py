@@ -1,7 +1,7 @@
 """Text rules that prompts need and Jinja lacks: filters for task files, named after what they do.
 
-Each is the published preprocessing of a benchmark as lm-evaluation-harness 0.4.13 applies it, so that prompts are equal
-character for character.
+Each is the published preprocessing of a benchmark as lm-evaluation-harness 0.4.13 applies it, so that prompts
+are equal character for character.
 """
 
 import ast
@@ -78,7 +78,9 @@ _POSSESSIVE = frozenset(["my", "his", "her", "our", "their"])
 
 
 def winograd_option(option: str, text: str, pronoun: str, pronoun_loc: int) -> str:
-    """WSC273: an option in the form that fits the pronoun's place ("The dog" -> "the dog's" for "its" inside a sentence)."""
+    """WSC273: an option in the form that fits the pronoun's place ("The dog" -> "the dog's" for "its" inside
+    a sentence).
+    """
     if pronoun.lower() in _POSSESSIVE:
         option += "'s"
     first = option.split()[0]

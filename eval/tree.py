@@ -1,13 +1,14 @@
 """One question as one row: what its pairs have in common is computed once, the rest branches off.
 
-The pairs (context, continuation) of a question become a common prefix followed by one branch a pair. A branch sees the
-prefix and itself, and its positions go on where the prefix ends, so every token gets the numbers it would get in a
-sequence of its own. Four choices of 20 tokens after a context of 60 cost 140 token steps instead of 320.
+The pairs (context, continuation) of a question become a common prefix followed by one branch a pair. A branch
+sees the prefix and itself, and its positions go on where the prefix ends, so every token gets the numbers it
+would get in a sequence of its own. Four choices of 20 tokens after a context of 60 cost 140 token steps
+instead of 320.
 
-Rows of a batch lie behind one another in one sequence without padding between them: matrix products and norms see one
-token a line, and only attention knows where a row begins. Results are then the same whatever shares a batch: a matrix
-product on the CPU gives each line the same bits however many lines there are, from 4 a thread on (measured, MKL), so the
-sequence is filled up to whole blocks a thread (`logits.whole_blocks`).
+Rows of a batch lie behind one another in one sequence without padding between them: matrix products and norms
+see one token a line, and only attention knows where a row begins. Results are then the same whatever shares a
+batch: a matrix product on the CPU gives each line the same bits however many lines there are, from 4 a thread
+on (measured, MKL), so the sequence is filled up to whole blocks a thread (`logits.whole_blocks`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,9 @@ class Tree:
 
 
 def plant(question: Question, window: int) -> Tree:
-    """Lay out a question. Inputs are cut from the left to `window` tokens; a continuation must fit (checked by the caller)."""
+    """Lay out a question. Inputs are cut from the left to `window` tokens; a continuation must fit (checked
+    by the caller).
+    """
     inputs, truncated = [], []
     for context, continuation in question.pairs:
         whole = np.array(context + continuation, np.int64)
@@ -80,7 +83,9 @@ def _common_prefix(rows: Sequence[np.ndarray]) -> int:
 
 
 class TreeAttention:
-    """Attention of a packed batch: has the signature of `Attention.attend` and takes its place for one forward."""
+    """Attention of a packed batch: has the signature of `Attention.attend` and takes its place for one
+    forward.
+    """
 
     def __init__(
         self,
@@ -128,9 +133,11 @@ class TreeAttention:
 def _mask(
     tree: Tree, device: torch.device, dtype: torch.dtype, pattern: AttentionPattern | None, layer: int
 ) -> Tensor | None:
-    """What the last rows of a tree may see, (rows, S), 0 or -inf; None when the whole tree is one causal sequence.
+    """What the last rows of a tree may see, (rows, S), 0 or -inf; None when the whole tree is one causal
+    sequence.
 
-    With a `pattern` all rows need a mask: who sees whom goes by the positions of the sequence that a branch stands for.
+    With a `pattern` all rows need a mask: who sees whom goes by the positions of the sequence that a branch
+    stands for.
     """
     if not tree.branches and pattern is None:
         return None

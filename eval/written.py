@@ -1,26 +1,44 @@
 """Answers that a model writes itself: greedy continuations up to a stop string, on any causal backend."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, cast
 
 import numpy as np
 
-from ..core.backend import CausalBackend
-from ..core.errors import WrongUse
-from ..inference.generation import Request, generate
+from ..core.backend import Cache, CausalBackend, Span
+from ..core.errors import Failed, WrongUse
+from ..inference.generation import Request
 from ..inference.sampling import Sampling
-
-if TYPE_CHECKING:
-    from .causal import CausalText
+from ..inference.slots import generate
+from .causal_text import CausalText
 
 SLOTS = 16
 
 
+class _Checked:
+    """A backend that refuses logits without a finite maximum: a NaN would be written as the first token."""
+
+    def __init__(self, backend: CausalBackend) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def step(self, spans: Sequence[Span], cache: Cache) -> Any:
+        logits_NV = self._backend.step(spans, cache)
+        if len(logits_NV) and not logits_NV.amax(-1).isfinite().all():
+            why = "a logit is no finite number, so the answers would mean nothing"
+            fix = "look for NaN or overflow in its weights; evaluate an earlier checkpoint"
+            raise Failed("the model predicts nothing", why=why, fix=fix)
+        return logits_NV
+
+
 def greedy_texts(
-    backend: CausalBackend, text: "CausalText", contexts: Sequence[str], until: Sequence[str], max_tokens: int
+    backend: CausalBackend, text: CausalText, contexts: Sequence[str], until: Sequence[str], max_tokens: int
 ) -> Iterator[list[tuple[int, str]]]:
-    """Yields batches of (index, answer) as they end. A context loses tokens from its left when it and the answer do not fit
-    the window."""
+    """Yields batches of (index, answer) as they end. A context loses tokens from its left when it and the
+    answer do not fit the window.
+    """
     room = text.window - max_tokens
     if room < 1:
         why, fix = (
@@ -37,7 +55,9 @@ def greedy_texts(
     ]
     answers = [""] * len(requests)
     decode = text.tokenizer.decode
-    for number, piece in generate(backend, decode, requests, SLOTS, text.tokenizer.vocab_size):
+    for number, piece in generate(
+        cast(CausalBackend, _Checked(backend)), decode, requests, SLOTS, text.tokenizer.vocab_size
+    ):
         answers[number] += piece.text
         if piece.finish:
             yield [(number, answers[number])]

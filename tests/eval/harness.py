@@ -1,6 +1,8 @@
-"""lm-evaluation-harness on local records, offline: its own task files with another source, its own requests and scores.
+"""lm-evaluation-harness on local records, offline: its own task files with another source, its own requests
+and scores.
 
-Records are in the hub's schema. Its task file is included by a generated one that only replaces the data set by a JSON file.
+Records are in the hub's schema. Its task file is included by a generated one that only replaces the data set
+by a JSON file.
 """
 
 import json
@@ -45,7 +47,9 @@ def task_file(name: str) -> Path:
 
 
 def load(folder: Path, records: dict[str, list[dict[str, Any]]]) -> tuple[Any, dict[str, str]]:
-    """(task manager, our name -> its name) for tasks over these records, one JSON file each, written into `folder`."""
+    """(task manager, our name -> its name) for tasks over these records, one JSON file each, written into
+    `folder`.
+    """
     import yaml
     from lm_eval.tasks import TaskManager
 
@@ -56,10 +60,16 @@ def load(folder: Path, records: dict[str, list[dict[str, Any]]]) -> tuple[Any, d
         file = folder / f"{name}.json"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         made = {
-            "include": str(task_file(name)), "task": f"local_{name}", "dataset_path": "json", "dataset_name": None,
+            "include": str(task_file(name)),
+            "task": f"local_{name}",
+            "dataset_path": "json",
+            "dataset_name": None,
             "dataset_kwargs": {"data_files": {"test": str(file)}},
-            "training_split": None, "validation_split": None, "test_split": "test", "fewshot_split": "test",
-        }  # fmt: skip
+            "training_split": None,
+            "validation_split": None,
+            "test_split": "test",
+            "fewshot_split": "test",
+        }
         names[name] = made["task"]
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(made))
     return TaskManager(include_path=str(folder), include_defaults=False), names
@@ -68,8 +78,9 @@ def load(folder: Path, records: dict[str, list[dict[str, Any]]]) -> tuple[Any, d
 def requests(
     folder: Path, records: dict[str, list[dict[str, Any]]], shots: int = 0
 ) -> dict[str, list[dict[str, Any]]]:
-    """What the harness asks for each record: its requests' arguments, its choices and its idea of the right answer. Examples
-    (`shots`) are drawn from the other records."""
+    """What the harness asks for each record: its requests' arguments, its choices and its idea of the right
+    answer. Examples (`shots`) are drawn from the other records.
+    """
     manager, names = load(folder, records)
     loaded = manager.load(list(names.values()))["tasks"]
     asked: dict[str, list[dict[str, Any]]] = {}
@@ -78,25 +89,35 @@ def requests(
         asked[name] = []
         for doc in task.eval_docs:
             made = task.construct_requests(doc, task.fewshot_context(doc, shots))
-            asked[name].append({
-                "arguments": [one.args for one in (made if isinstance(made, list) else [made])],
-                "gold": task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc),
-                "choices": task.doc_to_choice(doc) if task.config.doc_to_choice else None,
-            })  # fmt: skip
+            asked[name].append(
+                {
+                    "arguments": [one.args for one in (made if isinstance(made, list) else [made])],
+                    "gold": task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc),
+                    "choices": task.doc_to_choice(doc) if task.config.doc_to_choice else None,
+                }
+            )
     return asked
 
 
 def scores(
     folder: Path, records: dict[str, list[dict[str, Any]]], model: Path, batch: int = 8
 ) -> dict[str, dict[str, Any]]:
-    """The harness's scores of a Hugging Face directory: {our task: {"metrics": {name: value}, "answers": [...]}}."""
+    """The harness's scores of a Hugging Face directory: {our task: {"metrics": {name: value}, "answers":
+    [...]}}.
+    """
     import lm_eval
 
     manager, names = load(folder, records)
     found = lm_eval.simple_evaluate(
-        model="hf", model_args={"pretrained": str(model), "dtype": "float32"}, tasks=list(names.values()), batch_size=batch,
-        device="cpu", task_manager=manager, log_samples=True, bootstrap_iters=0,
-    )  # fmt: skip
+        model="hf",
+        model_args={"pretrained": str(model), "dtype": "float32"},
+        tasks=list(names.values()),
+        batch_size=batch,
+        device="cpu",
+        task_manager=manager,
+        log_samples=True,
+        bootstrap_iters=0,
+    )
     made = {}
     for name, theirs in names.items():
         metrics = {

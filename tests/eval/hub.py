@@ -38,9 +38,11 @@ def _partial(path: Path) -> Iterator[Row]:
         one, two = row["context_options"]
         same = next((i for i, (a, b) in enumerate(zip(one, two)) if a != b), min(len(one), len(two)))
         yield {
-            "sentence": f"{one[:same]}_ {row['continuation']}", "option1": one[same:], "option2": two[same:],
+            "sentence": f"{one[:same]}_ {row['continuation']}",
+            "option1": one[same:],
+            "option2": two[same:],
             "answer": str(row["gold"] + 1),
-        }  # fmt: skip
+        }
 
 
 def _lettered(question: str, prefix: str = "") -> Callable[[Path], Iterator[Row]]:
@@ -90,7 +92,9 @@ def _sst2(path: Path) -> Iterator[Row]:
 
 
 def _pages(path: Path) -> Iterator[Row]:
-    """WikiText's articles as the harness's data set parts them: at lines of words between two single equals signs."""
+    """WikiText's articles as the harness's data set parts them: at lines of words between two single equals
+    signs.
+    """
     page: list[str] = []
     for line in [*path.read_text().split("\n"), "= the end ="]:
         words = line.split()

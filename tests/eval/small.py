@@ -1,4 +1,6 @@
-"""Small GPT-2s as Hugging Face directories, with random or briefly trained weights, that both evaluators open."""
+"""Small GPT-2s as Hugging Face directories, with random or briefly trained weights, that both evaluators
+open.
+"""
 
 import json
 from pathlib import Path

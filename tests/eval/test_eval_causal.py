@@ -67,7 +67,9 @@ def test_trees_equal_one_forward_per_pair(gpt, gpt2_tokenizer) -> None:
 
 
 def test_a_model_that_sees_a_window_is_scored_through_it(windowed_gpt, gpt2_tokenizer) -> None:
-    """A pattern of attention decides in branches and in plain sequences too, by the positions of each pair's own sequence."""
+    """A pattern of attention decides in branches and in plain sequences too, by the positions of each pair's
+    own sequence.
+    """
     scorer = CausalScorer(windowed_gpt, gpt2_tokenizer, keep_tokens=True)
     questions = scorer.encode(QUESTIONS)
     found = answers(scorer, questions)
@@ -107,7 +109,9 @@ def test_a_backend_scores_like_the_module(gpt, gpt2_tokenizer) -> None:
 
 
 def test_an_onnx_graph_scores_like_the_module(gpt, gpt2_tokenizer, tmp_path) -> None:
-    """The graph that `export` writes, through ONNX Runtime: 1e-4 nats a token, as between two float32 programs."""
+    """The graph that `export` writes, through ONNX Runtime: 1e-4 nats a token, as between two float32
+    programs.
+    """
     from throughline.inference.export import write_graph
     from throughline.inference.onnx_backend import OnnxCausal
 
@@ -141,7 +145,9 @@ def test_pairs_are_tokenised_whole_and_then_split(gpt2_tokenizer, small_gpt) -> 
 
 
 def test_bos_is_put_before_every_text_when_asked(bos_tokenizer, gpt2_tokenizer, small_gpt) -> None:
-    """By the file's own habit or by wish; an empty context is the BOS alone. Without such a token the wish is refused."""
+    """By the file's own habit or by wish; an empty context is the BOS alone. Without such a token the wish is
+    refused.
+    """
     assert bos_tokenizer.puts_bos and not gpt2_tokenizer.puts_bos
     scorer = CausalScorer(small_gpt, bos_tokenizer, bos=True)
     plain = CausalScorer(small_gpt, bos_tokenizer)

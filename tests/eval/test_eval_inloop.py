@@ -1,11 +1,15 @@
-"""Tasks inside a training run: the scores of `throughline eval` on the same step's checkpoint, whatever stopped the run."""
+"""Tasks inside a training run: the scores of `throughline eval` on the same step's checkpoint, whatever
+stopped the run.
+"""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from throughline.cli.main import main
 from throughline.core.recipe import load_recipe
@@ -21,6 +25,7 @@ from throughline.train.build import plan_run
 from throughline.train.loop import train
 from throughline.train.metrics import read_metrics
 from throughline.train.recipe import RULES, Recipe, resolve
+from throughline.train.single_engine import SingleEngine
 
 TASKS = ["lambada_openai", "blimp_wh_island", "blimp_transitive"]
 RECIPE = f"""
@@ -79,7 +84,9 @@ def scores_by_step(run: Path) -> dict[int, dict[str, float]]:
 
 
 def test_a_run_scores_its_tasks_as_eval_does_and_a_crash_changes_nothing(recipe: str, tmp_path: Path) -> None:
-    """Every figure equal to the last bit: curve against checkpoints, and a run that crashed at step 6 against one that did not."""
+    """Every figure equal to the last bit: curve against checkpoints, and a run that crashed at step 6 against
+    one that did not.
+    """
     result = call("train", recipe, "--json")
     assert result.exit_code == 0, result.output
     curve = scores_by_step(tmp_path / "runs/small")
@@ -112,7 +119,10 @@ def test_a_run_scores_its_tasks_as_eval_does_and_a_crash_changes_nothing(recipe:
     assert scores_by_step(tmp_path / "crashed") == curve
 
 
-def test_what_cannot_be_scored_is_refused_before_the_first_step(recipe: str, tmp_path: Path) -> None:
+def test_what_cannot_be_scored_is_refused_before_the_first_step(
+    recipe: str, samples: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(samples / "blimp", tmp_path / "data" / "blimp")
     file = tmp_path / "data" / "lambada" / "lambada_test.jsonl"
     file.parent.mkdir(parents=True)
     file.write_text('{"text": "one two"}\n{"text": "a ' + "x9" * 200 + '"}\n')
@@ -138,17 +148,20 @@ def test_bos_is_put_where_eval_puts_it(bos_tokenizer: Tokenizer) -> None:
 
 
 def test_a_bert_scores_its_tasks_inside_a_run(bert: BERT, bert_tokenizer: Tokenizer) -> None:
-    """Pseudo-log-likelihoods as `throughline eval` takes them, at its own steps alone; a model in training stays so."""
+    """Pseudo-log-likelihoods as `throughline eval` takes them, at its own steps alone; a model in training
+    stays so.
+    """
     evaluation = SimpleNamespace(
         tasks=["blimp_wh_island", "lambada_openai"], data_dir=None, limit=3, every_steps=2
     )
     recipe = SimpleNamespace(evaluation=evaluation, train=SimpleNamespace(steps=9))
     inside = TaskEvaluator(SimpleNamespace(tokenizer=bert_tokenizer, config=bert.config, recipe=recipe))
-    assert inside(bert, 3) == {}
+    engine = SingleEngine(bert, "fp32", torch.device("cpu"))
+    assert inside(engine, 3) == {}
     alone = evaluate(MaskedScorer(bert, bert_tokenizer), find_tasks(evaluation.tasks), Settings(limit=3))
     bert.train()
     try:
-        found = inside(bert, 4)
+        found = inside(engine, 4)
         assert bert.training
     finally:
         bert.eval()
@@ -161,7 +174,9 @@ def test_a_bert_scores_its_tasks_inside_a_run(bert: BERT, bert_tokenizer: Tokeni
 
 
 def test_the_split_is_measured_on_any_machine(recipe: str, tmp_path: Path) -> None:
-    """A run of eight processes on GPUs, by its recipe: on one CPU the figures are still those of the run's last step."""
+    """A run of eight processes on GPUs, by its recipe: on one CPU the figures are still those of the run's
+    last step.
+    """
     result = call("train", recipe, "--set", "train.steps=2", "--set", "evaluation.tasks=[]", "--json")
     assert result.exit_code == 0, result.output
     wanted = json.loads(result.stdout)["validation"]

@@ -1,4 +1,6 @@
-"""A checkpoint saved in any layout is scored as it lies, to the bits that one process's checkpoint of the same weights gets."""
+"""A checkpoint saved in any layout is scored as it lies, to the bits that one process's checkpoint of the
+same weights gets.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ pytest.importorskip("torch")
 from throughline.benchmarks.layout_proof import Case
 from throughline.data.train_tokenizer import train_tokenizer
 from throughline.eval.session import Request, evaluate_one
-from throughline.train.parallel.layout import Layout
+from throughline.planner.layout import Layout
 
 
 def test_scores_are_those_of_one_process(

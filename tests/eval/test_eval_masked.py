@@ -1,6 +1,7 @@
 """Masked scores equal a plain loop that masks one token at a time."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -79,7 +80,9 @@ def test_answers_are_the_same_bits_in_any_batch(bert, bert_tokenizer) -> None:
 
 
 def test_an_exported_bert_scores_like_the_module(bert, bert_tokenizer, tmp_path) -> None:
-    """The graph that `export` writes, through ONNX Runtime: 1e-4 nats a token, as between two float32 programs."""
+    """The graph that `export` writes, through ONNX Runtime: 1e-4 nats a token, as between two float32
+    programs.
+    """
     from throughline.inference.export import write_graph
     from throughline.inference.onnx_backend import OnnxEncoder
 
@@ -99,8 +102,10 @@ def test_an_exported_bert_scores_like_the_module(bert, bert_tokenizer, tmp_path)
                 assert abs(a.rank - b.rank) <= 10, "of 30,522 tokens few are 1e-4 from the answer"
 
 
-def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, gpt_directory, tmp_path) -> None:
-    """From a Hugging Face directory to an ONNX artifact, both scored in one command: tokens agree, BLiMP's score too."""
+def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, gpt_directory, samples, tmp_path) -> None:
+    """From a Hugging Face directory to an ONNX artifact, both scored in one command: tokens agree, BLiMP's
+    score too.
+    """
     from safetensors.torch import save_file
     from throughline.eval.session import Request, evaluate_one
     from throughline.inference.export import export_onnx
@@ -114,6 +119,7 @@ def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, gpt_directory, t
         {name: value.contiguous() for name, value in state.items()}, tmp_path / "bert" / "model.safetensors"
     )
     export_onnx(tmp_path / "bert", tmp_path / "onnx")
+    shutil.copytree(samples / "blimp", tmp_path / "data" / "blimp")
     (tmp_path / "data" / "copa").mkdir(parents=True)
     record = {"query": "The cat sat because", "choices": ["it was tired", "it ran away"], "gold": 0}
     (tmp_path / "data" / "copa" / "copa.jsonl").write_text(json.dumps(record) + "\n")
@@ -144,7 +150,9 @@ def test_cloze_ranks_the_answer_at_the_mask(bert, bert_tokenizer) -> None:
 
 
 def test_hidden_tokens_are_predicted_at_once(bert, bert_tokenizer) -> None:
-    """Against one plain forward a window: every token is in one window, 15 % of each are masked, arg-max and sum are the head's."""
+    """Against one plain forward a window: every token is in one window, 15 % of each are masked, arg-max and
+    sum are the head's.
+    """
     scorer = MaskedScorer(bert, bert_tokenizer)
     (document,) = scorer.tokenize(["All work and no play makes Jack a dull boy. " * 20])
     questions = hidden(document, scorer.window, bert_tokenizer.mask_id, 0.15)
@@ -168,7 +176,9 @@ def test_hidden_tokens_are_predicted_at_once(bert, bert_tokenizer) -> None:
 
 
 def test_accuracy_at_hidden_tokens_of_a_task(bert, bert_tokenizer, gpt, gpt2_tokenizer, tmp_path) -> None:
-    """Over a user's own text: the share of all hidden tokens, not the mean of the documents' shares; a GPT is refused."""
+    """Over a user's own text: the share of all hidden tokens, not the mean of the documents' shares; a GPT is
+    refused.
+    """
     (tmp_path / "text.txt").write_text(
         "the cat sat\n" + "a much longer line of words about the sea and the land\n" * 3
     )
@@ -186,7 +196,7 @@ def test_accuracy_at_hidden_tokens_of_a_task(bert, bert_tokenizer, gpt, gpt2_tok
 
 
 def test_wrong_tokenizer_and_generation_are_refused(
-    bert, gpt2_tokenizer, bert_tokenizer, tmp_path, monkeypatch
+    bert, gpt2_tokenizer, bert_tokenizer, samples, tmp_path, monkeypatch
 ) -> None:
     """Also before the other tasks of the same command are scored, and a window without room."""
     with pytest.raises(WrongUse, match="does not belong to a BERT"):
@@ -198,6 +208,7 @@ def test_wrong_tokenizer_and_generation_are_refused(
     file.write_text(
         json.dumps({"context": "Question: Who?\nAnswer:", "answer": "Ann", "aliases": ["Ann"]}) + "\n"
     )
+    shutil.copytree(samples / "blimp", tmp_path / "blimp")
     scorer = MaskedScorer(bert, bert_tokenizer)
     monkeypatch.setattr(scorer, "score", lambda questions: pytest.fail("scored before the refusal"))
     with pytest.raises(WrongUse, match="cannot write"):

@@ -1,4 +1,6 @@
-"""Scores equal lm-evaluation-harness's on the same model and records, its own task files driving it, everything offline."""
+"""Scores equal lm-evaluation-harness's on the same model and records, its own task files driving it,
+everything offline.
+"""
 
 import importlib.util
 import json
@@ -45,7 +47,9 @@ class Held(BoundTask):
 def compare(
     model: Path, rows: dict[str, list[dict[str, Any]]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accuracies equal; log-likelihoods within 1e-3 nats (a document's within 1e-6 of its size: the harness adds in float32)."""
+    """Accuracies equal; log-likelihoods within 1e-3 nats (a document's within 1e-6 of its size: the harness
+    adds in float32).
+    """
     monkeypatch.setattr(Held, "rows", rows)
     tasks = [Held(task.name, task.group, task.task, task.source) for task in find_tasks(list(rows))]
     theirs = harness.scores(folder, rows, model)
@@ -97,7 +101,9 @@ def test_a_handful_of_records_equals_the_harness(
 def test_a_tokenizer_that_puts_bos_equals_the_harness(
     samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Llama's file says: before contexts, not before an answer without one, and before documents, where it is predicted too."""
+    """As Llama's file says: before contexts, not before an answer without one, and before documents, where it
+    is predicted too.
+    """
     text = (samples / "tinyshakespeare" / "input.txt").read_text()
     model = small_model(tmp_path / "model", text[:100_000], steps=0)
     made = json.loads((model / "tokenizer.json").read_text())
@@ -107,7 +113,7 @@ def test_a_tokenizer_that_puts_bos_equals_the_harness(
         "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
         "special_tokens": {name: {"id": name, "ids": [0], "tokens": [name]}},
-    }  # fmt: skip
+    }
     (model / "tokenizer.json").write_text(json.dumps(made))
     lambada = [
         json.loads(line) for line in (samples / "lambada" / "lambada_test.jsonl").read_text().splitlines()[:4]
@@ -127,7 +133,9 @@ def test_a_tokenizer_that_puts_bos_equals_the_harness(
 def test_all_tasks_equal_the_harness(
     shared: Path, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    """The first records of every task whose data are at hand (16 paradigms of BLiMP); WikiText by its first ten articles."""
+    """The first records of every task whose data are at hand (16 paradigms of BLiMP); WikiText by its first
+    ten articles.
+    """
     rows = hub.records(shared, RECORDS)
     rows["wikitext_2"] = rows["wikitext_2"][:10]
     text = (samples / "tinyshakespeare" / "input.txt").read_text()

@@ -24,8 +24,10 @@ TEXT = (
 
 
 def megatron(ids: list[int], window: int, stride: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """(what is read, what is predicted) of every target that counts, by Megatron-LM's zero-shot data set: windows begin every
-    `stride` tokens, the first counts whole, later ones by their last `stride` places, padding never."""
+    """(what is read, what is predicted) of every target that counts, by Megatron-LM's zero-shot data set:
+    windows begin every `stride` tokens, the first counts whole, later ones by their last `stride` places,
+    padding never.
+    """
     targets = max(len(ids) - 1 - stride, 0)
     for number in range(max(math.ceil(targets / stride) + 1, 1)):
         piece = ids[number * stride : number * stride + window + 1]
@@ -77,7 +79,9 @@ def test_wikitext_by_megatron_is_normalised_by_original_words(
 
 
 def test_lambada_by_megatron(small_gpt, gpt2_tokenizer) -> None:
-    """Lax: the text's last token alone. Strict: all tokens of the last word, whatever white space is before it."""
+    """Lax: the text's last token alone. Strict: all tokens of the last word, whatever white space is before
+    it.
+    """
     text = "He spoke of the \n antidisestablishmentarians"
     lax, strict, harness = find_tasks(["lambada_megatron", "lambada_megatron_strict", "lambada_openai"])
     (item,) = lax.items([Record("x:1", {"text": text})])
@@ -100,7 +104,9 @@ def test_lambada_by_megatron(small_gpt, gpt2_tokenizer) -> None:
 
 
 def test_pseudo_perplexity_masks_each_token_once(bert, bert_tokenizer, tmp_path: Path) -> None:
-    """Of a BERT a document's perplexity is that of its tokens, each masked alone in its window; the last window is filled up."""
+    """Of a BERT a document's perplexity is that of its tokens, each masked alone in its window; the last
+    window is filled up.
+    """
     (tmp_path / "wikitext-2").mkdir()
     (tmp_path / "wikitext-2" / "test.txt").write_text(TEXT * 2)
     (task,) = find_tasks(["wikitext_2"])
@@ -133,7 +139,9 @@ def cloze_task(folder: Path, *records: dict, answers: str = "a") -> list:
 
 
 def ranked_words(scorer: MaskedScorer, model, tokenizer) -> tuple[list[str], list[int]]:
-    """What the model has for PROMPT's mask, the most probable first, and the places in it of words of one token."""
+    """What the model has for PROMPT's mask, the most probable first, and the places in it of words of one
+    token.
+    """
     ((context, _),) = scorer.encode([[(PROMPT, "x")]])[0].pairs
     row = [tokenizer.cls_id, *context, tokenizer.sep_id]
     with torch.no_grad():
@@ -166,7 +174,9 @@ def test_cloze_counts_the_first_and_the_first_ten(bert, bert_tokenizer, tmp_path
 
 
 def test_every_accepted_answer_of_a_cloze_question_counts(bert, bert_tokenizer, tmp_path: Path) -> None:
-    """The most probable word is right wherever it stands among the accepted ones; one that the mask cannot spell is none."""
+    """The most probable word is right wherever it stands among the accepted ones; one that the mask cannot
+    spell is none.
+    """
     scorer = MaskedScorer(bert, bert_tokenizer)
     whole, ranked = ranked_words(scorer, bert, bert_tokenizer)
     best, worst = whole[ranked[0]], whole[ranked[-1]]
@@ -178,7 +188,9 @@ def test_every_accepted_answer_of_a_cloze_question_counts(bert, bert_tokenizer, 
 
 
 def test_a_cloze_question_without_an_answer_is_named(bert, bert_tokenizer, tmp_path: Path) -> None:
-    """By file and line; a text as long as the window is no cut one, a longer one is skipped on demand, examples are refused."""
+    """By file and line; a text as long as the window is no cut one, a longer one is skipped on demand,
+    examples are refused.
+    """
     scorer = MaskedScorer(bert, bert_tokenizer)
     good = {"c": PROMPT, "a": ["paris"]}
     full = {"c": "[MASK] " + "word " * (scorer.window - 1), "a": ["paris"]}

@@ -1,4 +1,6 @@
-"""Prompts, choices and gold answers equal lm-evaluation-harness's own templates, on hand-written records in the hub's schema."""
+"""Prompts, choices and gold answers equal lm-evaluation-harness's own templates, on hand-written records in
+the hub's schema.
+"""
 
 import importlib.util
 import sys
@@ -9,7 +11,8 @@ import pytest
 from throughline.eval.fewshot import with_examples
 from throughline.eval.items import Item
 from throughline.eval.sources import Record
-from throughline.eval.task import find_tasks, load_task, shipped_tasks
+from throughline.eval.task import find_tasks, shipped_tasks
+from throughline.eval.task_file import load_task
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")
 
@@ -33,45 +36,117 @@ RACE = [
 # One line a record, as in the data.
 # ruff: noqa: E501
 RECORDS: dict[str, list[dict[str, Any]]] = {
-    "lambada_openai": [{"text": "He said \"no\" and\n\nleft the house to the dog's owner"}],
+    "lambada_openai": [{"text": 'He said "no" and\n\nleft the house to the dog\'s owner'}],
     "hellaswag": [
-        {"activity_label": "Roof work", "ctx_a": "A man sits on a roof.", "ctx_b": "he", "label": "2",
-         "endings": ["is using wrap.", "[title] falls  off.", "pulls [step] shingles.", "sings."]},
+        {
+            "activity_label": "Roof work",
+            "ctx_a": "A man sits on a roof.",
+            "ctx_b": "he",
+            "label": "2",
+            "endings": ["is using wrap.", "[title] falls  off.", "pulls [step] shingles.", "sings."],
+        },
     ],
     "piqa": [{"goal": "Make a fire", "sol1": "Use wood.", "sol2": "Use water.", "label": 0}],
     "winogrande": [
-        {"sentence": "The trophy did not fit the case because the _ was too big.", "option1": "trophy", "option2": "case", "answer": "1"},
+        {
+            "sentence": "The trophy did not fit the case because the _ was too big.",
+            "option1": "trophy",
+            "option2": "case",
+            "answer": "1",
+        },
         {"sentence": "_ is here, a_b.", "option1": "Ann", "option2": "Bob", "answer": "2"},
     ],
     "wsc273": [
-        {"text": "The councilmen refused the demonstrators a permit because they feared  violence.", "pronoun": "they", "pronoun_loc": 58,
-         "quote": "they feared violence", "options": ["The councilmen", "The demonstrators"], "label": 0},
-        {"text": "Jim hit Bob. His hand hurt.", "pronoun": "His", "pronoun_loc": 13, "quote": "", "options": ["Jim", "The boy"], "label": 1},
+        {
+            "text": "The councilmen refused the demonstrators a permit because they feared  violence.",
+            "pronoun": "they",
+            "pronoun_loc": 58,
+            "quote": "they feared violence",
+            "options": ["The councilmen", "The demonstrators"],
+            "label": 0,
+        },
+        {
+            "text": "Jim hit Bob. His hand hurt.",
+            "pronoun": "His",
+            "pronoun_loc": 13,
+            "quote": "",
+            "options": ["Jim", "The boy"],
+            "label": 1,
+        },
     ],
     "arc_easy": [
-        {"id": "1", "question": "What is hot?", "answerKey": "B", "choices": {"text": ["ice", "fire", "snow"], "label": ["A", "B", "C"]}},
-        {"id": "2", "question": "Which?", "answerKey": "3", "choices": {"text": ["x", "y", "z"], "label": ["1", "2", "3"]}},
+        {
+            "id": "1",
+            "question": "What is hot?",
+            "answerKey": "B",
+            "choices": {"text": ["ice", "fire", "snow"], "label": ["A", "B", "C"]},
+        },
+        {
+            "id": "2",
+            "question": "Which?",
+            "answerKey": "3",
+            "choices": {"text": ["x", "y", "z"], "label": ["1", "2", "3"]},
+        },
     ],
-    "arc_challenge": [{"id": "1", "question": "Why?", "answerKey": "A", "choices": {"text": ["a b", "c"], "label": ["A", "B"]}}],
-    "openbookqa": [{"question_stem": "The sun is", "answerKey": " C", "choices": {"text": ["x", "y", "z z"], "label": ["A", "B", "C"]}}],
+    "arc_challenge": [
+        {
+            "id": "1",
+            "question": "Why?",
+            "answerKey": "A",
+            "choices": {"text": ["a b", "c"], "label": ["A", "B"]},
+        }
+    ],
+    "openbookqa": [
+        {
+            "question_stem": "The sun is",
+            "answerKey": " C",
+            "choices": {"text": ["x", "y", "z z"], "label": ["A", "B", "C"]},
+        }
+    ],
     "copa": [
-        {"premise": "The man turned on the tap.", "question": "effect", "choice1": "Water flowed.", "choice2": "The sink broke.", "label": 0},
-        {"premise": "She fell. ", "question": "cause", "choice1": "It was icy.", "choice2": "She ate.", "label": 0},
+        {
+            "premise": "The man turned on the tap.",
+            "question": "effect",
+            "choice1": "Water flowed.",
+            "choice2": "The sink broke.",
+            "label": 0,
+        },
+        {
+            "premise": "She fell. ",
+            "question": "cause",
+            "choice1": "It was icy.",
+            "choice2": "She ate.",
+            "label": 0,
+        },
     ],
     "boolq": [{"passage": "Water -- it is wet.", "question": "is water wet", "label": 1}],
     "rte": [{**NLI, "label": 1}],
     "cb": [{**NLI, "label": 2}],
-    "wic": [{"sentence1": "He played the part.", "sentence2": "A part of it.", "start1": 14, "end1": 18, "word": "part", "label": 0}],
-    "race": [{"article": "There was a\nhouse.", "problems": str(RACE)}, {"article": "Short.", "problems": str(RACE[:1])}],
+    "wic": [
+        {
+            "sentence1": "He played the part.",
+            "sentence2": "A part of it.",
+            "start1": 14,
+            "end1": 18,
+            "word": "part",
+            "label": 0,
+        }
+    ],
+    "race": [
+        {"article": "There was a\nhouse.", "problems": str(RACE)},
+        {"article": "Short.", "problems": str(RACE[:1])},
+    ],
     "anli_r1": [{**NLI, "label": 0}],
     "anli_r2": [{**NLI, "label": 1}],
     "anli_r3": [{**NLI, "label": 2}],
     "mrpc": [{"sentence1": "A is b .", "sentence2": "B is a .", "label": 1}],
     "sst2": [{"sentence": "it 's charming . ", "label": 1}],
-    "triviaqa": [{"question": "Who wrote it?", "answer": {"aliases": ["Ann B.", "The author"], "value": "Ann"}}],
+    "triviaqa": [
+        {"question": "Who wrote it?", "answer": {"aliases": ["Ann B.", "The author"], "value": "Ann"}}
+    ],
     "wikitext_2": [{"page": PAGE}],
     "blimp_wh_island": [{"sentence_good": "Who sleeps?", "sentence_bad": "Who sleep?"}],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +177,29 @@ def test_prompts_equal_the_harness(name: str, asked) -> None:
 
 
 def test_examples_have_the_form_of_the_harness(tmp_path: Path) -> None:
-    """One example out of two records can only be the other one, so both draw it: every task's context with it, every character."""
+    """One example out of two records can only be the other one, so both draw it: every task's context with
+    it, every character.
+    """
     two = {name: (records * 2)[:2] for name, records in RECORDS.items() if name != "wikitext_2"}
     for name, (one, other) in two.items():
         if one == other:  # tell them apart by a word in a text of theirs
-            key = next(key for key in ("sentence_good", "premise", "question", "goal", "text", "passage", "sentence1", "sentence",
-                                       "question_stem", "ctx_a", "article") if key in other)  # fmt: skip
+            key = next(
+                key
+                for key in (
+                    "sentence_good",
+                    "premise",
+                    "question",
+                    "goal",
+                    "text",
+                    "passage",
+                    "sentence1",
+                    "sentence",
+                    "question_stem",
+                    "ctx_a",
+                    "article",
+                )
+                if key in other
+            )
             two[name] = [one, other | {key: f"Also {other[key]}"}]
     asked = _harness().requests(tmp_path, two, shots=1)
     for name, records in two.items():
@@ -119,7 +211,9 @@ def test_examples_have_the_form_of_the_harness(tmp_path: Path) -> None:
 
 
 def test_every_task_of_the_harness_is_checked_or_run() -> None:
-    """Every shipped task is in RECORDS, but those that say `checked = "nothing"`: they are no tasks of the harness."""
+    """Every shipped task is in RECORDS, but those that say `checked = "nothing"`: they are no tasks of the
+    harness.
+    """
     ours = {name for name, file in shipped_tasks().items() if load_task(file).checked != "nothing"}
     covered = {bound.group or bound.name for name in RECORDS for bound in find_tasks([name])}
     assert ours == covered

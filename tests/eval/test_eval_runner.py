@@ -1,4 +1,6 @@
-"""Evaluations survive crashes and any number of processes without a trace in the scores; means and contamination are right."""
+"""Evaluations survive crashes and any number of processes without a trace in the scores; means and
+contamination are right.
+"""
 
 import json
 import math
@@ -64,7 +66,9 @@ def test_a_killed_evaluation_goes_on_where_it_was(
 def test_any_number_of_ranks_and_any_batch_give_the_same_scores(
     small_gpt, gpt2_tokenizer, wanted, tmp_path: Path, world: int, batch: int
 ) -> None:
-    """Ranks in turn, the first one last; of three one dies without having answered anything. Equal to the last bit."""
+    """Ranks in turn, the first one last; of three one dies without having answered anything. Equal to the
+    last bit.
+    """
     scorer = CausalScorer(small_gpt, gpt2_tokenizer, identity="weights", batch_questions=batch)
     for rank in reversed(range(world)):
         if rank == world - 1 and world == 3:
@@ -161,7 +165,9 @@ def test_a_bad_record_is_named(scorer, tmp_path: Path, line: str, complaint: str
 
 @pytest.mark.parametrize("kind", ["rolling", "stream", "last_token"])
 def test_a_document_of_no_tokens_is_named(scorer, tmp_path: Path, kind: str) -> None:
-    """Nothing over nothing is no perplexity, and in some resamples of the standard error there would be no other document."""
+    """Nothing over nothing is no perplexity, and in some resamples of the standard error there would be no
+    other document.
+    """
     metric = "acc" if kind == "last_token" else "token_perplexity"
     (tmp_path / "own.toml").write_text(
         f'about = "own"\nkind = "{kind}"\nmetrics = ["{metric}"]\n[source]\nfiles = ["own.jsonl"]\n'
@@ -179,7 +185,9 @@ def test_a_document_of_no_tokens_is_named(scorer, tmp_path: Path, kind: str) -> 
 
 
 def test_a_record_is_no_example_of_itself(tmp_path: Path) -> None:
-    """A task whose examples come from the file that is evaluated would show every answer to some of its questions."""
+    """A task whose examples come from the file that is evaluated would show every answer to some of its
+    questions.
+    """
     (tmp_path / "own.toml").write_text(
         'about = "own"\nkind = "multiple_choice"\nmetrics = ["acc"]\n[source]\nfiles = ["own.jsonl"]\n'
         'fewshot_files = ["o*.jsonl"]\n'
@@ -228,7 +236,9 @@ def test_missing_data_and_wrong_names_are_named(scorer, tmp_path: Path) -> None:
 
 
 def test_nothing_is_fetched_for_a_group_that_is_partly_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shipped paradigms of BLiMP are scored without a network; the other members are left out, not waited for."""
+    """The shipped paradigms of BLiMP are scored without a network; the other members are left out, not waited
+    for.
+    """
     monkeypatch.setattr("throughline.eval.task.hub_records", lambda *_: pytest.fail("asked the network"))
     found = present(find_tasks(["blimp"]), Settings(limit=1))
     assert len(found) == 16
@@ -249,7 +259,9 @@ def _no_network() -> None:
 
 
 def test_a_model_of_nans_has_no_score(gpt_directory: Path, gpt2_tokenizer) -> None:
-    """Every comparison with a NaN is false, so the first choice would win, which in BLiMP is the right one: 100 percent."""
+    """Every comparison with a NaN is false, so the first choice would win, which in BLiMP is the right one:
+    100 percent.
+    """
     from throughline.inference.source import open_model
 
     model = open_model(gpt_directory).model
@@ -261,7 +273,9 @@ def test_a_model_of_nans_has_no_score(gpt_directory: Path, gpt2_tokenizer) -> No
 
 
 def test_paired_tests() -> None:
-    """McNemar against sums written out by hand; a z test on a difference that is there and on one that is not."""
+    """McNemar against sums written out by hand; a z test on a difference that is there and on one that is
+    not.
+    """
     assert mcnemar(0, 0) == 1.0
     assert mcnemar(5, 0) == pytest.approx(2 / 2**5)
     assert mcnemar(7, 2) == pytest.approx(2 * (1 + 9 + 36) / 2**9)
@@ -320,10 +334,65 @@ def test_contamination_of_repeated_tokens_ends() -> None:
 
 def test_curves_follow_the_steps() -> None:
     history = [
-        {"step": step, "groups": [], "validation": {"loss": 5.0 - step / 100},
-         "tasks": [{"task": "t", "metrics": {"acc": {"value": step / 200}}}]}
+        {
+            "step": step,
+            "groups": [],
+            "validation": {"loss": 5.0 - step / 100},
+            "tasks": [{"task": "t", "metrics": {"acc": {"value": step / 200}}}],
+        }
         for step in (100, 0, 50)
-    ]  # fmt: skip
-    plots = {plot["name"]: plot["points"] for plot in curves(history)}
-    assert plots["t acc"] == [(0.0, 160.0), (210.0, 80.0), (420.0, 0.0)]
-    assert plots["validation loss"] == [(0.0, 0.0), (210.0, 80.0), (420.0, 160.0)]
+    ]
+    plots = {chart.title: chart.series for chart in curves(history)}
+    assert plots["t acc"] == [("", [(0, 0.0), (50, 0.25), (100, 0.5)])]
+    assert plots["validation loss"] == [("", [(0, 5.0), (50, 4.5), (100, 4.0)])]
+
+
+def test_kept_answers_are_said_and_belong_to_one_program(
+    small_gpt, gpt2_tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The same weights under another version of the program or of torch, or on another device, are asked anew."""
+    from importlib import metadata
+
+    from throughline.eval import logits
+
+    tasks, settings = find_tasks(["lambada_openai"]), Settings(limit=4)
+    days = iter(["2024-02-28", "2024-02-29"])
+    monkeypatch.setattr("time.strftime", lambda form: next(days))
+
+    def run() -> str:
+        evaluate(CausalScorer(small_gpt, gpt2_tokenizer, identity="weights"), tasks, settings, tmp_path)
+        return capsys.readouterr().err
+
+    assert "kept" not in run()
+    assert "4 of 4 answers are kept from 2024-02-28; --fresh asks all of them again" in run()
+    real = metadata.version
+    for package in ("throughline", "torch"):
+        with monkeypatch.context() as patch:
+            patch.setattr(metadata, "version", lambda name, p=package: "99" if name == p else real(name))
+            patch.setattr("time.strftime", lambda form: "2024-03-01")
+            assert "kept" not in run()
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    assert logits.computed_by(card) != logits.computed_by(torch.device("cpu"))
+
+
+def test_a_model_of_nans_writes_no_answer(gpt_directory: Path, gpt2_tokenizer, tmp_path: Path) -> None:
+    """Its first token would be id 0, an answer like any other."""
+    from throughline.inference.source import open_model
+
+    model = open_model(gpt_directory).model
+    with torch.no_grad():
+        model.output_weight()[3] = math.nan
+    (tmp_path / "triviaqa").mkdir()
+    record = {"question": "Who?", "answer": {"aliases": ["me"], "value": "me"}}
+    (tmp_path / "triviaqa" / "validation.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(Failed, match="the model predicts nothing"):
+        evaluate(CausalScorer(model, gpt2_tokenizer), find_tasks(["triviaqa"]), Settings(data_dir=tmp_path))
+
+
+def test_the_samples_fill_in_for_nothing(scorer, tmp_path: Path) -> None:
+    """LAMBADA and 16 of BLiMP's paradigms ship: where --data-dir lacks their files, that is said."""
+    for name in ("lambada_openai", "blimp_wh_island"):
+        assert present(find_tasks([name]), Settings())
+        with pytest.raises(WrongUse, match=f"no data for task {name}"):
+            present(find_tasks([name]), Settings(data_dir=tmp_path))

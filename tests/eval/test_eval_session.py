@@ -1,4 +1,6 @@
-"""The command: reports, the gate of a second form, checkpoints of a run, comparisons; killed or shared, the same report."""
+"""The command: reports, the gate of a second form, checkpoints of a run, comparisons; killed or shared, the
+same report.
+"""
 
 import json
 import math
@@ -6,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,8 @@ from throughline.core.errors import Refused, WrongUse
 from throughline.data.readers import ReadOptions
 from throughline.data.tokenize import tokenize
 from throughline.eval.compare import compare_scores
-from throughline.eval.session import Request, evaluate_checkpoints, evaluate_one, join_ranks, own_gpu
+from throughline.eval.opening import own_gpu
+from throughline.eval.session import Request, evaluate_checkpoints, evaluate_one, join_ranks
 
 
 def test_scores_artifact_reports_and_comparison(gpt_directory: Path, tmp_path: Path) -> None:
@@ -44,7 +48,9 @@ def test_scores_artifact_reports_and_comparison(gpt_directory: Path, tmp_path: P
 
 
 def test_the_gate_refuses_another_model(gpt_directory: Path, tmp_path: Path) -> None:
-    """The same directory passes with a difference of zero; a copy with one changed weight is refused, naming a record."""
+    """The same directory passes with a difference of zero; a copy with one changed weight is refused, naming
+    a record.
+    """
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -64,7 +70,9 @@ def test_the_gate_refuses_another_model(gpt_directory: Path, tmp_path: Path) -> 
 
 
 def test_the_gate_opens_after_an_evaluation_without_it(small_directory: Path, tmp_path: Path) -> None:
-    """Answers of the first command have no log-probabilities of tokens: they are asked again, and both forms are in the reports."""
+    """Answers of the first command have no log-probabilities of tokens: they are asked again, and both forms
+    are in the reports.
+    """
     asked = {"path": small_directory, "tasks": "blimp_wh_island", "limit": 4, "out": tmp_path / "out"}
     alone, _ = evaluate_one(Request(**asked))
     payload, lines = evaluate_one(Request(**asked, against=str(small_directory)))
@@ -88,7 +96,9 @@ def test_the_gate_opens_after_an_evaluation_without_it(small_directory: Path, tm
 def test_a_gate_that_would_compare_nothing_is_refused(
     small_directory: Path, tmp_path: Path, changed: dict, complaint: str
 ) -> None:
-    """Without answers that have probabilities, or of a model with other tokens: said before anything is scored or made."""
+    """Without answers that have probabilities, or of a model with other tokens: said before anything is
+    scored or made.
+    """
     import shutil
 
     from throughline.data.train_tokenizer import train_tokenizer
@@ -107,7 +117,9 @@ def test_a_gate_that_would_compare_nothing_is_refused(
 def test_a_path_of_any_form_has_scores_beside_it(
     small_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory one stands in, one with blanks and no ASCII, a link; and a wrong path leaves nothing behind."""
+    """The directory one stands in, one with blanks and no ASCII, a link; and a wrong path leaves nothing
+    behind.
+    """
     import shutil
 
     inside = tmp_path / "mein Modell é"
@@ -129,7 +141,9 @@ def test_a_path_of_any_form_has_scores_beside_it(
 def test_scores_of_a_checkpoint_lie_beside_its_run(
     small_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that still goes on hashes, when it ends, all that lies in its directory: later scores would damage it."""
+    """A run that still goes on hashes, when it ends, all that lies in its directory: later scores would
+    damage it.
+    """
     import shutil
 
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -147,7 +161,9 @@ def test_scores_of_a_checkpoint_lie_beside_its_run(
 def test_scores_take_no_other_artifact_s_place(
     small_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--out RUN/checkpoints would put a report in the place of every checkpoint, --out runs one of a run that is called scores."""
+    """--out RUN/checkpoints would put a report in the place of every checkpoint, --out runs one of a run that
+    is called scores.
+    """
     import shutil
 
     with create_artifact(tmp_path / "runs" / "scores", "checkpoint") as draft:
@@ -208,8 +224,8 @@ def test_every_checkpoint_of_a_run_makes_a_curve(
     monkeypatch.setattr("throughline.eval.session.checkpoints_of", lambda run: checkpoints)
     payload, lines = evaluate_checkpoints(Request(tmp_path / "run", "blimp_wh_island", limit=6))
     assert [results["step"] for results in payload["checkpoints"]] == [10, 20]
-    assert "<polyline" in (tmp_path / "run.scores" / "step-00000020" / "report.html").read_text()
-    assert "<polyline" not in (tmp_path / "run.scores" / "step-00000010" / "report.html").read_text()
+    assert 'class="plot"' in (tmp_path / "run.scores" / "step-00000020" / "report.html").read_text()
+    assert 'class="plot"' not in (tmp_path / "run.scores" / "step-00000010" / "report.html").read_text()
     assert len([line for line in lines if "blimp_wh_island" in line]) == 2
 
 
@@ -255,6 +271,10 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert [own_gpu(name) for name in ("cpu", "cuda", "cuda:1")] == ["cpu", "cuda", "cuda:1"]
     with pytest.raises(WrongUse, match="no cuda:2 here"):
         own_gpu("cuda:2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert own_gpu("auto") == "cpu"
+    with pytest.raises(WrongUse, match="no CUDA device here"):
+        own_gpu("cuda")
 
 
 @pytest.mark.parametrize("world", ["2", "two"])
@@ -269,7 +289,9 @@ def test_one_process_that_is_told_of_others_is_named(monkeypatch: pytest.MonkeyP
 def test_scores_without_the_records_found_in_training_data(
     gpt_directory: Path, gpt2_tokenizer, samples: Path, tmp_path: Path
 ) -> None:
-    """Three of eight records stand inside longer texts of the store: found, and the clean scores are the other five's."""
+    """Three of eight records stand inside longer texts of the store: found, and the clean scores are the
+    other five's.
+    """
     lines = (samples / "lambada" / "lambada_test.jsonl").read_text().splitlines()[:8]
     records = [json.loads(line)["text"].replace("\n", " ") for line in lines]
     (tmp_path / "text.txt").write_text(
@@ -312,7 +334,9 @@ def test_scores_without_the_records_found_in_training_data(
 def test_killed_at_any_point_the_command_goes_on_to_the_same_report(
     gpt_directory: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL once so and so many answers are on disk, several times over; then the results of an undisturbed run."""
+    """SIGKILL once so and so many answers are on disk, several times over; then the results of an undisturbed
+    run.
+    """
     tasks = ["--tasks", "lambada_openai,blimp_wh_island", "--limit", "60", "--batch-tokens", "1"]
     command = [sys.executable, "-m", "throughline.cli.main", "eval", str(gpt_directory), *tasks]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -351,3 +375,14 @@ def test_three_processes_write_the_report_of_one(gpt_directory: Path, tmp_path: 
     assert done.returncode == 2 and done.stderr.count("no such model") == 1, (
         "what all processes meet is said once"
     )
+
+
+def test_fresh_asks_again(gpt_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    asked = Request(gpt_directory, "lambada_openai", limit=3, out=tmp_path / "scores")
+    first = evaluate_one(asked)
+    assert evaluate_one(asked) == first and "3 of 3 answers are kept" in capsys.readouterr().err
+    stored = next((tmp_path / "scores" / "answers").iterdir())
+    stored.write_text(stored.read_text().replace('"answer": [[-', '"answer": [[9'))  # of a faulty program
+    assert evaluate_one(asked) != first
+    capsys.readouterr()
+    assert evaluate_one(replace(asked, fresh=True)) == first and "kept" not in capsys.readouterr().err

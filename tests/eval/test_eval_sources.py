@@ -1,5 +1,6 @@
-"""Data files: every format and compression gives the same records, the local benchmark files ask what the harness is asked, and
-damage is named."""
+"""Data files: every format and compression gives the same records, the local benchmark files ask what the
+harness is asked, and damage is named.
+"""
 
 import bz2
 import csv
@@ -116,7 +117,9 @@ def test_what_cannot_be_a_pattern_is_said(tmp_path: Path, pattern: str) -> None:
 
 
 def test_local_files_ask_what_the_harness_is_asked(shared: Path) -> None:
-    """Each task over the shared files as they are: the questions that its hub form gives, which the parity tests compare."""
+    """Each task over the shared files as they are: the questions that its hub form gives, which the parity
+    tests compare.
+    """
     spec = importlib.util.spec_from_file_location("eval_hub", Path(__file__).with_name("hub.py"))
     hub = importlib.util.module_from_spec(spec)
     sys.modules["eval_hub"] = hub
@@ -181,7 +184,9 @@ ORIGINAL = {
 
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_the_authors_own_files_ask_what_the_hub_s_form_asks(tmp_path: Path, name: str) -> None:
-    """HANS as a table called .txt with bare quotes in it, ANLI with other names and labels: the questions of the hub's schema."""
+    """HANS as a table called .txt with bare quotes in it, ANLI with other names and labels: the questions of
+    the hub's schema.
+    """
     place, text = ORIGINAL[name]
     (tmp_path / place).parent.mkdir(parents=True)
     (tmp_path / place).write_text(text)
@@ -199,7 +204,9 @@ def hub_lines(text: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", ["wikitext_2", "wikitext_masked_2"])
 def test_the_lines_of_wikitext_are_its_articles(tmp_path: Path, name: str) -> None:
-    """The authors' file, and the hub's with a line a record: the articles, to the last blank of the originals, and as many."""
+    """The authors' file, and the hub's with a line a record: the articles, to the last blank of the
+    originals, and as many.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -217,8 +224,9 @@ def test_the_lines_of_wikitext_are_its_articles(tmp_path: Path, name: str) -> No
 
 
 def test_a_stream_is_one_whatever_its_file(tmp_path: Path) -> None:
-    """Megatron's WikiText from a text file, and the same lines as records of their own (the hub's form): one stream of one text,
-    of as many words."""
+    """Megatron's WikiText from a text file, and the same lines as records of their own (the hub's form): one
+    stream of one text, of as many words.
+    """
     text = " \n = Title = \n \n A sentence , with words . \n Another one . \n"
     (stream,) = [task for task in find_tasks(["wikitext_megatron"]) if task.name == "wikitext_megatron_2"]
     found = []
@@ -252,9 +260,9 @@ def test_a_stream_is_one_whatever_its_file(tmp_path: Path) -> None:
         ("[source]", 'until = ["\\n", ""]\n[source]', "until: an empty string"),
         ('files = ["own.jsonl"]', 'files = ["own.toml"]', "unknown data format"),
         ("[[prompt]]", '[members]\nown_a = { place = "x" }\n[[prompt]]', None),
-        ("[[prompt]]", '[members]\nown_a = { }\n[[prompt]]', "'place' is not among name"),
+        ("[[prompt]]", "[members]\nown_a = { }\n[[prompt]]", "'place' is not among name"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_task_file_is_named(tmp_path: Path, old: str, new: str, complaint: str | None) -> None:
     """The user's own task: each fault is an error of ours that says which; the file as it stands is none."""
     task = (
