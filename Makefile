@@ -6,15 +6,19 @@ export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest
 RUN := runs/demo
 
-.PHONY: demo test slow lint reference gpu-check bench prove-layouts prove-scale prove-compression clean help
+.PHONY: demo test slow lint docs reproduce reference gpu-check bench bench-quick prove-layouts prove-scale prove-compression clean help
 
 help:
 	@echo "make demo           install, then text to served GPT and BERT in minutes on a laptop CPU"
 	@echo "make test           install and run the fast tests"
 	@echo "make slow           the tests that take minutes or several processes"
 	@echo "make lint           ruff and mypy"
+	@echo "make reproduce      reported results beside what this machine measures, predicts or proves (reproduce-NAME: one)"
+	@echo "make docs           the book as HTML in build/book; a broken link is an error"
 	@echo "make gpu-check      tests and benchmarks that need a CUDA device; installs nothing"
 	@echo "make bench          every benchmark against its peers (NANOGPT=a nanoGPT checkout, SHARED=shared data)"
+	@echo "make bench-quick    the same claims with fewer repetitions, in ten minutes; keeps no result"
+	@echo "make bert-toy       a small BERT on novels until it is as good as transformers' after 20 minutes"
 	@echo "make prove-layouts  every parallel layout against the single process"
 	@echo "make prove-scale    layouts of thousands of processes, simulated, against the published formulas"
 	@echo "make prove-compression  gradients in a fifth of the bytes against whole ones"
@@ -25,7 +29,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,fast,eval,bench,ray]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,fast,eval,bench,ray,docs]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[tensorrt-rtx]" || \
+		echo "TensorRT-RTX does not install here: its tests are skipped"
 	@touch $@
 
 demo: $(VENV)/.installed
@@ -40,12 +46,19 @@ slow: $(VENV)/.installed-test
 
 lint: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 	mkdir -p build/lint && ln -sfn $(CURDIR) build/lint/throughline
 	cd build/lint && $(abspath $(BIN))/python -m mypy --config-file throughline/pyproject.toml -p throughline.core -p throughline.models \
-		-p throughline.data -p throughline.train -p throughline.inference -p throughline.eval -p throughline.cli
+		-p throughline.data -p throughline.planner -p throughline.train -p throughline.inference -p throughline.eval -p throughline.cli
 
 bench: $(VENV)/.installed-test
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/run_all.py $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(SHARED),--shared $(SHARED)) $(BENCHFLAGS)
+
+bench-quick: BENCHFLAGS += --quick --results build/bench-quick.json
+bench-quick: bench
+
+bert-toy: $(VENV)/.installed-test
+	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/bert_toy.py $(BENCHFLAGS)
 
 prove-layouts: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/prove_layouts.py $(PROVEFLAGS)
@@ -56,9 +69,23 @@ prove-scale: $(VENV)/.installed-test
 prove-compression: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/prove_compression.py $(PROVEFLAGS)
 
+docs: $(VENV)/.installed-test
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/book
+
+# every reported result that this machine can answer, or one of them: make reproduce-NAME
+reproduce: $(VENV)/.installed-test
+	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/reproduce.py
+	$(BIN)/python docs/make_reproductions.py
+
+reproduce-%: $(VENV)/.installed-test
+	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/reproduce.py $*
+	$(BIN)/python docs/make_reproductions.py
+
 reference: $(VENV)/.installed
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_results.py
+	$(BIN)/python docs/make_planning.py
+	$(BIN)/python docs/make_reproductions.py
 
 # a bare machine with torch, transformers and onnxruntime: nothing is installed, the checkout itself is put on the path
 gpu-check:

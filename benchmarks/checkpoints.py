@@ -1,8 +1,9 @@
 """What a checkpoint costs a run of two data processes: the pause, and tokens a second while it is written.
 
-python benchmarks/checkpoints.py [--quick] [--directory DIR]. A GPT of GPT-2's width with 4 layers in fp32 (68 million parameters,
-815 MB of weights and optimizer state). Windows without a save and windows from the call of `save` until `latest` names the
-verified checkpoint take turns in one run. The pause is the longest of both processes.
+python benchmarks/checkpoints.py [--quick] [--directory DIR]. A GPT of GPT-2's width with 4 layers in fp32 (68
+million parameters, 815 MB of weights and optimizer state). Windows without a save and windows from the call
+of `save` until `latest` names the verified checkpoint take turns in one run. The pause is the longest of both
+processes.
 """
 
 import tempfile
@@ -14,11 +15,11 @@ import torch
 from common import claim, finish, parser
 from throughline.benchmarks.forked import run_ranks, warm
 from throughline.models.presets import preset
+from throughline.planner.layout import Layout
 from throughline.train.checkpoint import CheckpointWriter
+from throughline.train.layout_engine import LayoutEngine
 from throughline.train.objective import StepBatch, prepare
-from throughline.train.parallel.crew import Crew
-from throughline.train.parallel.engine import Engine
-from throughline.train.parallel.layout import Layout
+from throughline.train.parallel.ranks import Ranks
 from throughline.train.precision import LossScaler
 from throughline.train.step import Trainer, train_step
 
@@ -29,27 +30,31 @@ PAUSE_BOUND_S, THROUGHPUT_BOUND = 0.2, 0.9
 QUIET_STEPS = 8  # of a window without a save; one with a save lasts as long as the writing
 
 
-def make_trainer(crew: Crew) -> Trainer:
+def make_trainer(ranks: Ranks) -> Trainer:
     """The run's model and AdamW on this process."""
-    engine = Engine(CONFIG, crew.mesh, "fp32")
+    engine = LayoutEngine(CONFIG, ranks.mesh, "fp32")
     engine.fill()
     group = {"params": [parameter for _, parameter in engine.named_parameters()], "base_lr": 1e-4}
     optimizer = torch.optim.AdamW([group], lr=1e-4, fused=True)
-    return Trainer(engine, optimizer, None, LossScaler(), "fp32", crew.mesh.device, 1.0)
+    return Trainer(engine, optimizer, LossScaler(), "fp32", 1.0)
 
 
-def make_batch(crew: Crew) -> StepBatch:
+def make_batch(ranks: Ranks) -> StepBatch:
     """Some rows of this process."""
-    generator = torch.Generator().manual_seed(crew.mesh.rank)
+    generator = torch.Generator().manual_seed(ranks.mesh.rank)
     ids = torch.randint(0, CONFIG.vocab_size, (ROWS, CONFIG.sequence_length), generator=generator).numpy()
-    return prepare({"input_ids": ids, "targets": ids}, "gpt", ROWS, crew.mesh.device, torch.float32, 0.0)
+    return prepare({"input_ids": ids, "targets": ids}, "gpt", ROWS, ranks.mesh.device, torch.float32, 0.0)
 
 
 def measure(directory: Path, pairs: int) -> tuple[list[float], list[float], list[float], list[float]]:
-    """On one process: pauses, and tokens/s while writing and without, window by window, and the seconds of each writing."""
-    crew = Crew.start(LAYOUT, torch.device("cpu"))
-    trainer, batch = make_trainer(crew), make_batch(crew)
-    writer = CheckpointWriter(directory, 1, process=crew.mesh.rank, processes=LAYOUT.world, token=crew.token)
+    """On one process: pauses, and tokens/s while writing and without, window by window, and the seconds of
+    each writing.
+    """
+    ranks = Ranks.start(LAYOUT, torch.device("cpu"))
+    trainer, batch = make_trainer(ranks), make_batch(ranks)
+    writer = CheckpointWriter(
+        directory, 1, process=ranks.mesh.rank, processes=LAYOUT.world, token=ranks.token
+    )
     tokens = ROWS * LAYOUT.data * CONFIG.sequence_length
     pauses, writing, quiet, seconds = [], [], [], []
     for _ in range(3):
@@ -58,11 +63,11 @@ def measure(directory: Path, pairs: int) -> tuple[list[float], list[float], list
     writer.wait()
     for _ in range(pairs):
         for save in (False, True):
-            crew.wait()
+            ranks.wait()
             start, steps = time.perf_counter(), 0
             if save:
-                pauses.append(crew.most(int(1e6 * writer.save(trainer))) / 1e6)
-            while crew.most(int(not writer.idle) if save else int(steps < QUIET_STEPS)):
+                pauses.append(ranks.most(int(1e6 * writer.save(trainer))) / 1e6)
+            while ranks.most(int(not writer.idle) if save else int(steps < QUIET_STEPS)):
                 train_step(trainer, batch, 1.0)
                 steps += 1
             spent = time.perf_counter() - start
@@ -70,7 +75,7 @@ def measure(directory: Path, pairs: int) -> tuple[list[float], list[float], list
             if save:
                 seconds.append(spent)
                 writer.wait()
-    crew.wait()
+    ranks.wait()
     writer.close()
     return pauses, writing, quiet, seconds
 

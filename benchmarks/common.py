@@ -1,4 +1,6 @@
-"""What every benchmark shares: paired A B A B measurement, claims, machine facts, the table and the final JSON line (DESIGN 11)."""
+"""What every benchmark shares: paired A B A B measurement, claims, machine facts, the table and the final
+JSON line.
+"""
 
 import argparse
 import json
@@ -17,7 +19,9 @@ from throughline.core.console import table
 
 @dataclass
 class Claim:
-    """One measured comparison; `ratio` is oriented so that larger is better for us. `ours`, `theirs` are medians in `unit`."""
+    """One measured comparison; `ratio` is oriented so that larger is better for us. `ours`, `theirs` are
+    medians in `unit`.
+    """
 
     name: str
     ours: float
@@ -52,14 +56,24 @@ def claim(
     better: str,
     goal: float | None,
 ) -> Claim:
-    """A claim from paired measurements: the median of the paired ratios with their range. `better` is "lower" or "higher"."""
+    """A claim from paired measurements: the median of the paired ratios with their range. `better` is "lower"
+    or "higher".
+    """
     assert better in ("lower", "higher"), better
     ratios = [b / a if better == "lower" else a / b for a, b in zip(ours, theirs, strict=True)]
     ratio = statistics.median(ratios)
     return Claim(
-        name, round(statistics.median(ours), 6), peer, round(statistics.median(theirs), 6), unit, better, round(ratio, 3),
-        (round(min(ratios), 3), round(max(ratios), 3)), goal, None if goal is None else ratio >= goal,
-    )  # fmt: skip
+        name,
+        round(statistics.median(ours), 6),
+        peer,
+        round(statistics.median(theirs), 6),
+        unit,
+        better,
+        round(ratio, 3),
+        (round(min(ratios), 3), round(max(ratios), 3)),
+        goal,
+        None if goal is None else ratio >= goal,
+    )
 
 
 def finish(
@@ -86,9 +100,12 @@ def machine_facts() -> dict[str, Any]:
     """CPU, memory and GPUs of this machine."""
     here = hardware.machine()
     return {
-        "cpu": here.cpu.name, "cores": here.cpu.cores, "memory_gib": round(here.cpu.memory_bytes / 2**30, 1),
-        "gpus": [gpu.name for gpu in here.gpus], "system": platform.platform(),
-    }  # fmt: skip
+        "cpu": here.cpu.name,
+        "cores": here.cpu.cores,
+        "memory_gib": round(here.cpu.memory_bytes / 2**30, 1),
+        "gpus": [gpu.name for gpu in here.gpus],
+        "system": platform.platform(),
+    }
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""How fast training can be fed: sample ids, rows, masks and the loader. No peer: absolute rates against stated needs.
+"""How fast training can be fed: sample ids, rows, masks and the loader. No peer: absolute rates against
+stated needs.
 
     python benchmarks/data_order.py [--quick]
 
-Rates are per second of CPU time of one core on generated tokens (the work does not depend on what they say); the loader's
-is wall time, beside a training step of 20 ms that it must never keep waiting.
+Rates are per second of CPU time of one core on generated tokens (the work does not depend on what they say);
+the loader's is wall time, beside a training step of 20 ms that it must never keep waiting.
 """
 
 import statistics
@@ -109,7 +110,9 @@ def measure(store: TokenStore, repeats: int) -> Iterator[Measured]:
 
 
 def feed(store: TokenStore, steps: int, repeats: int) -> tuple[list[float], int]:
-    """(batches a second that the loader can give, batches not ready for steps of STEP_SECONDS) for packed BERT 32 x 512."""
+    """(batches a second that the loader can give, batches not ready for steps of STEP_SECONDS) for packed
+    BERT 32 x 512.
+    """
     dataset = open_dataset(store, DatasetOptions("bert", 512, packing="packed", **SPECIAL, **WHOLE_WORDS))
     speeds = []
     for _ in range(repeats):

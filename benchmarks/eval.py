@@ -1,16 +1,19 @@
-"""Zero-shot evaluation against lm-evaluation-harness: requests per CPU second and peak memory, on the same model and records.
+"""Zero-shot evaluation against lm-evaluation-harness: requests per CPU second and peak memory, on the same
+model and records.
 
-    python benchmarks/eval.py SHARED [--quick] [--records N] [--pairs N] [--parts 7m] [--keep FILE --minutes N]
+    python benchmarks/eval.py SHARED [--quick] [--records N] [--pairs N] [--parts 7m] [--keep FILE --minutes
+    N]
 
-Eleven fixed tasks (LAMBADA, HellaSwag, PIQA, WinoGrande, ARC-Easy, BoolQ, COPA, OpenBookQA, SST-2, one BLiMP paradigm,
-WikiText-2 by its first three articles), the first 200 records of each, in GPT-2's tokenizer on random weights: a GPT-2 of
-124M and one of 7M (4 layers of 128). Every measurement is a fresh process with one thread; its CPU seconds are those of
-tokenising and scoring (imports and loading are not counted), its memory is the process's peak. lm_eval runs its own task
-files (through tests/eval/harness.py) with its `hf` model in float32 and, task by task, the batch size out of 1 and 8 that
-was faster on the first 24 records. SHARED is the directory that holds data/, by default THROUGHLINE_SHARED.
+Eleven fixed tasks (LAMBADA, HellaSwag, PIQA, WinoGrande, ARC-Easy, BoolQ, COPA, OpenBookQA, SST-2, one BLiMP
+paradigm, WikiText-2 by its first three articles), the first 200 records of each, in GPT-2's tokenizer on
+random weights: a GPT-2 of 124M and one of 7M (4 layers of 128). Every measurement is a fresh process with one
+thread; its CPU seconds are those of tokenising and scoring (imports and loading are not counted), its memory
+is the process's peak. lm_eval runs its own task files (through tests/eval/harness.py) with its `hf` model in
+float32 and, task by task, the batch size out of 1 and 8 that was faster on the first 24 records. SHARED is
+the directory that holds data/, by default THROUGHLINE_SHARED.
 
-An hour on two cores. `--keep` appends every measurement to a file and takes those that are there, so that the same command
-with `--minutes` does it in pieces.
+An hour on two cores. `--keep` appends every measurement to a file and takes those that are there, so that the
+same command with `--minutes` does it in pieces.
 """
 
 import importlib.util
@@ -29,9 +32,18 @@ from common import claim, existing, finish, parser
 
 HERE = Path(__file__).resolve()
 TASKS = (
-    "lambada_openai", "hellaswag", "piqa", "winogrande", "arc_easy", "boolq", "copa", "openbookqa", "sst2", "blimp_wh_island",
+    "lambada_openai",
+    "hellaswag",
+    "piqa",
+    "winogrande",
+    "arc_easy",
+    "boolq",
+    "copa",
+    "openbookqa",
+    "sst2",
+    "blimp_wh_island",
     "wikitext_2",
-)  # fmt: skip
+)
 ARTICLES = 3  # WikiText articles stand for 200 records: 12,000 tokens
 MODELS = {
     "7m": {"n_layer": 4, "n_head": 4, "n_embd": 128},
@@ -155,7 +167,9 @@ def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[
 
 
 def peak_memory() -> int:
-    """Bytes; from the process's own table, since getrusage's figure begins with what the process that started it had."""
+    """Bytes; from the process's own table, since getrusage's figure begins with what the process that started
+    it had.
+    """
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
@@ -262,9 +276,12 @@ def _line(
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument(
-        "shared", type=existing, nargs="?", default=os.environ.get("THROUGHLINE_SHARED"),
+        "shared",
+        type=existing,
+        nargs="?",
+        default=os.environ.get("THROUGHLINE_SHARED"),
         help="directory that holds data/ with the benchmark files",
-    )  # fmt: skip
+    )
     options.add_argument("--records", type=int, default=200, help="records a task")
     options.add_argument("--pairs", type=int, default=3, help="paired measurements")
     options.add_argument("--keep", type=Path, help="file of measurements: those in it are not made again")

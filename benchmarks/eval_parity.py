@@ -1,15 +1,18 @@
-"""Every record of every task once, scored by us and by lm-evaluation-harness: accuracies and log-likelihoods side by side.
+"""Every record of every task once, scored by us and by lm-evaluation-harness: accuracies and log-likelihoods
+side by side.
 
-    python benchmarks/eval_parity.py SHARED [--minutes 10 --models DIR] [--only TASK] [--out benchmarks/results/eval-parity.json]
+    python benchmarks/eval_parity.py SHARED [--minutes 10 --models DIR] [--only TASK] [--out
+    benchmarks/results/eval-parity.json]
 
-Two GPT-2s (4 layers of 128, a vocabulary of 4,096 and 512 positions): one with random weights, one trained on novels for 600
-steps. The harness runs its own task files (through tests/eval/harness.py) with its `hf` model in float32. All tasks whose data
-lie below SHARED: 27 with the paradigms of BLiMP. A task that stands in the JSON file is not scored again, so that the hour this
-takes may be spent in pieces: after `--minutes` no further task is begun, and `--models` keeps the models for the next piece.
-WikiText is compared per document.
+Two GPT-2s (4 layers of 128, a vocabulary of 4,096 and 512 positions): one with random weights, one trained on
+novels for 600 steps. The harness runs its own task files (through tests/eval/harness.py) with its `hf` model
+in float32. All tasks whose data lie below SHARED: 27 with the paradigms of BLiMP. A task that stands in the
+JSON file is not scored again, so that the hour this takes may be spent in pieces: after `--minutes` no
+further task is begun, and `--models` keeps the models for the next piece. WikiText is compared per document.
 
-The exit code is 1 when a task is missing or differs: an accuracy at all, a log-likelihood by more than 1e-3 nats (a document's
-sum of thousands of tokens, which the harness adds in float32, by more than 1e-6 of itself).
+The exit code is 1 when a task is missing or differs: an accuracy at all, a log-likelihood by more than 1e-3
+nats (a document's sum of thousands of tokens, which the harness adds in float32, by more than 1e-6 of
+itself).
 """
 
 import argparse
@@ -68,10 +71,15 @@ def compared(task: str, rows: list[Any], model: Path, folder: Path) -> dict[str,
     near = BOUND_RELATIVE * largest if task == "wikitext_2" else BOUND_NATS
     equal = all(a == b for name, (a, b) in metrics.items() if name.startswith("acc"))
     return {
-        "records": len(rows), "loglikelihoods": len(both), "metrics_ours_theirs": metrics, "accuracies_equal": equal,
-        "largest_difference_nats": worst, "largest_loglikelihood_nats": largest, "equal": equal and worst <= near,
+        "records": len(rows),
+        "loglikelihoods": len(both),
+        "metrics_ours_theirs": metrics,
+        "accuracies_equal": equal,
+        "largest_difference_nats": worst,
+        "largest_loglikelihood_nats": largest,
+        "equal": equal and worst <= near,
         "cpu_s_ours_theirs": [round(ours["cpu_s"], 2), round(theirs["cpu_s"], 2)],
-    }  # fmt: skip
+    }
 
 
 def main() -> int:

@@ -1,9 +1,9 @@
 """Faults against a launched run of two processes, and how long it takes until it trains again.
 
-python benchmarks/faults.py [--quick] [--kills N] [--seed N]. Kills: a random process is killed with SIGKILL at a random moment of
-its steps, or by itself at a random file operation of a save; the time runs until the next verified checkpoint. Stall: a process is
-stopped with SIGSTOP. Orphans: the launcher is killed, and the time runs until none of its processes is left. The tests use the
-same pieces and compare the losses.
+python benchmarks/faults.py [--quick] [--kills N] [--seed N]. Kills: a random process is killed with SIGKILL
+at a random moment of its steps, or by itself at a random file operation of a save; the time runs until the
+next verified checkpoint. Stall: a process is stopped with SIGSTOP. Orphans: the launcher is killed, and the
+time runs until none of its processes is left. The tests use the same pieces and compare the losses.
 """
 
 import os
@@ -49,7 +49,8 @@ timeout_seconds = {timeout}
 [checkpoint]
 save_every_steps = {save_every}
 """
-# runs before everything else in each process: dies at the given file operation below checkpoints/ when a plan asks for it
+# runs before everything else in each process: dies at the given file operation below checkpoints/ when a plan
+# asks for it
 SITE = """
 import os, signal, sys
 plan, state = os.environ["KILL_PLAN"], {"inside": False, "seen": 0}
@@ -179,7 +180,9 @@ class Launched:
         return self.wait(lambda: self.latest() > beyond, f"a checkpoint beyond step {beyond}")
 
     def strike(self, draw: random.Random, in_save: bool) -> Kill:
-        """Kill a random process in its steps or in a save, look at what is left, and wait until the run has gone on."""
+        """Kill a random process in its steps or in a save, look at what is left, and wait until the run has
+        gone on.
+        """
         self.wait_for_progress(self.kills[-1].latest + self.save_every if self.kills else 0)
         rank = draw.randrange(2)
         what = f"process {rank} in a step"

@@ -1,6 +1,8 @@
-"""Training speed on one CUDA device: our GPT and BERT against transformers, bf16, same shapes, eager and compiled.
+"""Training speed on one CUDA device: our GPT and BERT against transformers, bf16, same shapes, eager and
+compiled.
 
-python benchmarks/gpu.py [--quick] [--device cuda]. Needs torch and transformers only. Without a CUDA device it says so.
+python benchmarks/gpu.py [--quick] [--device cuda]. Needs torch and transformers only. Without a CUDA device
+it says so.
 """
 
 import statistics

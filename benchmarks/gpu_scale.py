@@ -1,14 +1,17 @@
-"""The work of large models on one CUDA device: MFU of whole models, and one process's kernels of layouts for thousands.
+"""The work of large models on one CUDA device: MFU of whole models, and one process's kernels of layouts for
+thousands.
 
-python benchmarks/gpu_scale.py [--quick] [--device cuda]. Needs torch and numpy only. Without a CUDA device it says so;
-`--device cpu` rehearses it with small shapes and claims nothing.
+python benchmarks/gpu_scale.py [--quick] [--device cuda]. Needs torch and numpy only. Without a CUDA device it
+says so; `--device cpu` rehearses it with small shapes and claims nothing.
 
-Whole models: the 1.3B GPT at 2,048 tokens and BERT-Large at 512, by the training step of `throughline train` (bf16, compiled loss,
-fused AdamW). MFU is the model's FLOPs (models/config.py) over the card's dense bf16 peak (core/chips.toml).
+Whole models: the 1.3B GPT at 2,048 tokens and BERT-Large at 512, by the training step of `throughline train`
+(bf16, compiled loss, fused AdamW). MFU is the model's FLOPs (models/config.py) over the card's dense bf16
+peak (core/chips.toml).
 
-Layouts: a process of 8.3B on 512, of 530B on 2,240 and of 1T on 3,072 (tensor 8 each; of a pipeline the one in its middle), by the
-engine that trains them: one micro-batch forward and backward with 16-bit weights. A `fake` process group answers every
-collective at once, so what is timed is the kernels of that process; the FLOPs are those of benchmarks/prove_scale.py.
+Layouts: a process of 8.3B on 512, of 530B on 2,240 and of 1T on 3,072 (tensor 8 each; of a pipeline the one
+in its middle), by the engine that trains them: one micro-batch forward and backward with 16-bit weights. A
+`fake` process group answers every collective at once, so what is timed is the kernels of that process; the
+FLOPs are those of benchmarks/prove_scale.py.
 """
 
 import statistics
@@ -26,10 +29,11 @@ from throughline.core import hardware
 from throughline.models.config import BERTConfig, GPTConfig, family_of
 from throughline.models.init import empty_model
 from throughline.models.presets import preset
+from throughline.train.layout_engine import LayoutEngine
 from throughline.train.objective import IGNORED, LOSSES, StepBatch, prepare
-from throughline.train.parallel.engine import Engine
 from throughline.train.parallel.mesh import make_mesh
 from throughline.train.precision import LossScaler
+from throughline.train.single_engine import SingleEngine
 from throughline.train.step import Trainer, train_step
 
 GOAL_MFU = 0.5
@@ -65,11 +69,12 @@ def whole_step(
     family = family_of(config)
     model = empty_model(config, device).train()
     draw(list(model.parameters()))
-    optimizer = torch.optim.AdamW(
-        [{"params": list(model.parameters()), "base_lr": 1e-4}], lr=1e-4, fused=True
-    )
     loss = torch.compile(LOSSES[family], dynamic=False) if device.type == "cuda" else LOSSES[family]
-    trainer = Trainer(model, optimizer, loss, LossScaler.of("bf16"), "bf16", device, 1.0)
+    engine = SingleEngine(model, "bf16", device, loss=loss)
+    optimizer = torch.optim.AdamW(
+        [{"params": [value for _, value in engine.named_parameters()], "base_lr": 1e-4}], lr=1e-4, fused=True
+    )
+    trainer = Trainer(engine, optimizer, LossScaler.of("bf16"), "bf16", 1.0)
     batch = prepare(made_rows(config, rows, length), family, micro_rows, device, torch.float32, MASKED)
     return lambda: check(train_step(trainer, batch, 1.0).skipped)
 
@@ -80,11 +85,14 @@ def check(skipped: bool) -> None:
 
 
 def stage_work(scale: Scale, pipeline_rank: int, device: torch.device) -> tuple[Callable[[], None], int]:
-    """(a micro-batch forward and backward through the stage of a pipeline rank, layers of the stage). Needs the fake group."""
+    """(a micro-batch forward and backward through the stage of a pipeline rank, layers of the stage). Needs
+    the fake group.
+    """
     batch = scale.batch("none")
-    engine = Engine(scale.config, make_mesh(scale.layout, device), "fp32", dtype=PRECISION)
+    engine = LayoutEngine(scale.config, make_mesh(scale.layout, device), "bf16")
     (stage,) = engine.stages
-    draw([leaf.value for leaf in engine.leaves])
+    draw([local.value for local in engine.local_shards])
+    engine.publish()
     rows: StepBatch = prepare(
         made_rows(scale.config, batch.rows, batch.length),
         family_of(scale.config),
@@ -102,7 +110,7 @@ def stage_work(scale: Scale, pipeline_rank: int, device: torch.device) -> tuple[
         stage.load(rows.micro_batches, ones, 1e-4)
         y = stage(x)
         y.backward(None if stage.is_last else torch.ones_like(y))
-        engine.zero_grad()
+        engine.discard()
         x.grad = None
 
     return work, len(stage.model.blocks)

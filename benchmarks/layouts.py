@@ -1,8 +1,10 @@
-"""Steps of each two-process layout against a plain torch script of the same layout: python benchmarks/layouts.py [--quick].
+"""Steps of each two-process layout against a plain torch script of the same layout: python
+benchmarks/layouts.py [--quick].
 
-A GPT as wide as GPT-2 124M (768, 12 heads) with 4 layers, its vocabulary and a head of its own, fp32, 4 rows of 256 tokens a step,
-one thread a process. Ours is `throughline launch --nproc 2 -- train`, theirs `torchrun layouts_peers.py`; both clip the gradients,
-move with fused AdamW and read the loss at every step. Of two ways to write tensor parallelism the faster one is the peer.
+A GPT as wide as GPT-2 124M (768, 12 heads) with 4 layers, its vocabulary and a head of its own, fp32, 4 rows
+of 256 tokens a step, one thread a process. Ours is `throughline launch --nproc 2 -- train`, theirs `torchrun
+layouts_peers.py`; both clip the gradients, move with fused AdamW and read the loss at every step. Of two ways
+to write tensor parallelism the faster one is the peer.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""The plain torch side of layouts.py, each layout as torch's tutorials write it; rank 0 prints the median seconds of a step.
+"""The plain torch side of layouts.py, each layout as torch's tutorials write it; rank 0 prints the median
+seconds of a step.
 
 torchrun --nproc-per-node 2 layouts_peers.py ddp2|fsdp2|tp2|tp2-sequence|pp2 ROWS LENGTH STEPS SKIP
 """

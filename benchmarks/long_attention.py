@@ -2,9 +2,10 @@
 
 python benchmarks/long_attention.py [--quick]
 
-The attention of one layer of GPT-2's width (12 heads of 64), causal, one row, fp32. Both sides call torch's fused kernel: dense
-with `is_causal`, which already skips the upper triangle. The claim is the attention core; the facts give the whole attention
-module with its projections too, and the memory that each keeps for backward.
+The attention of one layer of GPT-2's width (12 heads of 64), causal, one row, fp32. Both sides call torch's
+fused kernel: dense with `is_causal`, which already skips the upper triangle. The claim is the attention core;
+the facts give the whole attention module with its projections too, and the memory that each keeps for
+backward.
 """
 
 import sys
@@ -51,7 +52,7 @@ def module_seconds(pattern: AttentionPattern | None, length: int) -> Callable[[]
     model = GPT(GPTConfig(**shape))
     initialise(model)
     if pattern is not None:
-        apply_pattern(model, pattern)
+        apply_pattern(model.blocks, pattern, causal=True)
     attention = model.blocks["0"].attention
     x = torch.randn(1, length, HEADS * HEAD_SIZE)
 
@@ -90,12 +91,28 @@ def main() -> int:
         ours, theirs = core_seconds(windowed, length), core_seconds(scaled_dot_product, length)
         ours(), theirs()  # warm up: the kernel's buffers and the pattern's index tables
         goal = GOAL_AT_8K if length == max(LENGTHS) else None
-        claims.append(claim(f"window-512-core-{length}", *paired(ours, theirs, pairs), peer="dense causal kernel",
-                            unit="CPU s", better="lower", goal=goal))  # fmt: skip
+        claims.append(
+            claim(
+                f"window-512-core-{length}",
+                *paired(ours, theirs, pairs),
+                peer="dense causal kernel",
+                unit="CPU s",
+                better="lower",
+                goal=goal,
+            )
+        )
         ours, theirs = module_seconds(PATTERN, length), module_seconds(None, length)
         ours(), theirs()
-        claims.append(claim(f"window-512-module-{length}", *paired(ours, theirs, pairs), peer="dense causal attention module",
-                            unit="CPU s", better="lower", goal=None))  # fmt: skip
+        claims.append(
+            claim(
+                f"window-512-module-{length}",
+                *paired(ours, theirs, pairs),
+                peer="dense causal attention module",
+                unit="CPU s",
+                better="lower",
+                goal=None,
+            )
+        )
         sides = {"window": windowed, "dense": scaled_dot_product}
         facts[f"kept_mib_{length}"] = {
             name: round(kept_bytes(attend, length) / 2**20, 1) for name, attend in sides.items()

@@ -1,11 +1,13 @@
-"""Gradient compression trains as well as uncompressed gradients, in far fewer bytes: real processes, bytes counted where sent.
+"""Gradient compression trains as well as uncompressed gradients, in far fewer bytes: real processes, bytes
+counted where sent.
 
 python benchmarks/prove_compression.py [--quick] [--steps 500]
 
-A small character GPT on tiny Shakespeare, 16 rows a step however many processes share them, AdamW with the learning rate that
-is best for uncompressed gradients (of 0.006, 0.01 and 0.02), beta2 0.95, clipping at 1, the same for every scheme. Base: fp32
-gradients by ring all-reduce. The loss is that of a fixed validation set after the last step. All processes must end with
-the same weights to the bit. `--quick` takes one seed instead of three.
+A small character GPT on tiny Shakespeare, 16 rows a step however many processes share them, AdamW with the
+learning rate that is best for uncompressed gradients (of 0.006, 0.01 and 0.02), beta2 0.95, clipping at 1,
+the same for every scheme. Base: fp32 gradients by ring all-reduce. The loss is that of a fixed validation set
+after the last step. All processes must end with the same weights to the bit. `--quick` takes one seed instead
+of three.
 """
 
 import hashlib
@@ -26,7 +28,13 @@ from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import build
 from throughline.train.loss import cross_entropy_sum
-from throughline.train.parallel.compression import Bf16Sum, DenseSum, Exchange, PowerSum, Wire
+from throughline.train.parallel.compression import (
+    Bf16Sum,
+    CommunicationHook,
+    Communicator,
+    DenseSum,
+    PowerSum,
+)
 from throughline.train.parallel.mesh import Axis
 from throughline.train.parallel.onebit import OneBitAdam
 
@@ -84,18 +92,18 @@ def train(scheme: str, seed: int, steps: int, corpus: Corpus) -> Outcome:
     """One process's part of a run."""
     dist.init_process_group("gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
-    wire = Wire(Axis(world, rank, tuple(range(world)), dist.group.WORLD))
+    communicator = Communicator(Axis(world, rank, tuple(range(world)), dist.group.WORLD))
     model = build(
         GPTConfig(vocab_size=corpus.vocabulary, sequence_length=LENGTH, layers=2, width=64, heads=4), seed
     )
-    exchange, optimizer = make_scheme(scheme, model, wire, steps)
+    communication_hook, optimizer = make_scheme(scheme, model, communicator, steps)
     share = ROWS // world
     for step in range(steps):
         rows = corpus.rows(seed, step)[rank * share : (rank + 1) * share]
         (loss_sum(model, rows) / (ROWS * LENGTH)).backward()
         gradients = [parameter.grad for parameter in model.parameters()]
-        exchange.sum_gradients(gradients)
-        squares = exchange.squared_norm(gradients)
+        communication_hook.sum_gradients(gradients)
+        squares = communication_hook.squared_norm(gradients)
         norm = float(torch.nn.utils.get_total_norm(gradients) if squares is None else squares.sqrt())
         if norm > CLIP_NORM:
             torch._foreach_mul_(gradients, CLIP_NORM / norm)
@@ -109,10 +117,12 @@ def train(scheme: str, seed: int, steps: int, corpus: Corpus) -> Outcome:
     weights = hashlib.sha256(
         b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     )
-    return Outcome(loss, wire.bytes_sent, weights.hexdigest())
+    return Outcome(loss, communicator.bytes_sent, weights.hexdigest())
 
 
-def make_scheme(scheme: str, model: GPT, wire: Wire, steps: int) -> tuple[Exchange, torch.optim.Optimizer]:
+def make_scheme(
+    scheme: str, model: GPT, communicator: Communicator, steps: int
+) -> tuple[CommunicationHook, torch.optim.Optimizer]:
     """What sums gradients, and the optimizer."""
     named = list(model.named_parameters())
     groups = [
@@ -120,14 +130,16 @@ def make_scheme(scheme: str, model: GPT, wire: Wire, steps: int) -> tuple[Exchan
         {"params": [p for name, p in named if p.dim() < 2 or "table" in name], "weight_decay": 0.0},
     ]
     if scheme == "1-bit Adam":
-        adam = OneBitAdam(groups, wire=wire, warmup_steps=int(WARMUP_FRACTION * steps), **ADAM)
+        adam = OneBitAdam(
+            groups, communicator=communicator, warmup_steps=int(WARMUP_FRACTION * steps), **ADAM
+        )
         return adam, adam
-    sums: dict[str, Callable[[], Exchange]] = {
-        "fp32": lambda: DenseSum(wire),
-        "bf16": lambda: Bf16Sum(wire),
-        "PowerSGD": lambda: PowerSum(wire, POWER_RANK, POWER_DENSE_STEPS),
+    sums: dict[str, Callable[[], CommunicationHook]] = {
+        "fp32": lambda: DenseSum(communicator),
+        "bf16": lambda: Bf16Sum(communicator),
+        "PowerSGD": lambda: PowerSum(communicator, POWER_RANK, POWER_DENSE_STEPS),
         "PowerSGD without feedback": lambda: PowerSum(
-            wire, POWER_RANK, POWER_DENSE_STEPS, error_feedback=False
+            communicator, POWER_RANK, POWER_DENSE_STEPS, error_feedback=False
         ),
     }
     return sums[scheme](), torch.optim.AdamW(groups, **ADAM)
@@ -141,8 +153,12 @@ def run(scheme: str, world: int, seed: int, steps: int, corpus: Corpus) -> Outco
         f"{scheme}: the processes ended with different weights"
     )
     sent = statistics.mean(outcome.bytes_sent for outcome in outcomes)
-    print(f"{scheme}, {world} processes, seed {seed}: loss {outcomes[0].loss:.4f}, {sent / 2**20:.2f} MiB sent by each, "
-          f"{time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+    print(
+        f"{scheme}, {world} processes, seed {seed}: loss {outcomes[0].loss:.4f}, {sent / 2**20:.2f} MiB sent by each, "
+        f"{time.perf_counter() - start:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     return Outcome(outcomes[0].loss, sent, outcomes[0].weights)
 
 
@@ -153,8 +169,17 @@ def compare(
     made = []
     for what, goal in goals.items():
         unit, pick = ("nats", lambda o: o.loss) if what == "loss" else ("B", lambda o: o.bytes_sent)
-        made.append(claim(f"{name}-{what}", [pick(o) for o in ours], [pick(o) for o in theirs],
-                          peer=peer, unit=unit, better="lower", goal=goal))  # fmt: skip
+        made.append(
+            claim(
+                f"{name}-{what}",
+                [pick(o) for o in ours],
+                [pick(o) for o in theirs],
+                peer=peer,
+                unit=unit,
+                better="lower",
+                goal=goal,
+            )
+        )
     return made
 
 

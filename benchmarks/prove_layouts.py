@@ -1,7 +1,8 @@
-"""Every layout trains the same model: the table of tests/layouts.toml against the single process (`make prove-layouts`).
+"""Every layout trains the same model: the table of tests/layouts.toml against the single process (`make
+prove-layouts`).
 
-Ten steps of GPT and BERT from one set of weights, with unequal target counts for every process and micro-batch. Prints a
-row for each layout with its largest differences, and ends with one JSON line.
+Ten steps of GPT and BERT from one set of weights, with unequal target counts for every process and
+micro-batch. Prints a row for each layout with its largest differences, and ends with one JSON line.
 """
 
 import sys
@@ -47,7 +48,7 @@ def main() -> int:
                 }
             )
             continue
-        broken, seconds = errors.beyond(case.precision), time.monotonic() - begun
+        broken, seconds = errors.beyond(case.bounds), time.monotonic() - begun
         figures = "".join(
             f"{value:>9.1e}" for value in (errors.loss, errors.norm, errors.gradient, errors.parameter)
         )

@@ -1,12 +1,18 @@
-"""Giant layouts without hardware: one process of each, in our own training code, against the published formulas.
+"""Giant layouts without hardware: one process of each, in our own training code, against the published
+formulas.
 
 python benchmarks/prove_scale.py [--quick]
 
-The first, a middle and the last stage of 1T on 3,072 processes (tensor 8 x pipeline 64 x data 6), GPT-2 8.3B on 512 (8 x data 64),
-530B on 2,240 (8 x 35 x 8) and the 481B encoder on 64 (8 x 8), one micro-batch each, with the three kinds of recomputation
-(`train/parallel/simulate.py` says what is simulated and how). Formulas: parameters and FLOPs, Narayanan et al. 2021, section
-5.1 (per layer, divided over the tensor axis; the head on the last stage); bytes kept for backward, Korthikanti et al. 2022,
-table 2; for the encoder the same sums over its own shape. Collectives: what `train --show-layout` prints. `--quick` leaves out
+The first, a middle and the last stage of 1T on 3,072 processes (tensor 8 x pipeline 64 x data 6), GPT-2 8.3B
+on 512 (8 x data 64),
+530B on 2,240 (8 x 35 x 8) and the 481B encoder on 64 (8 x 8), one micro-batch each, with the three kinds of
+recomputation
+(`train/parallel/simulate.py` says what is simulated and how). Formulas: parameters and FLOPs, Narayanan et
+al. 2021, section
+5.1 (per layer, divided over the tensor axis; the head on the last stage); bytes kept for backward,
+Korthikanti et al. 2022,
+table 2; for the encoder the same sums over its own shape. Collectives: what `train --show-layout` prints.
+`--quick` leaves out
 the stages in the middle.
 """
 
@@ -20,12 +26,12 @@ from itertools import zip_longest
 
 from throughline.benchmarks.common import claim, finish, parser
 from throughline.benchmarks.forked import run_ranks, warm
+from throughline.benchmarks.simulate import Simulated, simulate
 from throughline.core.console import table
 from throughline.models.config import BERTConfig, ModelConfig
 from throughline.models.presets import preset
-from throughline.train.parallel.account import Batch, Traffic, traffic
-from throughline.train.parallel.layout import Layout
-from throughline.train.parallel.simulate import Simulated, simulate
+from throughline.planner.layout import Layout
+from throughline.train.parallel.account import StepShape, Traffic, traffic
 
 FLOPS_PERCENT, KEPT_PERCENT, SECONDS = 0.1, 1.0, 60.0
 CORES = 2  # processes that share the cases
@@ -41,11 +47,11 @@ class Scale:
     rows: int
     length: int
 
-    def batch(self, recompute: str) -> Batch:
+    def batch(self, recompute: str) -> StepShape:
         """One micro-batch with 16-bit weights; an encoder predicts 15 % of its tokens."""
         tokens = self.rows * self.length
         predicted = self.rows * -(-self.length * 15 // 100) if isinstance(self.config, BERTConfig) else tokens
-        return Batch(1, self.rows, self.length, predicted, "bf16", recompute, halves=True)
+        return StepShape(1, self.rows, self.length, predicted, "bf16", recompute, halves=True)
 
     def pipeline_ranks(self) -> list[int]:
         """The first, a middle and the last."""
@@ -104,7 +110,9 @@ def per_axis(entries: Iterable[Traffic]) -> dict[tuple[str, str], tuple[int, int
 
 
 def parameters(scale: Scale, pipeline_rank: int, layers: int) -> int:
-    """Of one process, by hand: matrices and their biases cut by t, what is added after a sum and the norms whole."""
+    """Of one process, by hand: matrices and their biases cut by t, what is added after a sum and the norms
+    whole.
+    """
     c, t = scale.config, scale.layout.tensor
     first, last = pipeline_rank == 0, pipeline_rank == scale.layout.pipeline - 1
     h, f, vocabulary = (
@@ -148,7 +156,8 @@ def kept(scale: Scale, layers: int, recompute: str) -> float:
     if recompute == "full":
         return layers * tokens * 2 * h / t
     if isinstance(c, BERTConfig):
-        # inputs and outputs of both norms, queries, the result of attention; gate, its activation, up and their product
+        # inputs and outputs of both norms, queries, the result of attention; gate, its activation, up and
+        # their product
         numbers = 4 * h + 2 * c.heads * c.head_size + 4 * c.feed_forward_size
         return layers * tokens * 2 * (numbers / t + 2 * c.head_size)  # keys and values on every process
     return layers * tokens * 34 * h / t
@@ -159,32 +168,60 @@ def measure(scale: Scale, pipeline_rank: int, recompute: str) -> Row:
     batch = scale.batch(recompute)
     (found,) = simulate(scale.config, scale.layout, batch, pipeline_rank)
     return Row(
-        scale, pipeline_rank, recompute, found,
+        scale,
+        pipeline_rank,
+        recompute,
+        found,
         parameters(scale, pipeline_rank, found.layers),
         flops(scale, pipeline_rank, found.layers, recompute, batch.predicted),
         kept(scale, found.layers, recompute),
         tuple(traffic(scale.config, scale.layout, batch, pipeline_rank)),
-    )  # fmt: skip
+    )
 
 
 def lines(rows: list[Row]) -> list[str]:
     """The table for people."""
-    header = ("model", "stage", "recompute", "parameters", "TFLOP", "off by %", "kept, sbh/t a layer", "formula", "masks",
-              "off by %", "head MiB", "tensor GiB", "pipeline MiB", "data GiB", "as printed")  # fmt: skip
+    header = (
+        "model",
+        "stage",
+        "recompute",
+        "parameters",
+        "TFLOP",
+        "off by %",
+        "kept, sbh/t a layer",
+        "formula",
+        "masks",
+        "off by %",
+        "head MiB",
+        "tensor GiB",
+        "pipeline MiB",
+        "data GiB",
+        "as printed",
+    )
     shown = []
     for row in rows:
         sent = Counter()
         for entry in row.found.traffic:
             sent[entry.axis] += entry.bytes
-        shown.append((
-            row.scale.name, f"{row.pipeline_rank} of {row.scale.layout.pipeline}", row.recompute,
-            f"{row.found.parameters:,}{'' if row.found.parameters == row.parameters else ' WRONG'}",
-            f"{row.found.flops / 1e12:.3f}", f"{row.flops_percent:.4f}",
-            f"{row.share(row.found.kept_by_layers):.3f}", f"{row.share(row.kept_by_layers):.2f}",
-            f"{row.share(row.found.masks_of_layers):.2f}", f"{row.kept_percent:.2f}", f"{row.found.kept_by_head / 2**20:.1f}",
-            f"{sent['tensor'] / 2**30:.3f}", f"{sent['pipeline'] / 2**20:.1f}", f"{sent['data'] / 2**30:.2f}",
-            "yes" if row.same_traffic else "NO",
-        ))  # fmt: skip
+        shown.append(
+            (
+                row.scale.name,
+                f"{row.pipeline_rank} of {row.scale.layout.pipeline}",
+                row.recompute,
+                f"{row.found.parameters:,}{'' if row.found.parameters == row.parameters else ' WRONG'}",
+                f"{row.found.flops / 1e12:.3f}",
+                f"{row.flops_percent:.4f}",
+                f"{row.share(row.found.kept_by_layers):.3f}",
+                f"{row.share(row.kept_by_layers):.2f}",
+                f"{row.share(row.found.masks_of_layers):.2f}",
+                f"{row.kept_percent:.2f}",
+                f"{row.found.kept_by_head / 2**20:.1f}",
+                f"{sent['tensor'] / 2**30:.3f}",
+                f"{sent['pipeline'] / 2**20:.1f}",
+                f"{sent['data'] / 2**30:.2f}",
+                "yes" if row.same_traffic else "NO",
+            )
+        )
     return table(header, shown)
 
 
@@ -195,9 +232,10 @@ def main() -> int:
     cases = [
         (scale, rank, recompute)
         for scale in SCALES
-        for rank in scale.pipeline_ranks() if not given.quick or rank in (0, scale.layout.pipeline - 1)
+        for rank in scale.pipeline_ranks()
+        if not given.quick or rank in (0, scale.layout.pipeline - 1)
         for recompute in ("none", "selective", "full")
-    ]  # fmt: skip
+    ]
     parts = run_ranks(CORES, lambda: [measure(*case) for case in cases[int(os.environ["RANK"]) :: CORES]])
     rows = [row for turn in zip_longest(*parts) for row in turn if row is not None]
     seconds = time.monotonic() - start
@@ -242,13 +280,25 @@ def main() -> int:
         claim("scale-seconds", [seconds], [SECONDS], unit="s", **limit),
     ]
     facts = [
-        {"model": row.scale.name, "layout": row.scale.layout.describe(), "stage": row.pipeline_rank, "recompute": row.recompute,
-         "parameters": row.found.parameters, "flops": row.found.flops, "flops_formula": row.flops,
-         "kept_by_layers": row.found.kept_by_layers, "kept_formula": row.kept_by_layers, "masks": row.found.masks_of_layers,
-         "kept_by_embeddings": row.found.kept_by_embeddings, "kept_by_head": row.found.kept_by_head,
-         "traffic": {f"{axis} {kind}": size for (axis, kind), (_, size) in per_axis(row.found.traffic).items()}}
+        {
+            "model": row.scale.name,
+            "layout": row.scale.layout.describe(),
+            "stage": row.pipeline_rank,
+            "recompute": row.recompute,
+            "parameters": row.found.parameters,
+            "flops": row.found.flops,
+            "flops_formula": row.flops,
+            "kept_by_layers": row.found.kept_by_layers,
+            "kept_formula": row.kept_by_layers,
+            "masks": row.found.masks_of_layers,
+            "kept_by_embeddings": row.found.kept_by_embeddings,
+            "kept_by_head": row.found.kept_by_head,
+            "traffic": {
+                f"{axis} {kind}": size for (axis, kind), (_, size) in per_axis(row.found.traffic).items()
+            },
+        }
         for row in rows
-    ]  # fmt: skip
+    ]
     finish("prove_scale", claims, kind="proof", rows=facts)
     return int(not all(c.met for c in claims))
 

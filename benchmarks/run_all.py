@@ -1,6 +1,8 @@
-"""Run every benchmark and keep their JSON lines: python benchmarks/run_all.py [--only NAME] [--nanogpt PATH] [--shared PATH].
+"""Run every benchmark and keep their JSON lines: python benchmarks/run_all.py [--only NAME] [--nanogpt PATH]
+[--shared PATH].
 
-Results go to benchmarks/results/<machine>.json, one entry a benchmark; an entry is replaced when its benchmark has run.
+Results go to benchmarks/results/<machine>.json, one entry a benchmark; an entry is replaced when its
+benchmark has run.
 """
 
 import json
@@ -8,14 +10,17 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from common import machine_facts, parser
+from throughline.core.console import duration, table
 
 HERE = Path(__file__).parent
-# benchmark -> the options it needs beyond --quick; {nanogpt} is a checkout, {shared} the shared data directory
+# benchmark -> the options it needs beyond --quick; {nanogpt} is a checkout, {shared} the shared data
+# directory
 BENCHMARKS: dict[str, list[str]] = {
-    "tokenize": [
+    "tokenization": [
         "--text",
         "{shared}/data/novels",
         "--multilingual",
@@ -27,13 +32,20 @@ BENCHMARKS: dict[str, list[str]] = {
     "eval": ["{shared}"],
     "layouts": [],
     "long_attention": [],
+    "latency": [],
+    "documents": [],
+    "optimizers": [],
+    "bert_pretrain": [],
+    "bert_toy": [],
+    "serve": [],
     "checkpoints": [],
     "faults": [],
     "prove_layouts": [],
     "prove_compression": [],
     "prove_scale": [],
 }
-PARTED = ("train_gpt", "tokenize", "eval")  # those with --parts
+MINUTES, MINUTES_QUICK = 60, 10  # that all of them may take
+PARTED = ("train_gpt", "tokenization", "eval")  # those with --parts
 
 
 def machine_name() -> str:
@@ -52,7 +64,9 @@ def last_json_line(text: str) -> dict:
 
 
 def merged(old: dict, new: dict) -> dict:
-    """A benchmark measured in parts: the newer line with those claims of the older one that it does not measure again."""
+    """A benchmark measured in parts: the newer line with those claims of the older one that it does not
+    measure again.
+    """
     names = {claim["name"] for claim in new["claims"]}
     kept = [claim for claim in old["claims"] if claim["name"] not in names]
     return (
@@ -76,11 +90,12 @@ def main() -> int:
         help="directory with data/novels and so on",
     )
     options.add_argument(
-        "--parts", help="of train_gpt, tokenize and eval: measure these, keep the others of an earlier run"
+        "--parts",
+        help="of train_gpt, tokenization and eval: measure these, keep the others of an earlier run",
     )
     options.add_argument("--results", type=Path, default=HERE / "results" / f"{machine_name()}.json")
     chosen = options.parse_args()
-    failed = []
+    failed, spent = [], {}
     for name, needs in BENCHMARKS.items():
         if chosen.only and name not in chosen.only:
             continue
@@ -91,7 +106,9 @@ def main() -> int:
             continue
         command = [sys.executable, str(HERE / f"{name}.py"), *(word.format(**paths) for word in needs)]
         command += ["--parts", chosen.parts] * (name in PARTED and chosen.parts is not None)
+        begun = time.monotonic()
         done = subprocess.run(command + ["--quick"] * chosen.quick, stdout=subprocess.PIPE, text=True)
+        spent[name] = time.monotonic() - begun
         print(done.stdout)
         if done.returncode:
             failed.append(name)
@@ -99,9 +116,16 @@ def main() -> int:
         results = (
             json.loads(chosen.results.read_text()) if chosen.results.exists() else {}
         )  # as it is now: others may have written
-        line = last_json_line(done.stdout) | {"quick": chosen.quick}
+        line = last_json_line(done.stdout) | {"quick": chosen.quick, "wall_s": round(spent[name])}
         results[name] = merged(results[name], line) if chosen.parts and name in results else line
+        chosen.results.parent.mkdir(parents=True, exist_ok=True)
         chosen.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    limit = MINUTES_QUICK if chosen.quick else MINUTES
+    rows = [(name, duration(seconds)) for name, seconds in spent.items()]
+    rows.append((f"all (limit {limit} min)", duration(sum(spent.values()))))
+    print("\n".join(table(("benchmark", "wall time"), rows)))
+    if sum(spent.values()) > 60 * limit:
+        print(f"the benchmarks took longer than {limit} minutes", file=sys.stderr)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

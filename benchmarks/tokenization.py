@@ -1,16 +1,18 @@
 """Text to tokens on disk: MB of text per core-second, against tokenizers, datasets.map, tiktoken and tokie.
 
-    python benchmarks/tokenize.py --text corpus/*.txt [--multilingual DIR] [--parts bpe,wordpiece,multilingual] [--quick]
+    python benchmarks/tokenization.py --text corpus/*.txt [--multilingual DIR] [--parts
+    bpe,wordpiece,multilingual] [--quick]
 
-Every measurement is a fresh process with fresh tokenizers (cold caches), from text on disk to tokens and their sha256 on
-disk. The text is one plain .txt file, a document of about 3,000 characters per line, the same for all. Time is CPU time of the
-process and its children, so cores and waiting do not matter. What does not grow with the text - imports, loading and checking
-the tokenizer - is taken off and reported: a process tokenises the first 20 lines (`startup_s` in all), then those again, then
-the whole text, a small text several times in turn with them; the rate is of the last less the second.
-`with_startup_mb_per_core_s` has everything in it.
-Each peer writes a flat uint16 file with an end-of-text token per document, at its best settings here: tokenizers
-`encode_batch_fast` 1,000 texts at a time, datasets.map batched over 2 processes with the same, tiktoken `encode_to_numpy`,
-tokie `encode_batch_flat`; all single-threaded in a process. Ours is `throughline data tokenize` with one worker.
+Every measurement is a fresh process with fresh tokenizers (cold caches), from text on disk to tokens and
+their sha256 on disk. The text is one plain .txt file, a document of about 3,000 characters per line, the same
+for all. Time is CPU time of the process and its children, so cores and waiting do not matter. What does not
+grow with the text - imports, loading and checking the tokenizer - is taken off and reported: a process
+tokenises the first 20 lines (`startup_s` in all), then those again, then the whole text, a small text several
+times in turn with them; the rate is of the last less the second. `with_startup_mb_per_core_s` has everything
+in it. Each peer writes a flat uint16 file with an end-of-text token per document, at its best settings here:
+tokenizers `encode_batch_fast` 1,000 texts at a time, datasets.map batched over 2 processes with the same,
+tiktoken `encode_to_numpy`, tokie `encode_batch_flat`; all single-threaded in a process. Ours is `throughline
+data tokenize` with one worker.
 """
 
 import bz2
@@ -44,14 +46,19 @@ PARTS = ["bpe", "wordpiece", "multilingual"]
 
 
 def documents_of(paths: list[Path]) -> Iterator[str]:
-    """Lines of text files and paragraphs of SQuAD-style JSON, joined to documents of about DOCUMENT characters, one line each."""
+    """Lines of text files and paragraphs of SQuAD-style JSON, joined to documents of about DOCUMENT
+    characters, one line each.
+    """
     for path in paths:
         opened = {".bz2": bz2.open, ".gz": gzip.open}.get(path.suffix, open)
         with opened(path, "rb") as file:
             text = file.read().decode("utf-8-sig", "replace").replace("\r\n", "\n")
         if ".json" in path.name:
-            blocks = [p["context"] + " " + " ".join(q["question"] for q in p["qas"])
-                      for article in json.loads(text)["data"] for p in article["paragraphs"]]  # fmt: skip
+            blocks = [
+                p["context"] + " " + " ".join(q["question"] for q in p["qas"])
+                for article in json.loads(text)["data"]
+                for p in article["paragraphs"]
+            ]
         else:
             blocks = text.split("\n")
         held: list[str] = []
@@ -231,7 +238,7 @@ class Bench:
         """MB of text per core-second of one fresh process."""
         command = [
             sys.executable,
-            str(HERE / "tokenize.py"),
+            str(HERE / "tokenization.py"),
             "--measure",
             who,
             tokenizer,
@@ -265,7 +272,9 @@ class Bench:
         pairs: int | None = None,
         turns: int = 1,
     ) -> Claim:
-        """The median of `turns` of ours against one of the peer: where it is so long that the machine's noise evens out in it."""
+        """The median of `turns` of ours against one of the peer: where it is so long that the machine's noise
+        evens out in it.
+        """
 
         def rate() -> float:
             return statistics.median(self.rate(ours, tokenizer) for _ in range(turns))
@@ -328,10 +337,20 @@ def main() -> None:
         measure(*sys.argv[2:6])
         return
     options = parser(__doc__ or "")
-    options.add_argument("--text", type=existing, nargs="+", default=[SAMPLES / "novels", SAMPLES / "tinyshakespeare"],
-                         help="English text files (.txt, also .bz2 or .gz) or directories of them")  # fmt: skip
-    options.add_argument("--multilingual", type=existing, nargs="+", default=[],
-                         help="text in other languages, or SQuAD-style JSON, for the claims named …-multilingual")  # fmt: skip
+    options.add_argument(
+        "--text",
+        type=existing,
+        nargs="+",
+        default=[SAMPLES / "novels", SAMPLES / "tinyshakespeare"],
+        help="English text files (.txt, also .bz2 or .gz) or directories of them",
+    )
+    options.add_argument(
+        "--multilingual",
+        type=existing,
+        nargs="+",
+        default=[],
+        help="text in other languages, or SQuAD-style JSON, for the claims named …-multilingual",
+    )
     options.add_argument(
         "--parts",
         type=lambda text: text.split(","),
@@ -361,4 +380,8 @@ def main() -> None:
             claims += bpe(bench, gpt2) if part == "bpe" else wordpiece(bench, bert, suffix)
             details[part] = bench.facts()
         packages = ("gigatoken", "tokenizers", "tiktoken", "datasets", "tokie", "pyarrow")
-        finish("tokenize", claims, packages=packages, details=details)
+        finish("tokenization", claims, packages=packages, details=details)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,9 +3,11 @@
     python benchmarks/train_gpt.py --nanogpt PATH_OF_CHECKOUT [--quick] [--parts tokens,loss,novel,gpt124]
 
 tokens  nanoGPT's CPU configuration (4 layers, 4 heads, width 128, context 64, batch 12, fp32): tokens/s of `throughline train`,
-        of nanoGPT's train.py and of the transformers Trainer, from the times that each writes down for its steps
+        of nanoGPT's train.py and of the transformers Trainer, from the times that each writes down for its
+        steps
 loss    time from command to result until nanoGPT's loss after its 2,000 steps: train.py against recipes/gpt-shakespeare-fast.toml,
-        with an empty compile cache; both models scored by one function on the whole validation split, three seeds
+        with an empty compile cache; both models scored by one function on the whole validation split, three
+        seeds
 novel   the same two commands, untouched, on a novel
 gpt124  GPT-2 124M in bf16, 4 x 256 and 1 x 1024 tokens a step: tokens/s against transformers, the faster of eager and compiled
 
@@ -32,13 +34,27 @@ RECIPE = ROOT / "recipes" / "gpt-shakespeare-fast.toml"
 PEERS = Path(__file__).parent / "train_gpt_peers.py"
 CONTEXT = 64
 NANOGPT = [  # the command of its README for a CPU
-    "config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1",
-    "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0",
-]  # fmt: skip
+    "config/train_shakespeare_char.py",
+    "--device=cpu",
+    "--compile=False",
+    "--eval_iters=20",
+    "--log_interval=1",
+    "--block_size=64",
+    "--batch_size=12",
+    "--n_layer=4",
+    "--n_head=4",
+    "--n_embd=128",
+    "--dropout=0.0",
+]
 LIKE_NANOGPT = {
-    "train.precision": "fp32", "train.batch_rows": "12", "train.compile": "off", "optimizer.name": "adamw",
-    "optimizer.learning_rate": "1e-3", "optimizer.beta2": "0.99", "log.every_steps": "1",
-}  # fmt: skip
+    "train.precision": "fp32",
+    "train.batch_rows": "12",
+    "train.compile": "off",
+    "optimizer.name": "adamw",
+    "optimizer.learning_rate": "1e-3",
+    "optimizer.beta2": "0.99",
+    "log.every_steps": "1",
+}
 
 
 def run(command: Sequence[object], cwd: Path, **environment: str) -> str:
@@ -55,7 +71,9 @@ def throughline(*words: object, cwd: Path, **environment: str) -> str:
 
 
 def prepare(text: str, directory: Path, nanogpt: Path) -> Path:
-    """A directory in which both can train on this text: our token store, and nanoGPT's files with its ids beside its code."""
+    """A directory in which both can train on this text: our token store, and nanoGPT's files with its ids
+    beside its code.
+    """
     directory.mkdir()
     (directory / "text.txt").write_text(text, encoding="utf-8")
     throughline(
@@ -147,7 +165,9 @@ def step_seconds_nanogpt(text: str, skip: int) -> float:
 
 
 def score(logits: Callable, ids: np.ndarray) -> float:
-    """Mean cross-entropy per character over all whole windows of 64, side by side: the one function that judges both."""
+    """Mean cross-entropy per character over all whole windows of 64, side by side: the one function that
+    judges both.
+    """
     import torch
 
     windows = (len(ids) - 1) // CONTEXT
@@ -240,8 +260,15 @@ def loss_claim(
         seconds = train_ours(place, run_name, {"train.seed": seed})
         their_seconds, _ = train_nanogpt(place, f"nano-{run_name}", steps, seed)
         ours, theirs = score_ours(place / run_name, text), score_nanogpt(place, f"nano-{run_name}", text)
-        details.append({"seed": seed, "ours_loss": round(ours, 4), "theirs_loss": round(theirs, 4),
-                        "ours_s": round(seconds, 1), "theirs_s": round(their_seconds, 1)})  # fmt: skip
+        details.append(
+            {
+                "seed": seed,
+                "ours_loss": round(ours, 4),
+                "theirs_loss": round(theirs, 4),
+                "ours_s": round(seconds, 1),
+                "theirs_s": round(their_seconds, 1),
+            }
+        )
         print(details[-1], file=sys.stderr)
         ours_s.append(seconds if ours <= theirs else float("inf"))
         theirs_s.append(their_seconds)
@@ -261,10 +288,17 @@ def gpt124_claims(directory: Path, pairs: int, steps: int) -> list[Claim]:
     for rows, length, goal in ((4, 256, 1.3), (1, 1024, 1.2)):
         count = iter(range(1000))
         base = {
-            "model.preset": "gpt2-124m", "train.sequence_length": length, "train.batch_rows": rows, "train.steps": steps,
-            "train.precision": "bf16", "train.compile": os.environ.get("GPT124_COMPILE", "off"), "optimizer.name": "adamw",
-            "data.validation_fraction": 0, "log.every_steps": 1, "schedule.decay_steps": steps,
-        }  # fmt: skip
+            "model.preset": "gpt2-124m",
+            "train.sequence_length": length,
+            "train.batch_rows": rows,
+            "train.steps": steps,
+            "train.precision": "bf16",
+            "train.compile": os.environ.get("GPT124_COMPILE", "off"),
+            "optimizer.name": "adamw",
+            "data.validation_fraction": 0,
+            "log.every_steps": 1,
+            "schedule.decay_steps": steps,
+        }
 
         def ours(length=length, base=base, count=count) -> float:
             name = f"gpt124-{length}-{next(count)}"

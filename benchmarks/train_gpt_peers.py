@@ -1,7 +1,8 @@
 """The transformers side of train_gpt.py: prints the median seconds of a step.
 
 python train_gpt_peers.py trainer DATA_DIR STEPS SKIP       the Trainer on nanoGPT's shape and data, fp32
-python train_gpt_peers.py eager|compiled ROWS LENGTH STEPS  GPT-2 124M, bf16 autocast, fused AdamW, no Trainer around it
+python train_gpt_peers.py eager|compiled ROWS LENGTH STEPS  GPT-2 124M, bf16 autocast, fused AdamW, no Trainer
+around it
 """
 
 import statistics
@@ -30,14 +31,30 @@ def trainer_seconds(data: str, steps: int, skip: int) -> float:
     ids = np.fromfile(f"{data}/shakespeare_char/train.bin", np.uint16).astype(np.int64)
     starts = np.random.default_rng(0).integers(0, len(ids) - 64, 12 * steps)
     rows = [{"input_ids": ids[at : at + 64], "labels": ids[at : at + 64]} for at in starts]
-    shape = GPT2Config(vocab_size=int(ids.max()) + 1, n_positions=64, n_embd=128, n_layer=4, n_head=4,
-                       activation_function="gelu", **NO_DROPOUT)  # fmt: skip
+    shape = GPT2Config(
+        vocab_size=int(ids.max()) + 1,
+        n_positions=64,
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        activation_function="gelu",
+        **NO_DROPOUT,
+    )
     clock = Clock()
     with tempfile.TemporaryDirectory() as out:
         arguments = TrainingArguments(
-            out, max_steps=steps, per_device_train_batch_size=12, learning_rate=1e-3, max_grad_norm=1.0, use_cpu=True,
-            optim="adamw_torch_fused", report_to=[], save_strategy="no", logging_steps=steps, disable_tqdm=True,
-        )  # fmt: skip
+            out,
+            max_steps=steps,
+            per_device_train_batch_size=12,
+            learning_rate=1e-3,
+            max_grad_norm=1.0,
+            use_cpu=True,
+            optim="adamw_torch_fused",
+            report_to=[],
+            save_strategy="no",
+            logging_steps=steps,
+            disable_tqdm=True,
+        )
         Trainer(GPT2LMHeadModel(shape), arguments, train_dataset=rows, callbacks=[clock]).train()
     return statistics.median(np.diff(clock.times)[skip:].tolist())
 

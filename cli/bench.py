@@ -1,38 +1,151 @@
-"""`throughline bench latency PATH`: how fast your own artifact answers on this machine."""
+"""`throughline bench latency PATH`, `throughline bench serve URL`: how fast your own artifact and your own server
+answer.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..core import console
-from .common import throughline_command
+from ..core.errors import WrongUse
+from ..core.files import write_atomic
+from .common import backend_options, throughline_command
+
+if TYPE_CHECKING:
+    from ..core.backend import BackendOptions
 
 
 @click.group()
 def command() -> None:
-    """Measure your own artifact.
+    """Measure your own artifact or server.
 
     \b
     Example:  throughline bench latency my/bert-onnx
+    Or:       throughline bench serve http://127.0.0.1:8000
     """
 
 
 @command.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path())
-@click.option("--seconds", default=1.0, show_default=True, help="Measured per line of the table.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of ONNX Runtime. Default: one per core.")
+@click.option(
+    "--seconds", default=1.0, show_default=True, help="Seconds of measurement for each line of the table."
+)
+@click.option("--every-backend", is_flag=True, help="Measure every backend that runs the model here.")
+@click.option("--plot", type=click.Path(path_type=Path), help="File for the medians as an SVG picture.")
+@backend_options
 @throughline_command
-def latency(paths: tuple[str, ...], seconds: float, threads: int | None) -> None:
+def latency(
+    paths: tuple[str, ...], seconds: float, every_backend: bool, plot: Path | None, options: "BackendOptions"
+) -> None:
     """Median and tail latency per batch and length, of one or more models, beside each other.
+
+    On a GPU the least time that its memory and arithmetic allow stands beside it, and of a BERT-Base or -Large
+    what NVIDIA reported for TensorRT on a T4.
 
     \b
     Example:  throughline bench latency runs/my-gpt my/gpt-onnx
     """
-    from ..inference.backends import open_backend
-    from ..inference.bench import latency_lines, latency_table
+    from ..inference.backends import open_backend, runtimes_of
+    from ..inference.bench import latency_lines, latency_plot, latency_table
 
-    rows = [
-        {"model": path} | row for path in paths for row in latency_table(open_backend(path, threads), seconds)
-    ]
+    rows = []
+    for path in paths:
+        names = runtimes_of(Path(path), options) if every_backend else [options.runtime]
+        for name in names:
+            loaded = open_backend(path, replace(options, runtime=name))
+            rows += [{"model": path} | row for row in latency_table(loaded, seconds)]
+    if plot is not None:
+        write_atomic(plot, latency_plot(rows))
     header, cells = latency_lines(rows)
     if len(paths) > 1:
         header, cells = ["model", *header], [[row["model"], *line] for row, line in zip(rows, cells)]
     console.result({"latency": rows}, console.table(header, cells))
+
+
+@command.command()
+@click.argument("url")
+@click.option("--model", help="Name of the model (default: the first that the server lists).")
+@click.option(
+    "--endpoint",
+    type=click.Choice(["completions", "embeddings"]),
+    default="completions",
+    show_default=True,
+    help="Endpoint that is asked; completions are streamed.",
+)
+@click.option(
+    "--clients",
+    default="1,8,32",
+    show_default=True,
+    help="Clients that ask at once, one run for each number.",
+)
+@click.option(
+    "--requests", "count", default=200, show_default=True, type=click.IntRange(1), help="Requests of a run."
+)
+@click.option(
+    "--input",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with one request body a line, sent in order and repeated (default: made from the seed).",
+)
+@click.option("--prompt-words", default="16-256", show_default=True, help="Range of words in a made prompt.")
+@click.option("--max-tokens", default="16-256", show_default=True, help="Range of tokens asked for.")
+@click.option("--seed", default=0, show_default=True, help="Decides the made requests.")
+@click.option(
+    "--api-key-variable",
+    default="OPENAI_API_KEY",
+    show_default=True,
+    help="Environment variable with the key.",
+)
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Write the curves over clients as an HTML file."
+)
+@throughline_command
+def serve(
+    url: str,
+    model: str | None,
+    endpoint: str,
+    clients: str,
+    count: int,
+    file: Path | None,
+    prompt_words: str,
+    max_tokens: str,
+    seed: int,
+    api_key_variable: str,
+    plot: Path | None,
+) -> None:
+    """Ask a server from many clients at once: time to the first token, time between tokens, throughput.
+
+    Works against any server that speaks OpenAI's completions or embeddings. A percentile is over all requests
+    of a run; the first run of a fresh server warms it up.
+
+    \b
+    Example:  throughline bench serve http://127.0.0.1:8000 --clients 1,8,32 --plot load.html
+    """
+    from ..inference.load import Target, load, load_lines, plotted, read_asks, seeded, summary
+
+    numbers = [_range(part, "--clients")[0] for part in clients.split(",")]
+    made = (_range(prompt_words, "--prompt-words"), _range(max_tokens, "--max-tokens"))
+    asks = read_asks(file) if file else seeded(endpoint, count, seed, *made)
+    asks = (asks * (count // len(asks) + 1))[:count]
+    target = Target(url, endpoint, model, os.environ.get(api_key_variable))
+    rows = []
+    for number in numbers:
+        with console.progress(f"{number} clients", total=len(asks), unit="requests") as bar:
+            seen, took_s = load(target, asks, number, lambda: bar.advance(1))
+        rows.append(summary(seen, took_s, number))
+    if plot is not None:
+        plot.write_text(plotted(rows, f"{target.model} at {url}"), encoding="utf-8")
+    console.result({"load": rows, "model": target.model}, console.table(*load_lines(rows)))
+
+
+def _range(text: str, where: str) -> tuple[int, int]:
+    """`16-256` or `16` as the least and the most. Raises WrongUse."""
+    low, _, high = text.strip().partition("-")
+    if not (low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)):
+        raise WrongUse(
+            "not a number or a range", where=where, why=f"it is {text!r}", fix="for example 16-256"
+        )
+    return int(low), int(high or low)

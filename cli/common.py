@@ -1,4 +1,4 @@
-"""What every command shares: --json, --debug, errors with exit codes instead of tracebacks, --set."""
+"""What every command shares: --json, --quiet, --debug, errors with exit codes instead of tracebacks, --set."""
 
 import functools
 import io
@@ -30,11 +30,15 @@ LATER_S = 2.0
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM: it unwinds like Ctrl-C, so that half-written output is removed, and ends with a code of its own."""
+    """SIGTERM: it unwinds like Ctrl-C, so that half-written output is removed, and ends with a code of its
+    own.
+    """
 
 
 def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --json and --debug and turns our errors into messages and exit codes. Put it under @click.command()."""
+    """Adds --json, --quiet and --debug and turns our errors into messages and exit codes. Put it under
+    @click.command().
+    """
 
     @click.option(
         "--json",
@@ -42,10 +46,11 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
         is_flag=True,
         help="Print one JSON object on stdout, everything else on stderr.",
     )
+    @click.option("--quiet", "-q", is_flag=True, help="Print only the result, warnings and errors.")
     @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
     @functools.wraps(function)
-    def wrapped(*args: Any, json_output: bool, debug: bool, **kwargs: Any) -> Any:
-        console.configure(json_output=json_output)
+    def wrapped(*args: Any, json_output: bool, quiet: bool, debug: bool, **kwargs: Any) -> Any:
+        console.configure(json_output=json_output, quiet=quiet)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(
                 errors="backslashreplace"
@@ -102,14 +107,18 @@ def _terminated(number: int, frame: object) -> None:
 
 
 def _tell_launcher(code: int, kind: str = "done") -> None:
-    """Under `throughline launch`: what became of the first process, by which it decides whether all start again."""
+    """Under `throughline launch`: what became of the first process, by which it decides whether all start
+    again.
+    """
     file = os.environ.get(EXIT_FILE)
     if file and _speaks():
         Path(file).write_text(f"{code} {kind}")
 
 
 def _unforeseen(error: Exception) -> Failed:
-    """A path that the system refuses is the user's to mend; anything else is a fault of ours, in one line without --debug."""
+    """A path that the system refuses is the user's to mend; anything else is a fault of ours, in one line
+    without --debug.
+    """
     if isinstance(error, OSError) and error.filename and error.strerror:
         fix = "check the path, its owner and its permissions; --debug shows what needed it"
         return Failed(error.strerror.lower(), where=error.filename, fix=fix)
@@ -135,17 +144,58 @@ def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
 
 
 def read_stdin() -> str:
-    """All of standard input as UTF-8, whatever the locale; bytes that are none become replacement characters, as in files."""
+    """All of standard input as UTF-8, whatever the locale; bytes that are none become replacement characters,
+    as in files.
+    """
     return sys.stdin.buffer.read().decode("utf-8-sig", "replace")
 
 
+def backend_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--device, --dtype, --backend and --threads, as `options`, of every command that runs a model."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, device: str, dtype: str, backend: str, threads: int | None, **kwargs: Any) -> Any:
+        from ..core.backend import BackendOptions
+
+        return function(*args, options=BackendOptions(device, dtype, backend, threads), **kwargs)
+
+    for option in (
+        click.option("--threads", type=click.IntRange(1), help="CPU threads (default: one per core)."),
+        click.option(
+            "--backend",
+            default="own",
+            show_default=True,
+            help="Library that runs the model: own is the one that the file belongs to, auto measures those "
+            "that can run it and takes the fastest; or torch, torch-compiled, onnxruntime, openvino, "
+            "llamacpp, tensorrt.",
+        ),
+        click.option(
+            "--dtype",
+            default="auto",
+            show_default=True,
+            help="Precision of a torch model: fp32, fp16 or bf16; auto is the one its weights are stored in, "
+            "where the device computes in it.",
+        ),
+        click.option(
+            "--device",
+            default="auto",
+            show_default=True,
+            help="Device that runs the model: cpu, cuda or cuda:N; auto is the GPU when there is one.",
+        ),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
+
+
 def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The RECIPE argument and the repeatable --set option (as `overrides`) of every command that takes a recipe."""
+    """The RECIPE argument and the repeatable --set option (as `overrides`) of every command that takes a
+    recipe.
+    """
     function = click.option(
         "--set",
         "overrides",
         multiple=True,
         metavar="SECTION.KEY=VALUE",
-        help="Override a field of the recipe. Repeatable.",
+        help="Set a field of the recipe to another value. Repeatable.",
     )(function)
     return click.argument("recipe")(function)

@@ -14,7 +14,7 @@ from .common import throughline_command
     type=float,
     default=1e-5,
     show_default=True,
-    help="Largest relative difference that is allowed.",
+    help="Largest relative difference that is accepted.",
 )
 @throughline_command
 def command(first: str, second: str, bound: float) -> None:

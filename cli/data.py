@@ -21,30 +21,45 @@ def text_options(function: Any) -> Any:
     """INPUTS... and how they become documents."""
     for decorate in (
         click.option(
-            "--max-replaced", type=click.FloatRange(0, 1), default=0.001, show_default=True,
-            help="Share of characters that may be invalid.",
+            "--max-replaced",
+            type=click.FloatRange(0, 1),
+            default=0.001,
+            show_default=True,
+            help="Largest share of invalid characters that is accepted.",
         ),
-        click.option("--unwrap", is_flag=True, help="Join hard-wrapped lines of a paragraph by spaces."),
-        click.option("--split", default="train", show_default=True, help="Split of a dataset."),
-        click.option("--field", default="text", show_default=True, help="Field of .jsonl, column of .parquet or a dataset."),
         click.option(
-            "--documents", type=click.Choice(["file", "line", "block"]), default="block", show_default=True,
+            "--unwrap", is_flag=True, help="Join the hard-wrapped lines of a paragraph with spaces."
+        ),
+        click.option("--split", default="train", show_default=True, help="Split of a data set that is read."),
+        click.option(
+            "--field",
+            default="text",
+            show_default=True,
+            help="Name of the field of .jsonl, or of the column of .parquet or a data set, that holds the text.",
+        ),
+        click.option(
+            "--documents",
+            type=click.Choice(["file", "line", "block"]),
+            default="block",
+            show_default=True,
             help="What a document of a .txt file is: the file, a line, or a block between blank lines.",
         ),
         click.argument("inputs", nargs=-1, required=True),
-    ):  # fmt: skip
+    ):
         function = decorate(function)
     return function
 
 
 def out_options(function: Any) -> Any:
+    """Adds --out and --overwrite."""
     overwrite = click.option(
-        "--overwrite", is_flag=True, help="Replace an artifact that is already at --out."
+        "--overwrite", is_flag=True, help="Replace the artifact that is already at --out."
     )
     return click.option("--out", required=True, help="Directory to write.")(overwrite(function))
 
 
 def read_options(documents: str, field: str, split: str, unwrap: bool) -> Any:
+    """The options of `text_options` as a `ReadOptions`."""
     from ..data.readers import ReadOptions
 
     return ReadOptions(documents, field, split, unwrap)  # type: ignore[arg-type]
@@ -57,7 +72,7 @@ def found_in_text(counts: dict[str, int]) -> list[str]:
 
 
 def parse_bytes(text: str | None) -> int | None:
-    """ "512", "64M", "1.5G" to bytes (powers of 1000; KiB, MiB, GiB of 1024)."""
+    """Bytes from "512", "64M", "1.5G" (powers of 1000; KiB, MiB, GiB of 1024)."""
     if text is None:
         return None
     units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -85,27 +100,31 @@ def is_given(name: str) -> bool:
 @command.command()
 @text_options
 @click.option(
-    "--type", "kind", type=click.Choice(["bpe", "wordpiece", "char", "import"]), default="bpe", show_default=True,
-    help="What to train; `import` takes one GPT-2 or BERT vocabulary or a tokenizer.json as INPUTS instead.",
-)  # fmt: skip
+    "--type",
+    "kind",
+    type=click.Choice(["bpe", "wordpiece", "char", "import"]),
+    default="bpe",
+    show_default=True,
+    help="Type of tokenizer to train. With `import`, INPUTS is a GPT-2 or BERT vocabulary or a tokenizer.json.",
+)
 @click.option(
     "--vocab-size",
     type=click.IntRange(3),
     default=32000,
     show_default=True,
-    help="Entries, special tokens included.",
+    help="Number of entries in the vocabulary, special tokens included.",
 )
 @click.option(
     "--cased/--uncased",
     default=None,
-    help="WordPiece: keep capitals and accents. Default: uncased; of an import: as it is.",
+    help="For WordPiece: keep capitals and accents (default: uncased; an import keeps its own setting).",
 )
 @click.option(
     "--sample-bytes",
     default="1G",
     show_default=True,
     callback=size_of,
-    help="Text to train on; a larger input is sampled evenly.",
+    help="Maximum size of the text to train on. A larger input is sampled evenly.",
 )
 @out_options
 @throughline_command
@@ -193,47 +212,65 @@ def tokenizer(
     "--tokenizer",
     "tokenizer_path",
     required=True,
-    help="Tokenizer artifact, model directory or tokenizer.json.",
+    help="Path of the tokenizer: an artifact, a model directory or a tokenizer.json.",
 )
 @click.option(
     "--eos/--no-eos",
     "append_eos",
     default=None,
-    help="End every document with the end-of-text token [default: if there is one].",
+    help="End every document with the end-of-text token (default: yes when the tokenizer has one).",
 )
-@click.option("--sentences", is_flag=True, help="One sequence per sentence, as BERT's sentence pairs need.")
-@click.option("--workers", type=click.IntRange(1), help="Processes [default: one per core].")
+@click.option(
+    "--sentences",
+    is_flag=True,
+    help="Store every sentence as a sequence of its own, as the sentence pairs of a BERT need.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Number of worker processes (default: one per core).")
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
     default="auto",
     show_default=True,
-    help="Encoder; the tokens are the same.",
+    help="Library that encodes. All of them give the same tokens.",
 )
 @click.option(
     "--executor",
     type=click.Choice(["local", "ray"]),
     default="local",
     show_default=True,
-    help="Who runs the tasks.",
+    help="Where the tasks run: on this machine or on a Ray cluster.",
 )
 @click.option(
     "--shard-bytes",
     callback=size_of,
-    help="Input per shard, e.g. 64M [default: 1/64 of the input, 8 MiB to 256 MiB].",
+    help="Size of the input of one shard, for example 64M (default: 1/64 of the input, 8 MiB to 256 MiB).",
 )
-@click.option("--task-index", type=click.IntRange(0), help="This process's number in a job array, from 0.")
-@click.option("--task-count", type=click.IntRange(1), help="Processes in the job array.")
+@click.option(
+    "--task-index", type=click.IntRange(0), help="Number of this process in a job array, counted from 0."
+)
+@click.option("--task-count", type=click.IntRange(1), help="Number of processes in the job array.")
 @out_options
 @throughline_command
 def tokenize(
-    inputs: tuple[str, ...], tokenizer_path: str, append_eos: bool | None, sentences: bool, workers: int | None,
-    backend: str, executor: str, shard_bytes: int | None, max_replaced: float, task_index: int | None,
-    task_count: int | None, out: str, overwrite: bool, **text: Any,
-) -> None:  # fmt: skip
+    inputs: tuple[str, ...],
+    tokenizer_path: str,
+    append_eos: bool | None,
+    sentences: bool,
+    workers: int | None,
+    backend: str,
+    executor: str,
+    shard_bytes: int | None,
+    max_replaced: float,
+    task_index: int | None,
+    task_count: int | None,
+    out: str,
+    overwrite: bool,
+    **text: Any,
+) -> None:
     """Tokenise text into a store of Megatron-compatible shards.
 
-    Stopped or killed, the same command continues. In a job array give each process --task-index and --task-count.
+    Stopped or killed, the same command continues. In a job array give each process --task-index and
+    --task-count.
 
     \b
     Example:  throughline data tokenize corpus/*.jsonl.zst --tokenizer tok --out tokens --workers 8
@@ -250,30 +287,53 @@ def tokenize(
     share = None if task_index is None or task_count is None else (task_index, task_count)
     work = Work(workers or usable_cores(), executor, backend, share)  # type: ignore[arg-type]
     manifest = run(
-        inputs, tokenizer_path, out, options=read_options(**text), append_eos=append_eos, sentences=sentences,
-        shard_bytes=shard_bytes, max_replaced=max_replaced, work=work, overwrite=overwrite,
-    )  # fmt: skip
+        inputs,
+        tokenizer_path,
+        out,
+        options=read_options(**text),
+        append_eos=append_eos,
+        sentences=sentences,
+        shard_bytes=shard_bytes,
+        max_replaced=max_replaced,
+        work=work,
+        overwrite=overwrite,
+    )
     if manifest is None:
         console.result({"path": out, "complete": False}, [f"{out} is not complete yet"])
         return
     facts = manifest.facts
+    encoders = ", ".join(facts["made"]["backends"])
     lines = [
         f"{facts['tokens']:,} tokens in {facts['documents']:,} documents, {len(facts['shards'])} shards, in {out}",
-        f"{facts['text_bytes'] / facts['tokens']:.2f} bytes per token, {facts['dtype']}, encoded by {', '.join(facts['backends'])}",
+        f"{facts['text_bytes'] / facts['tokens']:.2f} bytes per token, {facts['dtype']}, encoded by {encoders}",
     ]
-    lines += found_in_text(facts["counts"])
-    console.result({"path": out, "complete": True, "hash": manifest.hash, **facts}, lines)
+    lines += found_in_text(facts["made"]["counts"])
+    flat = {key: value for key, value in facts.items() if key != "made"} | facts["made"]
+    console.result({"path": out, "complete": True, "hash": manifest.hash, **flat}, lines)
 
 
 @command.command()
 @click.argument("store")
-@click.option("--samples", type=click.IntRange(0), default=3, show_default=True, help="Documents to show.")
 @click.option(
-    "--top", type=click.IntRange(0), default=3, show_default=True, help="Repeated documents to show."
+    "--samples",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Number of sample documents to show.",
 )
-@click.option("--tokenizer", "tokenizer_path", help="Tokenizer of a foreign store.")
+@click.option(
+    "--top",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Number of repeated documents to show.",
+)
+@click.option(
+    "--tokenizer", "tokenizer_path", help="Path of the tokenizer of a store that another program wrote."
+)
+@click.option("--html", type=click.Path(), help="File to write the same facts to, as a page.")
 @throughline_command
-def inspect(store: str, samples: int, top: int, tokenizer_path: str | None) -> None:
+def inspect(store: str, samples: int, top: int, tokenizer_path: str | None, html: str | None) -> None:
     """Show what is in a token store.
 
     Document lengths, bytes per token, sample documents, the most repeated ones.
@@ -281,9 +341,12 @@ def inspect(store: str, samples: int, top: int, tokenizer_path: str | None) -> N
     \b
     Example:  throughline data inspect tokens --samples 5
     """
-    from ..data.inspect import inspect_store
+    from ..core.files import write_atomic
+    from ..data.inspect import inspect_page, inspect_store
 
     found = inspect_store(store, samples, top, tokenizer_path)
+    if html:
+        write_atomic(html, inspect_page(store, found))
     ratio = found["bytes_per_token"]
     lines = [
         f"{found['tokens']:,} tokens, {found['documents']:,} documents, {found['sequences']:,} sequences, "
@@ -301,13 +364,17 @@ def inspect(store: str, samples: int, top: int, tokenizer_path: str | None) -> N
 @command.command()
 @click.argument("store")
 @click.option(
-    "--to", "target", type=click.Choice(["nanogpt", "olmo", "llmc", "parquet"]), required=True, help="Layout."
+    "--to",
+    "target",
+    type=click.Choice(["nanogpt", "olmo", "llmc", "parquet"]),
+    required=True,
+    help="Layout to write.",
 )
 @click.option(
     "--val-fraction",
     type=click.FloatRange(0, 0.5),
     default=0.0,
-    help="nanogpt: part for val.bin, from the end.",
+    help="For nanogpt: share of the tokens, from the end, that goes to val.bin.",
 )
 @click.option("--out", required=True, help="Directory to write.")
 @throughline_command
@@ -327,16 +394,19 @@ def export(store: str, target: str, val_fraction: float, out: str) -> None:
 
 @command.command()
 @text_options
-@click.option("--near", is_flag=True, help="Also near duplicates, by MinHash over word 5-grams.")
-@click.option("--dry-run", is_flag=True, help="Count, write nothing.")
-@click.option("--out", help="Directory for what stays, as .jsonl.zst; not needed with --dry-run.")
+@click.option("--near", is_flag=True, help="Remove near duplicates too, by MinHash over word 5-grams.")
+@click.option("--dry-run", is_flag=True, help="Count the duplicates and write nothing.")
+@click.option(
+    "--out",
+    help="Directory for the records that stay, as .jsonl.zst with all their fields. Not needed with --dry-run.",
+)
 @throughline_command
 def dedup(
     inputs: tuple[str, ...], near: bool, dry_run: bool, out: str | None, max_replaced: float, **text: Any
 ) -> None:
     """Remove duplicate documents from text.
 
-    The first of each kind is kept. Tokenise what it writes.
+    The first of each kind is kept with all its fields. The output is an input of `data tokenize`.
 
     \b
     Example:  throughline data dedup corpus/ --near --out clean

@@ -29,16 +29,17 @@ PROMPT = "ROMEO:\nO"
     default="runs/demo",
     show_default=True,
     type=click.Path(path_type=Path),
-    help="Directory to work in.",
+    help="Directory in which everything is written.",
 )
 @click.option(
     "--text",
     type=click.Path(exists=True, path_type=Path),
-    help="Your own text instead of the shipped Shakespeare.",
+    help="Path of a text to use instead of the shipped Shakespeare.",
 )
 @throughline_command
 def command(out: Path, text: Path | None) -> None:
-    """Text to served endpoint: tokenizers, tokens, a small GPT and a small BERT, scores, ONNX, one question to each.
+    """Text to served endpoint: tokenizers, tokens, a small GPT and a small BERT, scores, ONNX, one question
+    to each.
 
     Minutes on two CPU cores. What an earlier, interrupted demo finished is kept.
 
@@ -85,7 +86,9 @@ def road(out: Path, text: Path) -> list[tuple[str, list[str]]]:
 
 
 def check_text(out: Path, text: Path) -> None:
-    """Refuse a directory whose kept stages were made from another text: their figures would be taken for this one's."""
+    """Refuse a directory whose kept stages were made from another text: their figures would be taken for this
+    one's.
+    """
     made = out / "gpt-tokenizer"
     if not is_artifact(made):
         return
@@ -131,7 +134,7 @@ def ask(out: Path) -> dict[str, Any]:
         tokens_per_second = gpt["usage"]["completion_tokens"] / (time.monotonic() - start)
         bert = _post(f"{url}v1/fill-mask", {"model": "bert", "input": "my lord, the [MASK] is here."})
     finally:
-        server.send_signal(signal.SIGTERM)
+        server.send_signal(signal.SIGINT)  # without the seconds for load balancers
         server.communicate(timeout=30)
     return {
         "completion": gpt["choices"][0]["text"],
@@ -151,8 +154,9 @@ def _address(server: subprocess.Popen) -> str:
 
 
 def _post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310 - our own server
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
         return json.loads(answer.read())
 
 

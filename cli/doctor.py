@@ -55,16 +55,15 @@ def command() -> None:
         f"CPU   {machine.cpu.name}, {machine.cpu.cores} cores, {console.amount(machine.cpu.memory_bytes, 'B')}, "
         f"native {' '.join(machine.cpu.dtypes)}",
     ]
-    for gpu in machine.gpus:
-        lines.append(
-            f"GPU {gpu.index} {gpu.name}, capability {gpu.capability}, {console.amount(gpu.memory_bytes, 'B')}, driver {gpu.driver}"
-        )
+    lines += [
+        f"GPU {gpu.index} {gpu.name}, capability {gpu.capability}, {console.amount(gpu.memory_bytes, 'B')}, driver {gpu.driver}"
+        for gpu in machine.gpus
+    ]
     if not machine.gpus:
         lines.append("GPU   none (training, export and serving run on the CPU)")
     lines.append(f"disk  {console.amount(shutil.disk_usage('.').free, 'B')} free here")
     lines.append(f"C++   {compiler or 'no compiler: torch.compile is off, steps run eagerly'}")
-    for name in REQUIRED:
-        lines.append(f"  {name:<14}{packages[name] or 'MISSING: pip install throughline'}")
+    lines += [f"  {name:<14}{packages[name] or 'MISSING: pip install throughline'}" for name in REQUIRED]
     for name, extra in OPTIONAL.items():
         lines.append(
             f"  {name:<14}{packages[name] or f'not installed (optional: pip install throughline[{extra}])'}"
@@ -81,14 +80,14 @@ def _rates() -> "tuple[list[Rates], str]":
         return [], ""
     import torch
 
-    from ..train.parallel.crew import Crew
-    from ..train.parallel.layout import Layout
+    from ..planner.layout import Layout
     from ..train.parallel.mesh import own_device, running_processes
+    from ..train.parallel.ranks import Ranks
     from ..train.parallel.rates import measure, slowest
 
     device = own_device(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
-    with Crew.start(Layout(data=running_processes()[1]), device) as crew:
-        rates = measure(device, crew.mesh.world)
+    with Ranks.start(Layout(data=running_processes()[1]), device) as ranks:
+        rates = measure(device, ranks.mesh.world)
     return rates, slowest(rates)
 
 

@@ -2,24 +2,30 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..core import console
 from ..core.errors import WrongUse
 from ..core.files import full_disk, write_atomic
-from .common import read_stdin, throughline_command
+from .common import backend_options, read_stdin, throughline_command
+
+if TYPE_CHECKING:
+    from ..core.backend import BackendOptions
 
 
 @click.command()
 @click.argument("path", type=click.Path())
 @click.argument("file", type=click.Path())
-@click.option("--out", type=click.Path(), help="Write here instead of standard output.")
+@click.option("--out", type=click.Path(), help="File to write (default: standard output).")
+@backend_options
 @throughline_command
-def command(path: str, file: str, out: str | None) -> None:
+def command(path: str, file: str, out: str | None, options: "BackendOptions") -> None:
     """Embed every line of FILE (- = standard input): one JSON object per line, {"text", "embedding"}.
 
-    The embedding is the mean over the tokens, scaled to length 1: the dot product of two is their cosine.
+    Of a .jsonl file the "text" of every line is embedded, and its other fields are kept; the same command
+    goes on after a stop. The embedding is the mean over the tokens, scaled to length 1: the dot product of two is their cosine.
 
     \b
     Example:  throughline embed runs/my-bert my/sentences.txt --out my/embeddings.jsonl
@@ -30,13 +36,23 @@ def command(path: str, file: str, out: str | None) -> None:
         raise WrongUse(
             "no such file", where=file, fix="give a text file with one text per line, or - for standard input"
         )
+    if file.endswith(".jsonl"):
+        if out is None:
+            raise WrongUse("a .jsonl file is answered in a file", where=file, fix="give --out FILE")
+        from ..inference.offline import embed_file
+
+        facts = embed_file(path, Path(file), Path(out), options)
+        said = "{lines} lines embedded ({resumed} by an earlier run, {errors} refused)".format(**facts)
+        console.result({"path": out, **facts}, [f"{said}: {out}"])
+        return
     text = read_stdin() if file == "-" else Path(file).read_bytes().decode("utf-8-sig", "replace")
     # not splitlines(), which cuts at form feeds and at Unicode's line separators too
     texts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not texts:
         raise WrongUse("there is no text to embed", where=file, fix="give a file with one text per line")
     rows = [
-        {"text": line, "embedding": vector.tolist()} for line, vector in zip(texts, embed_texts(path, texts))
+        {"text": line, "embedding": vector.tolist()}
+        for line, vector in zip(texts, embed_texts(path, texts, options))
     ]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     if out is not None:

@@ -18,55 +18,96 @@ from .common import throughline_command
 @click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
-    help="Directory with the tasks' files; nothing is then fetched.",
+    help="Directory that holds the tasks' files. Neither the shipped samples nor the network are then used.",
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Records a task; by default all.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), help="Maximum number of records per task (default: all)."
+)
 @click.option(
     "--shots",
+    "--num-fewshot",
+    "shots",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Solved examples before each question.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the examples' draw.")
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-@click.option(
-    "--bos/--no-bos", default=None, help="Put BOS before every text; by default as the tokenizer's file says."
-)
-@click.option("--window", type=click.IntRange(min=2), help="Longest input in tokens; by default the model's.")
-@click.option(
-    "--batch-tokens", type=click.IntRange(min=1), help="Tokens in a batch: bounds memory, changes no score."
+    help="Number of solved examples before each question.",
 )
 @click.option(
-    "--pll", type=click.Choice(["within_word_l2r", "original"]), default="within_word_l2r", show_default=True,
-    help="BERT: which tokens of a word are masked while one of them is scored.",
-)  # fmt: skip
+    "--seed", type=int, default=0, show_default=True, help="Seed of the draw of the solved examples."
+)
 @click.option(
-    "--overlong", type=click.Choice(["truncate", "error", "skip"]), default="truncate", show_default=True,
-    help="A record whose context does not fit: cut on its left and counted, refused, or left out and counted.",
-)  # fmt: skip
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Device that runs the model: cpu, cuda or cuda:N; auto is the GPU when there is one.",
+)
+@click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    help="Precision of a torch model: fp32, fp16 or bf16; auto is the one its weights are stored in, "
+    "where the device computes in it.",
+)
+@click.option(
+    "--bos/--no-bos",
+    "--add-bos/--no-add-bos",
+    "bos",
+    default=None,
+    help="Put the BOS token before every text (default: as the tokenizer's file says).",
+)
+@click.option(
+    "--window",
+    "--max-length",
+    "window",
+    type=click.IntRange(min=2),
+    help="Maximum number of tokens in an input (default: the model's context).",
+)
+@click.option(
+    "--batch-tokens",
+    type=click.IntRange(min=1),
+    help="Number of tokens in a batch. It bounds memory and changes no score.",
+)
+@click.option(
+    "--pll",
+    type=click.Choice(["within_word_l2r", "original"]),
+    default="within_word_l2r",
+    show_default=True,
+    help="For a BERT: which tokens of a word are masked while one of them is scored.",
+)
+@click.option(
+    "--overlong",
+    type=click.Choice(["truncate", "error", "skip"]),
+    default="truncate",
+    show_default=True,
+    help="What to do with a record whose context is longer than the model's: cut it on its left and count it, "
+    "stop with an error, or leave it out and count it.",
+)
 @click.option(
     "--all-checkpoints",
     is_flag=True,
-    help="Evaluate every checkpoint of a run and plot scores against steps.",
+    help="Evaluate every checkpoint of the run and plot the scores against the steps.",
 )
 @click.option(
     "--against",
     type=click.Path(),
-    help="Score another form of the model too; refuse when token probabilities differ.",
+    help="Path of another form of the same model. It is scored too, and token probabilities that differ are an error.",
 )
 @click.option(
-    "--bound", type=click.FloatRange(min=0), default=1e-3, show_default=True,
-    help="--against: largest difference in nats per token.",
-)  # fmt: skip
+    "--bound",
+    type=click.FloatRange(min=0),
+    default=1e-3,
+    show_default=True,
+    help="Largest difference of a token's log-probability that --against accepts, in nats.",
+)
 @click.option(
     "--contamination",
     type=click.Path(),
-    help="A token store: report scores with and without records found in it.",
+    help="Path of a token store. Scores are reported with and without the records found in it.",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Directory of the scores; by default PATH.scores."
+    "--out", type=click.Path(path_type=Path), help="Directory of the scores (default: PATH.scores)."
 )
+@click.option("--fresh", is_flag=True, help="Discard stored answers and ask every question again.")
 @throughline_command
 def command(
     path: str | None, tasks: tuple[str, ...], listing: bool, all_checkpoints: bool, **given: Any

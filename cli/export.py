@@ -1,42 +1,199 @@
-"""`throughline export PATH --to onnx|huggingface`: hand a model over, compared with the original."""
+"""`throughline export PATH --to ...`: hand a model over, compared with the original."""
 
 import shlex
+from pathlib import Path
+from typing import Any, get_args
 
 import click
 
 from ..core import console
+from ..core.errors import WrongUse
+from ..inference.graph_options import OPSETS, GraphOptions, Names, Pooling, Precision, Variant
 from .common import throughline_command
+
+TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", "calibration")
 
 
 @click.command()
 @click.argument("path", type=click.Path())
-@click.option(
-    "--to", "target", type=click.Choice(["onnx", "huggingface"]), required=True, help="What to write."
-)
+@click.option("--to", "target", type=click.Choice(TARGETS), required=True, help="What to write.")
 @click.option("--out", required=True, type=click.Path(), help="Directory to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is already there.")
+@click.option(
+    "--precision",
+    type=click.Choice(get_args(Precision)),
+    default="fp32",
+    show_default=True,
+    help="Precision of the products; norms, softmax and outputs stay fp32. int8 and int4 need --text; "
+    "in GGUF they are q8_0 and q4_0.",
+)
+@click.option(
+    "--variant",
+    type=click.Choice(get_args(Variant)),
+    default="portable",
+    show_default=True,
+    help="Runtime that the ONNX graph is written for: portable has standard operators alone.",
+)
+@click.option(
+    "--opset",
+    type=click.IntRange(OPSETS[0], OPSETS[-1]),
+    default=OPSETS[-1],
+    show_default=True,
+    help="ONNX opset; below 24 the cache, below 23 attention is written in older operators.",
+)
+@click.option(
+    "--names",
+    type=click.Choice(get_args(Names)),
+    default="throughline",
+    show_default=True,
+    help="Names of inputs and outputs; optimum: as optimum and onnxruntime-genai look for them.",
+)
+@click.option(
+    "--pooling",
+    type=click.Choice(get_args(Pooling)),
+    default="mean",
+    show_default=True,
+    help="How a BERT's sentence embedding is made of its tokens.",
+)
+@click.option(
+    "--text",
+    type=click.Path(),
+    help="Plain text that the export is judged on; int8 is calibrated on half of it.",
+)
+@click.option(
+    "--calibration", type=click.Path(), help="Calibration artifact, instead of one made from --text."
+)
+@click.option(
+    "--capability",
+    default="7.5",
+    show_default=True,
+    help="Compute capability that --to tensorrt-rtx compiles for; TensorRT builds for the GPU that is there.",
+)
+@click.option("--batches", default="1,8", show_default=True, help="Batch buckets of an engine.")
+@click.option(
+    "--lengths", default="128,512", show_default=True, help="Length buckets of an engine, in tokens."
+)
+@click.option(
+    "--timing-cache", type=click.Path(), help="File of TensorRT's kernel timings, read and written."
+)
+@click.option("--tasks", help="Tasks whose scores may not fall, as in `throughline eval --tasks`.")
+@click.option("--limit", type=click.IntRange(1), help="Maximum number of records per task (default: all).")
+@click.option("--bench/--no-bench", default=True, help="Measure latency (default: yes).")
 @throughline_command
-def command(path: str, target: str, out: str, overwrite: bool) -> None:
-    """Write a run, checkpoint or model directory as ONNX or as a Hugging Face directory.
+def command(
+    path: str, target: str, out: str, overwrite: bool, tasks: str | None, limit: int | None, **given: Any
+) -> None:
+    """Write a run, checkpoint or model directory in a form that other programs run.
 
-    Every output is compared with the torch model over a sweep of shapes; above the bound nothing is written (exit 3).
+    Every output is compared with the torch model over a sweep of shapes, and with --text on real text; above
+    the bound nothing is written (exit 3).
 
     \b
     Example:  throughline export runs/my-gpt --to onnx --out my/gpt-onnx
+              throughline export runs/my-bert --to onnx --variant onnxruntime --precision int8 \\
+                  --text my.txt --out my/bert-int8
     """
-    from ..inference.bench import latency_lines
-    from ..inference.export import export_huggingface, export_onnx
+    from ..inference.export import Judging, export_onnx
 
-    write = export_onnx if target == "onnx" else export_huggingface
-    report = write(path, out, overwrite)
+    text, calibration, bench = given.pop("text"), given.pop("calibration"), given.pop("bench")
+    if target == "calibration":
+        from ..inference.calibration import write_calibration
+
+        if text is None:
+            raise WrongUse("a calibration needs text", where="--text", fix="give a plain text file")
+        facts = write_calibration(path, out, text, overwrite)
+        console.result(
+            facts | {"path": str(out)}, [f"{facts['layers']} layers on {facts['tokens']:,} tokens", out]
+        )
+        return
+    if target == "gguf":
+        _export_gguf(path, out, given["precision"], overwrite)
+        return
+    score = None
+    if tasks is not None:
+        from ..eval.exported import task_scorer
+
+        score = task_scorer(tasks, limit)
+    judging = Judging(text, calibration, score, bench)
+    engine = {name: given.pop(name) for name in ("capability", "batches", "lengths", "timing_cache")}
+    if target.startswith("tensorrt"):
+        from ..inference.export_engine import export_engine
+
+        report = export_engine(
+            path,
+            out,
+            target.replace("-", "_"),
+            "fp16" if given["precision"] == "fp32" else given["precision"],
+            judging,
+            overwrite,
+            engine["capability"],
+            _numbers(engine["batches"], "--batches"),
+            _numbers(engine["lengths"], "--lengths"),
+            None if engine["timing_cache"] is None else Path(engine["timing_cache"]),
+        )
+    elif target == "triton":
+        from ..inference.triton import export_triton
+
+        report = export_triton(path, out, GraphOptions(**given), judging, overwrite)
+    elif target == "huggingface":
+        from ..inference.handover import export_huggingface
+
+        report = export_huggingface(path, out, judging, overwrite, given["pooling"])
+    else:
+        report = export_onnx(path, out, GraphOptions(**given), judging, overwrite)
+    lines = [*_lines(report), f"written: {out}", f"try it:  throughline serve {shlex.quote(out)}"]
+    console.result({"path": str(out), "to": target, **report}, lines)
+
+
+def _export_gguf(path: str, out: str, precision: str, overwrite: bool) -> None:
+    from ..inference.gguf_export import export_gguf
+
+    named: dict[str, Any] = {"fp32": "f32", "fp16": "f16", "int8": "q8_0", "int4": "q4_0"}
+    report = export_gguf(path, out, named[precision], overwrite)
+    lines = [f"{name}: {value:.3g}" for name, value in report.items()]
+    lines += [f"written: {out}", f"try it:  throughline serve {shlex.quote(out)}"]
+    console.result({"path": str(out), "to": "gguf", **report}, lines)
+
+
+def _numbers(text: str, where: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise WrongUse(f"{text!r} is no list of numbers", where=where, fix="write 1,8") from error
+    if not found or any(later <= one for one, later in zip((0, *found), found)):
+        raise WrongUse("buckets are numbers from 1 on that grow", where=where, why=text, fix="write 1,8")
+    return found
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    from ..inference.bench import latency_lines
+
     header = ["output", "max error", "mean error", "largest value", "top-1 agreement"]
     rows = [
         [name, line["max_abs"], line["mean_abs"], line["scale"], line.get("top1_agreement")]
         for name, line in report["outputs"].items()
     ]
     lines = [*console.table(header, rows), f"bound: {report['bound']:g} of {report['bound_of']}"]
+    if layers := report.get("layers"):
+        worst = max(layers, key=lambda row: row["max_abs"] / max(row["scale"], 1.0))
+        lines.append(
+            "largest error of a layer: {max_abs:.2g} of {scale:.2g}, in layer {layer}".format(**worst)
+        )
     if "greedy_tokens" in report:
         lines.append("greedy tokens equal to torch's: {equal} of {asked}".format(**report["greedy_tokens"]))
-    lines += ["", *console.table(*latency_lines(report["latency"]))]
-    lines += ["", f"written: {out}", f"try it:  throughline serve {shlex.quote(out)}"]
-    console.result({"path": str(out), "to": target, **report}, lines)
+    if text := report.get("text"):
+        lines.append(
+            "on {tokens:,} tokens of {source}: mean KL {kl:.2g} nats (bound {kl_bound:g}), top-1 agreement "
+            "{top1_agreement:.2%}".format(**text)
+        )
+    for name, change in report.get("scores", {}).get("difference", {}).items():
+        lines.append(f"{name}: {change:+.4f}")
+    if engine := report.get("engine"):
+        lines.append(
+            "{standing}: {kernels} kernels, {kernels_per_layer:g} a layer, {fused_attention} fused attention, "
+            "for compute capability {compute_capability}".format(**engine)
+        )
+    for name, counts in report.get("fused", {}).items():
+        lines.append(f"fused by ONNX Runtime: {counts['found']} x {name}")
+    return [*lines, "", *console.table(*latency_lines(report["latency"])), ""] if report["latency"] else lines

@@ -1,48 +1,104 @@
 """`throughline generate PATH`: continue a text with a GPT."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from .common import read_stdin, throughline_command
+from .common import backend_options, read_stdin, throughline_command
+
+if TYPE_CHECKING:
+    from ..core.backend import BackendOptions
 
 
 @click.command()
 @click.argument("path", type=click.Path())
-@click.option("--prompt", help="Text to continue. Default: standard input.")
-@click.option("--max-tokens", default=100, show_default=True, type=click.IntRange(1))
-@click.option("--temperature", default=0.8, show_default=True, help="0 = always the most probable token.")
-@click.option("--top-k", default=0, show_default=True, help="Keep the k most probable tokens; 0 = all.")
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--prompt", help="Text to continue (default: standard input).")
 @click.option(
-    "--top-p", default=1.0, show_default=True, help="Keep the most probable tokens up to this share."
+    "--max-tokens",
+    default=100,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Maximum number of new tokens.",
 )
 @click.option(
-    "--min-p", default=0.0, show_default=True, help="Keep tokens at least this share as probable as the best."
+    "--temperature",
+    default=0.8,
+    show_default=True,
+    help="Temperature of the draw. 0 always takes the most probable token.",
+)
+@click.option(
+    "--top-k", default=0, show_default=True, help="Number of most probable tokens to draw from. 0 means all."
+)
+@click.option(
+    "--top-p",
+    default=1.0,
+    show_default=True,
+    help="Draw from the most probable tokens that together have this probability.",
+)
+@click.option(
+    "--min-p",
+    default=0.0,
+    show_default=True,
+    help="Draw from tokens at least this many times as probable as the best one.",
 )
 @click.option(
     "--repetition-penalty",
     default=1.0,
     show_default=True,
-    help="Above 1: tokens seen before become less likely.",
+    help="Factor by which tokens seen before become less likely. 1 changes nothing.",
 )
-@click.option("--seed", type=click.IntRange(0), help="The same seed gives the same text.")
-@click.option("--stop", multiple=True, help="End before this text. Repeatable.")
+@click.option("--seed", type=click.IntRange(0), help="Seed of the draw (default: a new one each time).")
+@click.option("--stop", multiple=True, help="Text before which the answer ends. Repeatable.")
 @click.option(
-    "--samples", default=1, show_default=True, type=click.IntRange(1, 256), help="Continuations to make."
+    "--samples", default=1, show_default=True, type=click.IntRange(1, 256), help="Number of continuations."
 )
+@click.option("--out", type=click.Path(path_type=Path), help="File for the answers to FILE.")
+@backend_options
 @throughline_command
 def command(
-    path: str, prompt: str | None, max_tokens: int, temperature: float, top_k: int, top_p: float, min_p: float,
-    repetition_penalty: float, seed: int | None, stop: tuple[str, ...], samples: int,
-) -> None:  # fmt: skip
-    """Continue a text with a run, checkpoint, model directory or ONNX artifact of a GPT, printed as it is made.
+    path: str,
+    file: Path | None,
+    prompt: str | None,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    seed: int | None,
+    stop: tuple[str, ...],
+    samples: int,
+    out: Path | None,
+    options: "BackendOptions",
+) -> None:
+    """Continue a text with a run, checkpoint, model directory or ONNX artifact of a GPT, printed as it is
+    made.
+
+    With FILE, a .jsonl with a "prompt" in every line, each line gets its "answers" in --out; a line's own
+    max_tokens, temperature, seed and so on hold for it. The same command goes on after a stop.
 
     \b
     Example:  throughline generate runs/my-gpt --prompt "ROMEO:" --max-tokens 200 --seed 1
     """
+    from ..inference.offline import generate_file
     from ..inference.sampling import Sampling
     from ..inference.texts import continue_text
 
+    if not all(stop):
+        raise WrongUse("a stop text is empty", where="--stop", fix="give at least one character")
+    if file is not None:
+        if out is None or prompt is not None or not file.is_file():
+            fix = 'give a .jsonl file with a "prompt" in every line, --out FILE, and no --prompt'
+            raise WrongUse("a file of prompts is answered in a file", where=file, fix=fix)
+        one = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        facts = generate_file(path, file, out, one, max_tokens, stop, samples, options)
+        said = "{lines} lines answered ({resumed} by an earlier run, {errors} refused)".format(**facts)
+        console.result({"path": str(out), **facts}, [f"{said}: {out}"])
+        return
     prompt = (
         read_stdin()
         if prompt is None
@@ -50,15 +106,13 @@ def command(
     )
     seeds = [None if seed is None else seed + number for number in range(samples)]
     settings = [Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed) for seed in seeds]
-    if not all(stop):
-        raise WrongUse("a stop text is empty", where="--stop", fix="give at least one character")
     answers = [""] * samples
     live = samples == 1
-    shown = prompt  # with the first piece: an error has its line to itself
-    for number, piece in continue_text(path, prompt, settings, max_tokens, stop):
-        answers[number] += piece.text
+    shown = prompt  # with the first delta: an error has its line to itself
+    for number, delta in continue_text(path, prompt, settings, max_tokens, stop, options):
+        answers[number] += delta.text
         if live:
-            console.stream(shown + piece.text)
+            console.stream(shown + delta.text)
             shown = ""
     lines = [""] if live else [f"--- {number + 1}\n{prompt}{answer}" for number, answer in enumerate(answers)]
     console.result({"prompt": prompt, "answers": answers}, lines)

@@ -9,38 +9,40 @@ import click
 from ..core import console
 from .common import throughline_command
 
-LAUNCHED = "train RECIPE, eval PATH, data tokenize INPUTS..., or doctor (on this machine)"
+LAUNCHED = "train RECIPE, study RECIPE, eval PATH, data tokenize INPUTS..., or doctor (on this machine)"
 ARRAY_MACHINES = 8  # of 8 processes: the 64 shards of a corpus up to 16 GiB
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option(
-    "--nproc", type=click.IntRange(1), help="Processes; by default as many as the recipe's layout needs."
+    "--nproc",
+    type=click.IntRange(1),
+    help="Number of processes (default: as many as the recipe's layout needs).",
 )
 @click.option(
     "--emit",
     type=click.Choice(["torchrun", "slurm", "kubernetes"]),
-    help="Print a job file instead of running.",
+    help="Print a job file of this kind instead of running the command.",
 )
 @click.option(
     "--per-machine",
     type=click.IntRange(1),
     default=8,
     show_default=True,
-    help="Processes on a machine, with --emit.",
+    help="Number of processes on each machine in the job file of --emit.",
 )
 @click.option(
     "--image",
     default="throughline:latest",
     show_default=True,
-    help="Container image, with --emit kubernetes.",
+    help="Container image in the job file of --emit kubernetes.",
 )
 @click.option(
     "--restarts",
     type=click.IntRange(0),
     default=3,
     show_default=True,
-    help="Starts after a lost process, in a row.",
+    help="Maximum number of restarts in a row after a process was lost.",
 )
 @click.argument("arguments", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 @throughline_command
@@ -52,23 +54,24 @@ def command(
     restarts: int,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run COMMAND (train, eval, data tokenize, doctor) on several processes of this machine, or print the job file that does.
+    """Run COMMAND (train, study, eval, data tokenize, doctor) on several processes of this machine, or print the job
+    file that does.
 
     \b
     Example:  throughline launch --nproc 2 -- train gpt-shakespeare --set parallel.data=2
               throughline launch --nproc 2 -- eval runs/gpt --tasks blimp
               throughline launch --emit slurm -- train big.toml > big.sbatch
-              throughline launch --nproc 64 --emit slurm -- data tokenize corpus/ --tokenizer tok --out tokens > tokens.sbatch
-    A process that dies takes the others along; all start again from the last checkpoint. The exit code is the command's:
-    75 when SIGTERM stopped it with everything saved. `eval` shares its questions out, with the same scores. `data tokenize`
-    becomes a job array, each machine an element of it.
+              throughline launch --nproc 64 --emit slurm -- data tokenize corpus --tokenizer tok --out tokens
+    A process that dies takes the others along; all start again from the last checkpoint. The exit code is the
+    command's: 75 when SIGTERM stopped it with everything saved. `eval` shares its questions out, with the
+    same scores. `data tokenize` becomes a job array, each machine an element of it.
     """
     from ..core.errors import WrongUse
 
     if arguments[:2] == ("data", "tokenize"):
         _tokenize_array(nproc or ARRAY_MACHINES * per_machine, emit, per_machine, arguments)
         return
-    made = {"train": _train_job, "eval": _eval_job}.get(arguments[0])
+    made = {"train": _train_job, "study": _train_job, "eval": _eval_job}.get(arguments[0])
     if made is None and (arguments[0] != "doctor" or emit is not None):
         raise WrongUse(f"launch does not run {arguments[0]!r}", fix=f"it takes: {LAUNCHED}")
     processes, name, run_dir, about, gpus = (
@@ -97,11 +100,12 @@ def _devices() -> int:
 def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str, bool]:
     """(processes, name, the run's directory, the layout in words, whether on GPUs)."""
     from ..core.recipe import find_recipe, load_recipe
-    from ..train.parallel.layout import require_world
+    from ..planner.layout import require_world
     from ..train.recipe import RULES, Recipe, can_be_had, model_config, resolve
-    from .train import command as train
+    from . import study, train
 
-    given = train.make_context("train", list(arguments[1:]), click.get_current_context()).params
+    command = {"train": train, "study": study}[arguments[0]].command
+    given = command.make_context(arguments[0], list(arguments[1:]), click.get_current_context()).params
     recipe = resolve(load_recipe(given["recipe"], Recipe, given["overrides"], RULES))
     layout, section = recipe.parallel.layout(), recipe.train
     rows = section.rows_per_step, section.rows_per_micro_batch
@@ -110,7 +114,13 @@ def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str,
         layout, nproc or layout.world, model_config(recipe), section.sequence_length, *rows, allowed
     )
     name = find_recipe(given["recipe"]).stem
-    return layout.world, name, given["run_dir"] or f"runs/{name}", layout.describe(), section.device != "cpu"
+    return (
+        layout.world,
+        name,
+        given.get("run_dir") or f"runs/{name}",
+        layout.describe(),
+        section.device != "cpu",
+    )
 
 
 def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str, bool]:

@@ -1,4 +1,6 @@
-"""`throughline`: one command with a verb per stage. Verbs are imported when they are called, so `--help` takes no time."""
+"""`throughline`: one command with a verb per stage. Verbs are imported when they are called, so `--help`
+takes no time.
+"""
 
 import importlib
 import sys
@@ -11,20 +13,24 @@ from ..core.version import version
 # verb -> (file in cli/, one-line help); the help stands here so that listing the verbs imports nothing
 VERBS = {
     "data": ("data", "Tokenizers and token stores: train, tokenise, inspect, deduplicate, export."),
+    "plan": ("plan", "What fits, how long it takes and what it costs, before it is paid for."),
+    "study": ("study", "Measure this machine, so that plans for it rest on measurements."),
     "train": ("train", "Pretrain a GPT or a BERT from a recipe."),
+    "finetune": ("finetune", "Fine-tune a model on labelled records: classes, spans, embeddings, responses."),
     "eval": ("eval", "Evaluate a run, checkpoint, model directory or ONNX artifact."),
     "export": ("export", "Write a checkpoint as ONNX or as a Hugging Face directory, with a parity report."),
     "generate": ("generate", "Continue text with a GPT."),
     "embed": ("embed", "Embed texts with a BERT."),
     "serve": ("serve", "Serve models over HTTP (OpenAI-compatible)."),
-    "bench": ("bench", "Measure the latency of your own artifact."),
+    "bench": ("bench", "Measure the latency of your own artifact, or load on your own server."),
+    "prove": ("prove", "Show on this CPU that a recipe's layout trains the same model as one process."),
     "launch": ("launch", "Run a command on several processes, or write the job file that does."),
     "demo": ("demo", "The whole road on the shipped sample: text to served endpoint in minutes."),
     "show": ("show", "Print what an artifact is and what it was made from."),
     "verify": ("verify", "Re-hash an artifact against its manifest."),
     "report": ("report", "Write a run's report.html again."),
     "compare": ("compare", "Compare two runs or two score files; the exit code says whether they agree."),
-    "recipe": ("recipe", "List, show and check recipes."),
+    "recipe": ("recipe", "List, show, check and write recipes."),
     "doctor": ("doctor", "Versions, hardware and optional packages of this machine."),
 }
 
@@ -60,7 +66,7 @@ def main() -> None:
 
     \b
     A first look, two minutes:   throughline demo
-    Then, for example:           throughline train gpt-shakespeare --set data.train=[\"my/tokens\"]
+    Then, for example:           throughline train gpt-shakespeare --set data.train=my/tokens
     """
 
 

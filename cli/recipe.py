@@ -1,4 +1,7 @@
-"""`throughline recipe list|show|check`."""
+"""`throughline recipe list|show|check|new`."""
+
+import sys
+from pathlib import Path
 
 import click
 
@@ -9,7 +12,7 @@ from .common import recipe_options, throughline_command
 
 @click.group()
 def command() -> None:
-    """List, show and check recipes."""
+    """List, show, check and write recipes."""
 
 
 @command.command("list")
@@ -60,8 +63,78 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
     \b
     Example:  throughline recipe check gpt-shakespeare --set train.steps=100
     """
+    import tomllib
+    from contextlib import suppress
+
+    from ..core.recipe import Section
+    from ..train.finetune import recipe as finetune
     from ..train.recipe import RULES, Recipe
 
-    resolved = load_recipe(recipe, Recipe, overrides, RULES)
+    tunes = False
+    with open(find_recipe(recipe), "rb") as file, suppress(tomllib.TOMLDecodeError):  # load_recipe says it
+        tunes = "task" in tomllib.load(file)  # every fine-tuning recipe names its task, no other has one
+    model: type[Section] = finetune.FinetuneRecipe if tunes else Recipe
+    resolved = load_recipe(recipe, model, overrides, finetune.RULES if tunes else RULES)
     text = dump_toml(resolved)
     console.result({"recipe": resolved.model_dump(mode="json")}, text.splitlines())
+
+
+@command.command()
+@click.option("--model", help="Name of a model shape, for example gpt2-124m (asked for on a terminal).")
+@click.option("--data", help="Token store to train on (asked for on a terminal).")
+@click.option(
+    "--machine", help="Kind of device, for example a100-80gb, h100-80gb or cpu (asked for on a terminal)."
+)
+@click.option(
+    "--gpus", type=click.IntRange(min=1), help="Number of devices (default: 1; asked for on a terminal)."
+)
+@click.option(
+    "--tokens", type=click.FloatRange(min=1), help="Number of tokens to train on (default: 20 a parameter)."
+)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write, ending in .toml.")
+@throughline_command
+def new(
+    model: str | None,
+    data: str | None,
+    machine: str | None,
+    gpus: int | None,
+    tokens: float | None,
+    out: Path,
+) -> None:
+    """Write a first recipe for a model, data and a machine. What is not given is asked for on a terminal.
+
+    \b
+    Example:  throughline recipe new --model gpt2-124m --data tokens --machine a100-80gb --gpus 8 --out my.toml
+    Batch, learning rate and length come from published tables; the file says which.
+    """
+    from ..core.errors import WrongUse
+    from ..core.files import write_atomic
+    from ..core.hardware import chips
+    from ..models.presets import preset_names
+    from ..train.new_recipe import new_recipe
+    from ..train.recipe import RULES, Recipe
+
+    if out.exists():
+        raise WrongUse("the output already exists", where=out, fix="choose another --out")
+    if sys.stdin.isatty():
+        model = model or click.prompt(
+            "Model (see models/presets.toml)", type=click.Choice(preset_names()), show_choices=False
+        )
+        data = data or click.prompt("Token store")
+        machine = machine or click.prompt("Machine", type=click.Choice(["cpu", *chips()]))
+        gpus = gpus or (
+            1 if machine == "cpu" else click.prompt("Number of GPUs", type=click.IntRange(min=1), default=1)
+        )
+    if missing := [
+        f"--{name}" for name, given in (("model", model), ("data", data), ("machine", machine)) if not given
+    ]:
+        raise WrongUse(
+            "not everything is given",
+            where=", ".join(missing),
+            fix="give it, or run on a terminal to be asked",
+        )
+    assert model and data and machine
+    text = new_recipe(model, data, machine, gpus or 1, tokens)
+    write_atomic(out, text)
+    load_recipe(str(out), Recipe, (), RULES)
+    console.result({"path": str(out), "recipe": text}, [*text.splitlines(), f"written to {out}"])

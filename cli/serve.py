@@ -1,17 +1,27 @@
 """`throughline serve PATH...`: models behind an OpenAI-compatible HTTP endpoint."""
 
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
 
-from .common import throughline_command
+from ..core.errors import WrongUse
+from .common import backend_options, throughline_command
+
+if TYPE_CHECKING:
+    from ..core.backend import BackendOptions
+
+KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="[NAME=]PATH...")
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 = every interface."
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every interface."
 )
 @click.option(
-    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 = any free port."
+    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 is any free port."
 )
 @click.option(
     "--slots",
@@ -25,28 +35,90 @@ from .common import throughline_command
     default=256,
     show_default=True,
     type=click.IntRange(1),
-    help="Waiting texts per model; then 429.",
+    help="Answers that wait per model; beyond it a request gets 429 with Retry-After.",
 )
 @click.option(
-    "--threads", type=click.IntRange(1), help="CPU threads of ONNX Runtime per model. Default: one per core."
+    "--max-tokens",
+    type=click.IntRange(1),
+    help="Most new tokens of an answer (default: what fits the context).",
 )
+@click.option(
+    "--max-n", default=128, show_default=True, type=click.IntRange(1), help="Most answers to one prompt."
+)
+@click.option(
+    "--max-body",
+    default=4_000_000,
+    show_default=True,
+    type=click.IntRange(1000),
+    help="Most bytes of a request.",
+)
+@click.option(
+    "--request-timeout",
+    default=600.0,
+    show_default=True,
+    type=click.FloatRange(1),
+    help="Seconds after which an answer that is not complete is given up.",
+)
+@click.option(
+    "--drain-wait",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds between SIGTERM, when /ready turns 503, and the closing of the port.",
+)
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    help=f"File with one API key a line; {KEYS_VARIABLE} takes keys too, with commas between (default: no key).",
+)
+@click.option("--cors", multiple=True, metavar="ORIGIN", help="Web page that may call, * is any. Repeatable.")
+@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate chain in PEM: serves https.")
+@click.option("--tls-key", type=click.Path(path_type=Path), help="Private key of the certificate in PEM.")
+@click.option(
+    "--access-log/--no-access-log",
+    default=True,
+    show_default=True,
+    help="Write a JSON line per request to stderr: ids, tokens, times, never text.",
+)
+@backend_options
 @throughline_command
 def command(
-    paths: tuple[str, ...], host: str, port: int, slots: int, queue: int, threads: int | None
+    paths: tuple[str, ...],
+    host: str,
+    port: int,
+    options: "BackendOptions",
+    api_key_file: Path | None,
+    cors: tuple[str, ...],
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    drain_wait: float,
+    access_log: bool,
+    **limits: Any,
 ) -> None:
     """Serve runs, checkpoints, model directories or ONNX artifacts, several by name.
 
-    GPT: /v1/completions (streaming). BERT: /v1/embeddings and /v1/fill-mask. Also /v1/models, /health, /ready,
-    /openapi.json, and a page to try them at /. SIGTERM answers what was accepted and ends.
+    GPT: /v1/completions and, with a chat template, /v1/chat/completions. BERT: /v1/embeddings, /v1/fill-mask
+    and, with a classification head, /v1/classify and /v1/rerank. Also /v1/models, /tokenize, /detokenize,
+    /health, /ready, /metrics, /openapi.json, and a page to try them at /. SIGTERM answers what was accepted
+    and ends.
 
     \b
     Example:  throughline serve gpt=my/gpt-onnx bert=my/bert-onnx
     Then:     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
                 -d '{"model": "gpt", "prompt": "To be", "max_tokens": 40}'
     """
-    from ..inference.served import Limits, load_served
-    from ..inference.server import bind, run
+    from ..inference.listen import Doors, bind, read_keys, run
+    from ..inference.served import Limits, served_models
+    from ..inference.server import Server
+    from ..inference.telemetry import Telemetry, standard_log
 
+    if (tls_cert is None) != (tls_key is None):
+        raise WrongUse("TLS needs a certificate and its key", where="--tls-cert, --tls-key", fix="give both")
+    keys = read_keys(api_key_file, os.environ.get(KEYS_VARIABLE))
+    names = {"max_body": "body_bytes", "request_timeout": "request_s"}
+    bounds = Limits(**{names.get(name, name): value for name, value in limits.items()})
+    telemetry = Telemetry(standard_log() if access_log else None)
+    models = served_models(paths, bounds, options, telemetry)
     listener = bind(host, port)  # before the models: a taken port is known at once
-    limits = Limits(slots=slots, queue=queue)
-    run(load_served(paths, limits, threads), limits, listener)
+    server = Server(models, bounds, telemetry)
+    run(server, Doors(keys, cors, tls_cert, tls_key, drain_wait), listener)

@@ -11,27 +11,33 @@ from .common import recipe_options, throughline_command
 @click.command()
 @recipe_options
 @click.option(
-    "--run-dir", type=click.Path(), help="Directory of the run; by default runs/<name of the recipe>."
+    "--run-dir", type=click.Path(), help="Directory of the run (default: runs/<name of the recipe>)."
+)
+@click.option(
+    "--init-from",
+    type=click.Path(),
+    help="Weights to begin with: a run, checkpoint, model or Hugging Face directory, or a nanoGPT or Megatron-LM checkpoint.",
 )
 @click.option(
     "--resume",
     type=click.Choice(["auto", "never"]),
     default="auto",
     show_default=True,
-    help="auto continues the run that is there, to the last bit; never refuses a directory with a run.",
+    help="Whether to continue the run that is in the directory: auto continues it, never refuses it.",
 )
 @click.option(
-    "--profile", is_flag=True, help="Write a trace of a few steps and the time per class of kernel."
+    "--profile", is_flag=True, help="Write a trace of a few steps and the time spent in each class of kernel."
 )
-@click.option("--dry-run", is_flag=True, help="Check everything, print the plan, write nothing.")
+@click.option("--dry-run", is_flag=True, help="Check everything and print the plan, without training.")
 @click.option(
-    "--show-layout", is_flag=True, help="Print what each process holds and sends in a step, write nothing."
+    "--show-layout", is_flag=True, help="Print what each process holds and sends in a step, without training."
 )
 @throughline_command
 def command(
     recipe: str,
     overrides: tuple[str, ...],
     run_dir: str | None,
+    init_from: str | None,
     resume: str,
     profile: bool,
     dry_run: bool,
@@ -47,6 +53,8 @@ def command(
     from ..core.recipe import find_recipe, load_recipe
     from ..train.recipe import RULES, Recipe, resolve
 
+    if init_from is not None:
+        overrides = (*overrides, f"model.init_from={init_from}")
     resolved = resolve(load_recipe(recipe, Recipe, overrides, RULES))
     from ..train.parallel.mesh import running_processes, started_again  # not before: torch takes seconds
 

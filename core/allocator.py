@@ -1,8 +1,9 @@
 """What glibc does with memory that a program has freed. Another C library is left as it is.
 
-glibc gives large blocks back to the kernel at once and keeps the small ones. A training step takes its blocks again, page by
-page: for GPT-2 124M in bf16 on a CPU 214,000 page faults a step, 0.4 to 1 s of 3.5 s; kept, the heap is 4 % larger. Scoring after
-the weights have been read needs the opposite. GPUs have torch's own allocator.
+glibc gives large blocks back to the kernel at once and keeps the small ones. A training step takes its blocks
+again, page by page: for GPT-2 124M in bf16 on a CPU 214,000 page faults a step, 0.4 to 1 s of 3.5 s; kept,
+the heap is 4 % larger. Scoring after the weights have been read needs the opposite. GPUs have torch's own
+allocator.
 """
 
 import ctypes
@@ -13,7 +14,9 @@ _kept = False
 
 
 def keep_freed_memory() -> None:
-    """From here on this process keeps what it frees, `return_freed_memory` or not: a run that scores tasks trains on."""
+    """From here on this process keeps what it frees, `return_freed_memory` or not: a run that scores tasks
+    trains on.
+    """
     global _kept
     _kept = True
     with suppress(OSError, AttributeError):

@@ -1,17 +1,15 @@
-"""Artifacts: what one stage hands to the next is a directory with a `manifest.json` (DESIGN 2).
+"""Artifacts: what one stage hands to the next is a directory with a `manifest.json`.
 
-The manifest names the kind, the command, the inputs with their hashes (so a model can be traced back to its text), every
-file with its size and sha256, and facts. A directory is written under a temporary name, hashed, flushed and renamed; it is
-never changed in place, and a reader that finds no manifest refuses it.
+The manifest names the kind, the command, the inputs with their hashes (so a model can be traced back to its
+text), every file with its size and sha256, and facts. A directory is written under a temporary name, hashed,
+flushed and renamed; it is never changed in place, and a reader that finds no manifest refuses it.
 """
 
 import json
 import os
 import shlex
-import shutil
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -19,15 +17,27 @@ from pathlib import Path
 from typing import Any
 
 from .errors import Refused, WrongUse
-from .files import full_disk, read_json, sha256_file, sha256_json, sync, walk_files
+from .files import read_json, sha256_file, sha256_json, sync, walk_files, written_aside
 from .version import version
 
 FORMAT_VERSION = 1
 CHECK_BYTES = 4 << 30  # of foreign inputs that are hashed to see whether they are the same: three seconds
 MANIFEST = "manifest.json"
 KINDS = (
-    "tokenizer", "tokens", "checkpoint", "run", "model", "calibration", "scores", "batch", "onnx", "engine", "plan", "bench",
-)  # fmt: skip
+    "tokenizer",
+    "tokens",
+    "checkpoint",
+    "run",
+    "model",
+    "calibration",
+    "scores",
+    "batch",
+    "onnx",
+    "gguf",
+    "engine",
+    "plan",
+    "bench",
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,9 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Input:
-    """What an artifact was made from: where it was, its kind ("foreign" when not ours), the hash of its content ("": unknown)."""
+    """What an artifact was made from: where it was, its kind ("foreign" when not ours), the hash of its
+    content ("": unknown).
+    """
 
     path: str
     kind: str
@@ -64,9 +76,12 @@ class Manifest:
 
     @property
     def hash(self) -> str:
-        """Identity of the content: kind, files and facts; not the time, the command or the place."""
+        """Identity of the content: kind, files and facts; not the time, the command or the place, nor the facts
+        under `made`, which say how it was made (by which encoder, from which plan).
+        """
+        facts = {key: value for key, value in self.facts.items() if key != "made"}
         return sha256_json(
-            {"kind": self.kind, "files": [asdict(file) for file in self.files], "facts": self.facts}
+            {"kind": self.kind, "files": [asdict(file) for file in self.files], "facts": facts}
         )
 
     def to_json(self) -> str:
@@ -97,23 +112,17 @@ def create_artifact(
 ) -> Iterator[Draft]:
     """Write an artifact that appears whole at `path` or not at all.
 
-    Raises WrongUse when something is already there (unless `overwrite`, and then only an artifact is replaced) and
-    Failed when the disk is full.
+    Raises WrongUse when something is already there (unless `overwrite`, and then only an artifact is
+    replaced) and Failed when the disk is full.
     """
     assert kind in KINDS, kind
     path = Path(os.path.realpath(path))  # a link stays, what it names is written
     check_free(path, overwrite)
-    staging = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
-    draft = Draft(staging, inputs=list(inputs))
-    try:
-        with full_disk(path):
-            staging.mkdir(parents=True)
-            yield draft
-            seal(staging, kind, draft.inputs, recipe_hash, draft.facts, draft.known)
-            _move_into_place(staging, path, overwrite)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+    with written_aside(path) as staging:
+        draft = Draft(staging, inputs=list(inputs))
+        yield draft
+        seal(staging, kind, draft.inputs, recipe_hash, draft.facts, draft.known)
+        check_free(path, overwrite)
 
 
 def seal(
@@ -123,10 +132,13 @@ def seal(
     recipe_hash: str | None,
     facts: dict[str, Any],
     known: dict[str, str] | None = None,
+    *,
+    leave_out: Sequence[str] = (),
 ) -> Manifest:
-    """Hash and flush every file of `directory` and write its manifest last.
+    """Hash and flush every file of `directory`, those called `leave_out` excepted, and write its manifest last.
 
-    `known` holds the sha256 of files that were hashed and flushed when they were written: they are not read again.
+    `known` holds the sha256 of files that were hashed and flushed when they were written: they are not read
+    again.
     """
     known = known or {}
     records = []
@@ -134,13 +146,20 @@ def seal(
         name = file.relative_to(directory).as_posix()
         if name in known:
             records.append(FileRecord(name, file.stat().st_size, known[name]))
-        elif file.name != MANIFEST:
+        elif file.name not in (MANIFEST, *leave_out):
             sync(file)
             records.append(FileRecord(name, file.stat().st_size, sha256_file(file)))
     manifest = Manifest(
-        kind, FORMAT_VERSION, version(), command_line(), recipe_hash, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        tuple(inputs), tuple(records), json.loads(json.dumps(facts)),
-    )  # fmt: skip
+        kind,
+        FORMAT_VERSION,
+        version(),
+        command_line(),
+        recipe_hash,
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        tuple(inputs),
+        tuple(records),
+        json.loads(json.dumps(facts)),
+    )
     aside = directory / f".{MANIFEST}.tmp"
     aside.write_text(manifest.to_json())
     sync(aside)
@@ -150,7 +169,8 @@ def seal(
 
 
 def check_free(path: Path | str, overwrite: bool | None = None) -> None:
-    """Refuse an output path that is taken. Call it before the work, so that hours are not lost to a full name.
+    """Refuse an output path that is taken. Call it before the work, so that hours are not lost to a full
+    name.
 
     `overwrite` is None where there is no --overwrite.
     """
@@ -175,18 +195,6 @@ def check_free(path: Path | str, overwrite: bool | None = None) -> None:
             why="--overwrite replaces only directories that Throughline wrote",
             fix="choose another --out or remove it yourself",
         )
-
-
-def _move_into_place(staging: Path, path: Path, overwrite: bool) -> None:
-    check_free(path, overwrite)
-    old = None
-    if path.exists():
-        old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp"
-        os.rename(path, old)
-    os.rename(staging, path)
-    sync(path.parent)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def command_line() -> str:
@@ -247,7 +255,9 @@ def _parse(file: Path) -> Manifest:
 
 
 def verify_artifact(path: Path | str, *, sizes_only: bool = False) -> Manifest:
-    """Check every file against the manifest. Raises Refused naming the first file that is missing, cut or changed."""
+    """Check every file against the manifest. Raises Refused naming the first file that is missing, cut or
+    changed.
+    """
     path = Path(path)
     manifest = read_manifest(path)
     for record in manifest.files:
@@ -257,19 +267,25 @@ def verify_artifact(path: Path | str, *, sizes_only: bool = False) -> Manifest:
             raise Refused("a file of the artifact is missing", where=file, fix=fix)
         if file.stat().st_size != record.bytes:
             raise Refused(
-                "a file of the artifact has the wrong size", where=file,
-                why=f"{file.stat().st_size:,} bytes, the manifest says {record.bytes:,}", fix=fix,
-            )  # fmt: skip
+                "a file of the artifact has the wrong size",
+                where=file,
+                why=f"{file.stat().st_size:,} bytes, the manifest says {record.bytes:,}",
+                fix=fix,
+            )
         if not sizes_only and (found := sha256_file(file)) != record.sha256:
             raise Refused(
-                "a file of the artifact is damaged", where=file,
-                why=f"sha256 {found[:16]}…, the manifest says {record.sha256[:16]}…", fix=fix,
-            )  # fmt: skip
+                "a file of the artifact is damaged",
+                where=file,
+                why=f"sha256 {found[:16]}…, the manifest says {record.sha256[:16]}…",
+                fix=fix,
+            )
     return manifest
 
 
 def input_record(path: Path | str) -> Input:
-    """The record by which an artifact names what it was made from: ours by manifest, foreign files by their bytes."""
+    """The record by which an artifact names what it was made from: ours by manifest, foreign files by their
+    bytes.
+    """
     path = Path(path)
     if path.is_dir() and is_artifact(path):
         manifest = read_manifest(path)

@@ -1,44 +1,104 @@
-"""What runs a model, whatever library does it: the protocols that `inference` implements and `eval` uses.
+"""What runs a model, whatever library does it: the protocols that `inference` implements and `eval` and the
+server use.
 
-Everything is numpy in, numpy out, so that torch, ONNX Runtime and later engines are exchangeable and comparable.
+- Ids come from the host as numpy. `step` leaves its logits where they were computed, as a torch tensor, so
+  that sampling happens there and only chosen ids travel; `forward` brings them to the host, for comparison
+  and scoring.
+- A cache is rows of memory; a row is one sequence with its own length, and costs what its own tokens cost.
+
 Shapes: B rows, S tokens given, N positions asked for, V vocabulary, H width.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 Cache = Any  # what a backend keeps between calls; only that backend looks inside
+Tensor = Any  # a torch.Tensor; this module imports no torch
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """How to run a model. "auto": the GPU when there is one, the dtype that the weights are stored in when
+    the device computes in it, and the runtime that the file belongs to.
+    """
+
+    device: str = "auto"  # "auto", "cpu", "cuda" or "cuda:N"
+    dtype: str = "auto"  # "auto", "fp32", "fp16" or "bf16": of a torch model; other files have their own
+    runtime: str = "own"  # "own": the file's; "auto": the fastest, measured; or a name of RUNTIMES
+    threads: int | None = None  # CPU threads, None = one per core (torch keeps the process's own number)
+
+
+AUTO = BackendOptions()
+RUNTIMES = ("torch", "torch-compiled", "onnxruntime", "openvino", "llamacpp", "tensorrt")
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """What one cache row gets in a step: some of a prompt, or the newest token of an answer."""
+
+    row: int
+    past: int  # tokens that the row already holds
+    ids: np.ndarray  # int64 (S,), at least one
+    asked: int = 1  # logits are wanted after its last `asked` tokens: 0, 1, or all of them
 
 
 class CausalBackend(Protocol):
-    """A GPT with a slot cache: every cache row is one sequence with its own past length."""
+    """A GPT with a cache of rows."""
 
-    name: str  # "torch" or "onnxruntime"
+    name: str  # "torch", "onnxruntime", ...
+    device: str  # "cpu", "cuda:0"
+    dtype: str  # of its weights: "fp32", "fp16", "int8", ...
     vocab_size: int
     context: int  # tokens of the longest sequence, prompt and answer together
+    token_bytes: int  # of cache that one token takes; 0 where rows cannot be saved
 
     def new_cache(self, rows: int) -> Cache:
-        """An empty cache for `rows` sequences; it grows as they do."""
+        """An empty cache for `rows` sequences."""
+
+    def step(self, spans: Sequence[Span], cache: Cache) -> Tensor:
+        """Append the ids of all spans to their rows (each row at most once, in any order) and return the
+        logits asked for: float32 (N, V) on the backend's device, span after span.
+
+        Parts of prompts and single tokens of answers go together. What one row gets does not depend on the
+        others, up to the rounding of a matrix product of another height.
+        """
 
     def forward(
         self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: Cache, first_row: int = 0
     ) -> np.ndarray:
-        """Append `ids` (int64) to cache rows `first_row` … `first_row + B` and return float32 logits (B, N, V).
+        """Append `ids` (int64) to cache rows `first_row` … `first_row + B` and return float32 logits (B, N,
+        V) on the host.
 
-        Row b already holds `past[b]` tokens; its logits are those after the tokens `ids[b, ask[b]]`. Prefill is S > 1,
-        decode S = 1, both with ragged `past`. A row with fewer than S tokens is filled up with any id on the right:
-        what lies behind its real length is never attended to by its real tokens and overwritten by its next call.
+        Row b already holds `past[b]` tokens; its logits are those after the tokens `ids[b, ask[b]]`. Prefill
+        is S > 1, decode S = 1, both with ragged `past`. A row with fewer than S tokens is filled up with any
+        id on the right: what lies behind its real length is never attended to by its real tokens and
+        overwritten by its next call.
         """
 
     def copy_row(self, cache: Cache, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` tokens of one cache row over another row."""
+
+    def free_row(self, cache: Cache, row: int) -> None:
+        """The row's sequence has ended: its memory may be given back."""
+
+    def save_row(self, cache: Cache, row: int, tokens: int) -> Any:
+        """A copy of the first `tokens` tokens of a row, to be loaded into any row later; None where the
+        backend cannot.
+        """
+
+    def load_row(self, cache: Cache, row: int, saved: Any, tokens: int) -> None:
+        """Put the first `tokens` tokens of a saved row over a row."""
 
 
 class EncoderBackend(Protocol):
     """A BERT: all inputs (B, S); `mask` is bool with True for real tokens, at least one in every row."""
 
     name: str
+    device: str
+    dtype: str
     vocab_size: int
     context: int
 

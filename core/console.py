@@ -1,9 +1,12 @@
-"""Everything a person or a script reads goes through here: notes and progress to stderr, the result to stdout.
+"""Everything a person or a script reads goes through here: notes and progress to stderr, the result to
+stdout.
 
-On a terminal progress is a live bar; elsewhere it is a plain line every `PLAIN_EVERY_S` seconds with rate and time left.
-With `--json` stdout carries exactly one JSON object. No colour unless stderr is a terminal and NO_COLOR is unset.
+On a terminal progress is a live bar; elsewhere it is a plain line every `PLAIN_EVERY_S` seconds with rate and
+time left. With `--json` stdout carries exactly one JSON object. No colour unless stderr is a terminal and
+NO_COLOR is unset.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -24,12 +27,18 @@ def configure(*, json_output: bool = False, quiet: bool = False) -> None:
 def say(text: str) -> None:
     """A line for the person who watches."""
     if not _settings["quiet"]:
-        print(text, file=sys.stderr, flush=True)
+        _to_stderr(text)
 
 
 def warn(text: str) -> None:
     """A line that must be seen."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    _to_stderr(f"warning: {text}")
+
+
+def _to_stderr(text: str) -> None:
+    """Whoever read stderr may have gone: that is no reason to stop serving or training, nor not to stop."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def result(payload: dict[str, Any], lines: Iterable[str] = ()) -> None:
@@ -97,7 +106,7 @@ def amount(value: float, unit: str) -> str:
     return f"{value:.{digits}f} {names[step]}{unit}"
 
 
-class progress:
+class progress:  # noqa: N801 - used like a function, as contextlib.suppress is
     """Progress of a long piece of work, as a context manager: `bar.advance(n, note)`.
 
     `total` in `unit`; None when unknown. Shows done, rate and time left.

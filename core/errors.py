@@ -1,4 +1,4 @@
-"""The errors a user can meet: what happened, where, why, and what to do; one exit code per kind (DESIGN 9).
+"""The errors a user can meet: what happened, where, why, and what to do; one exit code per kind.
 
 Everything that a user can cause raises one of these. The command line prints the four parts and exits with
 `exit_code`; a traceback appears only with `--debug`. Asserts are for invariants of our own.
@@ -16,7 +16,8 @@ EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # names the file in which the first process
 class ThroughlineError(Exception):
     """Root of every error a user can meet.
 
-    `what` happened in one line, `where` (a path, a file:line, a field), `why` (with the numbers), `fix` (what to do).
+    `what` happened in one line, `where` (a path, a file:line, a field), `why` (with the numbers), `fix` (what
+    to do).
     """
 
     exit_code = EXIT_FAILED

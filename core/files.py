@@ -1,5 +1,6 @@
-"""Files that are either whole or absent: write aside, flush to disk, rename."""
+"""Files and directories that are either whole or absent: write aside, flush to disk, swap in."""
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -31,7 +32,9 @@ def sha256_json(value: Any) -> str:
 
 
 def sync(path: Path | str) -> None:
-    """Flush to the disk: a file's contents, or a directory's entries, so that a rename in it survives a power cut."""
+    """Flush to the disk: a file's contents, or a directory's entries, so that a rename in it survives a power
+    cut.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -40,7 +43,9 @@ def sync(path: Path | str) -> None:
 
 
 def write_atomic(path: Path | str, data: str | bytes) -> None:
-    """Write a small file so that readers see the old content or the new, never a part. Raises Failed on a full disk."""
+    """Write a small file so that readers see the old content or the new, never a part. Raises Failed on a
+    full disk.
+    """
     path = Path(path)
     aside = path.with_name(
         f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
@@ -58,9 +63,66 @@ def write_atomic(path: Path | str, data: str | bytes) -> None:
 
 
 @contextmanager
+def written_aside(path: Path | str) -> Iterator[Path]:
+    """A new directory beside `path` to write into. When the block ends well, every file in it is flushed and it
+    takes the place of `path`; after an error it is removed. Raises Failed on a full disk.
+    """
+    path = Path(os.path.realpath(path))  # a link stays, what it names is written
+    staging = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        with full_disk(path):
+            staging.mkdir(parents=True)
+            yield staging
+            for file in walk_files(staging):
+                sync(file)
+            swap_in(staging, path)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def swap_in(staging: Path, path: Path) -> None:
+    """Give the directory `staging`, whose files are flushed, the name `path`; what was there is removed last.
+
+    On Linux both names are exchanged in one system call: at no moment is nothing at `path`. Where the file
+    system cannot do that (some network ones), the old directory is renamed first, and back when that fails.
+    """
+    for folder in (staging, *(each for each in staging.rglob("*") if each.is_dir())):
+        sync(folder)
+    if not path.exists():
+        os.rename(staging, path)
+        sync(path.parent)
+        return
+    old = staging
+    if not _exchange(staging, path):
+        old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp"
+        os.rename(path, old)
+        try:
+            os.rename(staging, path)
+        except BaseException:
+            os.rename(old, path)
+            raise
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names atomically; False where the system or the file system has no such call."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):  # not Linux, or a C library older than 2018
+        return False
+    return rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+
+
+@contextmanager
 def full_disk(path: Path | str) -> Iterator[None]:
-    """Turns the system's "no room" errors (disk, quota, file-size limit, read-only) and those of a name that cannot be into ours,
-    which name the path."""
+    """Turns the system's "no room" errors (disk, quota, file-size limit, read-only) and those of a name that
+    cannot be into ours, which name the path.
+    """
     try:
         yield
     except OSError as error:

@@ -16,7 +16,8 @@ import psutil
 
 from .errors import Refused
 
-# the first compute capability whose tensor cores take a dtype (NVIDIA CUDA programming guide, arithmetic tables)
+# the first compute capability whose tensor cores take a dtype (NVIDIA CUDA programming guide, arithmetic
+# tables)
 NEEDS_CAPABILITY = {"fp32": 0.0, "fp16": 7.0, "int8": 7.2, "bf16": 8.0, "tf32": 8.0, "fp8": 8.9}
 # instruction sets with which a CPU computes matrix products in a dtype without converting to fp32 first
 CPU_DTYPE_FLAGS = {
@@ -28,7 +29,9 @@ CPU_DTYPE_FLAGS = {
 
 @dataclass(frozen=True)
 class Chip:
-    """A row of `chips.toml`: peaks in TFLOP/s by dtype (dense), memory in GB, bandwidths in GB/s."""
+    """A row of `chips.toml`: peaks in TFLOP/s by dtype (dense), memory in GB, bandwidths in GB/s, and the share of
+    the 16-bit peak that the best large product reaches; power, process and streaming multiprocessors.
+    """
 
     key: str
     name: str
@@ -37,6 +40,10 @@ class Chip:
     tflops: dict[str, float]
     capability: str = ""
     nvlink_gb_s: float = 0.0
+    achieved: float = 0.8
+    watts: float = 0.0
+    process_nm: float = 0.0
+    processors: int = 0
     match: tuple[str, ...] = ()
 
 
@@ -78,7 +85,9 @@ def chips() -> dict[str, Chip]:
 
 
 def find_chip(name: str, memory_bytes: int = 0) -> Chip | None:
-    """The chip whose match words all stand in a driver's device name (its memory size counts as a word), or None."""
+    """The chip whose match words all stand in a driver's device name (its memory size counts as a word), or
+    None.
+    """
     text = f" {name} {round(memory_bytes / 1e9)}gb ".lower().replace("-", " ")
 
     def stands(word: str) -> bool:  # as whole words: "l4" is not in "l40s"
@@ -137,8 +146,11 @@ def _gpus() -> tuple[Gpu, ...]:
     try:
         out = subprocess.run(
             ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=20, check=True,
-        ).stdout  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
     except (subprocess.SubprocessError, OSError):
         return ()
     gpus = []
@@ -149,11 +161,18 @@ def _gpus() -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
+def computes_in(dtype: str, capability: str) -> bool:
+    """Whether GPUs of a compute capability (`8.0`) compute fast in a dtype."""
+    return float(capability) >= NEEDS_CAPABILITY[dtype]
+
+
 def check_dtype(dtype: str, device: str, *, capability: str = "", name: str = "") -> None:
-    """Refuse a dtype that the device cannot compute fast, naming the alternative. CPUs compute every dtype, some slowly."""
+    """Refuse a dtype that the device cannot compute fast, naming the alternative. CPUs compute every dtype,
+    some slowly.
+    """
     if device == "cpu" or not capability:
         return
-    if float(capability) >= NEEDS_CAPABILITY[dtype]:
+    if computes_in(dtype, capability):
         return
     instead = "fp16" if float(capability) >= NEEDS_CAPABILITY["fp16"] else "fp32"
     raise Refused(

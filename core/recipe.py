@@ -1,7 +1,8 @@
-"""Recipes: TOML files read into one tree of frozen pydantic models (DESIGN 3).
+"""Recipes: TOML files read into one tree of frozen pydantic models.
 
-Unknown keys are refused with the nearest known key named, all problems are shown at once with file, line and the offending
-line, and `--set a.b=c` overrides any field. Rules that span fields are small functions that return problems.
+Unknown keys are refused with the nearest known key named, all problems are shown at once with file, line and
+the offending line, and `--set a.b=c` overrides any field. Rules that span fields are small functions that
+return problems.
 """
 
 import difflib
@@ -23,7 +24,9 @@ from .files import sha256_json
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, strict (no "3" for 3, no inf), unknown keys refused, docstrings under fields are their help."""
+    """A part of a recipe: frozen, strict (no "3" for 3, no inf), unknown keys refused, docstrings under
+    fields are their help.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -32,7 +35,9 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong in a recipe: the dotted key ("train.steps") and what is wrong with it, with the fix if known."""
+    """One thing wrong in a recipe: the dotted key ("train.steps") and what is wrong with it, with the fix if
+    known.
+    """
 
     key: str
     text: str
@@ -73,7 +78,9 @@ def build_recipe(
     what: str = "the recipe",
     fix: str = "see every field with: throughline recipe show NAME; a dry check: throughline recipe check RECIPE",
 ) -> Recipe:
-    """Validate a tree of values into `model` and run the rules. Raises WrongUse listing every problem of `what`."""
+    """Validate a tree of values into `model` and run the rules. Raises WrongUse listing every problem of
+    `what`.
+    """
     problems: list[Problem] = []
     recipe = None
     try:
@@ -93,7 +100,9 @@ def build_recipe(
 
 
 def find_recipe(source: Path | str) -> Path:
-    """The path of a recipe given by path, or of a shipped one given by name. Raises WrongUse naming the nearest one."""
+    """The path of a recipe given by path, or of a shipped one given by name. Raises WrongUse naming the
+    nearest one.
+    """
     path = Path(source)
     if path.is_file():
         return path
@@ -145,7 +154,7 @@ def describe(model: type[Section], prefix: str = "") -> list[tuple[str, str, str
             if info.is_required()
             else json.dumps(info.get_default(call_default_factory=True), default=str)
         )
-        rows.append((prefix + name, kind, default, info.description or ""))
+        rows.append((prefix + name, kind, default, " ".join((info.description or "").split())))
     return rows
 
 
@@ -220,7 +229,9 @@ def _from_pydantic(items: Iterable[Any], model: type[Section]) -> Iterable[Probl
 
 
 def _place(loc: Sequence[str | int], model: type[Section]) -> tuple[list[str], type[Section] | None]:
-    """The key at a pydantic location, without the names of a union's kinds that stand in it, and the section that holds it."""
+    """The key at a pydantic location, without the names of a union's kinds that stand in it, and the section
+    that holds it.
+    """
     path: list[str] = []
     section: type[Section] | None = model
     kinds: Any = model
@@ -255,7 +266,9 @@ def _lines(problems: Sequence[Problem], where: object, text: str, overridden: fr
 
 
 def line_of(text: str, key: str) -> int | None:
-    """The 1-based line of a TOML text on which dotted `key` is given, or that of its nearest section, or None."""
+    """The 1-based line of a TOML text on which dotted `key` is given, or that of its nearest section, or
+    None.
+    """
     wanted = key.split(".")
     section: list[str] = []
     best = None

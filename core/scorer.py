@@ -1,7 +1,7 @@
 """The protocol between whatever computes token probabilities and the evaluation that asks for them.
 
-Lengths are in tokens, log-probabilities in nats. A scorer owns tokenisation, truncation and batching; a task owns prompts
-and metrics. Nothing here imports torch, so tasks and reports can be read on any machine.
+Lengths are in tokens, log-probabilities in nats. A scorer owns tokenisation, truncation and batching; a task
+owns prompts and metrics. Nothing here imports torch, so tasks and reports can be read on any machine.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,8 @@ Ids = tuple[int, ...]
 class Question:
     """Pairs (context ids, continuation ids) that are answered together, usually one context with its choices.
 
-    Pairs of one question may share work (a common prefix is computed once), so a question is the unit of a batch and of
-    a resumed evaluation.
+    Pairs of one question may share work (a common prefix is computed once), so a question is the unit of a
+    batch and of a resumed evaluation.
     """
 
     pairs: tuple[tuple[Ids, Ids], ...]
@@ -47,10 +47,11 @@ Scored = list[tuple[int, tuple[Score, ...]]]
 def check_question(
     question: Question, window: int, where: str = "", fields: Sequence[str] = (), mask: int | None = None
 ) -> None:
-    """Raise Failed when a continuation has no tokens or does not fit the window; contexts are cut, continuations never.
+    """Raise Failed when a continuation has no tokens or does not fit the window; contexts are cut,
+    continuations never.
 
-    A context with a `mask` in it is not cut either, and has one mask for each token of its answer. `fields` are the names of the
-    continuations in the task, for the message.
+    A context with a `mask` in it is not cut either, and has one mask for each token of its answer. `fields`
+    are the names of the continuations in the task, for the message.
     """
     for number, (context, continuation) in enumerate(question.pairs):
         name = fields[number] if fields else "a continuation"
@@ -63,10 +64,11 @@ def check_question(
             )
         if len(continuation) > window:
             raise Failed(
-                f"{name} is longer than the model's window", where=where,
+                f"{name} is longer than the model's window",
+                where=where,
                 why=f"{len(continuation):,} tokens, the window has {window:,}",
                 fix="shorten or remove the record, leave it out with --overlong skip, or evaluate a model with a longer window",
-            )  # fmt: skip
+            )
 
 
 def _check_cloze(masks: int, tokens: int, asked: int, window: int, name: str, where: str) -> None:
@@ -85,11 +87,12 @@ def _check_cloze(masks: int, tokens: int, asked: int, window: int, name: str, wh
 class Scorer(Protocol):
     """What evaluation needs from a model, an exported graph or an engine.
 
-    `recipe` holds the facts that are printed beside every score (scorer, window, bos, dtype, ...); equal recipes on equal
-    weights give equal scores. `identity` is a hash of weights, tokenizer, recipe and of whether the log-probabilities of tokens
-    are kept: the key of stored answers. `window` is the longest input in tokens, `bos` what stands before every text (often
-    nothing), `prefix` the token that stands for an empty context, `mask` the one that hides another (None where a model reads
-    from left to right): a context with masks in it asks what stands there, one answer token a mask.
+    `recipe` holds the facts that are printed beside every score (scorer, window, bos, dtype, ...); equal
+    recipes on equal weights give equal scores. `identity` is a hash of weights, tokenizer, recipe and of
+    whether the log-probabilities of tokens are kept: the key of stored answers. `window` is the longest input
+    in tokens, `bos` what stands before every text (often nothing), `prefix` the token that stands for an
+    empty context, `mask` the one that hides another (None where a model reads from left to right): a context
+    with masks in it asks what stands there, one answer token a mask.
     """
 
     recipe: dict[str, Any]
@@ -122,5 +125,7 @@ class Scorer(Protocol):
     def generate(
         self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
     ) -> Iterator[list[tuple[int, str]]]:
-        """Greedy continuations, cut before the first stop string; yields batches of (index into `contexts`, text)."""
+        """Greedy continuations, cut before the first stop string; yields batches of (index into `contexts`,
+        text).
+        """
         ...

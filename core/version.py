@@ -9,3 +9,14 @@ def version() -> str:
         return metadata.version("throughline")
     except metadata.PackageNotFoundError:
         return "0+source"
+
+
+def programs(*packages: str) -> list[str]:
+    """This program and the libraries that compute, each with its version: "torch 2.13.0"."""
+    found = [f"throughline {version()}"]
+    for package in packages:
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(package)
+    return found

@@ -1,7 +1,7 @@
-"""Workspaces: work in progress (a run, a tokenisation, an evaluation) as append-only files and a small state (DESIGN 2).
+"""Workspaces: work in progress (a run, a tokenisation, an evaluation) as append-only files.
 
-One process at a time owns a workspace; the lock goes with the process, so a crash never leaves one behind. The manifest is
-written when the stage ends, and from then on the directory is an artifact.
+One process at a time owns a workspace; the lock goes with the process, so a crash never leaves one behind.
+The manifest is written when the stage ends, and from then on the directory is an artifact.
 """
 
 import fcntl
@@ -14,10 +14,9 @@ from typing import Any, BinaryIO
 
 from .artifact import Input, Manifest, seal
 from .errors import Refused, WrongUse
-from .files import full_disk, read_json, write_atomic
+from .files import full_disk
 
 LOCK = ".lock"
-STATE = "state.json"
 
 
 class Workspace:
@@ -37,9 +36,11 @@ class Workspace:
             owner = os.read(handle, 64).decode(errors="replace").strip()
             os.close(handle)
             raise WrongUse(
-                "another process is working in this directory", where=self.path,
-                why=f"process {owner or 'unknown'} holds its lock", fix="wait for it, stop it, or choose another directory",
-            ) from None  # fmt: skip
+                "another process is working in this directory",
+                where=self.path,
+                why=f"process {owner or 'unknown'} holds its lock",
+                fix="wait for it, stop it, or choose another directory",
+            ) from None
         os.ftruncate(handle, 0)
         os.write(handle, f"{os.getpid()}\n".encode())
         self._lock = handle
@@ -64,21 +65,15 @@ class Workspace:
         """The records of `<name>`; a last line cut by a crash is left out."""
         yield from read_records(self.path / name)
 
-    def write_state(self, state: dict[str, Any]) -> None:
-        """Replace `state.json` atomically."""
-        write_atomic(self.path / STATE, json.dumps(state, indent=1) + "\n")
-
-    def read_state(self) -> dict[str, Any] | None:
-        """The content of `state.json`, or None in a fresh workspace."""
-        file = self.path / STATE
-        return read_json(file) if file.exists() else None
-
     def finish(
         self, kind: str, inputs: Sequence[Input], recipe_hash: str | None, facts: dict[str, Any]
     ) -> Manifest:
-        """Turn the workspace into an artifact."""
+        """Turn the workspace into an artifact. The lock goes after the manifest is there, so that nobody else
+        works in it meanwhile.
+        """
+        manifest = seal(self.path, kind, inputs, recipe_hash, facts, leave_out=[LOCK])
         (self.path / LOCK).unlink(missing_ok=True)
-        return seal(self.path, kind, inputs, recipe_hash, facts)
+        return manifest
 
 
 def _drop_cut_line(file: BinaryIO) -> None:
@@ -91,7 +86,9 @@ def _drop_cut_line(file: BinaryIO) -> None:
 
 
 def read_records(file: Path | str) -> Iterator[dict[str, Any]]:
-    """The records of a JSON-lines file; a last line cut by a crash is left out. Raises Refused for a damaged one before it."""
+    """The records of a JSON-lines file; a last line cut by a crash is left out. Raises Refused for a damaged
+    one before it.
+    """
     file = Path(file)
     if not file.exists():
         return

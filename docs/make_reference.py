@@ -18,6 +18,15 @@ def cli_page() -> str:
         "",
         "Made by `make reference` from the program; a test checks that it is current.",
         "",
+        "The result goes to stdout, everything else to stderr. For completion of commands and options, put one of these lines",
+        "into the start-up file of your shell:",
+        "",
+        "```text",
+        'eval "$(_THROUGHLINE_COMPLETE=bash_source throughline)"          # ~/.bashrc',
+        'eval "$(_THROUGHLINE_COMPLETE=zsh_source throughline)"           # ~/.zshrc',
+        "_THROUGHLINE_COMPLETE=fish_source throughline | source           # ~/.config/fish/config.fish",
+        "```",
+        "",
     ]
     settings = (
         main.context_settings

@@ -1,45 +1,134 @@
-"""Write the measured table of README.md from benchmarks/results/*.json: python docs/make_results.py [--check]."""
+"""Write docs/results.md and the headline table of README.md from benchmarks/results/*.json.
+
+Usage: python docs/make_results.py [--check]. With --check nothing is written; the exit code is 1 when a page is stale.
+"""
 
 import json
 import re
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- results: made by `make reference` -->", "<!-- end of results -->"
+BEGIN, END = "<!-- figures: made by `make reference` -->", "<!-- end of figures -->"
+
+# What README.md shows: claim -> what was done, with the library that did it where it is not this package.
+HEADLINES = {
+    "bpe-fast-vs-datasets-map": "Text to tokens on disk, GPT-2's BPE (encoded by the library gigatoken)",
+    "wordpiece-vs-tokenizers": "Text to tokens on disk, BERT's WordPiece",
+    "gpt-time-to-loss": "Small GPT trained to the loss that nanoGPT reaches",
+    "gpt124-1024-vs-transformers": "GPT-2 124M trained, rows of 1,024 tokens",
+    "eval-124m": "GPT-2 124M scored zero-shot, the same answers",
+    "1-bit-adam-2-ranks-bytes": "Bytes sent per run of data-parallel training, 1-bit Adam",
+    "layouts_equal": "Layouts that train the same model as one process, in float64",
+    "kill-restart": "Until a job trains again after one of its processes was killed",
+}
+# Benchmarks whose peer is a bound set beforehand or the program itself, not another program.
+BOUNDS = ("checkpoints", "data_order", "faults", "long_attention")
+SECTIONS = {
+    "Races": "Throughline and another program, in turn on the same machine and input, the peer at its best settings.",
+    "Bounds": "Throughline against a bound that was set before the measurement, or against itself without a feature.",
+    "Proofs": "Equalities of Throughline with itself, with formulas and with published tables; no peer is involved.",
+}
 
 
-def rows() -> list[str]:
-    """One line a claim, in the order of file and benchmark."""
-    lines = [
-        "| claim | ours | peer | ratio (range) | goal | met | machine, date |",
-        "|---|---|---|---|---|---|---|",
-    ]
+@dataclass(frozen=True)
+class Row:
+    """One claim as it was measured on one machine."""
+
+    benchmark: str
+    claim: dict[str, Any]
+    machine: str
+    date: str
+
+    @property
+    def section(self) -> str:
+        if self.benchmark.startswith("prove_") or "layout_proof" in self.benchmark:
+            return "Proofs"
+        return "Bounds" if self.benchmark in BOUNDS else "Races"
+
+    def cells(self) -> list[str]:
+        claim = self.claim
+        low, high = claim["spread"]
+        return [
+            claim["name"],
+            f"{claim['ours']:.4g} {claim['unit']}",
+            f"{claim['theirs']:.4g} {claim['unit']} ({claim['peer']})",
+            f"{claim['ratio']:.2f} ({low:.2f}-{high:.2f})",
+            "-" if claim["goal"] is None else f"{claim['goal']:g}",
+            {True: "yes", False: "**no**", None: "-"}[claim["met"]],
+            f"{self.machine}, {self.date}",
+        ]
+
+
+def rows() -> list[Row]:
+    """Every measured claim of every machine."""
+    found = []
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         for name, line in json.loads(file.read_text()).items():
-            machine = line["machine"]
-            place = f"{(machine['gpus'] or [machine['cpu']])[0]}, {machine['cores']} cores, {line['date']}"
-            for claim in line["claims"]:
-                goal = "-" if claim["goal"] is None else f"{claim['goal']:g}"
-                met = {True: "yes", False: "**no**", None: "-"}[claim["met"]]
-                low, high = claim["spread"]
-                lines.append(
-                    f"| {claim['name']} (`benchmarks/{name}.py`) | {claim['ours']:.4g} {claim['unit']} | {claim['theirs']:.4g}: "
-                    f"{claim['peer']} | {claim['ratio']:.2f} ({low:.2f}-{high:.2f}) | {goal} | {met} | {place} |"
-                )
-    return lines
+            facts = line["machine"]
+            machine = f"{(facts['gpus'] or [facts['cpu']])[0]}, {facts['cores']} cores"
+            found += [Row(name, claim, machine, line["date"]) for claim in line["claims"]]
+    return found
+
+
+def results_page(found: list[Row]) -> str:
+    """docs/results.md: a section for each kind of claim, a table for each benchmark."""
+    lines = [
+        "# Results",
+        "",
+        "Made by `make reference` from `benchmarks/results/`; `make bench` measures all of it again, `make bench-quick` the same",
+        "claims with fewer repetitions. A ratio is oriented so that larger is better for Throughline: the median of paired",
+        "measurements, with their range. A goal that was not met stays in its table.",
+    ]
+    for section, about in SECTIONS.items():
+        lines += ["", f"## {section}", "", about]
+        mine = [row for row in found if row.section == section]
+        for benchmark in sorted({row.benchmark for row in mine}):
+            lines += ["", f"### `benchmarks/{benchmark}.py`", ""]
+            lines += _table(
+                ("claim", "ours", "peer", "ratio (range)", "goal", "met", "machine, date"),
+                [row.cells() for row in mine if row.benchmark == benchmark],
+            )
+    return "\n".join(lines) + "\n"
+
+
+def headline_rows(found: list[Row]) -> Iterator[list[str]]:
+    """README's rows: what was done, figure, peer and ratio, each from the first machine that measured it."""
+    for name, about in HEADLINES.items():
+        row = next(row for row in found if row.claim["name"] == name)
+        claim, unit = row.claim, row.claim["unit"].partition(",")[0]
+        ours, theirs = (f"{claim[key]:.3g} {unit}" for key in ("ours", "theirs"))
+        peer = claim["peer"].partition(",")[0]
+        yield [about, ours, f"{theirs} ({peer})", f"{claim['ratio']:.1f}", row.machine]
+
+
+def _table(header: tuple[str, ...], cells: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *cells)]
 
 
 def main() -> int:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    made = re.sub(
-        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: "\n".join([BEGIN, *rows(), END]), text, flags=re.S
-    )
-    if "--check" in sys.argv:
-        return 0 if made == text else 1
-    readme.write_text(made)
-    return 0
+    found = rows()
+    block = [
+        BEGIN,
+        *_table(("what", "Throughline", "peer", "ratio", "machine"), list(headline_rows(found))),
+        END,
+    ]
+    readme = (ROOT / "README.md").read_text()
+    made = {
+        ROOT / "docs" / "results.md": results_page(found),
+        ROOT / "README.md": re.sub(
+            f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: "\n".join(block), readme, flags=re.S
+        ),
+    }
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
+    if "--check" not in sys.argv:
+        for path in stale:
+            path.write_text(made[path])
+        return 0
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

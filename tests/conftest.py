@@ -1,7 +1,10 @@
-"""Fixtures every test may use. Only this file knows where shared data are: THROUGHLINE_SHARED, by default ../shared."""
+"""Fixtures every test may use. Only this file knows where shared data are: THROUGHLINE_SHARED, by default
+../shared.
+"""
 
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Ctrl-C raises also where whoever started the tests ignores it (nohup, a job in the background), which a
+    process inherits.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository root."""
@@ -53,10 +65,10 @@ def saved_in_layouts() -> Callable[..., dict[str, Path]]:
     from throughline.benchmarks.forked import run_ranks, warm
     from throughline.benchmarks.layout_proof import SEED, make_trainer, own_rows, value_of
     from throughline.core.artifact import read_manifest
+    from throughline.planner.layout import Layout
     from throughline.train.checkpoint import CheckpointWriter, restore
-    from throughline.train.parallel.crew import Crew
-    from throughline.train.parallel.engine import Engine
-    from throughline.train.parallel.layout import Layout
+    from throughline.train.layout_engine import LayoutEngine
+    from throughline.train.parallel.ranks import Ranks
     from throughline.train.step import train_step
 
     layouts = {
@@ -68,22 +80,22 @@ def saved_in_layouts() -> Callable[..., dict[str, Path]]:
     }
 
     def save(case: Any, target: Path, source: Path | None, steps: int, tokenizer: bytes | None) -> None:
-        crew = Crew.start(case.layout, torch.device("cpu"))
-        engine = Engine(case.config, crew.mesh, case.precision, SEED)
-        shapes = {leaf.name: torch.Size(leaf.piece.shape) for leaf in engine.leaves}
+        ranks = Ranks.start(case.layout, torch.device("cpu"))
+        engine = LayoutEngine(case.config, ranks.mesh, case.precision, SEED)
+        shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
         engine.fill(lambda name, box: value_of(case, name, shapes[name])[box.slices()])
-        trainer = make_trainer(case, engine, None)
+        trainer = make_trainer(case, engine)
         if source is None:
             for step in range(steps):
                 train_step(trainer, own_rows(case, engine, step), 1.0)
         else:
             restore(source, trainer)
         writer = CheckpointWriter(
-            target, 0, tokenizer, process=crew.mesh.rank, processes=case.layout.world, token=crew.token
+            target, 0, tokenizer, process=ranks.mesh.rank, processes=case.layout.world, token=ranks.token
         )
         writer.save(trainer)
         writer.close()
-        crew.wait()
+        ranks.wait()
 
     def write(
         case: Any,

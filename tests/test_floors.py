@@ -1,4 +1,6 @@
-"""The house stands: nothing imports upward, packages are complete, start-up is light, light modules stay light."""
+"""The house stands: nothing imports upward, packages are complete, start-up is light, light modules stay
+light.
+"""
 
 import ast
 import subprocess
@@ -17,7 +19,9 @@ def sources() -> list[Path]:
 
 
 def reached(path: Path) -> set[str]:
-    """The floors that a module imports, by its relative imports; an absolute self-import is reported as 'throughline'."""
+    """The floors that a module imports, by its relative imports; an absolute self-import is reported as
+    'throughline'.
+    """
     found = set()
     parts = path.relative_to(ROOT).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -41,6 +45,63 @@ def test_nothing_imports_upward(path: Path) -> None:
             assert FLOORS[other] < FLOORS[floor], f"{path}: {floor} imports {other}, which is not below it"
 
 
+def edges() -> dict[Path, set[Path]]:
+    """Which files each file of the package imports by relative imports, inside functions and for types too."""
+    found = {}
+    for path in sources():
+        targets = found.setdefault(path, set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                near = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
+                targets.update(file for file in near if file.is_file() and file != path)
+    return found
+
+
+def circles(graph: dict[Path, set[Path]]) -> list[Path]:
+    """The files in a circle: what is left when files that import nothing left, and files that nothing left
+    imports, are taken away again and again.
+    """
+    left = {path: targets & graph.keys() for path, targets in graph.items()}
+    while done := [
+        path
+        for path, targets in left.items()
+        if not targets & left.keys() or not any(path in others for others in left.values())
+    ]:
+        for path in done:
+            del left[path]
+    return sorted(left)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert [str(path.relative_to(ROOT)) for path in circles(edges())] == []
+
+
+def test_a_circle_would_be_found() -> None:
+    one, two, three, four = map(Path, ("1", "2", "3", "4"))
+    assert circles({one: {two}, two: {one, three}, three: set(), four: {one}}) == [one, two]
+
+
+def test_the_parts_of_a_layout_import_nothing_of_training() -> None:
+    """Inside train: mesh, collectives, tensor, pipeline and sharding below; the engines above them, the loop on
+    top. The account reads recipes and is the one that does.
+    """
+    for path in sorted((ROOT / "train" / "parallel").glob("*.py")):
+        imported = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+        ]
+        above = [node.module for node in imported if node.level == 2]
+        assert above == (["recipe"] if path.name == "account.py" else []), path
+    for path in sorted((ROOT / "train").glob("*.py")):
+        if path.stem in ("engine", "single_engine", "layout_engine", "stage", "heads", "step"):
+            modules = {
+                node.module
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.ImportFrom)
+            }
+            assert not modules & {"loop", "build", "checkpoint", "snapshot", "evaluate", "recipe"}, path
+
+
 def test_packages_listed_and_inits_empty() -> None:
     """pyproject lists every package, so that a wheel holds them all; every __init__.py is empty."""
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
@@ -55,7 +116,9 @@ def test_packages_listed_and_inits_empty() -> None:
 
 
 def test_every_data_file_is_in_the_wheel() -> None:
-    """Recipes, samples, presets, tasks, chips and pages are package data, each matched by a pattern of its package."""
+    """Recipes, samples, presets, tasks, chips and pages are package data, each matched by a pattern of its
+    package.
+    """
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     listed = {ROOT.joinpath(*package.split(".")[1:]): patterns for package, patterns in data.items()}
     files = [path for top in (*FLOORS, "recipes") for path in (ROOT / top).rglob("*") if path.is_file()]
@@ -73,9 +136,15 @@ def test_every_data_file_is_in_the_wheel() -> None:
 def imported_after(code: str) -> set[str]:
     """Top-level modules present after running `code` in a fresh interpreter."""
     out = subprocess.run(
-        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sorted({{n.split('.')[0] for n in sys.modules}}))"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            f"{code}\nimport sys\nprint(*sorted({{n.split('.')[0] for n in sys.modules}}))",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return set(out.stdout.split("\n")[-2].split())
 
 
@@ -96,10 +165,11 @@ def test_help_imports_neither_torch_nor_datasets() -> None:
 
 
 def test_light_modules_import_no_torch() -> None:
-    """core, models/config.py, models/presets.py and train/recipe.py work where torch is blocked."""
+    """core, planner, models/config.py, models/presets.py and train/recipe.py work where torch is blocked."""
     names = [
         "throughline." + ".".join(p.relative_to(ROOT).with_suffix("").parts)
-        for p in (ROOT / "core").glob("*.py")
+        for folder in ("core", "planner")
+        for p in (ROOT / folder).rglob("*.py")
         if p.stem != "__init__"
     ]
     names += ["throughline.models.config", "throughline.models.presets", "throughline.train.recipe"]

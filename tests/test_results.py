@@ -1,4 +1,6 @@
-"""Committed results parse, say when, where and with what they were measured, and README.md shows exactly them."""
+"""Committed results parse, say when, where and with what they were measured, and docs/results.md and
+the figures in README.md show exactly them.
+"""
 
 import json
 import subprocess
@@ -18,20 +20,39 @@ def test_results_are_whole(root: Path) -> None:
                 assert claim["spread"][0] <= claim["ratio"] <= claim["spread"][1], claim["name"]
 
 
-def test_readme_table_is_made_from_them(root: Path) -> None:
+def test_pages_are_made_from_them(root: Path) -> None:
     assert subprocess.run([sys.executable, root / "docs" / "make_results.py", "--check"]).returncode == 0, (
         "run: make reference"
     )
 
 
+def test_every_claim_is_on_the_page_and_the_readme_fits_one(root: Path) -> None:
+    page = (root / "docs" / "results.md").read_text()
+    for file in sorted((root / "benchmarks" / "results").glob("*.json")):
+        for line in json.loads(file.read_text()).values():
+            assert all(f"| {claim['name']} |" in page for claim in line["claims"])
+    assert len((root / "README.md").read_text().splitlines()) <= 120
+
+
 TASKS = {
-    "lambada_openai", "hellaswag", "piqa", "winogrande", "arc_easy", "arc_challenge", "boolq", "copa", "openbookqa", "sst2",
+    "lambada_openai",
+    "hellaswag",
+    "piqa",
+    "winogrande",
+    "arc_easy",
+    "arc_challenge",
+    "boolq",
+    "copa",
+    "openbookqa",
+    "sst2",
     "wikitext_2",
-}  # fmt: skip
+}
 
 
 def test_parity_covers_the_tasks_and_holds(root: Path) -> None:
-    """All records of each task by both: accuracies equal, log-likelihoods within 1e-3 nats (a document's within 1e-6 of itself)."""
+    """All records of each task by both: accuracies equal, log-likelihoods within 1e-3 nats (a document's
+    within 1e-6 of itself).
+    """
     line = json.loads((root / "benchmarks" / "results" / "eval-parity.json").read_text())["eval_parity"]
     assert set(line["models"]["random"]) >= TASKS and set(line["models"]) == {"random", "trained"}
     assert sum(name.startswith("blimp_") for name in line["models"]["random"]) == 16

@@ -1,4 +1,6 @@
-"""Documents tell the truth: the references are current, every path the README names exists, every command in it parses."""
+"""Documents tell the truth: the references are current, every path the README names exists, every command in
+it parses.
+"""
 
 import re
 import shlex
@@ -14,7 +16,9 @@ from throughline.train.recipe import RULES, Recipe
 
 
 def test_references_are_current(root: Path) -> None:
-    """In a process of its own: click keeps on a command how it was first called, and other tests call some without their parent."""
+    """In a process of its own: click keeps on a command how it was first called, and other tests call some
+    without their parent.
+    """
     made = subprocess.run(
         [sys.executable, root / "docs" / "make_reference.py", "--check"], capture_output=True, text=True
     )
@@ -43,9 +47,8 @@ def commands(root: Path) -> list[str]:
     found = []
     for document in documents(root):
         for block in re.findall(r"```(?:sh|bash)\n(.*?)```", document.read_text(), re.S):
-            for line in block.replace("\\\n", " ").splitlines():
-                if line.strip().startswith("throughline "):
-                    found.append(line.strip().split("  #")[0])
+            lines = (line.strip() for line in block.replace("\\\n", " ").splitlines())
+            found += [line.split("  #")[0] for line in lines if line.startswith("throughline ")]
     return found
 
 
@@ -70,7 +73,9 @@ def test_every_command_in_the_documents_parses(root: Path) -> None:
 
 
 def test_every_run_in_the_documents_is_a_legal_one(root: Path) -> None:
-    """Each `train RECIPE --set …` line, launched or not, passes the rules and names data that a command of a document makes."""
+    """Each `train RECIPE --set …` line, launched or not, passes the rules and names data that a command of a
+    document makes.
+    """
     made = set(re.findall(r"--out (\S+)", "\n".join(commands(root))))
     runs = [line.partition("train ")[2] for line in commands(root) if " train " in line]
     assert len(runs) >= 5

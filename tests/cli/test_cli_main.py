@@ -1,10 +1,13 @@
-"""The command line: help for every verb with a runnable example, near-misses named, errors without tracebacks, --json clean."""
+"""The command line: help for every verb with a runnable example, near-misses named, errors without
+tracebacks, --json clean.
+"""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import click
@@ -88,7 +91,9 @@ def test_missing_path_is_wrong_use(tmp_path: Path) -> None:
 
 
 def test_what_nobody_foresaw_is_one_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that the system refuses is no fault of ours; both are one JSON object with --json, and no traceback."""
+    """A path that the system refuses is no fault of ours; both are one JSON object with --json, and no
+    traceback.
+    """
     done = CliRunner().invoke(main, ["show", "x" * 300, "--json"])
     found = json.loads(done.stdout)
     assert done.exit_code == found["exit_code"] == 1
@@ -106,9 +111,13 @@ def test_what_nobody_foresaw_is_one_error_too(monkeypatch: pytest.MonkeyPatch) -
     assert "Traceback" in CliRunner().invoke(main, ["recipe", "show", "x", "--debug"]).stderr
 
 
-def test_doctor_runs() -> None:
+def test_doctor_says_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cores that this process may use, and the versions that would be imported."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 5}, raising=False)
     done = CliRunner().invoke(main, ["doctor", "--json"])
-    assert done.exit_code == 0 and json.loads(done.stdout)["machine"]["cpu"]["cores"] >= 1
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0 and found["machine"]["cpu"]["cores"] == 3
+    assert found["packages"]["numpy"] == metadata.version("numpy")
 
 
 def test_a_reader_that_goes_away_is_no_fault() -> None:

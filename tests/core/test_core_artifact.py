@@ -1,9 +1,13 @@
 """Artifacts appear whole or not at all, name what they were made from, and notice any changed byte."""
 
+import errno
 import os
 import resource
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -95,7 +99,9 @@ def test_a_link_stays_and_what_it_names_is_written(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_renamed_is_no_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Said before the work: a rename over a mount point fails, one over the current directory leaves the shell in nothing."""
+    """Said before the work: a rename over a mount point fails, one over the current directory leaves the
+    shell in nothing.
+    """
     monkeypatch.chdir(tmp_path)
     for path, words in (
         (Path("."), "current directory"),
@@ -146,7 +152,9 @@ def test_chain_reaches_foreign_text_and_sees_changes(tmp_path: Path) -> None:
 
 
 def test_chain_does_not_hash_terabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is beyond the bound is not said to be the same, nor changed; an input that was never hashed neither."""
+    """What is beyond the bound is not said to be the same, nor changed; an input that was never hashed
+    neither.
+    """
     for name, size in (("large", 9), ("a", 5), ("b", 6), ("c", 3)):
         (tmp_path / name).write_text("x" * size)
     inputs = [input_record(tmp_path / name) for name in ("large", "a", "b", "c")] + [
@@ -179,7 +187,9 @@ def test_full_disk_is_one_clear_error(tmp_path: Path) -> None:
 def test_two_writers_of_one_file_do_not_take_each_others_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two machines both may have the same process number: the second writes, whole, while the first is about to rename."""
+    """On two machines both may have the same process number: the second writes, whole, while the first is
+    about to rename.
+    """
     real = os.replace
 
     def replace(source: Path, target: Path) -> None:
@@ -193,13 +203,13 @@ def test_two_writers_of_one_file_do_not_take_each_others_work(
 
 
 def test_workspace_lock_and_records(tmp_path: Path) -> None:
-    """One owner at a time, the loser is told who; a line cut by a crash is dropped, damage before it is refused."""
+    """One owner at a time, the loser is told who; a line cut by a crash is dropped, damage before it is
+    refused.
+    """
     with Workspace(tmp_path / "w") as work:
         with pytest.raises(WrongUse, match="another process"), Workspace(tmp_path / "w"):
             pass
         work.append("log.jsonl", {"a": 1}, {"a": 2}, sync=True)
-        work.write_state({"step": 5})
-        assert work.read_state() == {"step": 5}
     file = tmp_path / "w" / "log.jsonl"
     with open(file, "a") as out:
         out.write('{"a": 3')
@@ -232,3 +242,85 @@ def test_error_survives_pickling() -> None:
 
     error = pickle.loads(pickle.dumps(Failed("what", where="here", why="because", fix="do")))
     assert (type(error), str(error)) == (Failed, str(Failed("what", where="here", why="because", fix="do")))
+
+
+def test_the_lock_is_held_until_the_manifest_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes while a workspace is being finished is refused."""
+    from throughline.core import workspace
+
+    def entered(*args: object, **named: object) -> object:
+        with pytest.raises(WrongUse, match="another process"), Workspace(tmp_path / "w"):
+            pass
+        return seal(*args, **named)  # type: ignore[arg-type]
+
+    seal = workspace.seal
+    monkeypatch.setattr(workspace, "seal", entered)
+    with Workspace(tmp_path / "w") as work:
+        work.append("log.jsonl", {"a": 1})
+        manifest = work.finish("run", (), None, {})
+    assert [file.name for file in manifest.files] == ["log.jsonl"]
+    assert sorted(os.listdir(tmp_path / "w")) == ["log.jsonl", "manifest.json"]
+
+
+def test_facts_on_how_it_was_made_are_no_part_of_the_hash(tmp_path: Path) -> None:
+    for name, encoder, tokens in (("a", "one", 5), ("b", "two", 5), ("c", "one", 6)):
+        with create_artifact(tmp_path / name, "tokens") as draft:
+            draft.facts.update(tokens=tokens, made={"encoder": encoder})
+    a, b, c = (read_manifest(tmp_path / name).hash for name in "abc")
+    assert a == b != c
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_replacing_a_directory_never_leaves_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """The process is cut at every system call of the swap in turn: afterwards the old or the new is at its place,
+    whole. Where names cannot be exchanged, a rename that fails puts the old one back.
+    """
+    from throughline.core import files
+
+    if not exchange:
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    real = {"rename": os.rename, "rmtree": shutil.rmtree, "sync": files.sync}
+    for cut in range(8):
+        calls = 0
+
+        def counted(name: str, cut: int = cut) -> Callable[..., object]:
+            def call(*args: object, **named: object) -> object:
+                nonlocal calls
+                calls += 1
+                if calls == cut + 1:
+                    raise OSError(errno.EIO, "cut")
+                return real[name](*args, **named)  # type: ignore[operator]
+
+            return call
+
+        for name, text in (("out", "old"), ("new", "new")):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "file").write_text(text)
+        with monkeypatch.context() as patch, suppress(OSError):
+            patch.setattr(files, "sync", counted("sync"))
+            patch.setattr(os, "rename", counted("rename"))
+            patch.setattr(shutil, "rmtree", counted("rmtree"))
+            files.swap_in(tmp_path / "new", tmp_path / "out")
+        assert (tmp_path / "out" / "file").read_text() in ("old", "new")
+        for left in tmp_path.iterdir():
+            real["rmtree"](left)  # type: ignore[operator]
+
+
+def test_every_file_is_flushed_before_the_name_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from throughline.core import files
+
+    done: list[str] = []
+    sync, swap = files.sync, files.swap_in
+    monkeypatch.setattr(files, "sync", lambda path: (done.append(Path(path).name), sync(path)))
+    monkeypatch.setattr(files, "swap_in", lambda *paths: (done.append("swap"), swap(*paths)))
+    with files.written_aside(tmp_path / "out") as folder:
+        for name in ("a", "sub/b"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(name)
+    assert done[: done.index("swap")] == ["a", "b"] and "sub" in done and (tmp_path / "out/sub/b").is_file()

@@ -1,4 +1,6 @@
-"""What people and scripts read: one JSON object or lines, progress as a live line on a terminal and as plain lines elsewhere."""
+"""What people and scripts read: one JSON object or lines, progress as a live line on a terminal and as plain
+lines elsewhere.
+"""
 
 import json
 import os
@@ -12,10 +14,17 @@ from throughline.core import console
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.5249, "0.52 s"), (9.94, "9.9 s"), (59.7, "60 s"), (119.4, "119 s"), (119.7, "2 min 00 s"), (179.7, "3 min 00 s"),
-        (200, "3 min 20 s"), (7199.7, "2 h 00 min"), (7500, "2 h 05 min"),
+        (0.5249, "0.52 s"),
+        (9.94, "9.9 s"),
+        (59.7, "60 s"),
+        (119.4, "119 s"),
+        (119.7, "2 min 00 s"),
+        (179.7, "3 min 00 s"),
+        (200, "3 min 20 s"),
+        (7199.7, "2 h 00 min"),
+        (7500, "2 h 05 min"),
     ],
-)  # fmt: skip
+)
 def test_durations(seconds: float, text: str) -> None:
     """Rounded once: no minute has 60 seconds."""
     assert console.duration(seconds) == text

@@ -1,4 +1,6 @@
-"""Chips are found by the names drivers print; a card is refused what it cannot compute, with the alternative named."""
+"""Chips are found by the names drivers print; a card is refused what it cannot compute, with the alternative
+named.
+"""
 
 from types import SimpleNamespace
 
@@ -10,12 +12,18 @@ from throughline.core.errors import Refused
 @pytest.mark.parametrize(
     ("driver_name", "memory_bytes", "key"),
     [
-        ("Tesla V100-SXM2-32GB", 34089730048, "v100-32gb"), ("Tesla V100-SXM2-16GB", 16944988160, "v100-16gb"),
-        ("Tesla T4", 15843721216, "t4"), ("NVIDIA A100-SXM4-80GB", 85e9, "a100-80gb"), ("NVIDIA A100-PCIE-40GB", 42e9, "a100-40gb"),
-        ("NVIDIA H100 80GB HBM3", 85e9, "h100-80gb"), ("NVIDIA H200", 150e9, "h200"), ("NVIDIA L4", 24e9, "l4"),
-        ("NVIDIA L40S", 48e9, "l40s"), ("NVIDIA GeForce RTX 4090", 25e9, None),
+        ("Tesla V100-SXM2-32GB", 34089730048, "v100-32gb"),
+        ("Tesla V100-SXM2-16GB", 16944988160, "v100-16gb"),
+        ("Tesla T4", 15843721216, "t4"),
+        ("NVIDIA A100-SXM4-80GB", 85e9, "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", 42e9, "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", 85e9, "h100-80gb"),
+        ("NVIDIA H200", 150e9, "h200"),
+        ("NVIDIA L4", 24e9, "l4"),
+        ("NVIDIA L40S", 48e9, "l40s"),
+        ("NVIDIA GeForce RTX 4090", 25e9, None),
     ],
-)  # fmt: skip
+)
 def test_chip_by_driver_name(driver_name: str, memory_bytes: float, key: str | None) -> None:
     chip = hardware.find_chip(driver_name, int(memory_bytes))
     assert (chip.key if chip else None) == key

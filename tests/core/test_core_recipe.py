@@ -1,4 +1,6 @@
-"""Recipes: every problem at once, with line and nearest key; overrides; a resolved recipe is valid input again."""
+"""Recipes: every problem at once, with line and nearest key; overrides; a resolved recipe is valid input
+again.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path

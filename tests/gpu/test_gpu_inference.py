@@ -1,4 +1,5 @@
-"""On a CUDA device the torch backends answer what they answer on the CPU: ragged batches, greedy tokens, embeddings.
+"""On a CUDA device the torch backends answer what they answer on the CPU: ragged batches, greedy tokens,
+embeddings.
 
 Needs torch and numpy only (make gpu-check runs on a bare machine).
 """
@@ -8,7 +9,10 @@ import copy
 import numpy as np
 import pytest
 import torch
-from throughline.inference.generation import Request, generate
+from throughline.core.backend import Span
+from throughline.inference.generation import Request
+from throughline.inference.sampling import GREEDY, Sampling
+from throughline.inference.slots import generate
 from throughline.inference.torch_backend import TorchCausal, TorchEncoder
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
@@ -66,3 +70,66 @@ def test_encoder_outputs_equal_the_cpu() -> None:
             np.abs(value - found[name])[mask] if name == "last_hidden_state" else np.abs(value - found[name])
         )
         assert error.max() <= BOUND * max(1.0, np.abs(value).max()), name
+
+
+def test_steps_prefixes_and_draws_equal_the_cpu() -> None:
+    """Prompts in parts beside single tokens, a row saved and loaded, and sampled answers with every filter: where
+    logits are computed changes nothing.
+    """
+    backends = [TorchCausal(model) for model in pair(GPT_SHAPE)]
+    rng = np.random.default_rng(1)
+    long, short = rng.integers(0, 512, 100), rng.integers(0, 512, 9)
+    logits = []
+    for backend in backends:
+        cache = backend.new_cache(4)
+        backend.step([Span(0, 0, long[:60], 0), Span(2, 0, short[:8], 0)], cache)
+        saved = backend.save_row(cache, 0, 60)
+        backend.load_row(cache, 3, saved, 60)
+        spans = [Span(3, 60, long[60:], 1), Span(2, 8, short[8:], 1), Span(0, 60, long[60:61], 1)]
+        found = backend.step(spans, cache)
+        assert found.device.type == backend.device.partition(":")[0] and found.shape == (3, 512)
+        logits.append(found.cpu().numpy())
+    assert np.abs(logits[0] - logits[1]).max() <= BOUND * np.abs(logits[0]).max()
+    settings = [
+        Sampling(seed=1, top_k=20),
+        Sampling(seed=2, top_p=0.9, min_p=0.01),
+        Sampling(seed=3, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias=((5, 2.0),)),
+        GREEDY,
+    ]
+    requests = [Request(long[:30], 20, setting, logprobs=3, prompt_logprobs=1) for setting in settings]
+    answers = []
+    for backend in backends:
+        pieces = [(number, piece) for number, piece in generate(backend, lambda ids: "", requests, 4)]
+        answers.append([(number, piece.token.id) for number, piece in pieces if piece.token])
+        assert all(len(piece.token.top) == 3 for _, piece in pieces if piece.token)
+    assert answers[0] == answers[1]
+
+
+def test_half_precision_stays_near_single() -> None:
+    model, _ = pair(GPT_SHAPE)
+    single = TorchCausal(copy.deepcopy(model).to("cuda"))
+    half = TorchCausal(model.half().to("cuda"))
+    assert half.dtype == "fp16" and half.token_bytes * 2 == single.token_bytes
+    ids = np.random.default_rng(2).integers(0, 512, 64)
+    ours, theirs = (b.step([Span(0, 0, ids, 64)], b.new_cache(1)).cpu() for b in (half, single))
+    # fp16 rounds at 5e-4; four layers of sums of 128 stay within a few per cent of the scale
+    assert (ours - theirs).abs().max() <= 3e-2 * theirs.abs().max()
+
+
+def test_onnx_runtime_on_cuda_equals_the_cpu(tmp_path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("this ONNX Runtime was built without CUDA")
+    from throughline.inference.export import write_graph
+    from throughline.inference.onnx_backend import OnnxCausal
+
+    model, _ = pair(GPT_SHAPE)
+    write_graph(model, tmp_path / "model.onnx", {})
+    ids = np.random.default_rng(3).integers(0, 512, 64)
+    logits = []
+    for device in ("cpu", "cuda:0"):
+        backend = OnnxCausal(tmp_path / "model.onnx", GPT_SHAPE, 1, device)
+        cache = backend.new_cache(2)
+        backend.step([Span(0, 0, ids[:40], 0), Span(1, 0, ids[:7], 0)], cache)
+        logits.append(backend.step([Span(0, 40, ids[40:], 3), Span(1, 7, ids[7:8], 1)], cache).cpu().numpy())
+    assert np.abs(logits[0] - logits[1]).max() <= BOUND * np.abs(logits[0]).max()

@@ -1,4 +1,5 @@
-"""On a CUDA device the models compute what they compute on the CPU, in every dtype the card has, and a training step moves them.
+"""On a CUDA device the models compute what they compute on the CPU, in every dtype the card has, and a
+training step moves them.
 
 Needs torch, numpy and transformers only (make gpu-check runs on a bare machine).
 """
@@ -14,7 +15,8 @@ from throughline.train.loss import cross_entropy_sum
 pytestmark = pytest.mark.gpu
 GPT_SHAPE = GPTConfig(vocab_size=512, sequence_length=128, layers=4, width=128, heads=4)
 BERT_SHAPE = BERTConfig(vocab_size=512, sequence_length=128, layers=4, width=128, heads=4)
-# one product of 128 terms rounds at 2**-8 (bf16) or 2**-11 (fp16) of its size; four layers add up to a few of them
+# one product of 128 terms rounds at 2**-8 (bf16) or 2**-11 (fp16) of its size; four layers add up to a few of
+# them
 LOGIT_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -76,7 +78,9 @@ def test_a_step_learns_a_batch_by_heart(compiled: bool) -> None:
 
 
 def test_documents_apart_equal_separate_rows() -> None:
-    """Two documents in one row see only themselves: the same hidden states as each alone (the mask path on CUDA)."""
+    """Two documents in one row see only themselves: the same hidden states as each alone (the mask path on
+    CUDA).
+    """
     model = GPT(GPT_SHAPE).eval()
     initialise(model, seed=0)
     model.to("cuda")

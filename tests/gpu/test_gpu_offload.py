@@ -1,4 +1,5 @@
-"""Offload on a CUDA device: the numbers of the plain optimizer, memory under a cap that it could not meet, and a fast host update.
+"""Offload on a CUDA device: the numbers of the plain optimizer, memory under a cap that it could not meet,
+and a fast host update.
 
 Needs torch and numpy only (make gpu-check runs on a bare machine).
 """
@@ -15,7 +16,7 @@ from throughline.models.gpt import GPT
 from throughline.models.init import initialise
 from throughline.models.presets import preset
 from throughline.train.loss import cross_entropy_sum
-from throughline.train.parallel.offload import IN_FLIGHT_BYTES, HostOffload, memory_terms
+from throughline.train.offload import IN_FLIGHT_BYTES, HostOffload, memory_terms
 
 pytestmark = pytest.mark.gpu
 SHAPE = GPTConfig(vocab_size=512, sequence_length=128, layers=4, width=128, heads=4)
@@ -41,7 +42,8 @@ def batch(step: int, rows: int = 8, length: int = 128, vocabulary: int = 512) ->
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_equals_the_plain_optimizer(micro_batches: int) -> None:
-    """fp32, ten clipped AdamW steps: gradients of the first exactly, then losses, norms and weights as near as Adam lets them.
+    """fp32, ten clipped AdamW steps: gradients of the first exactly, then losses, norms and weights as near
+    as Adam lets them.
 
     Host and card round differently, and Adam turns the rounding of a gradient near 0 into a part of a step.
     """
@@ -77,7 +79,9 @@ def test_equals_the_plain_optimizer(micro_batches: int) -> None:
 
 
 def test_weights_are_the_rounded_masters() -> None:
-    """bf16 on the card: after steps in flight the weights are exactly the masters rounded, and the loss has fallen."""
+    """bf16 on the card: after steps in flight the weights are exactly the masters rounded, and the loss has
+    fallen.
+    """
     model = GPT(SHAPE)
     initialise(model, seed=0)
     model.to("cuda", torch.bfloat16)
@@ -98,7 +102,9 @@ def test_weights_are_the_rounded_masters() -> None:
 
 
 def fitting_preset() -> tuple[str, GPTConfig]:
-    """gpt3-6.7b where the host has room for its states, else the largest that fits. Plain AdamW takes 16 bytes a parameter."""
+    """gpt3-6.7b where the host has room for its states, else the largest that fits. Plain AdamW takes 16
+    bytes a parameter.
+    """
     facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(facts["MemAvailable"].split()[0]) * 1024
     for name in ("gpt3-6.7b", "gpt3-2.7b", "gpt3-1.3b"):
@@ -112,7 +118,9 @@ def fitting_preset() -> tuple[str, GPTConfig]:
 
 
 def test_trains_under_a_cap_of_device_memory() -> None:
-    """One row of 2,048 tokens: 6.7B parameters inside 32 GiB; weights as predicted, and the peak within what may be in flight."""
+    """One row of 2,048 tokens: 6.7B parameters inside 32 GiB; weights as predicted, and the peak within what
+    may be in flight.
+    """
     name, config = fitting_preset()
     free, total = torch.cuda.mem_get_info()
     if free < CAP_BYTES:
@@ -158,7 +166,9 @@ def test_trains_under_a_cap_of_device_memory() -> None:
 
 
 def test_host_adam_reaches_the_copy_bandwidth() -> None:
-    """The update moves 28 bytes a parameter (reads four numbers, writes three): >= 70 % of the bytes per second of a copy."""
+    """The update moves 28 bytes a parameter (reads four numbers, writes three): >= 70 % of the bytes per
+    second of a copy.
+    """
     numel = 256 * 2**20
     parameter = torch.nn.Parameter(torch.zeros(numel))
     parameter.grad = torch.full((numel,), 1e-3)

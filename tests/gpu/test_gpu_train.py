@@ -1,4 +1,5 @@
-"""On a CUDA device a training step does what it does on the CPU, in every precision, and a checkpoint continues it there.
+"""On a CUDA device a training step does what it does on the CPU, in every precision, and a checkpoint
+continues it there.
 
 Needs torch, numpy and safetensors only (make gpu-check runs on a bare machine).
 """
@@ -11,8 +12,9 @@ import torch
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 from throughline.train.checkpoint import CheckpointWriter, load_model, restore
-from throughline.train.objective import LOSSES, StepBatch, prepare
+from throughline.train.objective import StepBatch, prepare
 from throughline.train.precision import LossScaler
+from throughline.train.single_engine import SingleEngine
 from throughline.train.step import Trainer, train_step
 
 pytestmark = pytest.mark.gpu
@@ -31,13 +33,11 @@ def exact_fp32():
 def make_trainer(family: str, device: str, precision: str = "fp32", dropout: float = 0.0) -> Trainer:
     config = (GPTConfig if family == "gpt" else BERTConfig)(**SHAPE, dropout=dropout)
     torch.manual_seed(1)
-    model = build(config, 1, device).train()
+    engine = SingleEngine(build(config, 1, device).train(), precision, torch.device(device))
     optimizer = torch.optim.AdamW(
-        [{"params": list(model.parameters()), "base_lr": 1e-3}], lr=1e-3, fused=True
+        [{"params": [value for _, value in engine.named_parameters()], "base_lr": 1e-3}], lr=1e-3, fused=True
     )
-    return Trainer(
-        model, optimizer, LOSSES[family], LossScaler.of(precision), precision, torch.device(device), 1.0
-    )
+    return Trainer(engine, optimizer, LossScaler.of(precision), precision, 1.0)
 
 
 def batch_of(family: str, device: str, seed: int = 0) -> StepBatch:
@@ -69,7 +69,9 @@ def test_a_step_equals_the_cpu(family: str, precision: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_a_checkpoint_continues_with_the_same_dropout(family: str, tmp_path: Path) -> None:
-    """CUDA's atomic sums are not bitwise repeatable; another dropout mask would move the loss a thousand times more."""
+    """CUDA's atomic sums are not bitwise repeatable; another dropout mask would move the loss a thousand
+    times more.
+    """
     whole = make_trainer(family, "cuda", dropout=0.2)
     writer = CheckpointWriter(tmp_path, 0)
     losses = []

@@ -1,0 +1,34 @@
+# Throughline in a container. Three images from one file:
+#   docker build --target cpu   -t throughline:cpu   .   everything on the CPU
+#   docker build --target cuda  -t throughline:cuda  .   everything on a CUDA GPU
+#   docker build --target serve -t throughline:serve .   an endpoint on the CPU: listens, answers health checks
+# Each runs as a user without rights; models are mounted at /models.
+
+FROM python:3.11.13-slim-bookworm AS base
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN useradd --create-home --uid 10001 throughline && mkdir /models && chown throughline /models
+WORKDIR /opt/throughline
+COPY . .
+
+FROM base AS cpu
+RUN pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 \
+    && pip install -c constraints.txt ".[fast]"
+USER throughline
+WORKDIR /models
+ENTRYPOINT ["throughline"]
+CMD ["--help"]
+
+FROM base AS cuda
+# the default wheels of torch carry the CUDA libraries; the host gives the driver (nvidia-container-toolkit)
+RUN pip install -c constraints.txt ".[fast]"
+USER throughline
+WORKDIR /models
+ENTRYPOINT ["throughline"]
+CMD ["--help"]
+
+FROM cpu AS serve
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=3s --start-period=30s \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=2)"]
+ENTRYPOINT ["throughline", "serve", "--host", "0.0.0.0", "--port", "8000"]
+CMD ["/models/model"]

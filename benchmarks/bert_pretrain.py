@@ -1,0 +1,207 @@
+"""BERT pretraining, one step of masked tokens and sentence pairs: sequences a second against transformers.
+
+    python benchmarks/bert_pretrain.py [--quick] [--parts bert-128,bert-512,bert-full-rows]
+
+Both train BERT-Base with fused AdamW on the same sequences, whose lengths are drawn from one published histogram of
+Wikipedia (wikipedia_lengths.json). transformers' BertForPreTraining gets them from its own collator, padded to the
+longest of the batch, eager or compiled, whichever is faster; ours leave the padding out. `bert-128` cuts each
+sequence into pieces of at most 128 tokens; `bert-full-rows` has rows of 512 without any padding. Each claim in bf16,
+and in fp32 as a row of its own. `--quick` has 2 layers and fewer sequences.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import Claim, claim, finish, paired, parser
+from throughline.core.recipe import build_recipe
+from throughline.models.init import build
+from throughline.models.presets import preset
+from throughline.train.attention import fit_attention
+from throughline.train.objective import IGNORED, StepBatch, prepare
+from throughline.train.optimizers import build_optimizer
+from throughline.train.precision import LossScaler, computing_dtype
+from throughline.train.recipe import Recipe
+from throughline.train.single_engine import SingleEngine
+from throughline.train.step import Trainer, train_step
+
+GOALS = {"bert-128": 2.0, "bert-512": 2.5, "bert-full-rows": 1.3}
+TOKENS = {"bert-128": 4096, "bert-512": 4096, "bert-full-rows": 4096}  # real ones in a step, about
+CLS, SEP, MASK, FIRST_WORD = 101, 102, 103, 1000
+VOCABULARY = 30522
+MASK_RATE = 0.15
+
+
+def draw_lengths(part: str, tokens: int, generator: np.random.Generator) -> np.ndarray:
+    """Lengths of sequences that have about so many tokens together."""
+    if part == "bert-full-rows":
+        return np.full(tokens // 512, 512)
+    table = json.loads((Path(__file__).parent / "wikipedia_lengths.json").read_text())
+    counts = np.array([*table["counts"], table["full_count"]])
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        place = generator.choice(len(counts), p=counts / counts.sum())
+        size = table["bin"]
+        low = place * size
+        length = (
+            512 if place == len(counts) - 1 else int(low + generator.integers(1, size + (low + size < 512)))
+        )
+        length = max(length, 8)
+        if part == "bert-512":
+            lengths.append(length)
+        else:
+            lengths += [128] * (length // 128) + ([length % 128] if length % 128 >= 8 else [])
+    return np.array(lengths)
+
+
+def sequences(lengths: np.ndarray, generator: np.random.Generator) -> list[dict[str, Any]]:
+    """[CLS] A [SEP] B [SEP] of random words, with the label of the pair."""
+    made = []
+    for length in lengths:
+        ids = generator.integers(FIRST_WORD, VOCABULARY, length)
+        middle = int(length) // 2
+        ids[0], ids[middle], ids[-1] = CLS, SEP, SEP
+        types = (np.arange(length) > middle).astype(np.int64)
+        made.append({"ids": ids, "types": types, "label": int(generator.integers(2))})
+    return made
+
+
+def our_batch(rows: list[dict[str, Any]], precision: str, generator: np.random.Generator) -> StepBatch:
+    """Our batch of these sequences: masked as ours are, padding left out."""
+    count, longest = len(rows), max(len(row["ids"]) for row in rows)
+    batch = {
+        "input_ids": np.zeros((count, longest), np.int64),
+        "targets": np.full((count, longest), IGNORED),
+        "token_types": np.zeros((count, longest), np.int64),
+        "attention_mask": np.zeros((count, longest), bool),
+        "nsp_targets": np.array([row["label"] for row in rows]),
+    }
+    for place, row in enumerate(rows):
+        size = len(row["ids"])
+        masked = (generator.random(size) < MASK_RATE) & (row["ids"] >= FIRST_WORD)
+        batch["input_ids"][place, :size] = np.where(masked, MASK, row["ids"])
+        batch["targets"][place, :size] = np.where(masked, row["ids"], IGNORED)
+        batch["token_types"][place, :size] = row["types"]
+        batch["attention_mask"][place, :size] = True
+    dtype = computing_dtype(precision) if precision == "fp64" else torch.float32
+    return prepare(batch, "bert", count, torch.device("cpu"), dtype, MASK_RATE, True)
+
+
+def ours(layers: int, rows: list[dict[str, Any]], precision: str) -> Callable[[], float]:
+    """A function that makes one step and returns its sequences a second."""
+    config = preset("bert-base", layers=layers, dropout=0.0)
+    model = build(config).train()
+    device = torch.device("cpu")
+    fit_attention(model, device, precision)
+    section = {"name": "adamw", "learning_rate": 1e-4, "weight_decay": 0.01}
+    train = {"steps": 1, "sequence_length": 512, "batch_rows": 1, "precision": precision}
+    recipe = build_recipe({"train": train, "optimizer": section}, Recipe)
+    engine = SingleEngine(model, precision, device)
+    trainer = Trainer(engine, build_optimizer(engine, recipe), LossScaler.of(precision), precision, 1.0)
+    batch = our_batch(rows, precision, np.random.default_rng(1))
+
+    def step() -> float:
+        start = time.perf_counter()
+        result = train_step(trainer, batch, 1.0)
+        assert math.isfinite(result.loss)
+        return len(rows) / (time.perf_counter() - start)
+
+    step()  # makes the optimizer's state
+    return step
+
+
+def theirs(layers: int, rows: list[dict[str, Any]], precision: str, compiled: bool) -> Callable[[], float]:
+    """The same with transformers, its collator's batch made beforehand."""
+    import tokenizers
+    from transformers import (
+        BertConfig,
+        BertForPreTraining,
+        DataCollatorForLanguageModeling,
+        PreTrainedTokenizerFast,
+    )
+
+    words = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words += [f"w{i}" for i in range(len(words), VOCABULARY)]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    roles = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=library, **{f"{role}_token": word for role, word in roles.items()}
+    )
+    torch.manual_seed(1)
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASK_RATE)
+    batch = collator(
+        [
+            {"input_ids": row["ids"], "token_type_ids": row["types"], "next_sentence_label": row["label"]}
+            for row in rows
+        ]
+    )
+    shape = BertConfig(
+        num_hidden_layers=layers,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        vocab_size=VOCABULARY,
+    )
+    model = BertForPreTraining(shape).train()
+    call = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+
+    def step() -> float:
+        start = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = call(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert math.isfinite(loss.item())
+        return len(rows) / (time.perf_counter() - start)
+
+    step()
+    return step
+
+
+def measure(part: str, precision: str, quick: bool) -> tuple[Claim, float]:
+    """The claim, and the share of padding in the peer's batch."""
+    generator = np.random.default_rng(7)
+    layers, tokens, pairs = (2, TOKENS[part] // 2, 3) if quick else (12, TOKENS[part], 5)
+    lengths = draw_lengths(part, tokens, generator)
+    rows = sequences(lengths, generator)
+    padding = 1 - lengths.sum() / (len(lengths) * lengths.max())
+    forms = {"eager": partial(theirs, layers, rows, precision, False)}
+    if not quick:
+        forms["compiled"] = partial(theirs, layers, rows, precision, True)
+    steps = {name: make() for name, make in forms.items()}
+    best = max(steps, key=lambda name: max(steps[name]() for _ in range(2)))
+    first, second = paired(ours(layers, rows, precision), steps[best], pairs)
+    name = part if precision == "bf16" else f"{part}-{precision}"
+    peer = f"transformers BertForPreTraining, {best}, padded to the longest"
+    goal = GOALS[part] if precision == "bf16" else None
+    return claim(name, first, second, peer=peer, unit="sequences/s", better="higher", goal=goal), padding
+
+
+def main() -> None:
+    arguments = parser((__doc__ or "").split("\n")[0])
+    arguments.add_argument("--parts", default=",".join(GOALS), help="claims to measure, by commas")
+    args = arguments.parse_args()
+    claims, shares = [], {}
+    for part in args.parts.split(","):
+        for precision in ("bf16", "fp32"):
+            found, padding = measure(part, precision, args.quick)
+            claims.append(found)
+            shares[part] = round(float(padding), 3)
+            print(f"{found.name}: padding of the peer's batch {padding:.0%}", flush=True)
+    finish(
+        "bert_pretrain", claims, packages=("transformers",), padding=shares, layers=2 if args.quick else 12
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Fit the planner's constants on every published row, and again with each table left out: errors side by side.
+
+    python benchmarks/planner_fit.py [--quick | --serve]
+
+Soft L1 on the log error of the predicted time (a row that is 30 % off pulls little more than one that is 6 % off), every
+table with the same weight, and a weak pull towards the constants as they stand. `--quick` leaves no table out.
+"""
+
+import argparse
+import collections
+import json
+from dataclasses import asdict, fields, replace
+
+import numpy as np
+from scipy.optimize import least_squares
+from throughline.planner.constants import FITTED, MEASURED, Constants
+from throughline.planner.serve import FITTED as SERVE
+from throughline.planner.serve import ServeConstants, forward_seconds, latency_errors, published_latencies
+from throughline.planner.validate import Case, Replay, medians, predict, published_cases
+
+KNEE = 0.03  # relative error beyond which a row pulls linearly
+PULL = 0.05  # weight of one doubling of a constant against one table
+
+
+def fit(cases: list[Case], evaluations: int) -> Constants:
+    """The constants that suit these cases best."""
+    counts = collections.Counter(case.table for case in cases)
+    weights = np.array([counts[case.table] ** -0.5 for case in cases])
+    names = [field.name for field in fields(Constants) if field.name not in MEASURED]
+    start = np.log([getattr(FITTED, name) for name in names])
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        constants = replace(FITTED, **dict(zip(names, np.exp(logs))))
+        errors = np.array([np.log(predict(case, constants) / case.seconds) for case in cases])
+        soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + (errors / KNEE) ** 2) - 1))
+        return np.concatenate([weights * soft, PULL * (logs - start) / np.log(2)])
+
+    ceiling = [0.0 if name.endswith("fraction") or name == "overlap" else np.inf for name in names]
+    bounds = (np.full(len(names), -np.inf), ceiling)
+    found = least_squares(residuals, start, bounds=bounds, max_nfev=evaluations, diff_step=1e-3, x_scale=0.2)
+    return replace(FITTED, **dict(zip(names, map(float, np.exp(found.x)))))
+
+
+def table_medians(cases: list[Case], constants: Constants) -> dict[str, float]:
+    """Median absolute error of each table."""
+    replays = [Replay(case, predict(case, constants)) for case in cases]
+    return {name: median for name, (_, median, _) in medians(replays).items()}
+
+
+def fit_serve(rows: list) -> ServeConstants:
+    """The constants of `plan serve` on these latencies, every chip with the same weight."""
+    counts = collections.Counter(chip.key for chip, *_ in rows)
+    weights = np.array([counts[chip.key] ** -0.5 for chip, *_ in rows])
+    names = [field.name for field in fields(ServeConstants)]
+    start = np.log([getattr(SERVE, name) for name in names])
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        constants = ServeConstants(**dict(zip(names, np.exp(logs))))
+        predicted = [forward_seconds(c, chip, b, n, n, p, constants) for chip, c, n, b, p, _ in rows]
+        errors = np.log(np.array(predicted) / [seconds for *_, seconds in rows])
+        soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + (errors / 0.08) ** 2) - 1))
+        return np.concatenate([weights * soft, PULL * (logs - start)])
+
+    found = least_squares(residuals, start, max_nfev=20, diff_step=1e-3, x_scale=0.2)
+    return ServeConstants(**dict(zip(names, map(float, np.exp(found.x)))))
+
+
+def serve_errors() -> tuple[ServeConstants, float, dict[str, float], float]:
+    """Constants, median error, and with each chip left out: its median, and that of all rows."""
+    rows = published_latencies()
+    shipped = fit_serve(rows)
+    inside = np.median(np.abs(np.concatenate(list(latency_errors(shipped).values()))))
+    outside, every = {}, []
+    for key in sorted({chip.key for chip, *_ in rows}):
+        others = fit_serve([row for row in rows if row[0].key != key])
+        errors = np.abs(latency_errors(others)[key])
+        outside[key] = float(np.median(errors))
+        every += list(errors)
+    return shipped, float(inside), outside, float(np.median(every))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--serve", action="store_true", help="Fit `plan serve` instead.")
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    if arguments.serve:
+        constants, inside, outside, every = serve_errors()
+        print(json.dumps({"benchmark": "planner_fit", "constants": asdict(constants), "median": inside,
+                          "left out": outside, "left out, all rows": every}))  # fmt: skip
+        return
+    cases = [case for case in published_cases() if not case.left_out]
+    constants = fit(cases, 20)
+    inside, shipped = table_medians(cases, constants), table_medians(cases, FITTED)
+    outside = {}
+    for table in [] if quick else inside:
+        others = fit([case for case in cases if case.table != table], 12)
+        outside[table] = table_medians([case for case in cases if case.table == table], others)[table]
+        print(
+            f"{table:28}{shipped[table]:8.1%} shipped{inside[table]:8.1%} in the fit{outside[table]:8.1%} left out",
+            flush=True,
+        )
+    mean = {
+        name: sum(rows.values()) / len(rows)
+        for name, rows in (("shipped", shipped), ("inside", inside), ("outside", outside))
+        if rows
+    }
+    print(json.dumps({"benchmark": "planner_fit", "constants": asdict(constants), "mean of medians": mean,
+                      "tables": {name: [shipped[name], inside[name], outside.get(name)] for name in inside}}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Pages for people: one HTML file with tables and charts that needs no network, readable light and dark, wide and narrow.
+
+Charts are drawn by uPlot (core/web/, MIT), which is written into every page: 51 KB, hover values, labels that fit. A
+browser without scripts gets the tables and the last value of every series.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+POINTS = 1000  # of a series: more are averaged, a screen has no more columns
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over a common x: (name, points) each. Series without points are left out."""
+
+    title: str
+    series: Sequence[tuple[str, Points]]
+    x: str = "step"
+
+    @property
+    def drawn(self) -> list[tuple[str, list[tuple[float, float]]]]:
+        """What is drawn, with at most POINTS points a series."""
+        return [(name, thin(points)) for name, points in self.series if points]
+
+    @property
+    def data(self) -> str:
+        """The chart as JSON for plots.js: xs once, and for each series a y or null at every x. No "<" in it, so that
+        no name can end the script element that it stands in.
+        """
+        xs = sorted({x for _, points in self.drawn for x, _ in points})
+        columns = [[dict(points).get(x) for x in xs] for _, points in self.drawn]
+        found = {"x": self.x, "names": [name for name, _ in self.drawn], "data": [xs, *columns]}
+        return json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A share of 1, perhaps with its 95 % interval and what chance would give; `text` stands beside it instead of
+    percent.
+    """
+
+    name: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    random: float | None = None
+    text: str = ""
+
+    @property
+    def shown(self) -> str:
+        """What stands beside the bar."""
+        return self.text or f"{100 * self.value:.1f}"
+
+    @property
+    def hint(self) -> str:
+        """What is said while the pointer rests on it."""
+        parts = [f"{self.name}: {self.text or f'{100 * self.value:.2f} %'}"]
+        if self.low is not None and self.high is not None:
+            parts.append(f"95 % interval {100 * self.low:.2f} to {100 * self.high:.2f}")
+        if self.random is not None:
+            parts.append(f"chance {100 * self.random:.1f}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of a page; what is empty is left out. `header` () is a table of label and value."""
+
+    heading: str = ""
+    note: str = ""
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[Any]] = ()
+    charts: Sequence[Chart] = ()
+    bars: Sequence[Bar] = ()
+    text: str = ""
+    items: Sequence[tuple[str, str]] = ()
+
+    @property
+    def filled(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.rows or self.shown or self.bars or self.text or self.items)
+
+    @property
+    def shown(self) -> list[Chart]:
+        """The charts that have points."""
+        return [chart for chart in self.charts if chart.drawn]
+
+
+def page(title: str, parts: Sequence[Part], note: str = "") -> str:
+    """The page as HTML."""
+    import jinja2
+    from markupsafe import Markup
+
+    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        _file("page.html")
+    )
+    parts = [part for part in parts if part.filled]
+    plots = any(part.shown for part in parts)
+    return template.render(
+        title=title,
+        note=note,
+        parts=parts,
+        styles=Markup((_file("uplot.css") if plots else "") + _file("page.css")),  # noqa: S704 - our own files
+        scripts=Markup(_file("uplot.js") + "\n" + _file("plots.js")) if plots else "",  # noqa: S704
+        raw=Markup,
+    )
+
+
+@cache
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath("web", name).read_text(encoding="utf-8")
+
+
+def thin(points: Points) -> list[tuple[float, float]]:
+    """At most POINTS points: means of equal stretches."""
+    if len(points) <= POINTS:
+        return list(points)
+    size = len(points) / POINTS
+    parts = [points[int(i * size) : int((i + 1) * size)] for i in range(POINTS)]
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]

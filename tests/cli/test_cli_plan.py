@@ -1,0 +1,78 @@
+"""The plan command: tables, JSON, errors, recipes that the trainer accepts."""
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+from throughline.cli.main import main
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(main, ["plan", *arguments])
+    assert result.exit_code == code, result.output + result.stderr
+    return result.output + result.stderr
+
+
+def test_ranks_layouts_and_names_prices_with_their_date() -> None:
+    text = run(
+        "gpt3-13b", "--gpus", "64", "--on", "aws-p4d.24xlarge", "--rows", "512", "--target-tokens", "300e9"
+    )
+    assert "MFU" in text and "HFU" in text and "does not fit" in text and "capacity block" in text
+    facts = json.loads(run("gpt3-13b", "--gpus", "64", "--on", "a100-80gb", "--rows", "512", "--json"))
+    assert facts["layouts"] and facts["layouts"][0]["step_seconds"] == min(
+        row["step_seconds"] for row in facts["layouts"]
+    )
+
+
+def test_writes_a_recipe_that_the_trainer_accepts(tmp_path: Path) -> None:
+    file = tmp_path / "planned.toml"
+    run("gpt3-1.3b", "--gpus", "16", "--on", "a100-40gb", "--rows", "256", "--write-recipe", str(file))
+    result = CliRunner().invoke(main, ["recipe", "check", str(file), "--json"])
+    assert result.exit_code == 0, result.output
+    parallel = json.loads(result.output)["recipe"]["parallel"]
+    assert parallel["data"] * parallel["tensor"] * parallel["pipeline"] * parallel["context"] == 16
+
+
+def test_plans_a_recipe_with_its_own_batch() -> None:
+    facts = json.loads(run("gpt-shakespeare", "--gpus", "2", "--on", "t4", "--json"))
+    assert facts["rows"] == 16 and facts["length"] == 128
+
+
+def test_what_does_not_fit_says_how_much_is_missing() -> None:
+    text = run("gpt3-175b", "--gpus", "8", "--on", "t4", "--rows", "64", code=1)
+    assert "nothing fits" in text and "GiB" in text and "recommend" in text
+
+
+def test_unknown_names_are_answered_with_near_ones(tmp_path: Path) -> None:
+    assert "a100-80gb" in run("gpt3-13b", "--gpus", "8", "--on", "a100-80", code=2)
+    assert "sharding is one of" in run(
+        "gpt3-13b", "--gpus", "8", "--on", "t4", "--layout", "sharding=z9", code=2
+    )
+    own = tmp_path / "own.toml"
+    own.write_text('[clusters.mine]\nchip = "t4"\nchips_per_node = 4\nprice_per_chip_hour = 0.2\n')
+    text = run(
+        "bert-base",
+        "--gpus",
+        "4",
+        "--on",
+        "mine",
+        "--hardware",
+        str(own),
+        "--rows",
+        "64",
+        "--target-tokens",
+        "1e9",
+    )
+    assert "0.2 USD" in text
+    own.write_text('[clusters.mine]\nchip = "t4"\nchip_per_node = 4\n')
+    assert "did you mean chips_per_node?" in run(
+        "bert-base", "--gpus", "4", "--on", "mine", "--hardware", str(own), code=2
+    )
+
+
+def test_explain_and_validate() -> None:
+    text = run(
+        "explain", "bert-large", "--gpus", "8", "--on", "dgx-1-32gb", "--length", "128", "--rows", "512"
+    )
+    assert "matrix products" in text and "sum" in text
+    assert "mean of the tables' medians" in run("validate")

@@ -1,0 +1,64 @@
+"""Recipes that ship and recipes that `recipe new` writes pass every rule, and hold what the machine can hold."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from throughline.cli.main import main
+from throughline.core.errors import WrongUse
+from throughline.core.recipe import load_recipe, shipped_recipes
+from throughline.train.new_recipe import STATE_BYTES, new_recipe
+from throughline.train.recipe import RULES, Recipe, model_config
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_shipped_recipes_pass_and_name_their_knob(name: str) -> None:
+    text = shipped_recipes()[name].read_text()
+    assert "Knob: " in text.splitlines()[0]
+    if "task" not in tomllib.loads(text):  # recipes for fine-tuning have a form of their own
+        load_recipe(name, Recipe, (), RULES)
+
+
+def test_the_shape_of_llama_1b_is_the_published_one() -> None:
+    """Meta's model card says 1.23 G parameters, with its vocabulary of 128,256."""
+    config = model_config(load_recipe("llama-1b-8gpu", Recipe, (), RULES), 128_256)
+    assert round(config.parameter_count() / 1e9, 2) == 1.24
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "gpus", "sharding", "precision"),
+    [
+        ("gpt2-124m", "a100-80gb", 1, "replicated", "bf16"),
+        ("llama-8b", "h100-80gb", 8, "full", "bf16"),  # 128 GB of states, 80 GB a card
+        ("bert-base", "t4", 2, "replicated", "fp16"),  # a card without bf16
+        ("gpt-toy", "cpu", 1, "replicated", "fp32"),
+    ],
+)
+def test_a_new_recipe_is_legal_and_fits(
+    tmp_path: Path, model: str, machine: str, gpus: int, sharding: str, precision: str
+) -> None:
+    given = ["--model", model, "--data", "tokens/x", "--machine", machine, "--gpus", str(gpus)]
+    done = CliRunner().invoke(main, ["recipe", "new", *given, "--out", str(tmp_path / "r.toml")])
+    assert done.exit_code == 0, done.output
+    recipe = load_recipe(str(tmp_path / "r.toml"), Recipe, (), RULES)
+    assert (recipe.parallel.sharding, recipe.train.precision) == (sharding, precision)
+    assert recipe.parallel.data == gpus and recipe.train.rows_per_step % gpus == 0
+
+
+def test_a_model_too_large_is_refused_with_a_number_that_holds_it() -> None:
+    with pytest.raises(WrongUse, match="does not fit") as caught:
+        new_recipe("gpt3-13b", "tokens", "a100-80gb", 1)
+    needed = int(caught.value.fix.split()[1])
+    assert (
+        tomllib.loads(new_recipe("gpt3-13b", "tokens", "a100-80gb", needed + 1))["parallel"]["data"]
+        == needed + 1
+    )
+    assert 13e9 * STATE_BYTES / (needed * 80e9) < 1
+
+
+def test_what_is_not_given_is_named_where_nobody_can_be_asked(tmp_path: Path) -> None:
+    done = CliRunner().invoke(
+        main, ["recipe", "new", "--model", "gpt-toy", "--out", str(tmp_path / "r.toml")]
+    )
+    assert done.exit_code == 2 and "--data, --machine" in done.output and not (tmp_path / "r.toml").exists()
