@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -55,20 +55,42 @@ def write_index(
     """Write one `.idx`: `lengths` int32 (sequences,) in tokens, `document_bounds` int64 (documents + 1,)
     sequences.
     """
-    name = np.dtype(dtype).name
-    code = next(code for code, known in CODES.items() if known == name)
     lengths = np.ascontiguousarray(lengths, "<i4")
-    bounds = np.ascontiguousarray(document_bounds, "<i8")
-    assert len(bounds) and bounds[0] == 0 and bounds[-1] == len(lengths), (
+    assert len(document_bounds) and document_bounds[0] == 0 and document_bounds[-1] == len(lengths), (
         "document bounds must span the sequences"
     )
-    pointers = np.zeros(len(lengths), "<i8")
-    np.cumsum(lengths[:-1], dtype="<i8", out=pointers[1:])
-    pointers *= np.dtype(dtype).itemsize
+    counts = len(lengths), len(document_bounds) - 1
+    write_index_in_blocks(path, counts, lambda: [lengths], lambda: [np.diff(document_bounds)], dtype)
+
+
+def write_index_in_blocks(
+    path: str | Path,
+    counts: tuple[int, int],
+    lengths: Callable[[], Iterable[np.ndarray]],
+    documents: Callable[[], Iterable[np.ndarray]],
+    dtype: np.dtype | str,
+) -> None:
+    """Write one `.idx` in the memory of a block: `counts` (sequences, documents), `lengths` blocks of int32
+    tokens a sequence, `documents` blocks of int64 sequences a document. Each is asked for as often as needed.
+    """
+    name = np.dtype(dtype).name
+    code = next(code for code, known in CODES.items() if known == name)
     with open(path, "wb") as file:
-        file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(bounds)))
-        for array in (lengths, pointers, bounds):
-            file.write(array.data)
+        file.write(HEADER.pack(MAGIC, 1, code, counts[0], counts[1] + 1))
+        for block in lengths():
+            file.write(np.ascontiguousarray(block, "<i4").data)
+        begin = 0
+        for block in lengths():
+            ends = begin + np.cumsum(block, dtype="<i8")
+            file.write(((ends - block) * np.dtype(dtype).itemsize).astype("<i8").data)
+            begin = int(ends[-1]) if len(ends) else begin
+        file.write(np.zeros(1, "<i8").data)
+        begin = 0
+        for block in documents():
+            ends = begin + np.cumsum(block, dtype="<i8")
+            file.write(ends.data)
+            begin = int(ends[-1]) if len(ends) else begin
+        assert begin == counts[0], "the documents must hold all sequences"
 
 
 @lru_cache(maxsize=MAPPED_SHARDS)

@@ -23,12 +23,13 @@ from ..core.files import full_disk, read_json, sha256_file, sync, write_atomic
 from .backends import Backend
 from .readers import DocumentBatch
 from .sentences import split_sentences
-from .store import token_dtype, write_index
+from .store import token_dtype, write_index_in_blocks
 from .task_plan import Task, TaskPlan, read_unchanged
 from .text import PIECE_BYTES
 from .tokenizer import Tokenizer
 
 LONGEST = 2**31 - 1  # tokens of a sequence: Megatron's index has 32 bits for them
+SPILL_BYTES = 1 << 20  # of lengths read back at a time
 STORE = "store"  # inside the work directory: what becomes the artifact
 
 
@@ -132,9 +133,13 @@ class ShardWriter:
         if self.tokens:
             for file in (self._bin, self._lengths, self._documents):
                 file.flush()
-            bounds = np.zeros(self.documents + 1, np.int64)
-            np.cumsum(_spilled(self._documents, np.int64), out=bounds[1:])
-            write_index(self._aside("idx"), _spilled(self._lengths, np.int32), bounds, self._dtype)
+            write_index_in_blocks(
+                self._aside("idx"),
+                (self.sequences, self.documents),
+                lambda: _spilled(self._lengths, np.int32),
+                lambda: _spilled(self._documents, np.int64),
+                self._dtype,
+            )
             hashes = {"bin": self._digest.hexdigest(), "idx": sha256_file(self._aside("idx"))}
             for kind, digest in hashes.items():
                 aside, name = self._aside(kind), f"{self._name}.{kind}"
@@ -155,8 +160,10 @@ class ShardWriter:
                 self._aside(kind).unlink(missing_ok=True)
 
 
-def _spilled(file: BinaryIO, dtype: type) -> np.ndarray:
-    return np.memmap(file, dtype, "r") if file.seek(0, os.SEEK_END) else np.empty(0, dtype)
+def _spilled(file: BinaryIO, dtype: type) -> Iterator[np.ndarray]:
+    file.seek(0)
+    while block := file.read(SPILL_BYTES):
+        yield np.frombuffer(block, dtype)
 
 
 def run_task(

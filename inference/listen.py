@@ -2,8 +2,9 @@
 nothing.
 
 SIGTERM: `/ready` turns 503 and answers say `Connection: close`, but requests are still taken for some seconds,
-in which load balancers look elsewhere; then the port takes no new connection, those that the kernel had made
-by then are taken up, it closes, what was accepted is answered, and the process ends with 0. SIGINT leaves the seconds out. A second signal does so too, a third ends everything at once.
+in which load balancers look elsewhere; then no new connection is made, those that the kernel has made are taken
+up, the port closes, what was accepted is answered, and the process ends with 0. SIGINT leaves the seconds out.
+A second signal does so too, a third ends everything at once.
 """
 
 import asyncio
