@@ -23,7 +23,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from common import Claim, claim, finish, parser
-from throughline.benchmarks.forked import run_ranks, warm
 from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import build
@@ -35,6 +34,7 @@ from throughline.train.parallel.compression import (
     DenseSum,
     PowerSum,
 )
+from throughline.train.parallel.forked import run_ranks, warm
 from throughline.train.parallel.mesh import Axis
 from throughline.train.parallel.onebit import OneBitAdam
 

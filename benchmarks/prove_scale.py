@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from throughline.benchmarks.common import claim, finish, parser
-from throughline.benchmarks.forked import run_ranks, warm
 from throughline.benchmarks.simulate import Simulated, simulate
 from throughline.core.console import table
 from throughline.models.config import BERTConfig, ModelConfig
 from throughline.models.presets import preset
 from throughline.planner.layout import Layout
 from throughline.train.parallel.account import StepShape, Traffic, traffic
+from throughline.train.parallel.forked import run_ranks, warm
 
 FLOPS_PERCENT, KEPT_PERCENT, SECONDS = 0.1, 1.0, 60.0
 CORES = 2  # processes that share the cases

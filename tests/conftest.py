@@ -62,13 +62,13 @@ def samples() -> Path:
 def saved_in_layouts() -> Callable[..., dict[str, Path]]:
     """Writes a checkpoint of one model by processes in each of several layouts."""
     torch = pytest.importorskip("torch")
-    from throughline.benchmarks.forked import run_ranks, warm
-    from throughline.benchmarks.layout_proof import SEED, make_trainer, own_rows, value_of
     from throughline.core.artifact import read_manifest
     from throughline.planner.layout import Layout
     from throughline.train.checkpoint import CheckpointWriter, restore
     from throughline.train.layout_engine import LayoutEngine
+    from throughline.train.parallel.forked import run_ranks, warm
     from throughline.train.parallel.ranks import Ranks
+    from throughline.train.proof import SEED, make_trainer, own_rows, value_of
     from throughline.train.step import train_step
 
     layouts = {

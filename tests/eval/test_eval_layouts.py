@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from throughline.benchmarks.layout_proof import Case
 from throughline.data.train_tokenizer import train_tokenizer
 from throughline.eval.session import Request, evaluate_one
 from throughline.planner.layout import Layout
+from throughline.train.proof import Case
 
 
 def test_scores_are_those_of_one_process(

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("torch")
 
 from click.testing import CliRunner
-from throughline.benchmarks.layout_proof import Case
 from throughline.cli.main import main
 from throughline.core.artifact import read_manifest
 from throughline.core.files import sha256_file
 from throughline.planner.layout import Layout
+from throughline.train.proof import Case
 
 
 def exported(checkpoint: Path, out: Path) -> dict[str, str]:

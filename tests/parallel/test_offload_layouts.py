@@ -10,7 +10,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.checkpoint import load_model  # noqa: E402
@@ -18,6 +17,7 @@ from throughline.train.loop import train  # noqa: E402
 from throughline.train.memory import estimate  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
 from throughline.train.parallel.account import layout_report  # noqa: E402
+from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.recipe import RULES, Recipe, model_config, resolve  # noqa: E402
 
 LAYOUTS = {

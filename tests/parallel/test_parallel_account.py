@@ -7,8 +7,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
-from throughline.benchmarks.layout_proof import LENGTH, ROWS, SEED, Case, own_rows  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.planner import tables  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
@@ -17,8 +15,10 @@ from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.memory import estimate  # noqa: E402
 from throughline.train.parallel.account import StepShape, held, layout_report, traffic  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
+from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
+from throughline.train.proof import LENGTH, ROWS, SEED, Case, own_rows  # noqa: E402
 from throughline.train.recipe import RULES, Recipe, model_config, resolve  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 

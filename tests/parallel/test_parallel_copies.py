@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
-from throughline.benchmarks.layout_proof import SEED, Case, own_rows  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
+from throughline.train.proof import SEED, Case, own_rows  # noqa: E402
 
 LAYOUTS = [Layout(data=2), Layout(tensor=2), Layout(data=2, sharding="full")]
 

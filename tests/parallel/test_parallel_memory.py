@@ -6,13 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
-from throughline.benchmarks.layout_proof import LENGTH as ROW_LENGTH  # noqa: E402
-from throughline.benchmarks.layout_proof import Case, own_rows  # noqa: E402
 from throughline.models.config import GPTConfig  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
+from throughline.train.proof import LENGTH as ROW_LENGTH  # noqa: E402
+from throughline.train.proof import Case, own_rows  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 

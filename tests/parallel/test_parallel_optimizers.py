@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from throughline.benchmarks.forked import run_ranks, warm
-from throughline.benchmarks.layout_proof import (
+from throughline.planner.layout import Layout
+from throughline.train.checkpoint import CheckpointWriter, restore
+from throughline.train.layout_engine import LayoutEngine
+from throughline.train.parallel.forked import run_ranks, warm
+from throughline.train.parallel.ranks import Ranks
+from throughline.train.proof import (
     SEED,
     Case,
     Prover,
@@ -17,10 +21,6 @@ from throughline.benchmarks.layout_proof import (
     reference,
     value_of,
 )
-from throughline.planner.layout import Layout
-from throughline.train.checkpoint import CheckpointWriter, restore
-from throughline.train.layout_engine import LayoutEngine
-from throughline.train.parallel.ranks import Ranks
 from throughline.train.step import train_step
 
 LAYOUTS = {

@@ -8,8 +8,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-from throughline.benchmarks.forked import run_ranks, warm  # noqa: E402
-from throughline.benchmarks.layout_proof import Case, Prover  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.data.store import write_index  # noqa: E402
 from throughline.models.config import AttentionPattern  # noqa: E402
@@ -18,6 +16,8 @@ from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.checkpoint import load_model  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
+from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
+from throughline.train.proof import Case, Prover  # noqa: E402
 from throughline.train.recipe import RULES, Recipe, resolve  # noqa: E402
 
 

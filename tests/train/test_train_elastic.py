@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from throughline.benchmarks.forked import run_ranks, warm
 from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Stopped
 from throughline.train import loop
 from throughline.train.build import plan_run
 from throughline.train.checkpoint import CheckpointWriter
 from throughline.train.metrics import read_metrics
+from throughline.train.parallel.forked import run_ranks, warm
 from throughline.train.recipe import Recipe
 
 ROWS = 8

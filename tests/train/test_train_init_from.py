@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from throughline.benchmarks.forked import run_ranks, warm
 from throughline.core.errors import Refused
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.heads import Head, build_with_head
@@ -20,6 +19,7 @@ from throughline.models.huggingface_heads import head_to_huggingface
 from throughline.models.init import build
 from throughline.planner.layout import Layout
 from throughline.train.layout_engine import LayoutEngine
+from throughline.train.parallel.forked import run_ranks, warm
 from throughline.train.parallel.mesh import make_mesh, start_group
 from throughline.train.weights_in import adopt, open_weights, start_from
 

@@ -1,3 +1,0 @@
-"""Where tests and benchmarks find the proof of layouts, which `throughline prove` runs too."""
-
-from throughline.train.proof import *  # noqa: F403
