@@ -101,7 +101,8 @@ def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str,
     """(processes, name, the run's directory, the layout in words, whether on GPUs)."""
     from ..core.recipe import find_recipe, load_recipe
     from ..planner.layout import require_world
-    from ..train.recipe import RULES, Recipe, can_be_had, model_config, resolve
+    from ..train.recipe import Recipe, model_config, resolve
+    from ..train.rules import RULES, can_be_had
     from . import study, train
 
     command = {"train": train, "study": study}[arguments[0]].command

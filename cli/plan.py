@@ -121,7 +121,8 @@ def make_search(gpus: int, options: dict[str, Any]) -> "tuple[Search, Recipe | N
         length = length or config.sequence_length
     else:
         from ..core.recipe import load_recipe
-        from ..train.recipe import RULES, Recipe, model_config, resolve
+        from ..train.recipe import Recipe, model_config, resolve
+        from ..train.rules import RULES
 
         loaded = load_recipe(options["model"], Recipe, options["overrides"], RULES)
         recipe = resolve(loaded)
@@ -375,7 +376,8 @@ def planned_recipe(found: "Found", recipe: "Recipe | None", options: dict[str, A
 def _recipe_text(found: "Found", best: "Candidate", recipe: "Recipe | None", options: dict[str, Any]) -> str:
     from ..core.recipe import build_recipe, dump_toml
     from ..models.config import family_of
-    from ..train.recipe import RULES, Recipe
+    from ..train.recipe import Recipe
+    from ..train.rules import RULES
 
     work = found.search.work
     layout = best.layout()

@@ -24,7 +24,8 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     from ..core.errors import Refused
     from ..core.recipe import load_recipe
     from ..train.parallel.forked import warm
-    from ..train.recipe import RULES, Recipe, resolve
+    from ..train.recipe import Recipe, resolve
+    from ..train.rules import RULES
 
     resolved = resolve(load_recipe(recipe, Recipe, overrides, RULES))
     warm()

@@ -68,7 +68,8 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
 
     from ..core.recipe import Section
     from ..train.finetune import recipe as finetune
-    from ..train.recipe import RULES, Recipe
+    from ..train.recipe import Recipe
+    from ..train.rules import RULES
 
     tunes = False
     with open(find_recipe(recipe), "rb") as file, suppress(tomllib.TOMLDecodeError):  # load_recipe says it
@@ -112,7 +113,8 @@ def new(
     from ..core.hardware import chips
     from ..models.presets import preset_names
     from ..train.new_recipe import new_recipe
-    from ..train.recipe import RULES, Recipe
+    from ..train.recipe import Recipe
+    from ..train.rules import RULES
 
     if out.exists():
         raise WrongUse("the output already exists", where=out, fix="choose another --out")

@@ -31,7 +31,8 @@ def command(recipe: str, overrides: tuple[str, ...], out: Path, steps: int) -> N
     """
     from ..core.artifact import check_free, create_artifact
     from ..core.recipe import load_recipe, recipe_hash
-    from ..train.recipe import RULES, Recipe, resolve
+    from ..train.recipe import Recipe, resolve
+    from ..train.rules import RULES
 
     resolved = resolve(load_recipe(recipe, Recipe, overrides, RULES))
     check_free(out)

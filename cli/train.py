@@ -51,7 +51,8 @@ def command(
     A stopped or killed run goes on with the same command.
     """
     from ..core.recipe import find_recipe, load_recipe
-    from ..train.recipe import RULES, Recipe, resolve
+    from ..train.recipe import Recipe, resolve
+    from ..train.rules import RULES
 
     if init_from is not None:
         overrides = (*overrides, f"model.init_from={init_from}")

@@ -172,7 +172,12 @@ def test_light_modules_import_no_torch() -> None:
         for p in (ROOT / folder).rglob("*.py")
         if p.stem != "__init__"
     ]
-    names += ["throughline.models.config", "throughline.models.presets", "throughline.train.recipe"]
+    names += [
+        "throughline.models.config",
+        "throughline.models.presets",
+        "throughline.train.recipe",
+        "throughline.train.rules",
+    ]
     code = (
         "import sys\nsys.modules['torch'] = None\n"
         + "\n".join(f"import {name}" for name in names)

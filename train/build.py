@@ -33,8 +33,9 @@ from .parallel.context import cut_rows
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .precision import LossScaler, computing_dtype, pick_device, weight_dtype
 from .predict import predicted_step_seconds
-from .recipe import Recipe, can_be_had, model_config, model_family
+from .recipe import Recipe, model_config, model_family
 from .recompute import recompute
+from .rules import can_be_had
 from .sections import ObjectiveSection
 from .single_engine import SingleEngine
 from .step import Trainer

@@ -19,6 +19,7 @@ from ..models.init import initial_values
 from ..planner.layout import Layout
 from ..planner.tables import Box, ShardSpec
 from .objective import StepBatch
+from .offload import HostOffload
 from .parallel.mesh import Mesh
 
 Values = Callable[[str, Box], Tensor]  # a part of the parameter of a name, on the host
@@ -56,6 +57,7 @@ class Engine(ABC):
     dtype: torch.dtype
     local_shards: list[LocalShard]
     seed: int = 0
+    offload: HostOffload | None = None  # the masters' side, where they are on the host
 
     @abstractmethod
     def accumulate(
@@ -92,6 +94,9 @@ class Engine(ABC):
     @torch.no_grad()
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """Multiply the gradients by `factor`, let the optimizer move the values, compute with them from now."""
+        if self.offload is not None:
+            self.offload.step(optimizer, factor)
+            return
         gradients = self.gradients()
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
@@ -104,6 +109,9 @@ class Engine(ABC):
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters, where there are any, into the weights that the model computes with."""
+        if self.offload is not None:
+            self.offload.publish()
+            return
         masters = [local for local in self.local_shards if local.value is not local.computed]
         if masters:
             torch._foreach_copy_(
@@ -130,8 +138,10 @@ class Engine(ABC):
         """The gradients of the local shards, those without any left out."""
         return [local.computed.grad for local in self.local_shards if local.computed.grad is not None]
 
-    def wait(self) -> None:  # noqa: B027 (most engines have nothing to wait for)
+    def wait(self) -> None:
         """Wait for updates that are still under way, before values are read."""
+        if self.offload is not None:
+            self.offload.wait()
 
     def rescale(self, factor: float) -> None:  # noqa: B027 (most keep nothing of that scale)
         """fp16's loss scale, and with it every gradient to come, has become `factor` times as large."""

@@ -20,8 +20,8 @@ from ..models.config import ModelConfig, family_of
 from ..planner.tables import Coordinates, is_tied, make_shard_spec, parameter_shapes
 from .engine import Engine, LocalShard, Mark, make_master, no_mark
 from .heads import FIGURES
-from .host_parts import HostUpdate
 from .objective import IGNORED, StepBatch, prepare
+from .offload import HostOffload
 from .parallel.compression import CommunicationHook, Communicator
 from .parallel.context import cut_rows
 from .parallel.gradients import GradientBuffer
@@ -77,8 +77,12 @@ class LayoutEngine(Engine):
                 stage.to_empty(device=mesh.device)
             self.stages.append(stage.train())
             self.local_shards += self._local_shards(stage, place, shapes)
-        self.host = HostUpdate(self.local_shards, mesh.device) if offload else None
-        if self.host is None and held != self.wide and memory is None:
+        if offload:
+            computed = [(local.name, local.computed) for local in self.local_shards]
+            self.offload = HostOffload(computed)
+            for local, (_, master) in zip(self.local_shards, self.offload.named_parameters()):
+                local.value = master
+        elif held != self.wide and memory is None:
             for local in self.local_shards:
                 local.value = make_master(local.computed)
         summed = self.dtype if offload else self.wide
@@ -257,11 +261,10 @@ class LayoutEngine(Engine):
         return torch.cat((losses * inverse_counts, totals[:1].sqrt(), largest))
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        if self.host is None:
-            super().update(optimizer, factor)
-            return
-        self.host.step(optimizer, factor)
-        self.publish()
+        if self.offload is not None:
+            self.offload.fetch([local.computed.grad for local in self.local_shards])
+        super().update(optimizer, factor)
+        self.wait()  # the hooks that would wait for a block's weights are those of one process
         self.discard()
 
     def discard(self) -> None:

@@ -5,7 +5,6 @@ report.html, and manifest.json when it has ended. The same command continues a r
 on a CPU to the last bit.
 """
 
-import platform
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -16,19 +15,13 @@ from typing import Any, cast
 import torch
 
 from ..core.allocator import keep_freed_memory
-from ..core.artifact import MANIFEST, is_artifact, read_manifest
 from ..core.console import amount, duration, progress, say
-from ..core.errors import Failed, Stopped, WrongUse
-from ..core.files import write_atomic
-from ..core.hardware import machine
-from ..core.recipe import dump_toml, load_recipe, recipe_hash
-from ..core.version import version
-from ..core.workspace import Workspace
+from ..core.errors import Failed, Stopped
+from ..core.recipe import recipe_hash
 from ..data.loader import Loader
 from ..data.samples import Dataset
 from .build import RunPlan, StepBatches, build_trainer, training_rows
-from .checkpoint import CheckpointWriter, find_resumable, restore
-from .corpus import check_inputs
+from .checkpoint import CheckpointWriter, restore
 from .engine import Engine
 from .memory import out_of_memory
 from .metrics import Metrics, PhaseMemory, Record, peak_flops, read_metrics
@@ -37,7 +30,7 @@ from .parallel.heartbeat import Heartbeat
 from .parallel.ranks import HEARTBEAT, Ranks, RunWorkspace
 from .predict import predicted_step_seconds
 from .profile import Profile
-from .recipe import Recipe
+from .run_directory import environment, open_run
 from .schedule import learning_rate_factor
 from .signals import Signals, StopNow
 from .step import StepResult, Trainer, train_step
@@ -45,21 +38,6 @@ from .target import convergence, reached
 from .weights_in import start_from
 
 Evaluator = Callable[[Engine, int], dict[str, Any]]  # the engine and the step
-MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains the same model
-    "train.steps",
-    "train.eval_",
-    "train.stop_after_skipped",
-    "train.micro_batch_rows",
-    "train.recompute",
-    "train.compile",
-    "train.offload",
-    "train.device",
-    "parallel.",
-    "evaluation.",
-    "checkpoint.",
-    "log.",
-    "target.",
-)
 MEMORY_EVERY_S = 1.0
 LOOK_EVERY_S = 0.02  # at the checkpoint that is being written, when the next one waits for it
 NEXT_PHASE = {
@@ -91,7 +69,7 @@ def train(
         Ranks.start(parallel.layout(), plan.device, parallel.timeout_seconds) as ranks,
         ranks.workspace(run_dir) as workspace,
     ):
-        checkpoint, done = ranks.first_decides(lambda: _open(workspace, plan, resume))
+        checkpoint, done = ranks.first_decides(lambda: open_run(workspace, plan, resume))
         if done is not None:
             say(f"{workspace.path} is already trained to step {done['step']:,}")
             return done
@@ -106,78 +84,6 @@ def train(
         return Run(plan, workspace, trainer, evaluators, profile, ranks).to_the_end()
 
 
-def _open(workspace: RunWorkspace, plan: RunPlan, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
-    """Make the directory ready for steps: the checkpoint to go on from, and the summary when there is nothing
-    left to do.
-    """
-    recipe = plan.recipe
-    claim(workspace, recipe, resume)
-    workspace.own()
-    checkpoint = find_resumable(workspace.path / "checkpoints")
-    if checkpoint is not None and is_artifact(workspace.path):
-        done = read_manifest(workspace.path, "run").facts
-        if done["step"] >= recipe.train.steps or reached(recipe.target, done["validation"]):
-            return checkpoint, done
-    if checkpoint is not None:
-        check_inputs(checkpoint, plan.inputs)
-    (workspace.path / MANIFEST).unlink(missing_ok=True)
-    write_atomic(workspace.path / "recipe.toml", dump_toml(recipe))
-    return checkpoint, None
-
-
-def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
-    """Check that this recipe may train in this directory. Raises WrongUse when another run or other files are
-    there.
-    """
-    file = workspace.path / "recipe.toml"
-    if not file.exists():
-        others = [path.name for path in workspace.path.iterdir() if not path.name.startswith(".")]
-        if others:
-            why = f"it holds {others[0]} and no recipe.toml"
-            raise WrongUse(
-                "not a run's directory", where=workspace.path, why=why, fix="choose another --run-dir"
-            )
-        return
-    if resume == "never":
-        raise WrongUse(
-            "a run is already there",
-            where=workspace.path,
-            fix="--resume auto continues it; --run-dir starts elsewhere",
-        )
-    before, now = (_leaves(_placeless(tree)) for tree in (load_recipe(file, Recipe), recipe))
-    free = (
-        (*MAY_CHANGE, "compression.") if recipe.compression.scheme == "none" else MAY_CHANGE
-    )  # one left alone sends nothing
-    changed = [
-        key for key in sorted(before | now) if before.get(key) != now.get(key) and not key.startswith(free)
-    ]
-    if changed:
-        raise WrongUse(
-            "the run there has another recipe",
-            where=file,
-            why="\n".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed),
-            fix="train in another directory with --run-dir, or take the change back",
-        )
-
-
-def _placeless(recipe: Recipe) -> dict[str, Any]:
-    """The fields without the places of the data, which may move: their content is checked by its hashes
-    (check_inputs).
-    """
-    tree = recipe.model_dump(mode="json")
-    tree["data"]["train"] = [source["weight"] for source in tree["data"]["train"]]
-    return tree | {
-        "data": tree["data"] | {key: bool(tree["data"][key]) for key in ("validation", "tokenizer")}
-    }
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return leaves
-
-
 class Run:
     """One process's share of a run: from where the trainer stands to the last step or a signal."""
 
@@ -190,13 +96,8 @@ class Run:
         profile: bool,
         ranks: Ranks,
     ) -> None:
-        self.plan, self.workspace, self.trainer, self.evaluators, self.ranks = (
-            plan,
-            workspace,
-            trainer,
-            evaluators,
-            ranks,
-        )
+        self.plan, self.workspace, self.trainer = plan, workspace, trainer
+        self.evaluators, self.ranks = evaluators, ranks
         recipe = self.recipe = plan.recipe
         self.metrics = Metrics(workspace, list(recipe.log.sinks) if ranks.leads else [], workspace.path.name)
         self.writer = CheckpointWriter(
@@ -223,10 +124,8 @@ class Run:
         predicted = {} if recipe.objective is None else {"predicted": recipe.objective.mask_fraction}
         self.flops_per_token = plan.config.flops_per_token(recipe.train.sequence_length, **predicted)
         self.first_step, self.saved_step = trainer.step, trainer.step
-        self.tokens, self.step_seconds = (
-            0,
-            0.0,
-        )  # of this process, without its first step, which compiles and allocates
+        # of this process, without its first step, which compiles and allocates
+        self.tokens, self.step_seconds = 0, 0.0
         self.last: Record = next(
             (record for record in reversed(read_metrics(workspace.path)) if "loss" in record), {}
         )
@@ -237,7 +136,9 @@ class Run:
         """Every step that is left, the last evaluation and save, the report and the manifest."""
         recipe, trainer = self.recipe, self.trainer
         start = time.monotonic()
-        self._event("resumed" if trainer.step else "started", **self._environment())
+        self._event(
+            "resumed" if trainer.step else "started", **environment(self.plan, self.peak, self.peak_source)
+        )
         with self.ranks.one_first():  # which builds the index that the others find
             dataset = training_rows(self.plan, self.workspace.path / "cache")
         data = self.ranks.mesh.data
@@ -395,19 +296,12 @@ class Run:
             return
         self.heartbeat.mark("an evaluation")
         if figures:
-            record = {
-                "step": self.trainer.step,
-                "validation": figures,
-                "eval_s": round(time.perf_counter() - start, 3),
-            }
+            spent = round(time.perf_counter() - start, 3)
+            record = {"step": self.trainer.step, "validation": figures, "eval_s": spent}
             self.validation = self.metrics.add(record)["validation"]
             self.reached = reached(self.recipe.target, figures)
             if self.recipe.target is not None:
-                looked = {
-                    "samples": self.trainer.samples,
-                    "seconds": record["eval_s"],
-                    "figures": self.validation,
-                }
+                looked = {"samples": self.trainer.samples, "seconds": spent, "figures": self.validation}
                 self._event("evaluation", **looked)
 
     def _save(self) -> None:
@@ -499,19 +393,3 @@ class Run:
         self.workspace.append(
             "events.jsonl", {"event": name, "step": self.trainer.step, "time": time.time(), **facts}
         )
-
-    def _environment(self) -> dict[str, Any]:
-        here = machine()
-        return {
-            "throughline": version(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": str(self.plan.device),
-            "cpu": here.cpu.name,
-            "gpus": [gpu.name for gpu in here.gpus],
-            "threads": torch.get_num_threads(),
-            "parameters": self.plan.config.parameter_count(),
-            "predicted_memory": self.plan.memory,
-            "peak_flops": self.peak,
-            "peak_source": self.peak_source,
-        }

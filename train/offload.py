@@ -2,7 +2,7 @@
 activations only.
 
 Ren et al. 2021 (ZeRO-Offload). During backward each gradient is copied to the host as soon as it is complete
-and local_shards the device; the host meanwhile adds up micro-batches and takes norms. Clipping and the rule that a
+and leaves the device; the host meanwhile adds up micro-batches and takes norms. Clipping and the rule that a
 step with a non-finite number is skipped need the norm of all gradients before the first weight moves, so the
 update starts when backward has ended: a worker updates the model front to back and sends each part's weights
 to the device, while the next forward already runs in the parts before it. The numbers are those of the same
@@ -18,10 +18,16 @@ Bytes per parameter with 16-bit weights: 2 on the device; 12 + 2 on the host (fp
 AdamW; a 16-bit pinned buffer for the gradient on its way down and the weight on its way up), 4 more when
 gradients of several micro-batches are added, and otherwise room for the fp32 gradients of one part of the
 model. Without an accelerator the same code runs, and moves nothing anywhere.
+
+In a layout (section 4.2) the data processes reduce gradients on their devices first, and each host updates
+the shard that its process holds, so ZeRO shares out the host's memory and work too: gradients leave the device
+when all of the step's are there (`fetch`), and the next forward waits for the update. They are of the weights'
+16 bits, and are summed over processes in them: one micro-batch a step (the recipe's rules say so), for added
+up in 16 bits they would lose the small ones.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -39,15 +45,19 @@ class HostOffload:
     """The host's side of a model's weights. One worker thread does all work on host tensors; `wait` before
     reading them.
 
-    `micro_batches`: backward passes to a step. Forward hooks on the model wait for what they need, so a
-    compiled model (which would trace them) is not supported.
+    Of a model, forward hooks wait for the weights and gradients leave as they come, over `micro_batches`
+    backward passes a step; a compiled model would trace the hooks and is not supported. Of a layout's local
+    parts, given by name, there are no hooks: `fetch` takes the gradients.
     """
 
-    def __init__(self, model: GPT | BERT, micro_batches: int = 1) -> None:
-        names, parameters = zip(*model.named_parameters())
+    def __init__(
+        self, source: GPT | BERT | Sequence[tuple[str, nn.Parameter]], micro_batches: int = 1
+    ) -> None:
+        model = source if isinstance(source, nn.Module) else None
+        names, parameters = zip(*(source.named_parameters() if isinstance(source, nn.Module) else source))
         self._names: tuple[str, ...] = names
         self._parameters: tuple[nn.Parameter, ...] = parameters
-        self.config, self.micro_batches = model.config, micro_batches
+        self._streams, self.micro_batches = model is not None, micro_batches
         self.device = parameters[0].device
         cuda = self.device.type == "cuda"
         self._down: torch.cuda.Stream | None = torch.cuda.Stream(self.device) if cuda else None
@@ -61,32 +71,30 @@ class HostOffload:
         self._arrivals: list[Future[None] | None] = [None] * len(parameters)
         self._flying: deque[tuple[torch.cuda.Event, int]] = deque()
         self._worker = ThreadPoolExecutor(1, "offload")
-        self._unit_of = self._watch(model)
-        self._units = [
-            [i for i, unit in enumerate(self._unit_of) if unit == u] for u in range(len(model.blocks) + 1)
-        ]
+        blocks = dict.fromkeys(block for name in names if (block := _block_of(name)))
+        unit_of = {block: unit for unit, block in enumerate(("", *blocks))}
+        self._unit_of = [unit_of[_block_of(name)] for name in names]
+        self._units = [[i for i, unit in enumerate(self._unit_of) if unit == u] for u in unit_of.values()]
         if self._sums is None and any(m.dtype != p.dtype for m, p in zip(self._masters, parameters)):
             self._scratch = self._make_scratch()
         self._updates: list[Future[None] | None] = [None] * len(self._units)
         self._sent: list[torch.cuda.Event | None] = [None] * len(self._units)
-        for index, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(lambda p, index=index: self._send_down(index, p))
+        if model is not None:
+            self._watch(model, unit_of)
 
-    def _watch(self, model: GPT | BERT) -> list[int]:
-        """The unit of each parameter, with hooks so that no forward runs ahead of its weights. A unit is
-        updated in one go.
+    def _watch(self, model: GPT | BERT, unit_of: dict[str, int]) -> None:
+        """Hooks so that gradients leave when they are complete, and no forward runs ahead of its weights.
 
-        Unit 0 is everything outside the blocks: some of it is used without calling its module, but never
-        before the token table, which is a module of this unit. Then each block is one.
+        A unit is updated in one go. Each block is one; unit 0 is everything outside the blocks: some of it is
+        used without calling its module, but never before the token table, which is a module of this unit.
         """
-        unit_of = dict.fromkeys(self._names, 0)
-        for unit, (layer, block) in enumerate(model.blocks.items(), start=1):
-            unit_of |= {f"blocks.{layer}.{name}": unit for name, _ in block.named_parameters()}
-            block.register_forward_pre_hook(lambda *_, unit=unit: self._await(unit))
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(lambda p, index=index: self._leave(index, p))
         for name, module in model.named_modules():
-            if not name.startswith("blocks.") and next(module.parameters(recurse=False), None) is not None:
+            if name in unit_of and name:
+                module.register_forward_pre_hook(lambda *_, unit=unit_of[name]: self._await(unit))
+            elif not _block_of(name) and next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_pre_hook(lambda *_: self._await(0))
-        return list(unit_of.values())
 
     def _make_scratch(self) -> list[Tensor]:
         """For each parameter room for its gradient in the master's dtype, shared by the units, which are
@@ -110,10 +118,20 @@ class HostOffload:
         self.wait()
         return iter(zip(self._names, self._masters, strict=True))
 
-    def _send_down(self, index: int, parameter: nn.Parameter) -> None:
-        """A gradient is complete: start its copy to the host and take it off the device."""
-        gradient, arrival = parameter.grad, self._arrivals[index]
+    def _leave(self, index: int, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
+        self._send_down(index, gradient)
+
+    def fetch(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of a whole step, in the order of the parameters."""
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._send_down(index, gradient)
+
+    def _send_down(self, index: int, gradient: Tensor) -> None:
+        """A gradient is complete: start its copy to the host."""
+        arrival = self._arrivals[index]
         if self._received[index] == self.micro_batches:
             raise RuntimeError(f"more than {self.micro_batches} backward passes before step() or discard()")
         if arrival is not None:
@@ -133,7 +151,6 @@ class HostOffload:
                 gradient.record_stream(self._down)
                 copied = self._down.record_event()
             self._limit_flying(copied, gradient.nbytes)
-        parameter.grad = None
         self._arrivals[index] = self._worker.submit(self._receive, index, copied, self._received[index])
 
     def _limit_flying(self, copied: torch.cuda.Event, size: int) -> None:
@@ -149,7 +166,7 @@ class HostOffload:
         if self._sums is not None:
             total, gradient = self._sums[index], self._staging[index]
             total.copy_(gradient) if count == 1 else total.add_(gradient)
-        if count == self.micro_batches:
+        if count == self.micro_batches and self._streams:
             self._norms[index] = self._norm(index)
 
     def gradient_norm(self) -> Tensor:
@@ -270,6 +287,12 @@ class HostOffload:
         """Finish what is under way and end the worker."""
         self.wait()
         self._worker.shutdown(wait=True)
+
+
+def _block_of(name: str) -> str:
+    """The block of a parameter or module, "" outside the blocks."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "blocks" and len(parts) > 1 else ""
 
 
 def _master_dtype(parameter: Tensor) -> torch.dtype:

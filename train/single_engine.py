@@ -108,18 +108,6 @@ class SingleEngine(Engine):
             for local, data in zip(masters, rounded):
                 local.parameter.data = data
 
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        if self.offload is None:
-            super().update(optimizer, factor)
-        else:
-            self.offload.step(optimizer, factor)
-
-    def publish(self) -> None:
-        if self.offload is None:
-            super().publish()
-        else:
-            self.offload.publish()
-
     def discard(self) -> None:
         if self.offload is not None:
             self.offload.discard()
@@ -128,10 +116,6 @@ class SingleEngine(Engine):
             return
         for local in self.local_shards:
             local.computed.grad = None
-
-    def wait(self) -> None:
-        if self.offload is not None:
-            self.offload.wait()
 
     def states(self) -> dict[str, Tensor]:
         """The generators, which draw on from step to step."""

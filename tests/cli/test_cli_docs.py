@@ -12,7 +12,8 @@ import click
 import pytest
 from throughline.cli.main import main
 from throughline.core.recipe import load_recipe
-from throughline.train.recipe import RULES, Recipe
+from throughline.train.recipe import Recipe
+from throughline.train.rules import RULES
 
 
 def test_references_are_current(root: Path) -> None:

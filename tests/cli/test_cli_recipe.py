@@ -9,7 +9,8 @@ from throughline.cli.main import main
 from throughline.core.errors import WrongUse
 from throughline.core.recipe import load_recipe, shipped_recipes
 from throughline.train.new_recipe import STATE_BYTES, new_recipe
-from throughline.train.recipe import RULES, Recipe, model_config
+from throughline.train.recipe import Recipe, model_config
+from throughline.train.rules import RULES
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))

@@ -24,7 +24,8 @@ from throughline.models.gpt import GPT
 from throughline.train.build import plan_run
 from throughline.train.loop import train
 from throughline.train.metrics import read_metrics
-from throughline.train.recipe import RULES, Recipe, resolve
+from throughline.train.recipe import Recipe, resolve
+from throughline.train.rules import RULES
 from throughline.train.single_engine import SingleEngine
 
 TASKS = ["lambada_openai", "blimp_wh_island", "blimp_transitive"]

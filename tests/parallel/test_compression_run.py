@@ -25,7 +25,8 @@ from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler  # noqa: E402
 from throughline.train.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
-from throughline.train.recipe import RULES, Recipe, model_config, resolve  # noqa: E402
+from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
+from throughline.train.rules import RULES  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
 # nats: PowerSGD of rank 4 is 0.19 to 0.21 behind after five steps (seeds 0 to 6); without those steps the loss is 0.65 higher

@@ -18,7 +18,8 @@ from throughline.train.memory import estimate  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
 from throughline.train.parallel.account import layout_report  # noqa: E402
 from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
-from throughline.train.recipe import RULES, Recipe, model_config, resolve  # noqa: E402
+from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
+from throughline.train.rules import RULES  # noqa: E402
 
 LAYOUTS = {
     "replicated": {"data": 2},

@@ -19,7 +19,8 @@ from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from throughline.train.proof import LENGTH, ROWS, SEED, Case, own_rows  # noqa: E402
-from throughline.train.recipe import RULES, Recipe, model_config, resolve  # noqa: E402
+from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
+from throughline.train.rules import RULES  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 KINDS = {

@@ -10,7 +10,8 @@ from throughline.planner.actions import Action, pipeline_actions
 from throughline.planner.layout import STAGES_PER_PROCESS, Layout
 from throughline.train.parallel.account import layout_report
 from throughline.train.parallel.pipeline import SCHEDULES
-from throughline.train.recipe import RULES, Recipe, model_config, resolve
+from throughline.train.recipe import Recipe, model_config, resolve
+from throughline.train.rules import RULES
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 

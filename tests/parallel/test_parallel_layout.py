@@ -31,7 +31,8 @@ from throughline.planner.tables import (
     sharded_part,
 )
 from throughline.train.parallel.context import head_tail_order
-from throughline.train.recipe import RULES, Recipe, can_be_had, resolve
+from throughline.train.recipe import Recipe, resolve
+from throughline.train.rules import RULES, can_be_had
 
 GPT = GPTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8)
 BERT = BERTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8, relative_buckets=8)

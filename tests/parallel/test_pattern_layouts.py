@@ -18,7 +18,8 @@ from throughline.train.loop import train  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
 from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.proof import Case, Prover  # noqa: E402
-from throughline.train.recipe import RULES, Recipe, resolve  # noqa: E402
+from throughline.train.recipe import Recipe, resolve  # noqa: E402
+from throughline.train.rules import RULES  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from throughline.data.store import write_index
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
 from throughline.train.build import RunPlan, plan_run
-from throughline.train.recipe import RULES, Recipe, resolve
+from throughline.train.recipe import Recipe, resolve
+from throughline.train.rules import RULES
 
 SUBJECTS = [
     "the cat",

@@ -7,7 +7,8 @@ from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.recipe import build_recipe, load_recipe, shipped_recipes
 from throughline.planner.layout import layout_problems
-from throughline.train.recipe import RULES, Recipe, resolve
+from throughline.train.recipe import Recipe, resolve
+from throughline.train.rules import RULES
 from throughline.train.twin import PROCESSES, twin
 
 PRETRAINING = [name for name in shipped_recipes() if not name.startswith("finetune")]

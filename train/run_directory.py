@@ -1,0 +1,129 @@
+"""The directory of a run, before its first step: whose it is, whether this recipe may go on in it, and from where."""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.artifact import MANIFEST, is_artifact, read_manifest
+from ..core.errors import WrongUse
+from ..core.files import write_atomic
+from ..core.hardware import machine
+from ..core.recipe import dump_toml, load_recipe
+from ..core.version import version
+from ..core.workspace import Workspace
+from .build import RunPlan
+from .checkpoint import find_resumable
+from .corpus import check_inputs
+from .parallel.ranks import RunWorkspace
+from .recipe import Recipe
+from .target import reached
+
+MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains the same model
+    "train.steps",
+    "train.eval_",
+    "train.stop_after_skipped",
+    "train.micro_batch_rows",
+    "train.recompute",
+    "train.compile",
+    "train.offload",
+    "train.device",
+    "parallel.",
+    "evaluation.",
+    "checkpoint.",
+    "log.",
+    "target.",
+)
+
+
+def open_run(
+    workspace: RunWorkspace, plan: RunPlan, resume: str
+) -> tuple[Path | None, dict[str, Any] | None]:
+    """Make the directory ready for steps: the checkpoint to go on from, and the summary when there is nothing
+    left to do.
+    """
+    recipe = plan.recipe
+    claim(workspace, recipe, resume)
+    workspace.own()
+    checkpoint = find_resumable(workspace.path / "checkpoints")
+    if checkpoint is not None and is_artifact(workspace.path):
+        done = read_manifest(workspace.path, "run").facts
+        if done["step"] >= recipe.train.steps or reached(recipe.target, done["validation"]):
+            return checkpoint, done
+    if checkpoint is not None:
+        check_inputs(checkpoint, plan.inputs)
+    (workspace.path / MANIFEST).unlink(missing_ok=True)
+    write_atomic(workspace.path / "recipe.toml", dump_toml(recipe))
+    return checkpoint, None
+
+
+def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
+    """Check that this recipe may train in this directory. Raises WrongUse when another run or other files are
+    there.
+    """
+    file = workspace.path / "recipe.toml"
+    if not file.exists():
+        others = [path.name for path in workspace.path.iterdir() if not path.name.startswith(".")]
+        if others:
+            why = f"it holds {others[0]} and no recipe.toml"
+            raise WrongUse(
+                "not a run's directory", where=workspace.path, why=why, fix="choose another --run-dir"
+            )
+        return
+    if resume == "never":
+        raise WrongUse(
+            "a run is already there",
+            where=workspace.path,
+            fix="--resume auto continues it; --run-dir starts elsewhere",
+        )
+    before, now = (_leaves(_placeless(tree)) for tree in (load_recipe(file, Recipe), recipe))
+    free = (
+        (*MAY_CHANGE, "compression.") if recipe.compression.scheme == "none" else MAY_CHANGE
+    )  # one left alone sends nothing
+    changed = [
+        key for key in sorted(before | now) if before.get(key) != now.get(key) and not key.startswith(free)
+    ]
+    if changed:
+        raise WrongUse(
+            "the run there has another recipe",
+            where=file,
+            why="\n".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in changed),
+            fix="train in another directory with --run-dir, or take the change back",
+        )
+
+
+def _placeless(recipe: Recipe) -> dict[str, Any]:
+    """The fields without the places of the data, which may move: their content is checked by its hashes
+    (check_inputs).
+    """
+    tree = recipe.model_dump(mode="json")
+    tree["data"]["train"] = [source["weight"] for source in tree["data"]["train"]]
+    return tree | {
+        "data": tree["data"] | {key: bool(tree["data"][key]) for key in ("validation", "tokenizer")}
+    }
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
+
+
+def environment(plan: RunPlan, peak: float | None, peak_source: str) -> dict[str, Any]:
+    """Where a run starts or goes on, for its events."""
+    here = machine()
+    return {
+        "throughline": version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(plan.device),
+        "cpu": here.cpu.name,
+        "gpus": [gpu.name for gpu in here.gpus],
+        "threads": torch.get_num_threads(),
+        "parameters": plan.config.parameter_count(),
+        "predicted_memory": plan.memory,
+        "peak_flops": peak,
+        "peak_source": peak_source,
+    }
