@@ -1,9 +1,10 @@
 """Text columns: parquet files by row group, and Hugging Face datasets, streamed."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from ..core.errors import Failed, MissingExtra, ThroughlineError, WrongUse
+from ..core.errors import Failed, MissingExtra, Refused, ThroughlineError, WrongUse
 from .inputs import DATASET_PREFIX, is_saved_dataset
 
 TARGET_BYTES = 4 << 20  # of text per batch of rows
@@ -78,35 +79,78 @@ def _offset(row_group: Any) -> int:
     return first.dictionary_page_offset if first.has_dictionary_page else first.data_page_offset
 
 
-def dataset_rows(
-    name: str, split: str, column: str, on_bytes: Callable[[int], None], whole: bool = False
-) -> Iterator[list[Any]]:
-    """Lists of values (str or None) of a `save_to_disk` directory or of `datasets:NAME[:CONFIG]`, streamed
-    from the hub; with `whole` lists of the rows they stand in, as dicts.
+def hub_parts(name: str, split: str) -> int:
+    """Files in which a streamed dataset stands: what can be read apart. Raises Failed when it cannot be
+    opened.
     """
+    with _readable(name):
+        return int(_open_dataset(name, split).num_shards)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ThroughlineError:
+        raise
+    except Exception as error:  # of the network, of formats of every kind: the library has no root for them
+        why, fix = str(error).partition("\n")[0] or type(error).__name__, "check its name and the network"
+        raise Failed("cannot read a dataset", where=name, why=why, fix=fix) from error
+
+
+def _open_dataset(name: str, split: str) -> Any:
     try:
         import datasets
     except ImportError:
         raise MissingExtra("datasets", "reading a Hugging Face dataset", "datasets") from None
-    try:
-        if name.startswith(DATASET_PREFIX):
-            repository, _, config = name.removeprefix(DATASET_PREFIX).partition(":")
-            rows: Any = datasets.load_dataset(repository, config or None, split=split, streaming=True)
-        else:
-            assert is_saved_dataset(name)
-            rows = datasets.load_from_disk(name)
-            if isinstance(rows, datasets.DatasetDict):
-                if split not in rows:
-                    why = f"splits: {', '.join(rows)}"
-                    raise WrongUse(f"no split {split!r}", where=name, why=why, fix="name one with --split")
-                rows = rows[split]
-            elif split not in ("train", str(rows.split)):  # the default says nothing
-                raise WrongUse(
-                    f"no split {split!r}",
-                    where=name,
-                    why="a single table was saved there",
-                    fix="leave --split out",
-                )
+    if name.startswith(DATASET_PREFIX):
+        repository, _, config = name.removeprefix(DATASET_PREFIX).partition(":")
+        return datasets.load_dataset(repository, config or None, split=split, streaming=True)
+    assert is_saved_dataset(name)
+    rows: Any = datasets.load_from_disk(name)
+    if isinstance(rows, datasets.DatasetDict):
+        if split not in rows:
+            why = f"splits: {', '.join(rows)}"
+            raise WrongUse(f"no split {split!r}", where=name, why=why, fix="name one with --split")
+        return rows[split]
+    if split not in ("train", str(rows.split)):  # the default says nothing
+        why = "a single table was saved there"
+        raise WrongUse(f"no split {split!r}", where=name, why=why, fix="leave --split out")
+    return rows
+
+
+def _part_of(rows: Any, part: tuple[int, int, int], name: str) -> Any:
+    start, stop, scale = part
+    if not name.startswith(DATASET_PREFIX):
+        return rows.select(range(start * len(rows) // scale, stop * len(rows) // scale))
+    if rows.num_shards != scale:
+        why = f"{scale} files when the plan was made, {rows.num_shards} now"
+        raise Refused(
+            "a dataset has changed while it was read", where=name, why=why, fix="start again with --overwrite"
+        )
+    if (start, stop) == (0, scale):
+        return rows
+    assert stop == start + 1, "a task reads one file of a streamed dataset"
+    return rows.shard(num_shards=scale, index=start)
+
+
+def dataset_rows(
+    name: str,
+    split: str,
+    column: str,
+    on_bytes: Callable[[int], None],
+    whole: bool = False,
+    part: tuple[int, int, int] | None = None,
+) -> Iterator[list[Any]]:
+    """Lists of values (str or None) of a `save_to_disk` directory or of `datasets:NAME[:CONFIG]`, streamed
+    from the hub; with `whole` lists of the rows they stand in, as dicts.
+
+    `part` (start, stop, of) reads that share: rows of a saved dataset in proportion, files of a streamed one.
+    """
+    with _readable(name):
+        rows = _open_dataset(name, split)
+        if part is not None:
+            rows = _part_of(rows, part, name)
         if (names := rows.column_names) is not None:
             if column not in names:
                 raise _no_column(name, column, names)
@@ -120,8 +164,3 @@ def dataset_rows(
                 raise WrongUse(what, where=name, why=why, fix="name another with --field")
             on_bytes(sum(len(value) for value in values if value))
             yield [dict(zip(batch, row)) for row in zip(*batch.values())] if whole else values
-    except ThroughlineError:
-        raise
-    except Exception as error:  # of the network, of formats of every kind: the library has no root for them
-        why, fix = str(error).partition("\n")[0] or type(error).__name__, "check its name and the network"
-        raise Failed("cannot read a dataset", where=name, why=why, fix=fix) from error

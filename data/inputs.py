@@ -26,7 +26,7 @@ DATASET_PREFIX = "datasets:"
 @dataclass(frozen=True)
 class Source:
     """One input: a file, or a dataset (`bytes` is its size, 0 when unknown; `modified_ns` its time of change,
-    0 for a dataset).
+    0 for a dataset; `parts` the files of a streamed dataset, which can be read apart).
     """
 
     path: str
@@ -34,6 +34,7 @@ class Source:
     modified_ns: int
     format: Literal["txt", "jsonl", "parquet", "dataset"]
     compression: Literal["", "gz", "bz2", "zst"] = ""
+    parts: int = 0
 
 
 def expand_inputs(inputs: list[str]) -> list[Source]:

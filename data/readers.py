@@ -1,8 +1,9 @@
 """Readers: any byte range of any supported file as batches of documents, in bounded memory.
 
 Ranges that cover a file yield each document once and in order wherever the cuts fall. Plain .txt (a document
-per line or per block) and .jsonl files are read in any range, .parquet by row groups; a compressed file, a
-document per file and a dataset are read whole. What happens to dirty text is stated in text.py.
+per line or per block) and .jsonl files are read in any range, .parquet by row groups, a saved dataset by rows,
+a streamed one by its files; a compressed file and a document per file are read whole. What happens to dirty
+text is stated in text.py.
 """
 
 import json
@@ -45,7 +46,9 @@ class DocumentBatch(NamedTuple):
 
 def splittable(source: Source, options: ReadOptions) -> bool:
     """Whether byte ranges of the source can be read apart."""
-    if source.compression or source.format == "dataset":
+    if source.format == "dataset":
+        return source.bytes > 0  # a saved one, by rows; a streamed one by its parts
+    if source.compression:
         return False
     return source.format != "txt" or options.documents != "file"
 
@@ -58,14 +61,17 @@ def read(
     counts: Counter[str],
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Iterator[DocumentBatch]:
-    """The documents of bytes [start, stop) of `source` (None: to its end), cleaned and counted by text.py's
-    policy.
+    """The documents of bytes [start, stop) of `source` (None: to its end; of a streamed dataset: parts),
+    cleaned and counted by text.py's policy.
 
     `on_bytes` is told how many bytes of the file were taken since the last call. Raises Failed for a file
     that is cut short, damaged or not text, and for a record without the field.
     """
     if source.format == "dataset":
-        yield from _values(dataset_rows(source.path, options.split, options.field, on_bytes), options, counts)
+        scale = source.bytes or source.parts
+        part = (start, scale if stop is None else stop, scale) if scale else None
+        rows = dataset_rows(source.path, options.split, options.field, on_bytes, part=part)
+        yield from _values(rows, options, counts)
     elif source.format == "parquet":
         yield from _values(parquet_rows(source.path, start, stop, options.field, on_bytes), options, counts)
     else:

@@ -28,7 +28,7 @@ LEAST_SHARD, MOST_SHARD = (
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, stop) of source number `source`; stop None is the end of the file."""
+    """Bytes [start, stop) of source number `source` (parts of a streamed dataset); stop None is its end."""
 
     source: int
     start: int
@@ -64,7 +64,15 @@ class TaskPlan:
 
     @property
     def hash(self) -> str:
-        return sha256_json(asdict(self))
+        return sha256_json(self.record())
+
+    def record(self) -> dict[str, Any]:
+        """As it is written: what a source has not is left out."""
+        found = asdict(self)
+        for source in found["sources"]:
+            if not source["parts"]:
+                del source["parts"]
+        return found
 
     def tasks(self, first: float = 0, last: float = math.inf) -> list[Task]:
         """Every task of bytes [first, last) of the input, in the order of its documents.
@@ -91,6 +99,16 @@ class TaskPlan:
         for number, source in enumerate(self.sources):
             low, high = max(first - before, 0), last - before
             before += source.bytes
+            if source.format == "dataset" and not source.bytes:  # of unknown size: a task for each part
+                if low <= 0 < high:
+                    close()
+                    for part in range(source.parts):
+                        add(number, part, part + 1, 0)
+                        close()
+                    if not source.parts:
+                        add(number, 0, None, 0)
+                        close()
+                continue
             if not source.bytes or not splittable(source, self.options):
                 if low <= source.bytes / 2 < high:
                     if size + source.bytes > self.shard_bytes:
@@ -124,12 +142,12 @@ def write_plan(work: Path, plan: TaskPlan) -> None:
         try:
             with full_disk(work):
                 work.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, json.dumps(asdict(plan)) + "\n")
+            write_atomic(file, json.dumps(plan.record()) + "\n")
         except Failed:
             with suppress(OSError):
                 work.rmdir()
             raise
-    differs = differences(read_json(file), json.loads(json.dumps(asdict(plan))))
+    differs = differences(read_json(file), json.loads(json.dumps(plan.record())))
     if differs:
         raise Refused(
             "an unfinished tokenisation with other inputs or settings is here",

@@ -22,6 +22,7 @@ from ..core.console import amount, progress, say, warn
 from ..core.errors import Stopped, ThroughlineError, WrongUse
 from ..core.files import full_disk, write_atomic
 from .backends import Backend, open_backend
+from .columns import hub_parts
 from .executors import run_here, run_processes, run_ray
 from .finalize import alone, finalize
 from .inputs import expand_inputs
@@ -145,7 +146,12 @@ def make_plan(
         append_eos = tokenizer.eos_id is not None and not sentences
     if not tokenizer.splits_at_space:
         options = replace(options, piece_bytes=None)
-    sources = tuple(expand_inputs(inputs))
+    sources = tuple(
+        replace(source, parts=hub_parts(source.path, options.split))
+        if source.format == "dataset" and not source.bytes
+        else source
+        for source in expand_inputs(inputs)
+    )
     size = shard_bytes or default_shard_bytes(sum(source.bytes for source in sources))
     return TaskPlan(sources, options, tokenizer.fingerprint(), append_eos, sentences, size, tokenizer.special)
 

@@ -16,11 +16,13 @@ import pytest
 import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from throughline.core.errors import Failed, ThroughlineError, WrongUse
+from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
 from throughline.data import readers, streams
 from throughline.data.inputs import expand_inputs
 from throughline.data.readers import ReadOptions, read
 from throughline.data.text import cut_place
+from throughline.data.tokenize import make_plan
+from throughline.data.train_tokenizer import train_tokenizer
 
 
 def documents(path: Path, cuts: list[int], options: ReadOptions) -> tuple[list[str], Counter[str]]:
@@ -334,6 +336,33 @@ def test_datasets_streamed_split_and_without_text(tmp_path: Path) -> None:
             texts(name, split="train" if "hub" in name else "one", field="body")
     with pytest.raises(Failed, match="cannot read a dataset"):
         texts(f"datasets:{tmp_path / 'absent'}")
+
+
+def test_datasets_are_read_in_parts(tmp_path: Path) -> None:
+    """A saved dataset is cut by rows and a streamed one by its files, so that workers share them and a kill
+    loses one part; every row comes once and in order.
+    """
+    import datasets
+
+    rows = [{"text": f"row {i}"} for i in range(1000)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "hub").mkdir()
+    for file in range(4):
+        lines = "".join(json.dumps(row) + "\n" for row in rows[file * 250 : file * 250 + 250])
+        (tmp_path / "hub" / f"train-{file}.jsonl").write_text(lines)
+    tokenizer = train_tokenizer(["row 0123456789"], "char", 300)
+    for name, least in ((str(tmp_path / "saved"), 4), (f"datasets:{tmp_path / 'hub'}", 4)):
+        plan = make_plan([name], tokenizer, ReadOptions(), None, False, 3000)
+        tasks = plan.tasks()
+        assert len(tasks) >= least
+        spans = [(plan.sources[span.source], span) for task in tasks for span in task.spans]
+        batches = [read(source, span.start, span.stop, plan.options, Counter()) for source, span in spans]
+        assert [text for part in batches for batch in part for text in batch.texts] == [
+            row["text"] for row in rows
+        ]
+    (tmp_path / "hub" / "train-4.jsonl").write_text('{"text": "a row of today"}\n')
+    with pytest.raises(Refused, match="has changed while it was read"):
+        list(read(plan.sources[0], 0, 1, plan.options, Counter()))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
