@@ -2,15 +2,15 @@
 together.
 
 Batch k of rank r is rows position + (k * world + r) * batch_size onward, `batch_size` of them: a pure
-function, so any number of workers, ranks and restarts reads the same rows. Workers are threads: the work is
-NumPy's large loops and the tokenizer, which both release Python's lock, and a process would copy each batch
-once more.
+function, as it is where the size follows from the position, so any number of workers, ranks and restarts
+reads the same rows. Workers are threads: the work is NumPy's large loops and the tokenizer, which both release
+Python's lock, and a process would copy each batch once more.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..core.errors import WrongUse
@@ -21,7 +21,8 @@ class Loader:
     """An endless iterator of batches; `position` counts the samples consumed by all ranks, after what was
     yielded.
 
-    `workers` threads keep `ahead` batches each ready; with 0 workers a batch is made when it is asked for.
+    `batch_size`: rows of one rank's batch, or how many they are at a position. `workers` threads keep `ahead`
+    batches each ready; with 0 workers a batch is made when it is asked for.
     `waited` counts the batches that were not ready when asked for, after the first. Use as a context manager,
     or call `close`.
     """
@@ -29,7 +30,7 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset,
-        batch_size: int,
+        batch_size: int | Callable[[int], int],
         *,
         position: int = 0,
         rank: int = 0,
@@ -37,11 +38,12 @@ class Loader:
         workers: int = 1,
         ahead: int = 4,
     ):
-        if batch_size < 1 or not 0 <= rank < world or position < 0:
+        self._rows: Callable[[int], int] = batch_size if callable(batch_size) else lambda _: batch_size
+        if self._rows(position) < 1 or not 0 <= rank < world or position < 0:
             raise WrongUse(
                 "bad loader", why=f"batch_size {batch_size}, rank {rank} of {world}, position {position}"
             )
-        self.dataset, self.batch_size, self.position = dataset, batch_size, position
+        self.dataset, self.position = dataset, position
         self.rank, self.world, self.waited = rank, world, 0
         self._ahead = workers * ahead
         self._asked = position  # where the next batch that nobody works on begins
@@ -53,18 +55,19 @@ class Loader:
 
     def __next__(self) -> Batch:
         """The next batch of this rank. An error of a worker is raised here, in its turn."""
-        step = self.batch_size * self.world
+        rows = self._rows(self.position)
         if self._pool is None:
-            batch = self.dataset.batch(self.position + self.rank * self.batch_size, self.batch_size)
+            batch = self.dataset.batch(self.position + self.rank * rows, rows)
         else:
             if self._pending:
                 self.waited += not self._pending[0].done()
             while len(self._pending) <= self._ahead:
-                start = self._asked + self.rank * self.batch_size
-                self._pending.append(self._pool.submit(self.dataset.batch, start, self.batch_size))
-                self._asked += step
+                asked = self._rows(self._asked)
+                start = self._asked + self.rank * asked
+                self._pending.append(self._pool.submit(self.dataset.batch, start, asked))
+                self._asked += asked * self.world
             batch = self._pending.popleft().result()
-        self.position += step
+        self.position += rows * self.world
         return batch
 
     def close(self) -> None:

@@ -62,9 +62,13 @@ class RunPlan:
     def tokens_per_step(self) -> int:
         return self.recipe.train.rows_per_step * self.recipe.train.sequence_length
 
+    @property
+    def tokens_to_train(self) -> int:
+        return self.recipe.train.rows_before(self.recipe.train.steps) * self.recipe.train.sequence_length
+
     def summary(self) -> dict[str, Any]:
         """What will be trained on what, and what it needs, for `train --dry-run`."""
-        tokens = self.tokens_per_step * self.recipe.train.steps
+        tokens = self.tokens_to_train
         return {
             "family": self.family,
             "parameters": self.config.parameter_count(),
@@ -85,11 +89,12 @@ class RunPlan:
         split = f"{facts['train_tokens_in_store']:,} tokens"
         if self.text:
             split = f"{amount(self.text.bytes, 'B')} of text, tokenised while it is read by {self.text.backend.name}"
+        most = "at most " if self.recipe.train.batch_ramp else ""
         memory = ", ".join(f"{name} {amount(size, 'B')}" for name, size in self.memory.items())
         return [
             f"{self.family} of {facts['parameters']:,} parameters on {facts['device']}",
-            f"{self.recipe.train.steps:,} steps of {self.tokens_per_step:,} tokens: {facts['tokens_to_train']:,} tokens, "
-            f"{facts['flops']:.3g} FLOPs",
+            f"{self.recipe.train.steps:,} steps of {most}{self.tokens_per_step:,} tokens: "
+            f"{facts['tokens_to_train']:,} tokens, {facts['flops']:.3g} FLOPs",
             f"training split {split}, validation {facts['validation_tokens']:,} tokens",
             f"memory about {amount(facts['memory_bytes'], 'B')}: {memory}",
             f"a step of about {duration(facts['step_seconds'])} (throughline study makes this surer)",

@@ -63,7 +63,7 @@ class LayoutEngine(Engine):
         self.communication_hook: CommunicationHook | None = None  # a compressed sum over the copies
         self.stages: list[Stage] = []
         self.local_shards: list[LocalShard] = []
-        self._pipelines: dict[tuple[int, int, int], Pipeline] = {}
+        self._pipelines: dict[tuple[int, int, int], Pipeline] = {}  # of the shape that the batch has now
         shapes = parameter_shapes(config)
         place = Coordinates(mesh.pipeline.rank, mesh.tensor.rank, mesh.replica.rank, mesh.shard.rank)
         # the shards of `fully_shard` are the masters; without it, and with offload, the weights have the products' dtype
@@ -184,6 +184,7 @@ class LayoutEngine(Engine):
         rows, part = batch.micro_batches[0]["input_ids"].shape
         shape = (len(batch.micro_batches), rows, part * self.mesh.context.size)
         if shape not in self._pipelines:  # a schedule is for one shape: another one would abort the processes
+            self._pipelines.clear()
             self._pipelines[shape] = Pipeline(self.stages, self.layout, *shape, self.dtype)
         return self._pipelines[shape]
 

@@ -143,9 +143,13 @@ class Run:
             dataset = training_rows(self.plan, self.workspace.path / "cache")
         data = self.ranks.mesh.data
         rows = StepBatches(self.plan, dataset, data, self.ranks.mesh.context)
-        own = recipe.train.rows_per_step // data.size
         loader = Loader(
-            cast(Dataset, rows), own, position=trainer.samples, rank=data.rank, world=data.size, ahead=2
+            cast(Dataset, rows),
+            lambda position: recipe.train.rows_at(position) // data.size,
+            position=trainer.samples,
+            rank=data.rank,
+            world=data.size,
+            ahead=2,
         )
         try:
             with (
@@ -187,8 +191,9 @@ class Run:
         return self.stopping if not self.ranks.alone else self._agree_to_stop()
 
     def _progress(self) -> progress:
-        bar = progress("train", self.recipe.train.steps * self.plan.tokens_per_step, "tokens")
-        bar.start_at(self.trainer.step * self.plan.tokens_per_step)
+        length = self.recipe.train.sequence_length
+        bar = progress("train", self.plan.tokens_to_train, "tokens")
+        bar.start_at(self.trainer.samples * length)
         return bar
 
     def _step(self, batches: Any, bar: progress) -> None:
@@ -225,7 +230,7 @@ class Run:
         pairs = sum(batch.counts[1:]) * self.ranks.mesh.data.size  # the others have about as many
         self._record(result, factor, seconds, batch.tokens, pairs, watch)
         rate = batch.tokens / seconds
-        bar.advance(self.plan.tokens_per_step, self._note(result, rate))
+        bar.advance(batch.rows * recipe.train.sequence_length, self._note(result, rate))
         if self.profile is not None:
             self.profile.step()
         if recipe.checkpoint.save_every_steps and not self.writer.prepared and not result.skipped:

@@ -3,6 +3,7 @@
 No torch here: a recipe is checked, shown and planned on a machine that cannot train it.
 """
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,10 +48,10 @@ class Recipe(Section):
 
 
 def micro_rows(recipe: Recipe) -> int:
-    """Rows of one forward and backward on one process: as given, else what suits the layout."""
-    return recipe.train.micro_batch_rows or default_micro_rows(
-        recipe.parallel.layout(), recipe.train.rows_per_step
-    )
+    """Rows of one forward and backward on one process: as given, else what suits the layout and every batch."""
+    train, ramp = recipe.train, recipe.train.batch_ramp
+    rows = math.gcd(ramp.start_rows, ramp.step_rows) if ramp else train.rows_per_step
+    return train.micro_batch_rows or default_micro_rows(recipe.parallel.layout(), rows)
 
 
 def model_family(recipe: Recipe) -> str:

@@ -52,6 +52,33 @@ def batch_rule(recipe: Recipe) -> Iterable[Problem]:
         )
 
 
+def ramp_rule(recipe: Recipe) -> Iterable[Problem]:
+    """A batch that grows has whole micro-batches on every data process at every size, enough for its pipeline."""
+    ramp, layout, train = recipe.train.batch_ramp, recipe.parallel.layout(), recipe.train
+    if ramp is None:
+        return
+    if ramp.start_rows >= train.rows_per_step or (train.rows_per_step - ramp.start_rows) % ramp.step_rows:
+        text = (
+            f"from {ramp.start_rows} rows in steps of {ramp.step_rows} does not come to {train.rows_per_step}"
+        )
+        yield Problem(
+            "train.batch_ramp.step_rows", text, f"a divisor of {train.rows_per_step - ramp.start_rows}"
+        )
+        return
+    unit = layout.data * micro_rows(recipe)
+    for name, rows in (("start_rows", ramp.start_rows), ("step_rows", ramp.step_rows)):
+        if rows % unit:
+            text = f"{rows} rows are no whole micro-batches on each of {layout.data} data processes"
+            yield Problem(f"train.batch_ramp.{name}", text, f"a multiple of {unit}")
+    if (
+        layout.pipeline > 1
+        and layout.schedule not in ("gpipe", "1f1b")
+        and ramp.start_rows < unit * layout.stages
+    ):
+        text = f"{ramp.start_rows // unit} micro-batches at first for {layout.stages} stages of {layout.schedule}"
+        yield Problem("train.batch_ramp.start_rows", text, 'parallel.schedule = "1f1b", which takes fewer')
+
+
 def schedule_rule(recipe: Recipe) -> Iterable[Problem]:
     """Warm-up ends before the run does, and warm-up and decay fit in it."""
     warmup, decay, steps = recipe.schedule.warmup_steps, recipe.schedule.decay_steps or 0, recipe.train.steps
@@ -282,6 +309,7 @@ def target_rule(recipe: Recipe) -> Iterable[Problem]:
 
 RULES = (
     batch_rule,
+    ramp_rule,
     schedule_rule,
     family_rule,
     data_rule,

@@ -16,11 +16,13 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
     `final_fraction` one step after its last, so that a decay to 0 wastes no step. wsd (warm-up, stable,
     decay: Hu et al. 2024, MiniCPM, section 4) stays at the peak and falls linearly at the end. With
     `decay_from_start` the decay is that of the step's share of the whole run, as in NVIDIA's and MLPerf's BERT.
+    While the batch grows all is counted in whole batches, so that the rate is a function of the rows read.
     """
-    schedule, steps = recipe.schedule, recipe.train.steps
+    schedule, train = recipe.schedule, recipe.train
+    done, after, steps = (train.rows_before(s) / train.rows_per_step for s in (step, step + 1, train.steps))
     before = -schedule.warmup_start_step
-    if step < schedule.warmup_steps - before:
-        return (step + 1 + before) / schedule.warmup_steps
+    if done < schedule.warmup_steps - before:
+        return min((after + before) / schedule.warmup_steps, 1.0)
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "wsd":
@@ -29,9 +31,9 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
     else:
         start = 0 if schedule.decay_from_start else schedule.warmup_steps - before
         length = schedule.decay_steps or steps - start
-    done = min(max(step - start, 0) / length, 1.0)
+    share = min(max(done - start, 0) / length, 1.0)
     if schedule.kind == "cosine":
-        left = 0.5 * (1 + math.cos(math.pi * done))
+        left = 0.5 * (1 + math.cos(math.pi * share))
     else:
-        left = (1 - done) ** (schedule.power if schedule.kind == "polynomial" else 1.0)
+        left = (1 - share) ** (schedule.power if schedule.kind == "polynomial" else 1.0)
     return schedule.final_fraction + (1 - schedule.final_fraction) * left

@@ -122,6 +122,19 @@ class ScheduleSection(Section):
     """Step from which the warm-up is counted: below 0, the first step is already some way up."""
 
 
+class BatchRampSection(Section):
+    """A batch that grows to its whole size in equal steps over the first rows of a run, as that of the 530B run
+    did (Smith et al. 2022, section 3.2). The rows are read in the order in which a fixed batch would read them.
+    """
+
+    start_rows: int = Field(gt=0)
+    """Rows of the first step."""
+    step_rows: int = Field(gt=0)
+    """Rows that are added each time."""
+    over_rows: int = Field(gt=0)
+    """Rows of the run after which the batch is whole; each size is kept for an equal share of them."""
+
+
 class TrainSection(Section):
     """How long, how much at a time, in which arithmetic."""
 
@@ -133,6 +146,10 @@ class TrainSection(Section):
     """Rows in one optimizer step (or give batch_tokens)."""
     batch_tokens: int | None = Field(default=None, gt=0)
     """Tokens in one optimizer step (or give batch_rows)."""
+    batch_ramp: BatchRampSection | None = None
+    """Smaller batches at the start. The schedule then counts in whole batches: warmup_steps = 100 is 100 times
+    batch_rows rows.
+    """
     micro_batch_rows: int | None = Field(default=None, gt=0)
     """Rows that a process computes at once, its others are accumulated; by default all, in a pipeline four
     turns of it.
@@ -170,6 +187,27 @@ class TrainSection(Section):
     def rows_per_step(self) -> int:
         """Rows of one optimizer step, however the batch was given."""
         return self.batch_rows or (self.batch_tokens or 0) // self.sequence_length
+
+    def rows_at(self, position: int) -> int:
+        """Rows of the step that begins when `position` rows of the run have been read."""
+        ramp, whole = self.batch_ramp, self.rows_per_step
+        if ramp is None or position >= ramp.over_rows:
+            return whole
+        return ramp.start_rows + position * self._sizes(ramp) // ramp.over_rows * ramp.step_rows
+
+    def rows_before(self, step: int) -> int:
+        """Rows of the run that have been read when step `step` (from 0) begins."""
+        ramp, position = self.batch_ramp, 0
+        while ramp is not None and position < ramp.over_rows and step:
+            size = position * self._sizes(ramp) // ramp.over_rows
+            end = -(-(size + 1) * ramp.over_rows // self._sizes(ramp))  # where the next size begins
+            rows = self.rows_at(position)
+            steps = min(-(-(end - position) // rows), step)
+            position, step = position + steps * rows, step - steps
+        return position + step * self.rows_per_step
+
+    def _sizes(self, ramp: BatchRampSection) -> int:
+        return (self.rows_per_step - ramp.start_rows) // ramp.step_rows
 
     @property
     def rows_per_micro_batch(self) -> int:

@@ -66,6 +66,8 @@ class SingleEngine(Engine):
     ) -> Tensor:
         if self.buffer is None and self.offload is None and self.dtype != self.wide:
             self.buffer = GradientBuffer(list(self.model.parameters()), self.wide)
+        if self.offload is not None:
+            self.offload.micro_batches = len(batch.micro_batches)
         sums = torch.zeros_like(batch.inverse_counts)
         for micro_batch in batch.micro_batches:
             loss, terms = self.loss(self.model, micro_batch, batch.inverse_counts)

@@ -64,7 +64,10 @@ class Pipeline:
             )
             for stage in stages
         ]
-        self.schedule = SCHEDULES[layout.schedule](
+        few = (
+            layout.schedule == "1f1b" and micro_batches < layout.stages
+        )  # a growing batch, which torch's refuses
+        self.schedule = SCHEDULES["gpipe" if few else layout.schedule](
             parts if layout.stages_per_process > 1 else parts[0],  # type: ignore[arg-type]
             micro_batches,
             loss_fn=lambda loss, _: loss,  # the last stage returns it
