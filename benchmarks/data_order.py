@@ -23,7 +23,8 @@ from throughline.data.options import DatasetOptions
 from throughline.data.order import key, permute
 from throughline.data.packing import pack
 from throughline.data.samples import open_dataset
-from throughline.data.store import TokenStore, write_index
+from throughline.data.shard import write_index
+from throughline.data.store import TokenStore
 
 STEP_SECONDS = 0.020
 SPECIAL = {

@@ -22,7 +22,7 @@ from throughline.benchmarks.common import Claim, claim, finish, parser
 from throughline.core.artifact import create_artifact, verify_artifact
 from throughline.core.files import write_atomic
 from throughline.core.workspace import read_records
-from throughline.data.store import write_index
+from throughline.data.shard import write_index
 
 TIMEOUT_SECONDS = 10  # of the groups: a stall is seen after it
 KILL_BOUND_S, STALL_BOUND_S, ORPHAN_BOUND_S = 10.0, TIMEOUT_SECONDS + 15.0, 2.0

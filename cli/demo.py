@@ -41,7 +41,7 @@ def command(out: Path, text: Path | None) -> None:
     """Text to served endpoint: tokenizers, tokens, a small GPT and a small BERT, scores, ONNX, one question
     to each.
 
-    Minutes on two CPU cores. What an earlier, interrupted demo finished is kept.
+    It takes minutes on two CPU cores. What an interrupted demo has finished is kept.
 
     \b
     Example:  throughline demo --out runs/demo

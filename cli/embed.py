@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def command(path: str, file: str, out: str | None, options: "BackendOptions") -> None:
     """Embed every line of FILE (- = standard input): one JSON object per line, {"text", "embedding"}.
 
-    Of a .jsonl file the "text" of every line is embedded, and its other fields are kept; the same command
+    In a .jsonl file the "text" of every line is embedded and the other fields are kept; the same command
     goes on after a stop. The embedding is the mean over the tokens, scaled to length 1: the dot product of two is their cosine.
 
     \b

@@ -12,7 +12,7 @@ from .common import throughline_command
 @click.command()
 @click.argument("path", type=click.Path(), required=False)
 @click.option(
-    "--tasks", multiple=True, help="Tasks, groups or task files, comma-separated; see --list. Repeatable."
+    "--tasks", multiple=True, help="Names of tasks or groups, or task files, separated by commas; see --list. Repeatable."
 )
 @click.option("--list", "listing", is_flag=True, help="List the tasks and the files they look for.")
 @click.option(
@@ -90,7 +90,7 @@ from .common import throughline_command
 @click.option(
     "--against",
     type=click.Path(),
-    help="Path of another form of the same model. It is scored too, and token probabilities that differ are an error.",
+    help="Path of another form of the same model, scored too. Token probabilities that differ by more than --bound are an error.",
 )
 @click.option(
     "--bound",
@@ -116,7 +116,7 @@ def command(
 
     \b
     Example:  throughline eval runs/gpt --tasks lambada_openai,blimp --limit 200
-    Of a run the validation figures come first. A stopped evaluation goes on with the same command.
+    For a run, its validation figures are printed first. The same command continues a stopped evaluation.
     """
     from ..eval.session import Request, evaluate_checkpoints, evaluate_one, task_listing
 

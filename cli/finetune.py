@@ -11,9 +11,9 @@ from .common import recipe_options, throughline_command
 @click.command()
 @recipe_options
 @click.option(
-    "--out", type=click.Path(), help="Directory of the model; by default models/<name of the recipe>."
+    "--out", type=click.Path(), help="Directory of the model (default: models/<name of the recipe>)."
 )
-@click.option("--overwrite", is_flag=True, help="Replace what is at --out.")
+@click.option("--overwrite", is_flag=True, help="Replace the model that is already at --out.")
 @throughline_command
 def command(recipe: str, overrides: tuple[str, ...], out: str | None, overwrite: bool) -> None:
     """Fine-tune a model by RECIPE (a file or the name of a shipped one); the result is a model artifact.

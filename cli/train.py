@@ -48,7 +48,7 @@ def command(
     \b
     Example:  throughline train gpt-shakespeare --set data.train=tokens/shakespeare
               throughline train gpt-shakespeare --set data.train=my.txt --set data.tokenizer=tok
-    A stopped or killed run goes on with the same command.
+    The same command continues a run that was stopped or killed.
     """
     from ..core.recipe import find_recipe, load_recipe
     from ..train.recipe import Recipe, resolve

@@ -20,7 +20,8 @@ from ..core.artifact import check_free
 from ..core.console import progress
 from ..core.errors import WrongUse
 from ..core.files import written_aside
-from .store import Shard, TokenStore
+from .shard import Shard
+from .store import TokenStore
 from .tokenizer import Tokenizer, tokenizer_beside
 
 Target = Literal["nanogpt", "olmo", "llmc", "parquet"]

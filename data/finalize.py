@@ -13,7 +13,7 @@ from ..core.console import warn
 from ..core.errors import Failed
 from ..core.files import sha256_json, swap_in
 from .inputs import DATASET_PREFIX
-from .store import token_dtype
+from .shard import token_dtype
 from .task_plan import Task, TaskPlan
 from .tasks import STORE, read_record
 from .text import COUNTS, PIECE_BYTES, check_replaced

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..core.errors import WrongUse
 from ..core.page import Bar, Part, page
-from .store import Shard, TokenStore
+from .shard import Shard
+from .store import TokenStore
 from .tokenizer import Tokenizer, tokenizer_beside
 
 MOST_HASHED = 1_000_000  # documents looked at for repetitions; of a larger store every n-th

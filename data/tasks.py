@@ -23,7 +23,7 @@ from ..core.files import full_disk, read_json, sha256_file, sync, write_atomic
 from .backends import Backend
 from .readers import DocumentBatch
 from .sentences import split_sentences
-from .store import token_dtype, write_index_in_blocks
+from .shard import token_dtype, write_index_in_blocks
 from .task_plan import Task, TaskPlan, read_unchanged
 from .text import PIECE_BYTES
 from .tokenizer import Tokenizer

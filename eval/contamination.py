@@ -13,9 +13,9 @@ import numpy as np
 
 from ..core.console import progress
 from ..core.errors import WrongUse
+from .asked import Settings, TaskScores
 from .items import Item
 from .metrics import aggregate
-from .runner import Settings, TaskScores
 from .task import BoundTask
 
 if TYPE_CHECKING:

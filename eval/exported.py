@@ -220,7 +220,8 @@ def task_scorer(names: str, limit: int | None = None) -> Callable[[Any], dict[st
     better. Raises WrongUse for tasks that are not known, at once.
     """
     from ..data.tokenizer import Tokenizer
-    from .runner import Settings, evaluate
+    from .asked import Settings
+    from .runner import evaluate
     from .task import find_tasks
 
     tasks = find_tasks([name.strip() for name in names.split(",") if name.strip()])

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import WrongUse
 from ..models.bert import BERT
 from ..models.init import empty_model
+from .asked import Settings
 from .causal import CausalScorer
 from .masked import MaskedScorer
-from .runner import Settings, evaluate, group_means, prepare
+from .runner import evaluate, group_means, prepare
 from .task import find_tasks
 
 if TYPE_CHECKING:

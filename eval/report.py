@@ -11,7 +11,7 @@ from ..core.artifact import Input, check_free, create_artifact, is_artifact, rea
 from ..core.console import table
 from ..core.errors import WrongUse
 from ..core.page import Bar, Chart, Part, page
-from .runner import TaskScores
+from .asked import TaskScores
 
 HEADER = ("task", "metric", "per", "value", "stderr", "random", "n", "shots", "cut", "skipped", "prompt")
 FILE = "results.json"

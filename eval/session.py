@@ -13,10 +13,11 @@ from typing import Any, Literal
 from ..core.console import table, warn
 from ..core.errors import Refused, WrongUse
 from ..core.workspace import Workspace
+from .asked import Settings, TaskScores
 from .contamination import contaminated, open_searched
 from .opening import Opened, ScorerOptions, checkpoints_of, open_scorer
 from .report import check_place, lines_of, write_scores
-from .runner import Ranks, Settings, TaskScores, evaluate, group_means
+from .runner import Ranks, evaluate, group_means
 from .task import BoundTask, find_tasks, shipped_tasks
 from .task_file import load_task
 

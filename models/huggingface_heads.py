@@ -14,7 +14,8 @@ from .bert import BERT
 from .config import BERTConfig
 from .gpt import GPT
 from .heads import SPAN_LABELS, BERTWithHead, Head, HeadKind, empty_with_head
-from .huggingface import State, describe, fill, from_huggingface, outward, read_config, read_directory
+from .huggingface import State, fill, from_huggingface, outward, read_directory
+from .huggingface_config import describe, read_config
 from .huggingface_names import head_pairs
 
 CLASSES: dict[str, HeadKind] = {

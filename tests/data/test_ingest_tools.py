@@ -18,7 +18,7 @@ import pytest
 import zstandard
 from click.testing import CliRunner
 from throughline.cli.data import BACKENDS as CLI_BACKENDS
-from throughline.cli.data import parse_bytes
+from throughline.cli.data_options import parse_bytes
 from throughline.cli.main import main
 from throughline.core.artifact import read_manifest
 from throughline.core.errors import Failed, WrongUse
@@ -29,7 +29,8 @@ from throughline.data.export import export_store
 from throughline.data.inspect import inspect_store
 from throughline.data.readers import ReadOptions
 from throughline.data.sentences import split_sentences
-from throughline.data.store import TokenStore, write_index
+from throughline.data.shard import write_index
+from throughline.data.store import TokenStore
 from throughline.data.tokenize import tokenize
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import import_tokenizer, train_tokenizer

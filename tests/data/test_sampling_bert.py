@@ -12,7 +12,8 @@ from throughline.data.cache import computed_once
 from throughline.data.options import DatasetOptions
 from throughline.data.pairs import PAIR
 from throughline.data.samples import open_dataset
-from throughline.data.store import TokenStore, write_index
+from throughline.data.shard import write_index
+from throughline.data.store import TokenStore
 
 CLS, SEP, MASK, FIRST = (
     1,

@@ -11,7 +11,8 @@ from throughline.data.loader import Loader
 from throughline.data.options import DatasetOptions
 from throughline.data.packing import pack
 from throughline.data.samples import open_dataset
-from throughline.data.store import TokenStore, write_index
+from throughline.data.shard import write_index
+from throughline.data.store import TokenStore
 
 
 def make_store(path, sizes, shards=1, seed=0) -> TokenStore:

@@ -14,7 +14,8 @@ import pytest
 import throughline.data.store as store_module
 from throughline.core.artifact import create_artifact
 from throughline.core.errors import Refused, ThroughlineError, WrongUse
-from throughline.data.store import TokenStore, partial, token_dtype, write_index
+from throughline.data.shard import token_dtype, write_index
+from throughline.data.store import TokenStore, partial
 
 
 def read_megatron(prefix: Path) -> list[list[list[int]]]:

@@ -14,9 +14,10 @@ from click.testing import CliRunner, Result
 from throughline.cli.main import main
 from throughline.core.recipe import load_recipe
 from throughline.data.tokenizer import Tokenizer
+from throughline.eval.asked import Settings
 from throughline.eval.inloop import TaskEvaluator
 from throughline.eval.masked import MaskedScorer
-from throughline.eval.runner import Settings, evaluate
+from throughline.eval.runner import evaluate
 from throughline.eval.task import find_tasks
 from throughline.models.bert import BERT
 from throughline.models.config import GPTConfig

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from throughline.core.errors import WrongUse
+from throughline.eval.asked import Settings
 from throughline.eval.opening import open_scorer
-from throughline.eval.runner import Settings, evaluate
+from throughline.eval.runner import evaluate
 from throughline.eval.sources import Record
 from throughline.eval.task import BoundTask, find_tasks
 

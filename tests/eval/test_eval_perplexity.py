@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from throughline.core.errors import Failed, WrongUse
+from throughline.eval.asked import Settings
 from throughline.eval.causal import CausalScorer
 from throughline.eval.masked import MaskedScorer
 from throughline.eval.perplexity import stream
 from throughline.eval.report import rows_of
-from throughline.eval.runner import Settings, evaluate
+from throughline.eval.runner import evaluate
 from throughline.eval.sources import Record
 from throughline.eval.task import find_tasks
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from throughline.core.errors import Failed, WrongUse
+from throughline.eval.asked import Settings
 from throughline.eval.causal import CausalScorer
 from throughline.eval.compare import mcnemar, paired_test
 from throughline.eval.contamination import shared_runs
 from throughline.eval.fewshot import with_examples
 from throughline.eval.metrics import aggregate
 from throughline.eval.report import curves, rows_of
-from throughline.eval.runner import Ranks, Settings, evaluate, group_means, present
+from throughline.eval.runner import Ranks, evaluate, group_means, present
 from throughline.eval.task import find_tasks
 
 TASKS = ["lambada_openai", "blimp_wh_island", "blimp_transitive"]

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
-from throughline.data.store import write_index  # noqa: E402
+from throughline.data.shard import write_index  # noqa: E402
 from throughline.models.config import AttentionPattern  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402

@@ -19,7 +19,8 @@ from ...data.tokenizer import Tokenizer
 from ...models.bert import BERT
 from ...models.gpt import GPT
 from ...models.heads import BERTWithHead
-from ...models.huggingface import describe, to_huggingface
+from ...models.huggingface import to_huggingface
+from ...models.huggingface_config import describe
 from ...models.huggingface_heads import head_to_huggingface
 from ...planner.tables import is_decayed
 from ..precision import HALVES, pick_device
