@@ -12,7 +12,9 @@ from .common import throughline_command
 @click.command()
 @click.argument("path", type=click.Path(), required=False)
 @click.option(
-    "--tasks", multiple=True, help="Names of tasks or groups, or task files, separated by commas; see --list. Repeatable."
+    "--tasks",
+    multiple=True,
+    help="Names of tasks or groups, or task files, separated by commas; see --list. Repeatable.",
 )
 @click.option("--list", "listing", is_flag=True, help="List the tasks and the files they look for.")
 @click.option(

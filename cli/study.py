@@ -19,7 +19,11 @@ from .common import recipe_options, throughline_command
     help="Directory to write.",
 )
 @click.option(
-    "--steps", type=click.IntRange(4), default=20, show_default=True, help="Number of timed steps in each short run."
+    "--steps",
+    type=click.IntRange(4),
+    default=20,
+    show_default=True,
+    help="Number of timed steps in each short run.",
 )
 @throughline_command
 def command(recipe: str, overrides: tuple[str, ...], out: Path, steps: int) -> None:

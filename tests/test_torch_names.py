@@ -1,30 +1,31 @@
-"""Private names of torch that the package uses: each is listed here with what happens without it, and is there in the
-torch that runs the tests. A new torch that drops one is found here, by name.
+"""Private names of torch that the package uses: each is listed here with what happens without it, is there in the torch
+that runs the tests, and its absence is tried.
 """
 
 import ast
 import importlib
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "models", "data", "planner", "train", "inference", "eval", "cli")
 USED = {
-    "torch._C._will_engine_execute_node": "tensor parallel backward; none",
-    "torch._fused_adam_": "LAMB's first half; none",
-    "torch._dynamo.exc.TorchDynamoException": "a compile that fails is made eager; none",
-    "torch.cuda.memory._dump_snapshot": "train --profile on CUDA alone",
-    "torch.cuda.memory._record_memory_history": "train --profile on CUDA alone",
-    "torch.ops.mkldnn._linear_pointwise": "torch's own product where oneDNN is not built in",
+    "torch._C._will_engine_execute_node": "tensor parallel backward computes both gradients",
+    "torch.cuda.memory._dump_snapshot": "train --profile writes no snapshot of memory",
+    "torch.cuda.memory._record_memory_history": "train --profile writes no snapshot of memory",
+    "torch.ops.mkldnn._linear_pointwise": "products are torch's own",
 }
-
-
-FOREACH = "torch._foreach_"  # one launch for many tensors, as torch's own optimizers do it; no fallback
+NAMED = {"TorchDynamoException"}  # asked for by getattr
+FOREACH = (
+    "torch._foreach_"  # documented by torch (as beta), and what its own optimizers are made of: no fallback
+)
 
 
 def private_names() -> set[str]:
-    """Dotted names below `torch` with a part that begins with one underscore."""
+    """Dotted names below `torch` with a part that begins with one underscore; an import of such a module is none."""
     found = set()
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -38,7 +39,8 @@ def private_names() -> set[str]:
 
 
 def test_every_private_name_is_listed() -> None:
-    assert {name for name in private_names() if not name.startswith(FOREACH)} <= set(USED)
+    modules = {"torch._dynamo.exc"}  # whose only name that is used, in NAMED, is asked for with a default
+    assert {name for name in private_names() if not name.startswith(FOREACH)} == set(USED) | modules
 
 
 @pytest.mark.parametrize("name", sorted(private_names() | set(USED)))
@@ -48,3 +50,53 @@ def test_it_is_there(name: str) -> None:
     value = torch
     for part in name.split(".")[1:]:
         value = getattr(value, part)
+
+
+def test_without_the_engines_answer_both_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from throughline.train.parallel.tensor import _wanted
+
+    monkeypatch.delattr(torch._C, "_will_engine_execute_node")
+    node = torch.ones(1, requires_grad=True).exp().grad_fn
+    asked = SimpleNamespace(next_functions=((node, 0), (node, 0)), needs_input_grad=(True, False))
+    assert _wanted(asked, 0) and not _wanted(asked, 1)
+
+
+def test_without_onednns_product_torchs_own_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from throughline.models.linear import onednn_is_faster
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    assert not onednn_is_faster.__wrapped__()
+
+
+def test_without_the_compilers_error_a_failed_compile_is_still_made_eager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    import torch._dynamo.exc
+    from throughline.train.compile import _Guarded
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.delattr(torch._dynamo.exc, "TorchDynamoException")
+    guarded = _Guarded(lambda *_: ("loss", "parts"), fails, "auto")  # type: ignore[arg-type, return-value]
+    assert guarded(None, {}, None) == ("loss", "parts")  # type: ignore[arg-type]
+
+
+def test_without_the_memory_history_a_profile_has_a_trace_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    from throughline.train.profile import Profile
+
+    monkeypatch.delattr(torch.cuda.memory, "_record_memory_history")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there may be no CUDA to profile
+        profile = Profile(tmp_path, torch.device("cuda"))
+        for _ in range(8):
+            profile.step()
+        profile.close()
+    assert (tmp_path / "trace.json").is_file() and not (tmp_path / "memory.pickle").exists()

@@ -71,6 +71,13 @@ def cpp_compiler() -> str | None:
     return shutil.which(named[0]) if named else None
 
 
+def _not_compiled() -> type[Exception]:
+    """What torch.compile raises when it fails. The name is private: without it any RuntimeError is taken for one,
+    and what is wrong with the step itself is raised again by the plain loss.
+    """
+    return getattr(torch._dynamo.exc, "TorchDynamoException", RuntimeError)
+
+
 class _Guarded:
     """The compiled loss, or the plain one from the first call on when that call cannot be compiled."""
 
@@ -85,7 +92,7 @@ class _Guarded:
             return self.compiled(model, batch, inverse_counts)
         try:
             result = self.compiled(model, batch, inverse_counts)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except _not_compiled() as error:
             reason = str(error).strip().splitlines()[0]
             if self.wanted == "on":
                 fix = 'set train.compile = "off"'

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from .whole_sums import PartOfParameter, WholeParameters
 
@@ -105,13 +106,16 @@ class Lamb(torch.optim.Optimizer):
             self._scratch = torch.empty_like(torch.cat(weights))
         ours = list(self._scratch[: sum(sizes)].zero_().split(sizes))
         beta1, beta2 = group["betas"]
-        torch._fused_adam_(
+        adam(
             ours,
             gradients,
             means,
             variances,
             [],
-            steps,
+            list(
+                torch._foreach_sub(steps, 1)
+            ),  # it adds 1 itself, and pieces of one parameter share its step
+            fused=True,
             lr=1.0,
             beta1=beta1,
             beta2=beta2,

@@ -41,10 +41,10 @@ class Profile:
         self.directory, self._cuda = directory, device.type == "cuda"
         directory.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-        if self._cuda:
-            torch.cuda.memory._record_memory_history(
-                max_entries=200_000
-            )  # private, and the only way to a snapshot
+        # the only way to a snapshot of memory, under a private name: without it there is a trace and no snapshot
+        self._snapshot = self._cuda and hasattr(torch.cuda.memory, "_record_memory_history")
+        if self._snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
         self._profile = profile(
             activities=activities,
             schedule=schedule(wait=SKIPPED, warmup=WARMUP, active=ACTIVE, repeat=1),
@@ -78,7 +78,7 @@ class Profile:
         profiled.export_chrome_trace(str(self.directory / "trace.json"))
         rows = time_per_class(profiled.key_averages(), self._cuda, active)
         (self.directory / "kernels.json").write_text(json.dumps(rows, indent=1) + "\n")
-        if self._cuda:
+        if self._snapshot:
             torch.cuda.memory._dump_snapshot(str(self.directory / "memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         header = ("kernels", "ms a step", "share %", "calls a step")
