@@ -145,7 +145,7 @@ def describe(model: type[Section], prefix: str = "") -> list[tuple[str, str, str
             rows += describe(inner, f"{prefix}{name}.")
             continue
         kind = re.sub(
-            r"typing\.|<class '|'>|NoneType",
+            r"typing\.|<class '|'>|NoneType|\bthroughline[\w.]*\.",
             lambda m: "None" if m[0] == "NoneType" else "",
             str(info.annotation),
         )

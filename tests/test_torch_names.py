@@ -74,14 +74,13 @@ def test_without_onednns_product_torchs_own_is_used(monkeypatch: pytest.MonkeyPa
 def test_without_the_compilers_error_a_failed_compile_is_still_made_eager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    torch = pytest.importorskip("torch")
-    import torch._dynamo.exc
+    dynamo = pytest.importorskip("torch._dynamo")
     from throughline.train.compile import _Guarded
 
     def fails(*_: object) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.delattr(torch._dynamo.exc, "TorchDynamoException")
+    monkeypatch.delattr(dynamo.exc, "TorchDynamoException")
     guarded = _Guarded(lambda *_: ("loss", "parts"), fails, "auto")  # type: ignore[arg-type, return-value]
     assert guarded(None, {}, None) == ("loss", "parts")  # type: ignore[arg-type]
 
