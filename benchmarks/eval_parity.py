@@ -23,6 +23,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +67,31 @@ def compared(task: str, rows: list[Any], model: Path, folder: Path) -> dict[str,
         for name, value in ours["metrics"].items()
         if name in theirs["metrics"]
     }
+    spent = [round(ours["cpu_s"], 2), round(theirs["cpu_s"], 2)]
+    return {"records": len(rows)} | judged(task, both, metrics) | {"cpu_s_ours_theirs": spent}
+
+
+def judged(task: str, both: list[tuple[float, float]], metrics: dict[str, list[float]]) -> dict[str, Any]:
+    """Whether the log-likelihoods (ours, theirs) are near enough and the accuracies the same."""
     worst = max(abs(a - b) for a, b in both)
     largest = max(abs(b) for _, b in both)
     near = BOUND_RELATIVE * largest if task == "wikitext_2" else BOUND_NATS
     equal = all(a == b for name, (a, b) in metrics.items() if name.startswith("acc"))
     return {
-        "records": len(rows),
         "loglikelihoods": len(both),
         "metrics_ours_theirs": metrics,
         "accuracies_equal": equal,
         "largest_difference_nats": worst,
         "largest_loglikelihood_nats": largest,
         "equal": equal and worst <= near,
-        "cpu_s_ours_theirs": [round(ours["cpu_s"], 2), round(theirs["cpu_s"], 2)],
     }
+
+
+def open_points(line: dict[str, Any], tasks: Collection[str]) -> tuple[list[str], list[str]]:
+    """(weights and task that were not scored, those in which the two differ)."""
+    left = [f"{name} {task}" for name in STEPS for task in tasks if task not in line["models"].get(name, {})]
+    scored = line["models"].items()
+    return left, [f"{name} {task}" for name, found in scored for task in found if not found[task]["equal"]]
 
 
 def main() -> int:
@@ -133,19 +145,7 @@ def main() -> int:
                 }
                 line |= {"date": time.strftime("%Y-%m-%d")}
                 given.out.write_text(json.dumps({"eval_parity": line}, indent=1, sort_keys=True) + "\n")
-    left = [
-        f"{weights} {task}"
-        for weights in STEPS
-        for task in rows
-        if task not in line["models"].get(weights, {})
-    ]
-    models = line["models"].items()
-    differ = [
-        f"{weights} {task}"
-        for weights, tasks in models
-        for task, found in tasks.items()
-        if not found["equal"]
-    ]
+    left, differ = open_points(line, rows)
     print(f"left: {', '.join(left) or 'nothing'}; different: {', '.join(differ) or 'nothing'}")
     return 1 if left or differ else 0
 

@@ -223,8 +223,9 @@ def tokenize(
         return
     facts = manifest.facts
     encoders = ", ".join(facts["made"]["backends"])
+    shards = len(facts["shards"])
     lines = [
-        f"{facts['tokens']:,} tokens in {facts['documents']:,} documents, {len(facts['shards'])} shards, in {out}",
+        f"{facts['tokens']:,} tokens in {facts['documents']:,} documents, {shards:,} shard{'s' * (shards != 1)}, in {out}",
         f"{facts['text_bytes'] / facts['tokens']:.2f} bytes per token, {facts['dtype']}, encoded by {encoders}",
     ]
     lines += found_in_text(facts["made"]["counts"])

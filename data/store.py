@@ -129,9 +129,16 @@ class TokenStore:
             named = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
             prefixes = [named] if Path(f"{named}.idx").is_file() else []
         if not prefixes:
-            fix = "give the output of `throughline data tokenize`, or a Megatron prefix (PREFIX.bin + PREFIX.idx)"
-            fix += "\nto train on text as it is, set data.tokenizer too"
-            raise WrongUse("no token store here", where=str(path), fix=fix)
+            why = (
+                "there is no .idx file in it"
+                if path.is_dir()
+                else ""
+                if path.exists()
+                else "it does not exist"
+            )
+            fix = "give the output of `throughline data tokenize`, or a Megatron prefix (PREFIX.bin + PREFIX.idx);"
+            fix += "\na recipe that trains on plain text sets data.tokenizer too"
+            raise WrongUse("no token store here", where=str(path), why=why, fix=fix)
         shards = [Shard(prefix) for prefix in prefixes]
         if len({shard.dtype for shard in shards}) > 1:
             dtypes = ", ".join(sorted({str(shard.dtype) for shard in shards}))

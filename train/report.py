@@ -20,7 +20,10 @@ def write_report(run: Path | str) -> Path:
     run = Path(run)
     if not (run / FILE).is_file():
         raise WrongUse(
-            "no run to report on", where=run, why=f"it has no {FILE}", fix="give a directory that train wrote"
+            "no run to report on",
+            where=run,
+            why=f"it has no {FILE}",
+            fix="give a directory that `throughline train` wrote",
         )
     records, events = read_metrics(run), list(read_records(run / "events.jsonl"))
     # moved since, it makes the same page again
