@@ -6,13 +6,14 @@ export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest
 RUN := runs/demo
 
-.PHONY: demo test slow lint docs reproduce reference gpu-check bench bench-quick prove-layouts prove-scale prove-compression clean help
+.PHONY: demo test slow lint docs llamacpp reproduce reference gpu-check bench bench-quick prove-layouts prove-scale prove-compression clean help
 
 help:
 	@echo "make demo           install, then text to served GPT and BERT in minutes on a laptop CPU"
 	@echo "make test           install and run the fast tests"
 	@echo "make slow           the tests that take minutes or several processes"
 	@echo "make lint           ruff and mypy"
+	@echo "make llamacpp       llama.cpp and gguf, so that the tests of GGUF files run too; builds for minutes"
 	@echo "make reproduce      reported results beside what this machine measures, predicts or proves (reproduce-NAME: one)"
 	@echo "make docs           the book as HTML in build/book; a broken link is an error"
 	@echo "make gpu-check      tests and benchmarks that need a CUDA device; installs nothing"
@@ -30,9 +31,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,fast,eval,bench,ray,docs]"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[tensorrt-rtx]" || \
-		echo "TensorRT-RTX does not install here: its tests are skipped"
+	@for extra in tensorrt-rtx openvino; do \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$$extra]" || \
+		echo "$$extra does not install here: its tests are skipped"; done
 	@touch $@
+
+# llama.cpp is compiled from source, which takes about four minutes on two cores
+llamacpp: $(VENV)/.installed-test
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[llamacpp]" || \
+		echo "llama-cpp-python does not build here: its tests are skipped"
 
 demo: $(VENV)/.installed
 	@env -u OMP_NUM_THREADS $(BIN)/throughline demo --out $(RUN)

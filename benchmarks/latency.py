@@ -1,6 +1,8 @@
 """Latency on this CPU, one text or one token at a time, against transformers, OpenVINO and llama.cpp.
 
-    python benchmarks/latency.py [--quick] [--threads 2]
+    python benchmarks/latency.py [--quick] [--threads 2] [--parts bert,openvino,gpt,llamacpp]
+
+Each part ends within ten minutes.
 
 BERT-Base, 1 x 128, and GPT-2 124M decoding at 128 tokens of context, both with random weights (latency does not
 depend on them; what quantisation costs is judged on trained ones). `bert-fp32`, `bert-int8-default` (dynamic int8,
@@ -8,7 +10,7 @@ ONNX Runtime) and `bert-int8-best` (int8 with fixed scales, OpenVINO), `gpt-fp32
 against transformers as it comes (sdpa, fp32, inference mode). `bert-int8-vs-openvino` is against a model that
 OpenVINO's own NNCF quantised, where that is installed. `gpt-vs-llamacpp-*` is our generation loop against
 llama.cpp's C interface called directly on the same files. Decode also prints the share of the memory bandwidth,
-measured here, that its weights alone take.
+measured here, at which it reads its weights. The two sides take turns every few calls.
 """
 
 import importlib.util
@@ -16,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ from throughline.inference.export import write_graph
 from throughline.inference.generation import Request
 from throughline.inference.gguf_writer import write_gguf
 from throughline.inference.graph_options import GraphOptions
+from throughline.inference.llama_backend import LlamaCausal, LlamaContext, open_model
 from throughline.inference.real_text import TextRows
 from throughline.inference.slots import SlotBatch
 from throughline.models.init import build
@@ -35,6 +39,9 @@ from throughline.models.presets import preset
 
 NOWHERE = Input("", "model", "")
 BERT_TOKENS, CONTEXT = 128, 128
+ANSWER = 32  # tokens decoded before the context is cut back
+PARTS = ("bert", "openvino", "gpt", "llamacpp")
+PEER = "transformers fp32 sdpa"
 GOALS = {
     "bert-fp32": 1.25,
     "bert-int8-default": 3.5,
@@ -44,6 +51,8 @@ GOALS = {
 }
 VS_LLAMA, VS_OPENVINO = 0.97, 1.0
 Call = Callable[[], object]
+Compare = Callable[[str, Call, Call, str, float | None], float]
+Facts = dict[str, Any]
 
 
 def median_ms(call: Call, calls: int) -> Callable[[], float]:
@@ -61,43 +70,41 @@ def median_ms(call: Call, calls: int) -> Callable[[], float]:
     return measure
 
 
-def bert_calls(folder: Path, threads: int) -> dict[str, Call]:
-    """Every way to read one text, as a call."""
-    from transformers import BertConfig, BertModel
-
+def bert_model(folder: Path, name: str, threads: int) -> Call:
+    """Ours: one text of random ids, its hidden states and embedding."""
     config = preset("bert-base")
     model = build(config, 0).eval()
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, BERT_TOKENS))
+    ids = bert_ids()
     rest = (np.zeros_like(ids), np.ones(ids.shape, bool), np.zeros((1, 0), np.int64))
-    rows = TextRows("random ids", "", np.repeat(ids, 4, axis=0), None, frozenset())
-    calls: dict[str, Call] = {}
-    for name, options, runtime in (
-        ("fp32", GraphOptions("onnxruntime"), "onnxruntime"),
-        ("int8-default", GraphOptions("onnxruntime", "int8"), "onnxruntime"),
-        ("int8-best", GraphOptions("portable", "int8", opset=20, ranges=calibrate(model, rows)), "openvino"),
-    ):
-        if runtime == "openvino" and importlib.util.find_spec("openvino") is None:
-            print("bert-int8-best: OpenVINO is not installed")
-            continue
-        (folder / name).mkdir()
-        write_graph(model, folder / name / "model.onnx", {}, options)
-        how = BackendOptions("cpu", runtime=runtime, threads=threads)
-        encoder = onnx_backend(
-            folder / name / "model.onnx", config, None, NOWHERE, how, options.precision
-        ).encoder
-        assert encoder is not None
-        calls[name] = lambda encoder=encoder: encoder.forward(ids, *rest)
-    theirs = BertModel(BertConfig(attn_implementation="sdpa")).eval()
-    tensor = torch.from_numpy(ids)
+    runtime = "openvino" if name == "int8-best" else "onnxruntime"
+    options = GraphOptions("onnxruntime", "fp32" if name == "fp32" else "int8")
+    if name == "int8-best":
+        rows = TextRows("random ids", "", np.repeat(ids, 4, axis=0), None, frozenset())
+        options = GraphOptions("portable", "int8", opset=20, ranges=calibrate(model, rows))
+    (folder / name).mkdir()
+    graph = folder / name / "model.onnx"
+    write_graph(model, graph, {}, options)
+    how = BackendOptions("cpu", runtime=runtime, threads=threads)
+    encoder = onnx_backend(graph, config, None, NOWHERE, how, options.precision).encoder
+    assert encoder is not None
+    return lambda: encoder.forward(ids, *rest)
 
-    def transformers() -> object:
+
+def bert_ids() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, preset("bert-base").vocab_size, (1, BERT_TOKENS))
+
+
+def bert_transformers() -> tuple[torch.nn.Module, Call]:
+    """transformers' model and one text through it."""
+    from transformers import BertConfig, BertModel
+
+    model, ids = BertModel(BertConfig(attn_implementation="sdpa")).eval(), torch.from_numpy(bert_ids())
+
+    def read() -> object:
         with torch.inference_mode():
-            return theirs(tensor).last_hidden_state
+            return model(ids).last_hidden_state
 
-    calls["transformers"] = transformers
-    if importlib.util.find_spec("nncf") and importlib.util.find_spec("openvino"):
-        calls["nncf"] = nncf_call(theirs, tensor, threads)
-    return calls
+    return model, read
 
 
 def nncf_call(model: torch.nn.Module, ids: torch.Tensor, threads: int) -> Call:
@@ -139,7 +146,7 @@ def our_decode(backend) -> Call:
 
     def decode() -> object:
         if not batch.busy:
-            batch.add(Request(prompt, 256))
+            batch.add(Request(prompt, ANSWER))
             batch.step()
         return batch.step()
 
@@ -149,7 +156,6 @@ def our_decode(backend) -> Call:
 def llama_decode(path: Path, threads: int) -> Call:
     """llama.cpp's own interface and nothing else: one token, its logits' arg-max."""
     import llama_cpp
-    from throughline.inference.llama_backend import LlamaContext, open_model
 
     library, model = open_model(path, "cpu")
     settings = {"cache_type": 0} if "f32" in path.name else {}
@@ -161,7 +167,7 @@ def llama_decode(path: Path, threads: int) -> Call:
     state = {"place": CONTEXT, "token": 5}
 
     def decode() -> object:
-        if state["place"] == CONTEXT + 256:
+        if state["place"] == CONTEXT + ANSWER:
             library.llama_memory_seq_rm(context.memory, 0, CONTEXT, -1)
             state["place"] = CONTEXT
         context.fill([(state["token"], state["place"], 0, True)])
@@ -174,7 +180,81 @@ def llama_decode(path: Path, threads: int) -> Call:
     return decode
 
 
-def bandwidth_gb_s(threads: int) -> float:
+def bert_part(folder: Path, threads: int, compare: Compare) -> Facts:
+    """Three precisions against transformers."""
+    _, theirs = bert_transformers()
+    for kind in ("fp32", "int8-default", "int8-best"):
+        if kind == "int8-best" and (missing := absent("openvino")):
+            return missing
+        goal = GOALS[f"bert-{kind}"]
+        compare(f"bert-{kind}", bert_model(folder, kind, threads), theirs, PEER, goal)
+    return {}
+
+
+def openvino_part(folder: Path, threads: int, compare: Compare) -> Facts:
+    """int8 with our scales against int8 of OpenVINO's own quantiser, both run by OpenVINO."""
+    if missing := absent("openvino", "nncf"):
+        return missing
+    theirs = nncf_call(bert_transformers()[0], torch.from_numpy(bert_ids()), threads)
+    ours = bert_model(folder, "int8-best", threads)
+    compare("bert-int8-vs-openvino", ours, theirs, "OpenVINO + NNCF int8", VS_OPENVINO)
+    return {}
+
+
+def gpt_part(folder: Path, threads: int, compare: Compare) -> Facts:
+    """Decode with ONNX Runtime and llama.cpp behind our loop, against transformers."""
+    config = preset("gpt2-124m")
+    model, theirs, speed = build(config, 0).eval(), gpt_transformers(), bandwidth_gb_s()
+    read = {}
+    for precision, name in (("fp32", "gpt-fp32-onnxruntime"), ("int8", "gpt-int8-onnxruntime")):
+        graph = folder / f"gpt-{precision}.onnx"
+        write_graph(model, graph, {}, GraphOptions("onnxruntime", precision))
+        ours = onnx_backend(graph, config, None, NOWHERE, BackendOptions("cpu", threads=threads)).causal
+        milliseconds = compare(name, our_decode(ours), theirs, PEER, None)
+        read[f"onnxruntime {precision}"] = graph.stat().st_size / milliseconds / 1e6
+    if not (missing := absent("llama_cpp", "gguf")):
+        for precision, name in (("f32", "gpt-fp32"), ("q8_0", "gpt-quantised"), ("q4_0", "gpt-q4_0")):
+            file = gguf_file(folder, model, precision)
+            ours = our_decode(LlamaCausal(file, config, threads, "cpu", precision))
+            milliseconds = compare(name, ours, theirs, PEER, GOALS.get(name))
+            read[f"llama.cpp {precision}"] = file.stat().st_size / milliseconds / 1e6
+    print(f"memory bandwidth {speed:.1f} GB/s; decode reads its weights at")
+    for name, rate in read.items():
+        print(f"  {rate / speed:4.0%} of it: {name}")
+    shares = {name: round(rate / speed, 3) for name, rate in read.items()}
+    return {"bandwidth_gb_s": round(speed, 1), "share_of_bandwidth": shares} | missing
+
+
+def llamacpp_part(folder: Path, threads: int, compare: Compare) -> Facts:
+    """Our generation loop over llama.cpp against llama.cpp's C interface, on the same files."""
+    if missing := absent("llama_cpp", "gguf"):
+        return missing
+    config = preset("gpt2-124m")
+    model = build(config, 0).eval()
+    for precision in ("f32", "q8_0", "q4_0"):
+        file = gguf_file(folder, model, precision)
+        ours = our_decode(LlamaCausal(file, config, threads, "cpu", precision))
+        theirs = llama_decode(file, threads)
+        compare(f"gpt-vs-llamacpp-{precision}", ours, theirs, "llama.cpp", VS_LLAMA)
+    return {}
+
+
+def gguf_file(folder: Path, model: torch.nn.Module, precision: str) -> Path:
+    file = folder / f"gpt-{precision}.gguf"
+    if not file.exists():
+        write_gguf(model, None, file, precision)
+    return file
+
+
+def absent(*modules: str) -> Facts:
+    """Says which of the peer's modules are not installed; empty when all are."""
+    names = [name for name in modules if importlib.util.find_spec(name) is None]
+    if names:
+        print(f"left out: {', '.join(names)} not installed")
+    return {"missing": names} if names else {}
+
+
+def bandwidth_gb_s() -> float:
     """What reading memory in a row reaches here: the sum of 512 MiB, the best of five."""
     values = torch.ones(1 << 27)
     best = 0.0
@@ -188,77 +268,27 @@ def bandwidth_gb_s(threads: int) -> float:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--parts", default=",".join(PARTS), help="parts to measure")
     arguments = options.parse_args()
-    threads, pairs, calls = arguments.threads, 3 if arguments.quick else 5, 5 if arguments.quick else 30
+    threads, pairs, calls = arguments.threads, 3 if arguments.quick else 15, 5 if arguments.quick else 10
     torch.set_num_threads(threads)
     claims: list[Claim] = []
 
-    def compare(name: str, ours: Call, theirs: Call, peer: str, goal: float) -> float:
+    def compare(name: str, ours: Call, theirs: Call, peer: str, goal: float | None) -> float:
         found = paired(median_ms(ours, calls), median_ms(theirs, calls), pairs)
         claims.append(claim(name, *found, peer=peer, unit="ms", better="lower", goal=goal))
         print(f"{name}: {claims[-1].ours:.2f} ms, {peer} {claims[-1].theirs:.2f} ms", flush=True)
         return claims[-1].ours
 
-    facts: dict[str, object] = {"threads": threads, "bert": "1 x 128", "gpt_context": CONTEXT}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        bert = bert_calls(folder, threads)
-        for kind in ("fp32", "int8-default", "int8-best"):
-            if kind in bert:
-                peer = "transformers fp32 sdpa"
-                compare(f"bert-{kind}", bert[kind], bert["transformers"], peer, GOALS[f"bert-{kind}"])
-        if "nncf" in bert and "int8-best" in bert:
-            compare(
-                "bert-int8-vs-openvino", bert["int8-best"], bert["nncf"], "OpenVINO + NNCF int8", VS_OPENVINO
-            )
-        else:
-            print("bert-int8-vs-openvino: nncf or openvino is not installed")
-            facts["missing"] = "nncf"
-        del bert
-        gpt_claims(folder, threads, compare, facts)
-    finish(
-        "latency", claims, packages=["transformers", "onnxruntime", "openvino", "llama-cpp-python"], **facts
-    )
-
-
-def gpt_claims(folder: Path, threads: int, compare: Callable[..., float], facts: dict[str, object]) -> None:
-    """Decode: ONNX Runtime and llama.cpp behind our loop, against transformers and llama.cpp alone."""
-    config = preset("gpt2-124m")
-    model = build(config, 0).eval()
-    graph = folder / "gpt.onnx"
-    write_graph(model, graph, {}, GraphOptions("onnxruntime"))
-    how = BackendOptions("cpu", threads=threads)
-    ort = onnx_backend(graph, config, None, NOWHERE, how).causal
-    theirs = gpt_transformers()
-    speed = bandwidth_gb_s(threads)
-    shares: dict[str, float] = {}
-    ours_ms = compare(
-        "gpt-fp32-onnxruntime", our_decode(ort), theirs, "transformers fp32 sdpa", GOALS["gpt-fp32"]
-    )
-    shares["onnxruntime fp32"] = config.parameter_count() * 4 / ours_ms / 1e6 / speed
-    if importlib.util.find_spec("llama_cpp") is None or importlib.util.find_spec("gguf") is None:
-        print("gpt-fp32, gpt-quantised, gpt-vs-llamacpp: llama-cpp-python or gguf is not installed")
-    else:
-        from throughline.inference.llama_backend import LlamaCausal
-
-        for precision in ("f32", "q8_0", "q4_0"):
-            file = folder / f"gpt-{precision}.gguf"
-            write_gguf(model, None, file, precision)
-            ours = our_decode(LlamaCausal(file, config, threads, "cpu", precision))
-            claim_name = {"f32": "gpt-fp32", "q8_0": "gpt-quantised"}.get(precision)
-            if claim_name is not None:
-                compare(claim_name, ours, theirs, "transformers fp32 sdpa", GOALS[claim_name])
-            ours_ms = compare(
-                f"gpt-vs-llamacpp-{precision}", ours, llama_decode(file, threads), "llama.cpp", VS_LLAMA
-            )
-            shares[f"llama.cpp {precision}"] = file.stat().st_size / ours_ms / 1e6 / speed
-    print(f"memory bandwidth {speed:.1f} GB/s; decode reads its weights at")
-    for name, share in shares.items():
-        print(f"  {share:4.0%} of it: {name}")
-    facts |= {
-        "bandwidth_gb_s": round(speed, 1),
-        "share_of_bandwidth": {k: round(v, 3) for k, v in shares.items()},
-    }
+    measures = dict(zip(PARTS, (bert_part, openvino_part, gpt_part, llamacpp_part), strict=True))
+    details: dict[str, object] = {"threads": threads, "bert": "1 x 128", "gpt_context": CONTEXT}
+    for part in arguments.parts.split(","):
+        with tempfile.TemporaryDirectory() as name:
+            details |= {
+                f"{part}_{key}": value for key, value in measures[part](Path(name), threads, compare).items()
+            }
+    packages = ["transformers", "onnxruntime", "openvino", "nncf", "llama-cpp-python"]
+    finish("latency", claims, packages=packages, details=details)
 
 
 if __name__ == "__main__":

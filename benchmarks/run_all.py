@@ -45,7 +45,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "prove_scale": [],
 }
 MINUTES, MINUTES_QUICK = 60, 10  # that all of them may take
-PARTED = ("train_gpt", "tokenization", "eval")  # those with --parts
+PARTED = ("train_gpt", "tokenization", "eval", "latency")  # those with --parts
 
 
 def machine_name() -> str:
@@ -91,7 +91,7 @@ def main() -> int:
     )
     options.add_argument(
         "--parts",
-        help="of train_gpt, tokenization and eval: measure these, keep the others of an earlier run",
+        help="of train_gpt, tokenization, eval and latency: measure these, keep the others of an earlier run",
     )
     options.add_argument("--results", type=Path, default=HERE / "results" / f"{machine_name()}.json")
     chosen = options.parse_args()

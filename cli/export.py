@@ -79,6 +79,12 @@ TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", 
 @click.option("--tasks", help="Tasks whose scores may not fall, as in `throughline eval --tasks`.")
 @click.option("--limit", type=click.IntRange(1), help="Maximum number of records per task (default: all).")
 @click.option("--bench/--no-bench", default=True, help="Measure latency (default: yes).")
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    help="Device of the comparison with torch and of the latency table: cpu, cuda or cuda:N.",
+)
 @throughline_command
 def command(
     path: str, target: str, out: str, overwrite: bool, tasks: str | None, limit: int | None, **given: Any
@@ -96,6 +102,10 @@ def command(
     from ..inference.export import Judging, export_onnx
 
     text, calibration, bench = given.pop("text"), given.pop("calibration"), given.pop("bench")
+    device = given.pop("device")
+    if target in ("calibration", "gguf") and device != "cpu":
+        why = "llama.cpp's side of the comparison is on the CPU" if target == "gguf" else "torch reads the text there"
+        raise WrongUse(f"--to {target} runs on the CPU", where=f"--device {device}", why=why, fix="--device cpu")
     if target == "calibration":
         from ..inference.calibration import write_calibration
 
@@ -114,7 +124,7 @@ def command(
         from ..eval.exported import task_scorer
 
         score = task_scorer(tasks, limit)
-    judging = Judging(text, calibration, score, bench)
+    judging = Judging(text, calibration, score, bench, device=device)
     engine = {name: given.pop(name) for name in ("capability", "batches", "lengths", "timing_cache")}
     if target.startswith("tensorrt"):
         from ..inference.export_engine import export_engine

@@ -1,4 +1,5 @@
-"""Write docs/results.md and the headline table of README.md from benchmarks/results/*.json.
+"""Write docs/results.md, the headline table of README.md and the tables of docs/inference.md from
+benchmarks/results/*.json.
 
 Usage: python docs/make_results.py [--check]. With --check nothing is written; the exit code is 1 when a page is stale.
 """
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- figures: made by `make reference` -->", "<!-- end of figures -->"
 
 # What README.md shows: claim -> what was done, with the library that did it where it is not this package.
 HEADLINES = {
@@ -26,7 +26,7 @@ HEADLINES = {
     "kill-restart": "Until a job trains again after one of its processes was killed",
 }
 # Benchmarks whose peer is a bound set beforehand or the program itself, not another program.
-BOUNDS = ("checkpoints", "data_order", "faults", "long_attention")
+BOUNDS = ("checkpoints", "data_order", "faults", "long_attention", "precision")
 SECTIONS = {
     "Races": "Throughline and another program, in turn on the same machine and input, the peer at its best settings.",
     "Bounds": "Throughline against a bound that was set before the measurement, or against itself without a feature.",
@@ -105,23 +105,72 @@ def headline_rows(found: list[Row]) -> Iterator[list[str]]:
         yield [about, ours, f"{theirs} ({peer})", f"{claim['ratio']:.1f}", row.machine]
 
 
+def lines_of(benchmark: str) -> Iterator[dict[str, Any]]:
+    """What a benchmark wrote on each machine that ran it."""
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        if (line := json.loads(file.read_text()).get(benchmark)) is not None:
+            yield line
+
+
+def latency_rows(found: list[Row]) -> Iterator[list[str]]:
+    """docs/inference.md: what was measured, ours, the peer, the ratio, the goal; the share of the bandwidth."""
+    shares: dict[str, float] = {}
+    for line in lines_of("latency"):
+        shares |= line.get("details", {}).get("gpt_share_of_bandwidth", {})
+    names = {
+        "gpt-fp32-onnxruntime": "onnxruntime fp32", "gpt-int8-onnxruntime": "onnxruntime int8",
+        "gpt-fp32": "llama.cpp f32", "gpt-quantised": "llama.cpp q8_0", "gpt-q4_0": "llama.cpp q4_0",
+    }  # fmt: skip
+    for row in found:
+        if row.benchmark == "latency":
+            share = shares.get(names.get(row.claim["name"], ""))
+            name, ours, theirs, ratio, goal, met, _ = row.cells()
+            yield [name, ours, theirs, ratio, goal, met, "-" if share is None else f"{share:.0%}"]
+
+
+def precision_rows() -> Iterator[list[str]]:
+    """docs/inference.md: what each form of each trained model costs."""
+    for line in lines_of("precision"):
+        for name in ("gpt", "bert"):
+            for form, row in line["details"].get(name, {}).items():
+                contested = f"{row['contested']:.2%} of {row['contested_predictions']:,}"
+                yield [
+                    f"{name.upper()}, {form}",
+                    f"{row['kl']:.2g}",
+                    f"{row['top1_agreement']:.2%}",
+                    contested,
+                    f"{row['loss']:.4f} ({row['torch_loss']:.4f})",
+                ]
+
+
+def block(name: str, text: str, header: tuple[str, ...], cells: list[list[str]]) -> str:
+    """The text with a new table between the marks of this name."""
+    begin, end = f"<!-- {name}: made by `make reference` -->", f"<!-- end of {name} -->"
+    table = "\n".join([begin, *_table(header, cells), end])
+    return re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: table, text, flags=re.S)
+
+
+def inference_page(found: list[Row]) -> str:
+    """docs/inference.md with its two measured tables."""
+    text = (ROOT / "docs" / "inference.md").read_text()
+    columns = ("claim", "Throughline", "peer", "ratio (range)", "goal", "met", "share of bandwidth")
+    text = block("latency", text, columns, list(latency_rows(found)))
+    columns = ("model, form", "mean KL", "top-1", "where right with p < 0.9", "loss (torch)")
+    return block("precision", text, columns, list(precision_rows()))
+
+
 def _table(header: tuple[str, ...], cells: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *cells)]
 
 
 def main() -> int:
     found = rows()
-    block = [
-        BEGIN,
-        *_table(("what", "Throughline", "peer", "ratio", "machine"), list(headline_rows(found))),
-        END,
-    ]
+    columns = ("what", "Throughline", "peer", "ratio", "machine")
     readme = (ROOT / "README.md").read_text()
     made = {
         ROOT / "docs" / "results.md": results_page(found),
-        ROOT / "README.md": re.sub(
-            f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: "\n".join(block), readme, flags=re.S
-        ),
+        ROOT / "docs" / "inference.md": inference_page(found),
+        ROOT / "README.md": block("figures", readme, columns, list(headline_rows(found))),
     }
     stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
     if "--check" not in sys.argv:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..core.allocator import return_freed_memory
-from ..core.artifact import Input, is_artifact, read_manifest
+from ..core.artifact import Input, is_artifact
 from ..core.backend import BackendOptions
 from ..core.console import warn
 from ..core.errors import WrongUse
@@ -52,10 +52,11 @@ class Opened:
 def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> Opened:
     """The scorer of the model at `path`. Raises WrongUse when there is none, or it has no tokenizer."""
     from ..data.tokenizer import Tokenizer
+    from ..inference.backends import kind_of
     from ..models.config import family_of
 
     path = Path(path)
-    if is_artifact(path) and read_manifest(path).kind in ("onnx", "engine"):
+    if kind_of(path) in ("onnx", "engine", "gguf"):
         return _open_exported(path, options)
     from ..inference.devices import pick_dtype
     from ..inference.source import find_model

@@ -3,7 +3,7 @@
 | path | runtimes, its own first |
 |---|---|
 | run, checkpoint, model directory | torch, torch-compiled (BERT) |
-| GGUF artifact | llamacpp |
+| GGUF artifact, .gguf file | llamacpp |
 | ONNX artifact | onnxruntime, openvino (BERT), tensorrt (through ONNX Runtime's provider) |
 | engine | tensorrt |
 """
@@ -44,19 +44,20 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
         return fastest(
             [(name, partial(open_backend, path, replace(options, runtime=name))) for name in names]
         )
-    kind = read_manifest(path).kind if is_artifact(path) else ""
-    if kind == "onnx":
-        return _open_onnx(path, options)
-    if kind == "engine":
-        return _open_engine(path, options)
-    if kind == "gguf":
-        return _open_gguf(path, options)
-    return _open_torch(path, options)
+    opening = {"onnx": _open_onnx, "engine": _open_engine, "gguf": _open_gguf}.get(kind_of(path), _open_torch)
+    return opening(path, options)
+
+
+def kind_of(path: Path) -> str:
+    """The kind of artifact at `path`, `gguf` for a bare .gguf file, "" for anything else."""
+    if path.suffix == ".gguf" and not path.is_dir():
+        return "gguf"
+    return read_manifest(path).kind if is_artifact(path) else ""
 
 
 def runtimes_of(path: Path, options: BackendOptions) -> list[str]:
     """Those that are worth measuring for this file here: installed, and able to run its family."""
-    kind = read_manifest(path).kind if is_artifact(path) else "model"
+    kind = kind_of(path)
     if kind in ("gguf", "engine"):
         return ["llamacpp" if kind == "gguf" else "tensorrt"]
     if kind != "onnx":
@@ -140,19 +141,28 @@ def _open_engine(path: Path, options: BackendOptions) -> Loaded:
 
 
 def _open_gguf(path: Path, options: BackendOptions) -> Loaded:
+    from .gguf_reader import read_gguf
     from .llama_backend import LlamaCausal, LlamaEncoder, has_gpu
 
-    check_options(options, "a GGUF artifact", ("llamacpp",))
-    verify_artifact(path)
-    described = read_json(path / "model.json")
-    config = FAMILIES[described["family"]].from_dict(described["config"])
+    check_options(options, "a GGUF file", ("llamacpp",))
+    if path.is_dir():
+        verify_artifact(path)
+        file, kept, precision = (
+            path / "model.gguf",
+            path / "tokenizer.json",
+            read_manifest(path).facts["precision"],
+        )
+        described = read_json(path / "model.json")
+        config: ModelConfig = FAMILIES[described["family"]].from_dict(described["config"])
+        tokenizer = kept if kept.is_file() else None
+    else:
+        file, (config, precision, tokenizer) = path, read_gguf(path)
     device = "cpu" if options.device == "auto" and not has_gpu() else pick_device(options.device)
-    tokenizer = path / "tokenizer.json"
-    belongs = (config, tokenizer if tokenizer.is_file() else None, input_record(path))
-    rest = (options.threads or usable_cores(), device, str(read_manifest(path).facts["precision"]))
+    belongs = (config, tokenizer, input_record(path))
+    rest = (options.threads or usable_cores(), device, precision)
     if isinstance(config, GPTConfig):
-        return Loaded("gpt", *belongs, causal=LlamaCausal(path / "model.gguf", config, *rest))
-    return Loaded("bert", *belongs, encoder=LlamaEncoder(path / "model.gguf", config, *rest))
+        return Loaded("gpt", *belongs, causal=LlamaCausal(file, config, *rest))
+    return Loaded("bert", *belongs, encoder=LlamaEncoder(file, config, *rest))
 
 
 def onnx_backend(

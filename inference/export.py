@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.artifact import Input, check_free, create_artifact
+from ..core.backend import BackendOptions
 from ..core.errors import Refused, WrongUse
 from ..models.config import GPTConfig, TransformerConfig, family_of
 from .backends import Loaded, onnx_backend
 from .bench import latency_table
 from .calibration import calibrate, read_calibration
+from .devices import pick_device
 from .graph_options import PLAIN, GraphOptions
 from .graph_probe import first_bad_node, layer_errors, optimised_operators
 from .parity import BOUNDS, Bounds, Score, compare, compare_scores, require
@@ -46,6 +48,7 @@ class Judging:
     score: Score | None = None
     bench: bool = True
     bounds: Bounds | None = None  # None: those of the precision
+    device: str = "cpu"  # of the comparison, both sides
 
 
 ALONE = Judging()
@@ -189,8 +192,9 @@ def judge(
     config = opened.model.config
     tokenizer = graph.with_name("tokenizer.json")
     kept = tokenizer if tokenizer.is_file() else None
-    reference = reference_of(opened.model, kept, opened.input, options.pooling)
-    candidate = _candidate(graph, config, kept, opened.input, options)
+    device = pick_device(judging.device)
+    candidate = _candidate(graph, config, kept, opened.input, options, device)
+    reference = reference_of(opened.model.to(device), kept, opened.input, options.pooling)
     report = compare(reference, candidate, bounds)
     report["precision"] = options.precision
     if rows is not None:
@@ -198,23 +202,24 @@ def judge(
     if judging.score is not None:
         report["scores"] = compare_scores(reference, candidate, judging.score, bounds)
     require(report, "the ONNX graph", lambda: first_bad_node(graph, config))
-    report["layers"] = layer_errors(opened.model, graph, config)
-    report["fused"] = check_fusion(graph, config, options)
     report["latency"] = latency_table(reference) + latency_table(candidate) if judging.bench else []
+    report["layers"] = layer_errors(opened.model.to("cpu"), graph, config)
+    report["fused"] = check_fusion(graph, config, options)
     return report
 
 
 def _candidate(
-    graph: Path, config: Any, tokenizer: Path | None, source: Input, options: GraphOptions
+    graph: Path, config: Any, tokenizer: Path | None, source: Input, options: GraphOptions, device: str
 ) -> Loaded:
+    how = BackendOptions(device)
     if options.names == "throughline":
-        return onnx_backend(graph, config, tokenizer, source)
+        return onnx_backend(graph, config, tokenizer, source, how)
     if isinstance(config, GPTConfig):
         from .onnx_backend import open_session
 
-        causal: Any = OptimumCausal(open_session(graph), config)
+        causal: Any = OptimumCausal(open_session(graph, device=device), config)
         return Loaded("gpt", config, tokenizer, source, causal=causal)
-    loaded = onnx_backend(graph, config, tokenizer, source)
+    loaded = onnx_backend(graph, config, tokenizer, source, how)
     assert loaded.encoder is not None
     if "logit_positions" in {given.name for given in loaded.encoder.session.get_inputs()}:  # type: ignore[attr-defined]
         return loaded
@@ -238,8 +243,10 @@ def check_fusion(graph: Path, config: TransformerConfig, options: GraphOptions) 
     if found["com.microsoft.Attention"] or found["com.microsoft.QAttention"]:
         kind = "QAttention" if options.precision == "int8" else "Attention"
         expected = {f"com.microsoft.{kind}": layers, "com.microsoft.SkipLayerNormalization": 2 * layers}
+    elif fused and isinstance(config, GPTConfig) and options.names == "throughline":
+        expected = {"com.microsoft.GroupQueryAttention": layers}
     elif options.opset >= 23 and options.variant != "tensorrt" and options.names == "throughline":
-        expected = {"Attention": layers} if options.opset >= 24 or family_of_shape(config) == "bert" else {}
+        expected = {"Attention": layers} if options.opset >= 24 or not isinstance(config, GPTConfig) else {}
     if fused and options.precision == "int8":
         least = (3 if "com.microsoft.QAttention" in expected else 4) * layers
         expected["com.microsoft.DynamicQuantizeMatMul"] = least
@@ -251,11 +258,6 @@ def check_fusion(graph: Path, config: TransformerConfig, options: GraphOptions) 
             fix = "install the onnxruntime that constraints.txt names"
             raise Refused("ONNX Runtime does not run this graph fused", where=graph, why=why, fix=fix)
     return {name: {"found": found[name], "expected": count} for name, count in expected.items()}
-
-
-def family_of_shape(config: TransformerConfig) -> str:
-    """`gpt` or `bert`."""
-    return "gpt" if isinstance(config, GPTConfig) else "bert"
 
 
 def parity_facts(report: Report) -> dict[str, Any]:

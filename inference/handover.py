@@ -12,6 +12,7 @@ from typing import Any
 from ..core.artifact import check_free, create_artifact
 from ..models.config import GPTConfig, family_of
 from .bench import latency_table
+from .devices import pick_device
 from .export import ALONE, Judging, Report, copy_tokenizer, parity_facts, write_json
 from .graph_options import Pooling
 from .parity import BOUNDS, compare, require
@@ -56,8 +57,10 @@ def export_huggingface(
             _write_sentence_transformers(draft.path, config.width, config.sequence_length, pooling)
         write_json(draft.path / "config.json", fields | ids)
         bounds = judging.bounds or BOUNDS["fp32"]
-        reference = reference_of(model, None, opened.input)
-        report = compare(reference, reference_of(load_huggingface(draft.path), None, opened.input), bounds)
+        device = pick_device(judging.device)
+        reference = reference_of(model.to(device), None, opened.input)
+        read_back = reference_of(load_huggingface(draft.path).to(device), None, opened.input)
+        report = compare(reference, read_back, bounds)
         require(report, "the Hugging Face directory")
         report["latency"] = latency_table(reference) if judging.bench else []
         report["conditions"] = conditions(draft.path, fields | ids)

@@ -4,8 +4,8 @@ with the CUDA or TensorRT provider.
 - Threads do not spin: on a shared or small machine spinning threads burn several times the CPU that the work
   needs.
 - The GPT's cache is memory of ours, bound as past and present at once, so new tokens are written in place and
-  any run of adjacent rows is a view. ONNX Runtime's Attention looks over the whole capacity, so that follows
-  the longest row in steps, up and down.
+  any run of adjacent rows is a view. Its capacity follows the longest row in steps, up and down: the standard
+  Attention looks over all of it, in every row. Graphs written for ONNX Runtime look at what a row holds.
 - A decode step of the same rows as the last one binds nothing anew: 50 bindings of GPT-2 take 0.4 ms.
 """
 
@@ -18,6 +18,7 @@ import numpy as np
 from ..core.backend import Span
 from ..core.errors import Refused, WrongUse
 from ..models.config import BERTConfig, GPTConfig
+from .graph_options import ONE_PROMPT
 from .spans import rectangles, scatter_logits
 
 CAPACITY_STEP = 128  # tokens by which a cache grows; each growth copies it once
@@ -40,7 +41,11 @@ def providers_of(device: str, tensorrt: bool = False) -> list[Any]:
             why=f"it was built with {', '.join(there)}",
             fix="pip uninstall onnxruntime && pip install onnxruntime-gpu, or --device cpu",
         )
-    return [(name, {"device_id": number or "0"}) if kind == "cuda" else name for name in wanted]
+    if kind == "cpu":
+        return wanted
+    settings = {"device_id": number or "0"}
+    exact = {"use_tf32": "0"}  # fp32 is fp32, as torch has it; with TF32 its errors are those of fp16
+    return [(name, settings | exact if name == PROVIDERS["cuda"] else settings) for name in wanted]
 
 
 def open_session(
@@ -170,6 +175,8 @@ class OnnxCausal:
         self.device, self.dtype = device, dtype
         self.vocab_size, self.context = config.vocab_size, config.sequence_length
         self._shape = (config.key_value_heads, config.head_size)
+        known = {} if session else self.session.get_modelmeta().custom_metadata_map
+        self._one_prompt = ONE_PROMPT in known
         inputs = {value.name: value.type for value in self.session.get_inputs()}
         self._caches = [name.removeprefix("past.") for name in inputs if name.startswith("past.")]
         first = next(given for given in self.session.get_inputs() if given.name.startswith("past."))
@@ -213,6 +220,8 @@ class OnnxCausal:
         if needed > cache.capacity:
             stepped = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
             cache.resize(min(max(stepped, cache.capacity * 5 // 4), self.context))
+        if self._one_prompt and rows > 1 and length > 1 and past_B.any():
+            return self._one_by_one(ids_BS, past_B, ask_BN, cache, first_row)
         cache.lengths[first_row : first_row + rows] = past_B + length
         key = (first_row, rows, length, ask_BN.shape[1])
         bound = cache.bindings.get(key)
@@ -223,6 +232,18 @@ class OnnxCausal:
                     cache.bindings.clear()
                 cache.bindings[key] = bound
         return bound.run(self.session, ids_BS, past_B, ask_BN)
+
+    def _one_by_one(
+        self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: OnnxCache, first_row: int
+    ) -> Any:
+        import torch
+
+        rows = [slice(row, row + 1) for row in range(len(ids_BS))]
+        found = [
+            self._run(ids_BS[row], past_B[row], ask_BN[row], cache, first_row + row.start).clone()
+            for row in rows
+        ]
+        return torch.cat(found)
 
     def copy_row(self, cache: OnnxCache, source: int, target: int, tokens: int) -> None:
         """See `core.backend.CausalBackend.copy_row`."""

@@ -18,7 +18,8 @@ from .onnx_writer import CONTRIB, FLOAT, Graph
 if TYPE_CHECKING:
     from torch import nn
 
-# query, key, value, each (batch, heads, sequence, head) -> the same shape
+# query, key, value, each (batch, heads, sequence, head) -> the same shape; with `Blocks.grouped` (batch, sequence,
+# heads x head)
 AttentionCore = Callable[[str, str, str], str]
 HIDDEN_BY_MASK = -30000.0  # as good as -inf after softmax and, unlike finfo.min, finite in float16
 
@@ -34,6 +35,10 @@ class Blocks:
             name: value.detach().float().cpu().numpy() for name, value in model.state_dict().items()
         }
         self.fused = options.variant == "onnxruntime" and config.norm == "layernorm"
+        slots = isinstance(config, GPTConfig) and options.names == "throughline"
+        self.grouped = (
+            options.variant == "onnxruntime" and slots
+        )  # attention is ONNX Runtime's GroupQueryAttention
 
     def has(self, name: str) -> bool:
         return name in self.state
@@ -124,7 +129,8 @@ class Blocks:
             query, key, value = self._projected(x, f"{name}.qkv", heads, 3)
             return query, key, value
         key, value = self._projected(x, f"{name}.kv", groups, 2)
-        return self.graph.split_heads(self.linear(x, f"{name}.q"), heads, size), key, value
+        query = self.linear(x, f"{name}.q")
+        return query if self.grouped else self.graph.split_heads(query, heads, size), key, value
 
     def _projected(self, x: str, name: str, heads: int, parts: int) -> list[str]:
         graph, size = self.graph, self.config.head_size
@@ -133,7 +139,7 @@ class Blocks:
             more: dict[str, Any] = {"num_outputs": parts} if graph.opset >= 18 else {}
             first = graph.node("Split", flat, outputs=parts, axis=-1, **more)
             names = [first, *(f"{first}:{i}" for i in range(1, parts))]
-            return [graph.split_heads(part, heads, size) for part in names]
+            return names if self.grouped else [graph.split_heads(part, heads, size) for part in names]
         apart = graph.node("Reshape", flat, graph.ints(0, 0, parts, heads, size))
         stacked = graph.node("Transpose", apart, perm=[2, 0, 3, 1, 4])  # (parts, batch, heads, sequence, D)
         return [graph.node("Gather", stacked, graph.scalar(i), axis=0) for i in range(parts)]
@@ -172,10 +178,10 @@ class Blocks:
 
     def attention(self, x: str, name: str, core: AttentionCore) -> str:
         """Self-attention; `core` computes it between the projections."""
-        joined = self.graph.join_heads(
-            core(*self.project(x, name)), self.config.heads * self.config.head_size
-        )
-        return self.linear(joined, f"{name}.out")
+        attended = core(*self.project(x, name))
+        if not self.grouped:
+            attended = self.graph.join_heads(attended, self.config.heads * self.config.head_size)
+        return self.linear(attended, f"{name}.out")
 
     def feed_forward(self, x: str, name: str) -> str:
         """The block's MLP, gated or not."""

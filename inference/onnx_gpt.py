@@ -9,7 +9,9 @@ place. Caches are float16 in fp16 graphs.
 A token attends to the places up to its own: `TensorScatter` writes, and `Attention` with `nonpad_kv_seqlen` =
 past_length + sequence aligns the causal triangle at the end of that length, row by row. TensorRT fuses that
 from an explicit softmax (8 kernels a layer against 9), and opsets before 24 have neither operator: there the
-mask is written out and `ScatterElements` writes.
+mask is written out and `ScatterElements` writes. For ONNX Runtime on a CPU one operator does all of it,
+`GroupQueryAttention`: it reads of each row what that row holds, where `Attention` reads the whole capacity of all.
+It takes several prompts in a call only where none has a past (`ONE_PROMPT` in the graph's metadata says so).
 
 Under optimum's names the inputs are `input_ids`, `attention_mask` (batch, past + sequence), `position_ids`
 and `past_key_values.i.key`, which grow by concatenation; `logits` are of every position.
@@ -20,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..models.config import GPTConfig
-from .graph_options import PLAIN, GraphOptions
+from .graph_options import ONE_PROMPT, PLAIN, GraphOptions
 from .onnx_blocks import AttentionCore, Blocks
-from .onnx_writer import BOOL, INT64, Graph
+from .onnx_writer import BOOL, CONTRIB, INT32, INT64, Graph
 
 if TYPE_CHECKING:
     from ..models.gpt import GPT
@@ -42,7 +44,11 @@ def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
         )
     rotary = _rotary_tables(parts) if config.positions == "rotary" else None
     for layer in range(config.layers):
-        x = parts.block(x, layer, norm_first=True, core=_cached(parts, memory, layer, rotary))
+        if isinstance(memory, _Slots) and parts.grouped:
+            core = _grouped(parts, memory, layer, rotary)
+        else:
+            core = _cached(parts, memory, layer, rotary)
+        x = parts.block(x, layer, norm_first=True, core=core)
     if memory.ask:
         x = graph.take(x, memory.ask)  # norm and head only where logits are asked for
     table = "token_table.weight" if config.tied else "output.weight"
@@ -64,6 +70,7 @@ class _Slots:
         start = graph.node("Unsqueeze", self.past, graph.ints(1))
         self.positions = graph.node("Add", start, graph.steps(length))  # (batch, sequence)
         self.presents: list[str] = []
+        self.ends: tuple[str, ...] = ()  # int32: last place of each row, tokens of the longest
         self._standard = graph.opset >= 24 and parts.options.variant != "tensorrt"
         self._hidden = ""
 
@@ -146,6 +153,37 @@ def _cached(
         if rotary is not None:
             query, key = (_rotate(parts, x, memory.positions, rotary) for x in (query, key))
         return memory.attend(query, memory.extend(layer, "key", key), memory.extend(layer, "value", value))
+
+    return core
+
+
+def _grouped(
+    parts: Blocks, memory: _Slots, layer: int, rotary: tuple[np.ndarray, np.ndarray] | None
+) -> AttentionCore:
+    """The attention of one layer over its cache as one operator, which also writes the cache."""
+    graph, config = parts.graph, parts.config
+    heads, groups = config.heads, config.key_value_heads
+    graph.metadata[ONE_PROMPT] = "true"
+    if not memory.ends:
+        least = graph.node("Sub", memory.total, graph.ints(1))
+        most = graph.node("ReduceMax", memory.total, keepdims=0)
+        memory.ends = (graph.node("Cast", least, to=INT32), graph.node("Cast", most, to=INT32))
+
+    def core(query: str, key: str, value: str) -> str:
+        if rotary is not None:
+            tables = [parts.products.constant(f"rotary.{name}", t) for name, t in zip(("cos", "sin"), rotary)]
+            query, key = (
+                graph.node("RotaryEmbedding", x, memory.positions, *tables, domain=CONTRIB, num_heads=count)
+                for x, count in ((query, heads), (key, groups))
+            )
+        stores = [
+            graph.input(f"past.{layer}.{kind}", graph.kind, memory.shape()) for kind in ("key", "value")
+        ]
+        presents = [f"present.{layer}.{kind}" for kind in ("key", "value")]
+        memory.presents += presents
+        inputs = (query, key, value, *stores, *memory.ends)
+        counts = {"num_heads": heads, "kv_num_heads": groups}
+        return graph.node("GroupQueryAttention", *inputs, more=presents, domain=CONTRIB, **counts)
 
     return core
 

@@ -9,6 +9,7 @@
   streamed, so writing takes no second copy of the model in memory.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Graph:
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
         self._weights: dict[str, np.ndarray] = {}
+        self.metadata: dict[str, str] = {}  # what whoever runs the graph has to know
         self.scope = ""  # put before the names of nodes: reports say by it to which block a node belongs
 
     def input(self, name: str, kind: int, shape: list[int | str]) -> str:
@@ -68,12 +70,20 @@ class Graph:
         """A constant scalar of the products' type."""
         return self.weight(f"number_{value:g}", np.array(value, np.float16 if self.half else np.float32))
 
-    def node(self, op: str, *inputs: str, out: str = "", outputs: int = 1, **attributes: Any) -> str:
+    def node(
+        self,
+        op: str,
+        *inputs: str,
+        out: str = "",
+        outputs: int = 1,
+        more: Sequence[str] = (),
+        **attributes: Any,
+    ) -> str:
         """Append an operator and return the name of its first output; "" among the inputs leaves an optional
-        one out. Further outputs are called `<name>:1`, `<name>:2`.
+        one out. Further outputs are called `<name>:1`, `<name>:2`, or as `more` says.
         """
         out = out or f"{self.scope}{op}_{len(self._nodes)}"
-        names = [out, *(f"{out}:{i}" for i in range(1, outputs))]
+        names = [out, *(f"{out}:{i}" for i in range(1, outputs)), *more]
         self._nodes.append(helper.make_node(op, list(inputs), names, name=out, **attributes))
         return out
 
@@ -135,7 +145,7 @@ class Graph:
             producer_name="throughline",
             producer_version=version(),
         )
-        helper.set_model_props(model, metadata)
+        helper.set_model_props(model, metadata | self.metadata)
         onnx.save_model(model, str(path))
         onnx.checker.check_model(str(path), full_check=total <= external_bytes and not contrib)
         return len(self._nodes)

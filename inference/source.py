@@ -73,7 +73,7 @@ def find_model(path: Path | str) -> FoundModel:
     if not path.exists():
         raise WrongUse("no such model", where=path, fix="check the spelling; runs are under runs/")
     if not _is_huggingface(path):
-        if is_artifact(path) and (kind := read_manifest(path).kind) in ("onnx", "engine"):
+        if is_artifact(path) and (kind := read_manifest(path).kind) in ("onnx", "engine", "gguf"):
             raise WrongUse(
                 f"a torch model is needed, this is an artifact of kind {kind}",
                 where=path,

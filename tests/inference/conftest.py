@@ -22,6 +22,8 @@ from throughline.models.huggingface import to_huggingface
 from throughline.models.init import build
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+sys.path.insert(0, str(Path(__file__).parent))  # small_models.py, which tests import
+
 TEXT = [
     "The quick brown fox jumps over the lazy dog, again and again.",
     "Wörter mit Umlauten, café, naïve, 東京, Ελλάδα and 🙂 emoji.",

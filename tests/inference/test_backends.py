@@ -1,5 +1,6 @@
 """Opening a model: the device, dtype and runtime that were asked for, or an error; never silently another."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -98,3 +99,29 @@ def test_the_fastest_is_chosen_and_said(bert_onnx: Path, capsys, monkeypatch: py
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(WrongUse, match="OpenVINO is not installed"):
         open_backend(bert_onnx, BackendOptions(device="cpu", runtime="openvino"))
+
+
+@pytest.mark.slow
+def test_a_compiled_bert_answers_what_an_eager_one_answers(bert_dir: Path) -> None:
+    """torch.compile with shapes that change between calls; half a minute of compiler."""
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    eager, compiled = (
+        open_backend(bert_dir, BackendOptions(device="cpu", runtime=name)).encoder
+        for name in ("torch", "torch-compiled")
+    )
+    assert compiled.name == "torch-compiled"
+    rng = np.random.default_rng(0)
+    for rows, length in ((1, 7), (3, 17), (2, 33)):
+        ids, mask = (
+            rng.integers(0, 90, (rows, length)),
+            np.arange(length) < rng.integers(1, length + 1, (rows, 1)),
+        )
+        outputs = [
+            encoder.forward(ids, np.zeros_like(ids), mask, np.zeros((rows, 2), np.int64))
+            for encoder in (eager, compiled)
+        ]
+        for name, value in outputs[0].items():
+            real = mask if name == "last_hidden_state" else ...
+            # fp32 sums in another order, see parity.BOUNDS
+            np.testing.assert_allclose(outputs[1][name][real], value[real], atol=1e-4 * np.abs(value).max())

@@ -1,13 +1,14 @@
 """Exports: complete artifacts that other programs load, or nothing at all."""
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from throughline.cli.main import main
 from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Refused, WrongUse
 from throughline.inference.backends import open_backend
@@ -45,20 +46,70 @@ def test_above_the_bound_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_nothing(bert_dir: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; from throughline.inference.export import export_onnx; from throughline.core.errors import Failed\n"
-        "try: export_onnx(sys.argv[1], sys.argv[2])\n"
-        "except Failed as error: print(error.why); sys.exit(error.exit_code)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, bert_dir, tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-    )
+FULL = """
+import resource, sys
+from importlib import import_module
+from throughline.core.errors import Failed
+from throughline.inference.export import Judging
+module, name, limit, *rest = sys.argv[1:]
+export = getattr(import_module("throughline.inference." + module), name)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+try:
+    export(*rest, **({} if module == "gguf_export" else {"judging": Judging(bench=False)}))
+except Failed as error:
+    print(error.why)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "limit", "needs"),
+    [
+        ("export", "export_onnx", 100_000, ""),
+        ("handover", "export_huggingface", 100_000, ""),
+        ("triton", "export_triton", 100_000, ""),
+        ("gguf_export", "export_gguf", 100_000, "gguf"),
+        ("export_engine", "export_engine", 100_000, "tensorrt_rtx"),  # ends with the graph
+        ("export_engine", "export_engine", 400_000, "tensorrt_rtx"),  # the graph fits, the engine does not
+    ],
+    ids=["onnx", "huggingface", "triton", "gguf", "engine-graph", "engine"],
+)
+def test_a_full_disk_leaves_nothing(
+    module, name, limit: int, needs: str, bert_dir: Path, tmp_path: Path
+) -> None:
+    if needs:
+        pytest.importorskip(needs)
+    words = [sys.executable, "-c", FULL, module, name, str(limit), bert_dir, tmp_path / "out"]
+    words += ["tensorrt_rtx"] * (module == "export_engine")
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 1 and "file-size limit" in done.stdout, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--opset", "16"), 2, "17"),
+        (("--precision", "int4", "--variant", "onnxruntime", "--text", "TEXT"), 2, "int4 is for a GPT"),
+        (("--precision", "int8"), 2, "judged on real text"),
+        (("--precision", "int8", "--text", "TEXT", "--calibration", "absent"), 2, "absent"),
+        (("--precision", "int8", "--text", "TEXT", "--variant", "tensorrt", "--opset", "18"), 2, "opset 18"),
+        (("--device", "cuda"), 2, "no CUDA device here"),
+    ],
+    ids=["opset", "int4", "no-text", "no-calibration", "opset-int8", "no-gpu"],
+)
+def test_what_cannot_be_exported_leaves_nothing(
+    words, code: int, message: str, bert_dir: Path, tmp_path: Path
+) -> None:
+    """From the command line: one clear error and its exit code, and no directory begun."""
+    text = tmp_path / "text.txt"
+    text.write_text("A model reads text and says which word is likely to come next. " * 200)
+    given = [str(text) if word == "TEXT" else word for word in words]
+    done = CliRunner().invoke(
+        main, ["export", str(bert_dir), "--to", "onnx", "--out", str(tmp_path / "out"), *given]
+    )
+    assert done.exit_code == code and message in done.output and "Traceback" not in done.output, done.output
+    assert list(tmp_path.iterdir()) == [text]
 
 
 def test_taken_and_wrong_paths_are_refused(gpt_dir: Path, gpt_onnx: Path, tmp_path: Path) -> None:

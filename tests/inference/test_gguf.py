@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from small_models import opinionated_model
+from throughline.cli.main import main
 from throughline.core.artifact import Input
 from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import Refused, WrongUse
@@ -17,7 +20,6 @@ from throughline.inference.gguf_writer import architecture_of, write_gguf
 from throughline.inference.slots import generate
 from throughline.inference.source import OpenedModel
 from throughline.models.config import BERTConfig, GPTConfig
-from throughline.models.init import build
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf")
@@ -32,29 +34,16 @@ SHAPES = {
 }  # fmt: skip
 
 
-def opinionated(name: str):
-    """A model whose matrices are large enough that positions, order and reordering show in every output."""
-    import torch
-
-    model = build(SHAPES[name], 1).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0) if parameter.dim() == 2 else parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-@pytest.mark.parametrize("precision", ["f32", "q8_0"])
+@pytest.mark.parametrize("precision", ["f32", "q8_0", "q4_0"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_llama_cpp_computes_what_torch_computes(name: str, precision: str, tmp_path: Path) -> None:
-    model, file = opinionated(name), tmp_path / "model.gguf"
+    model, file = opinionated_model(SHAPES[name]), tmp_path / "model.gguf"
     write_gguf(model, None, file, precision)
     opened = OpenedModel(model, None, Input("here", "model", ""))
     found = compare_gguf(opened, file, model.config, precision)  # raises above its bound
     assert architecture_of(model.config) == name
     if precision == "f32":  # a wrong order of rows or positions costs whole nats
         assert next(iter(found.values())) < BOUNDS["f32"]
-    other = dataclasses.replace(model.config, sequence_length=32)
-    assert other != model.config
 
 
 def test_what_llama_cpp_computes_otherwise_is_refused() -> None:
@@ -102,3 +91,54 @@ def test_a_dtype_or_runtime_of_its_own(gpt_dir: Path, tmp_path: Path) -> None:
         open_backend(tmp_path / "gguf", BackendOptions(dtype="fp16"))
     with pytest.raises(WrongUse, match="does not run a GGUF"):
         open_backend(tmp_path / "gguf", BackendOptions(runtime="torch"))
+
+
+def test_a_bare_file_is_opened(gpt_dir: Path, tmp_path: Path) -> None:
+    """Anybody's .gguf: shape and tokenizer are those of the metadata, and the answers those of the artifact."""
+    export_gguf(gpt_dir, tmp_path / "gguf", "q8_0")
+    (tmp_path / "alone.gguf").write_bytes((tmp_path / "gguf" / "model.gguf").read_bytes())
+    options = BackendOptions(device="cpu", threads=1)
+    ours, bare = (open_backend(path, options) for path in (tmp_path / "gguf", tmp_path / "alone.gguf"))
+    assert bare.config == dataclasses.replace(ours.config, tied=True)  # which the file does not say
+    assert bare.causal.dtype == "q8_0" and bare.input.kind == "foreign"
+    one, other = Tokenizer.load(ours.tokenizer), Tokenizer.load(bare.tokenizer)
+    text = "The quick brown fox; naïve café 東京 🙂 again\n\n  and 12 again."
+    assert one.encode(text).tolist() == other.encode(text).tolist()
+    assert (one.eos_id, one.vocab_size) == (other.eos_id, other.vocab_size) and other.decode(
+        one.encode(text)
+    ) == text
+    done = CliRunner().invoke(
+        main, ["generate", str(tmp_path / "alone.gguf"), "--prompt", "A", "--max-tokens", "3"]
+    )
+    assert done.exit_code == 0 and done.stdout.startswith("A"), done.output
+    done = CliRunner().invoke(main, ["bench", "latency", str(tmp_path / "alone.gguf"), "--seconds", "0.05"])
+    assert done.exit_code == 0 and "llamacpp" in done.stdout, done.output
+
+
+def test_a_bare_bert_embeds_the_same_words(bert_dir: Path, tmp_path: Path) -> None:
+    export_gguf(bert_dir, tmp_path / "gguf", "f32")
+    (tmp_path / "alone.gguf").write_bytes((tmp_path / "gguf" / "model.gguf").read_bytes())
+    loaded = open_backend(tmp_path / "alone.gguf", BackendOptions(device="cpu", threads=1))
+    text = "a model reads text, again."  # in lower case, as llama.cpp reads it
+    assert loaded.family == "bert"
+    ours, theirs = (Tokenizer.load(file) for file in (bert_dir / "tokenizer.json", loaded.tokenizer))
+    assert ours.encode(text).tolist() == theirs.encode(text).tolist()
+    assert (ours.cls_id, ours.sep_id, ours.mask_id) == (theirs.cls_id, theirs.sep_id, theirs.mask_id)
+
+
+def test_bare_files_that_cannot_be_read(gpt_dir: Path, tmp_path: Path) -> None:
+    export_gguf(gpt_dir, tmp_path / "gguf", "f16")
+    whole = (tmp_path / "gguf" / "model.gguf").read_bytes()
+    for name, data in (("cut", whole[:3000]), ("short", whole[: len(whole) // 2]), ("other", b"not a model")):
+        (tmp_path / f"{name}.gguf").write_bytes(data)
+        with pytest.raises(Refused, match=r"no whole GGUF model|cannot load this file"):
+            open_backend(tmp_path / f"{name}.gguf", BackendOptions(device="cpu"))
+    with pytest.raises(WrongUse, match="no such model"):
+        open_backend(tmp_path / "absent.gguf")
+    other = whole.replace(b"gpt-2", b"dbrx2")  # the name of a pre-tokenizer that is not rebuilt here
+    (tmp_path / "dbrx.gguf").write_bytes(other)
+    with pytest.raises(Refused, match="not rebuilt from GGUF"):
+        open_backend(tmp_path / "dbrx.gguf")
+    (tmp_path / "tokenizer.json").write_bytes((gpt_dir / "tokenizer.json").read_bytes())
+    (tmp_path / "dbrx.gguf").write_bytes(whole)
+    assert open_backend(tmp_path / "dbrx.gguf").tokenizer == tmp_path / "tokenizer.json"

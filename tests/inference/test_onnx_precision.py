@@ -7,10 +7,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from throughline.core.artifact import Input
-from throughline.core.backend import BackendOptions
+from small_models import BERT, GPT, LLAMA, NOWHERE, exported, opinionated_model
 from throughline.core.errors import Refused, WrongUse
-from throughline.inference.backends import Loaded, onnx_backend
+from throughline.inference.backends import Loaded
 from throughline.inference.export import check_fusion
 from throughline.inference.graph_options import GraphOptions
 from throughline.inference.graph_probe import first_bad_node, layer_errors
@@ -20,47 +19,15 @@ from throughline.inference.onnx_products import BLOCK, int8_by_output, pack_bloc
 from throughline.inference.onnx_writer import Graph
 from throughline.inference.parity import BOUNDS, compare, require
 from throughline.inference.reference import OptimumCausal, reference_of
-from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.config import GPTConfig
 from throughline.models.heads import Head, build_with_head
-from throughline.models.init import build
-
-NOWHERE = Input("test", "foreign", "0")
-GPT = GPTConfig(vocab_size=97, sequence_length=80, layers=2, width=32, heads=4)
-BERT = BERTConfig(vocab_size=97, sequence_length=48, layers=2, width=32, heads=4)
-LLAMA = {
-    "positions": "rotary",
-    "norm": "rmsnorm",
-    "activation": "silu",
-    "gated": True,
-    "bias": False,
-    "tied": False,
-}
 
 RANGES = 8.0  # inputs of these models' layers stay below it
-
-
-def opinionated_model(config):
-    """Random weights large enough that a wrong mask or position changes the outputs in the first digit."""
-    model = build(config, 1).eval()
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            generator = torch.Generator().manual_seed(number)
-            if parameter.dim() == 2:
-                parameter.mul_(8.0)
-            else:
-                parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator))
-    return model
 
 
 def options_for(model, *given, **named) -> GraphOptions:
     names = [*dict(getattr(model, "encoder", model).named_modules()), "output"]
     return GraphOptions(*given, ranges=dict.fromkeys(names, RANGES), **named)
-
-
-def written(model, path: Path, options: GraphOptions) -> Loaded:
-    graph = gpt_graph(model, options) if isinstance(model.config, GPTConfig) else bert_graph(model, options)
-    graph.save(path / "model.onnx", {})
-    return onnx_backend(path / "model.onnx", model.config, None, NOWHERE, BackendOptions("cpu", threads=1))
 
 
 FORMS = [
@@ -88,7 +55,7 @@ def test_every_form_passes_the_sweep(config, form: tuple, tmp_path: Path) -> Non
     model = opinionated_model(config)
     options = options_for(model, *form)
     options.check("gpt" if isinstance(config, GPTConfig) else "bert")
-    report = compare(reference_of(model, None, NOWHERE), written(model, tmp_path, options), BOUNDS[form[1]])
+    report = compare(reference_of(model, None, NOWHERE), exported(model, tmp_path, options), BOUNDS[form[1]])
     require(report, "the graph")
     errors = [row["max_abs"] for row in layer_errors(model, tmp_path / "model.onnx", config)]
     # per layer: fp32 sums in another order; fp16 rounds at 5e-4 of values up to about 10; int8 at a 255th
@@ -99,7 +66,7 @@ def test_every_form_passes_the_sweep(config, form: tuple, tmp_path: Path) -> Non
 def test_int4_weights_for_a_gpt(tmp_path: Path) -> None:
     """Against the module with the same rounded weights, because small random models change a lot in 4 bits."""
     model = opinionated_model(dataclasses.replace(GPT, width=64, **LLAMA))
-    candidate = written(model, tmp_path, options_for(model, "onnxruntime", "int4"))
+    candidate = exported(model, tmp_path, options_for(model, "onnxruntime", "int4"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2:
@@ -183,7 +150,7 @@ def test_a_gpt_under_optimums_names(config, tmp_path: Path) -> None:
 def test_every_head(kind, form: tuple, tmp_path: Path) -> None:
     labels = ("start", "end") if kind == "question-answering" else ("a", "b", "c")
     model = build_with_head(opinionated_model(BERT), Head(kind, labels)).eval()
-    candidate = written(model, tmp_path, options_for(model, *form))
+    candidate = exported(model, tmp_path, options_for(model, *form))
     report = compare(reference_of(model, None, NOWHERE), candidate, BOUNDS[form[1]])
     require(report, "the graph")
     wanted = {"start_logits", "end_logits"} if kind == "question-answering" else {"logits"}
@@ -193,7 +160,7 @@ def test_every_head(kind, form: tuple, tmp_path: Path) -> None:
 @pytest.mark.parametrize("pooling", ["cls", "mean-normalised", "cls-normalised"])
 def test_poolings(pooling, tmp_path: Path) -> None:
     model = opinionated_model(BERT)
-    candidate = written(model, tmp_path, GraphOptions(pooling=pooling))
+    candidate = exported(model, tmp_path, GraphOptions(pooling=pooling))
     require(compare(reference_of(model, None, NOWHERE, pooling), candidate), "the graph")
     assert not compare(reference_of(model, None, NOWHERE), candidate)["passed"]  # the mean is something else
 
@@ -204,7 +171,7 @@ def test_the_first_bad_node_is_named(tmp_path: Path) -> None:
     with torch.no_grad():
         model.blocks["1"].mlp.up.bias.fill_(60_000.0)
         model.blocks["1"].mlp.up.weight.mul_(1e5)
-    written(model, tmp_path, GraphOptions("portable", "fp16"))
+    exported(model, tmp_path, GraphOptions("portable", "fp16"))
     message = first_bad_node(tmp_path / "model.onnx", model.config)
     assert message.startswith("the first of them is")
     graph = onnx.load(tmp_path / "model.onnx").graph
@@ -220,7 +187,7 @@ def test_the_first_bad_node_is_named(tmp_path: Path) -> None:
 
 def first_bad_node_of_a_good_one(path: Path) -> str:
     model = opinionated_model(GPT)
-    written(model, path, GraphOptions("portable", "fp16"))
+    exported(model, path, GraphOptions("portable", "fp16"))
     return first_bad_node(path / "model.onnx", model.config)
 
 
@@ -256,7 +223,7 @@ def test_a_calibration_of_another_shape_is_refused() -> None:
 def test_a_missing_fusion_is_refused(tmp_path: Path) -> None:
     """The check reads the optimised graph: one written without fused operators does not pass for one with."""
     model = opinionated_model(BERT)
-    written(model, tmp_path, GraphOptions(opset=20))
+    exported(model, tmp_path, GraphOptions(opset=20))
     with pytest.raises(Refused, match="does not run this graph fused"):
         check_fusion(tmp_path / "model.onnx", model.config, GraphOptions(opset=24))
 

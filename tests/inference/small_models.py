@@ -1,0 +1,45 @@
+"""Small models of every family and the ways to a loaded graph that the tests of graphs share."""
+
+from pathlib import Path
+
+import torch
+from throughline.core.artifact import Input
+from throughline.core.backend import BackendOptions
+from throughline.inference.backends import Loaded, onnx_backend
+from throughline.inference.graph_options import PLAIN, GraphOptions
+from throughline.inference.onnx_bert import bert_graph
+from throughline.inference.onnx_gpt import gpt_graph
+from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.init import build
+
+NOWHERE = Input("test", "foreign", "0")
+GPT = GPTConfig(vocab_size=97, sequence_length=80, layers=2, width=32, heads=4)
+BERT = BERTConfig(vocab_size=97, sequence_length=48, layers=2, width=32, heads=4)
+LLAMA = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "activation": "silu",
+    "gated": True,
+    "bias": False,
+    "tied": False,
+}
+
+
+def opinionated_model(config, seed: int = 1):
+    """Random weights large enough that a wrong mask or position changes the outputs in the first digit."""
+    model = build(config, seed).eval()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            if parameter.dim() == 2:
+                parameter.mul_(8.0)
+            else:
+                parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator))
+    return model
+
+
+def exported(model, path: Path, options: GraphOptions = PLAIN, **saving) -> Loaded:
+    """The model's graph, written to a directory and opened on one CPU thread."""
+    graph = gpt_graph(model, options) if isinstance(model.config, GPTConfig) else bert_graph(model, options)
+    graph.save(path / "model.onnx", {}, **saving)
+    return onnx_backend(path / "model.onnx", model.config, None, NOWHERE, BackendOptions("cpu", threads=1))
