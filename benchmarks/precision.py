@@ -64,7 +64,7 @@ def train_gpt(folder: Path, text: str, steps: int) -> Path:
         "checkpoint.save_every_steps": steps,
     }
     changes = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
-    throughline("train", "gpt-shakespeare", "--out", folder / "run", *changes)
+    throughline("train", "gpt-shakespeare", "--run-dir", folder / "run", *changes)
     return folder / "run"
 
 

@@ -43,13 +43,13 @@ def latency(
     """Median and tail latency per batch and length, of one or more models, beside each other.
 
     On a GPU the least time that its memory and arithmetic allow stands beside it, and of a BERT-Base or -Large
-    what NVIDIA reported for TensorRT on a T4.
+    what NVIDIA reported for TensorRT on a T4. Below the table each is compared with the first.
 
     \b
     Example:  throughline bench latency runs/my-gpt my/gpt-onnx
     """
     from ..inference.backends import open_backend, runtimes_of
-    from ..inference.bench import latency_lines, latency_plot, latency_table
+    from ..inference.bench import latency_lines, latency_plot, latency_table, verdicts
 
     rows = []
     for path in paths:
@@ -62,7 +62,8 @@ def latency(
     header, cells = latency_lines(rows)
     if len(paths) > 1:
         header, cells = ["model", *header], [[row["model"], *line] for row, line in zip(rows, cells)]
-    console.result({"latency": rows}, console.table(header, cells))
+    said = verdicts(rows)
+    console.result({"latency": rows, "verdicts": said}, [*console.table(header, cells), *said])
 
 
 @command.command()

@@ -104,8 +104,14 @@ def command(
     text, calibration, bench = given.pop("text"), given.pop("calibration"), given.pop("bench")
     device = given.pop("device")
     if target in ("calibration", "gguf") and device != "cpu":
-        why = "llama.cpp's side of the comparison is on the CPU" if target == "gguf" else "torch reads the text there"
-        raise WrongUse(f"--to {target} runs on the CPU", where=f"--device {device}", why=why, fix="--device cpu")
+        why = (
+            "llama.cpp's side of the comparison is on the CPU"
+            if target == "gguf"
+            else "torch reads the text there"
+        )
+        raise WrongUse(
+            f"--to {target} runs on the CPU", where=f"--device {device}", why=why, fix="--device cpu"
+        )
     if target == "calibration":
         from ..inference.calibration import write_calibration
 

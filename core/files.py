@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
@@ -121,20 +122,26 @@ def _exchange(one: Path, other: Path) -> bool:
 @contextmanager
 def full_disk(path: Path | str) -> Iterator[None]:
     """Turns the system's "no room" errors (disk, quota, file-size limit, read-only) and those of a name that
-    cannot be into ours, which name the path.
+    cannot be into ours, which name the path; also as numpy and libraries in Rust report them.
     """
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        number = _errno(error)
+        if number is None:
+            raise
         names = {
             errno.EEXIST: "something else has that name",
             errno.ENOTDIR: "a part of the path is a file",
             errno.ENAMETOOLONG: "the name is too long",
         }
-        if error.errno in names:
+        if number in names:
             fix = "choose another directory"
             raise WrongUse(
-                "cannot write there", where=error.filename or path, why=names[error.errno], fix=fix
+                "cannot write there",
+                where=getattr(error, "filename", None) or path,
+                why=names[number],
+                fix=fix,
             ) from error
         reasons = {
             errno.ENOSPC: "the disk is full",
@@ -144,14 +151,26 @@ def full_disk(path: Path | str) -> Iterator[None]:
             errno.EROFS: "the file system is read-only",
             errno.EACCES: "no permission to write there",
         }
-        if error.errno not in reasons:
+        if number not in reasons:
             raise
         raise Failed(
             "cannot write",
             where=path,
-            why=f"{reasons[error.errno]} ({free_text(path)})",
+            why=f"{reasons[number]} ({free_text(path)})",
             fix="free some room or choose another output directory; nothing was left half-written",
         ) from error
+
+
+def _errno(error: Exception) -> int | None:
+    """The system's number of an error. numpy's tofile names none: the process's limit, or else the disk."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    if isinstance(error, OSError) and "requested and" in str(error):
+        import resource
+
+        return errno.EFBIG if resource.getrlimit(resource.RLIMIT_FSIZE)[0] >= 0 else errno.ENOSPC
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
 
 
 def free_text(path: Path | str) -> str:

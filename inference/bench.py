@@ -14,6 +14,7 @@ from .loaded import Loaded
 from .roofline import floor_ms, reported
 
 SECONDS_PER_CASE = 1.0  # measured time per line of the table
+WORTH = 1.1  # times the speed from which another file to keep and a longer start pay
 
 
 def latency_table(loaded: Loaded, seconds: float = SECONDS_PER_CASE) -> list[dict[str, Any]]:
@@ -110,6 +111,30 @@ def _causal_call(backend: CausalBackend, ids: np.ndarray, past: int) -> Callable
     cache, pasts = backend.new_cache(len(ids)), np.full(len(ids), past)
     ask = np.full((len(ids), 1), ids.shape[1] - 1)
     return partial(backend.forward, ids, pasts, ask, cache)
+
+
+def verdicts(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each further model or backend: how fast it is beside the first of the table, by the geometric mean
+    of the medians that both have, and that it is not worth it below `WORTH`.
+    """
+
+    def of(row: dict[str, Any]) -> tuple[str, str]:
+        return row.get("model", ""), row["backend"]
+
+    cases = {(of(row), row["what"], row["batch"], row["tokens"]): row["p50_ms"] for row in rows}
+    first, lines = of(rows[0]), []
+    for one in dict.fromkeys(of(row) for row in rows):
+        pairs = [
+            (cases[first, *case], p50)
+            for (whose, *case), p50 in cases.items()
+            if whose == one != first and (first, *case) in cases
+        ]
+        if pairs:
+            speed = float(np.exp(np.mean([np.log(before / now) for before, now in pairs])))
+            name = one[1] if one[1] != first[1] else one[0]
+            verdict = "" if speed >= WORTH else ": not worth it here"
+            lines.append(f"{name} has {speed:.2f} times the speed of {first[1]}{verdict}")
+    return lines
 
 
 def latency_lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:

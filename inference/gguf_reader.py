@@ -30,9 +30,9 @@ def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None]:
     if not path.is_file():
         raise WrongUse("no such model", where=path, fix="check the spelling")
     try:
-        fields = gguf.GGUFReader(path).fields
-        given = {name: field.contents() for name, field in fields.items()}
-        config = config_of(given)
+        reader = gguf.GGUFReader(path)
+        given = {name: field.contents() for name, field in reader.fields.items()}
+        config = config_of(given, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
     except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         why = f"{type(error).__name__}: {error}"
         raise Refused(
@@ -42,7 +42,7 @@ def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None]:
     return config, PRECISIONS.get(number, f"gguf-{number}"), _tokenizer_file(path, given)
 
 
-def config_of(given: dict[str, Any]) -> ModelConfig:
+def config_of(given: dict[str, Any], tied: bool) -> ModelConfig:
     """The shape that the metadata describe. Raises KeyError for a field that is missing."""
     name = given["general.architecture"]
     size = {key: given[f"{name}.{key}"] for key in ("context_length", "embedding_length", "block_count")}
@@ -60,10 +60,10 @@ def config_of(given: dict[str, Any]) -> ModelConfig:
     shape |= {"kv_heads": given.get(f"{name}.attention.head_count_kv", heads)}
     shape |= {"head_width": given.get(f"{name}.attention.key_length", size["embedding_length"] // heads)}
     if name == "gpt2":
-        return GPTConfig(**shape)
+        return GPTConfig(**shape, tied=tied)
     llama: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "activation": "silu", "gated": True}
     theta = given.get(f"{name}.rope.freq_base", 10000.0)
-    return GPTConfig(**shape, **llama, bias=False, tied=False, rope_theta=theta)
+    return GPTConfig(**shape, **llama, bias=False, tied=tied, rope_theta=theta)
 
 
 def _tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
@@ -83,6 +83,7 @@ def _tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
     made.save(str(folder / "tokenizer.json"))
     roles = ("bos", "eos", "unknown", "padding", "cls", "seperator", "mask")
     texts, names = given["tokenizer.ggml.tokens"], {"unknown": "unk", "padding": "pad", "seperator": "sep"}
+    names |= {"bos": "cls"} if kind == "bert" else {}
     config = {
         f"{names.get(role, role)}_token": texts[given[f"tokenizer.ggml.{role}_token_id"]]
         for role in roles

@@ -38,6 +38,7 @@ FORMS = [
     ("portable", "fp16", 19),
     ("portable", "int8", 24),
     ("onnxruntime", "fp32", 24),
+    ("onnxruntime", "fp16", 24),
     ("onnxruntime", "int8", 24),
     ("tensorrt", "fp16", 24),
     ("tensorrt", "int8", 24),
