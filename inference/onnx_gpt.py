@@ -182,7 +182,7 @@ def _grouped(
         presents = [f"present.{layer}.{kind}" for kind in ("key", "value")]
         memory.presents += presents
         inputs = (query, key, value, *stores, *memory.ends)
-        counts = {"num_heads": heads, "kv_num_heads": groups}
+        counts: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups}
         return graph.node("GroupQueryAttention", *inputs, more=presents, domain=CONTRIB, **counts)
 
     return core
