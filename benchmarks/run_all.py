@@ -76,6 +76,14 @@ def merged(old: dict, new: dict) -> dict:
     )
 
 
+def unnamed(benchmark: str, line: dict, committed: list[dict]) -> list[str]:
+    """Claims of a committed result of this benchmark that the line lacks: a quick run measures the same ones."""
+    known = {
+        claim["name"] for results in committed for claim in results.get(benchmark, {"claims": []})["claims"]
+    }
+    return sorted(known - {claim["name"] for claim in line["claims"]})
+
+
 def main() -> int:
     options = parser(__doc__ or "")
     options.add_argument(
@@ -95,7 +103,8 @@ def main() -> int:
     )
     options.add_argument("--results", type=Path, default=HERE / "results" / f"{machine_name()}.json")
     chosen = options.parse_args()
-    failed, spent = [], {}
+    committed = [json.loads(file.read_text()) for file in sorted((HERE / "results").glob("*.json"))]
+    failed, lacking, spent = [], [], {}
     for name, needs in BENCHMARKS.items():
         if chosen.only and name not in chosen.only:
             continue
@@ -118,6 +127,7 @@ def main() -> int:
         )  # as it is now: others may have written
         line = last_json_line(done.stdout) | {"quick": chosen.quick, "wall_s": round(spent[name])}
         results[name] = merged(results[name], line) if chosen.parts and name in results else line
+        lacking += [f"{name}: {claim}" for claim in unnamed(name, results[name], committed)]
         chosen.results.parent.mkdir(parents=True, exist_ok=True)
         chosen.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     limit = MINUTES_QUICK if chosen.quick else MINUTES
@@ -128,7 +138,9 @@ def main() -> int:
         print(f"the benchmarks took longer than {limit} minutes", file=sys.stderr)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    if lacking:
+        print(f"claims that were not measured: {', '.join(lacking)}", file=sys.stderr)
+    return 1 if failed or lacking else 0
 
 
 if __name__ == "__main__":

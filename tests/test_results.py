@@ -134,3 +134,15 @@ def test_parity_is_refused_where_it_does_not_hold() -> None:
         }
     }
     assert parity.open_points(line, ["piqa", "copa"]) == (["trained copa"], ["random copa"])
+
+
+def test_a_run_that_leaves_out_a_claim_says_so() -> None:
+    """What `make bench-quick` checks against the committed results of every machine."""
+    unnamed = script("benchmarks/run_all.py").unnamed
+    committed = [
+        {"race": {"claims": [{"name": "a"}, {"name": "b"}]}},
+        {"race": {"claims": [{"name": "c"}]}},
+        {},
+    ]
+    assert unnamed("race", {"claims": [{"name": "b"}, {"name": "new"}]}, committed) == ["a", "c"]
+    assert unnamed("other", {"claims": []}, committed) == []

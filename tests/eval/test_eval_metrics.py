@@ -1,10 +1,21 @@
 """Metrics against their definitions: what decides a choice, F1 as scikit-learn has it, standard errors."""
 
+import math
+
 import numpy as np
 import pytest
 from throughline.core.scorer import Score
+from throughline.eval import metrics as metrics_module
 from throughline.eval.items import Item
-from throughline.eval.metrics import METRICS, aggregate, bootstrap_error, choice_outcome, random_baseline
+from throughline.eval.metrics import (
+    METRICS,
+    aggregate,
+    bootstrap_error,
+    choice_outcome,
+    exact_match_outcome,
+    loglikelihood_outcome,
+    random_baseline,
+)
 
 
 def test_choices_are_compared_by_sums_characters_and_bytes() -> None:
@@ -21,7 +32,41 @@ def test_choices_are_compared_by_sums_characters_and_bytes() -> None:
         }
     assert choice_outcome(item, [Score(-1.0, 0, 1)] * 3)["acc"] == [1.0], "of equal choices the first"
     assert random_baseline("acc", [item, Item("y", (), ("a", "b"))]) == pytest.approx((1 / 3 + 1 / 2) / 2)
-    assert random_baseline("f1", [item]) is None
+    assert random_baseline("acc", [item]) == pytest.approx(1 / 3)
+    assert random_baseline("f1", [item]) is None and random_baseline("acc", []) is None
+
+
+def test_f1_is_told_the_gold_and_the_predicted_label() -> None:
+    """The pick is neither the first choice nor the gold one."""
+    item = Item("x", (("Q", " a"), ("Q", " b"), ("Q", " c")), ("a", "b", "c"), gold=2)
+    found = choice_outcome(item, [Score(value, 0, 1) for value in (-4.0, -1.0, -6.0)])
+    assert (found["f1"], found["f1_macro"]) == ([2.0, 1.0], [2.0, 1.0, 3.0])
+
+
+def test_outcomes_of_answers_and_of_log_likelihoods() -> None:
+    """Greedy only when every token is the arg-max; case, punctuation and outer blanks of an answer do not count."""
+    assert loglikelihood_outcome([Score(-2.5, 3, 3)]) == {"acc": [1.0], "perplexity": [-2.5]}
+    assert loglikelihood_outcome([Score(-2.5, 2, 3)])["acc"] == [0.0]
+    assert exact_match_outcome(("Paris", "City of Light"), " city of light. ") == {"exact_match": [1.0]}
+    assert exact_match_outcome(("Paris",), "Paris, France") == {"exact_match": [0.0]}
+
+
+def test_aggregates_are_their_definitions() -> None:
+    """Two records of -2 and -4 nats, of 3 and 5 units; a perplexity too large for JSON is capped."""
+    rows = [[-2.0, 3.0], [-4.0, 5.0]]
+    assert aggregate("perplexity", rows)[0] == pytest.approx(math.exp(3.0))
+    for name in (
+        "word_perplexity",
+        "byte_perplexity",
+        "token_perplexity",
+        "adjusted_perplexity",
+        "mlm_perplexity",
+    ):
+        assert aggregate(name, rows)[0] == pytest.approx(math.exp(6.0 / 8.0)), name
+        assert not METRICS[name].higher
+    assert aggregate("bits_per_byte", rows)[0] == pytest.approx(6.0 / 8.0 / math.log(2))
+    assert aggregate("mlm_accuracy", [[1.0, 4.0], [3.0, 4.0]])[0] == 0.5
+    assert aggregate("word_perplexity", [[-5000.0, 1.0]])[0] == pytest.approx(math.exp(300.0))
 
 
 def test_f1_is_that_of_scikit_learn() -> None:
@@ -45,3 +90,21 @@ def test_standard_errors() -> None:
     assert value == rows.mean() and error == pytest.approx(rows.std(ddof=1) / np.sqrt(300))
     assert bootstrap_error(METRICS["acc"].aggregate, rows) == pytest.approx(error, rel=0.12)
     assert aggregate("acc", [[1.0]]) == (1.0, None)
+    assert aggregate("acc", [[1], [0]])[1] == pytest.approx(0.5), "of two records the error is known"
+
+
+def test_a_bootstrap_is_the_same_each_time_however_much_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a ratio of sums, whose error has no closed form; the draws have one order, in pieces too."""
+    rows = np.random.default_rng(2).uniform(1, 2, (40, 2)) * [-1, 1]
+    value, error = aggregate("bits_per_byte", rows.tolist())
+    assert (
+        error
+        == aggregate("bits_per_byte", rows.tolist())[1]
+        != bootstrap_error(METRICS["acc"].aggregate, rows)
+    )
+    monkeypatch.setattr(metrics_module, "_RESAMPLE_CELLS", 81)
+    assert aggregate("bits_per_byte", rows.tolist()) == (value, pytest.approx(error, rel=1e-12))
+    jackknife = [METRICS["bits_per_byte"].aggregate(np.delete(rows, k, 0)) for k in range(40)]
+    assert error == pytest.approx(np.std(jackknife) * math.sqrt(39), rel=0.15), (
+        "1,000 resamples of 40 records"
+    )
