@@ -2,8 +2,8 @@
 
     python benchmarks/planner_fit.py [--quick | --serve]
 
-Soft L1 on the log error of the predicted time (a row that is 30 % off pulls little more than one that is 6 % off), every
-table with the same weight, and a weak pull towards the constants as they stand. `--quick` leaves no table out.
+Soft L1 on the log error of the predicted time (a row that is 30 % off pulls little more than one that is 6 % off),
+every table with the same weight, and a weak pull towards the constants as they stand. `--quick` leaves no table out.
 """
 
 import argparse

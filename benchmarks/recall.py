@@ -4,8 +4,8 @@ python benchmarks/recall.py [--quick]
 
 Two-layer GPTs of the same shape learn to repeat a string of random symbols that they read DISTANCE tokens before. With
 a window of 64 in each of two layers a position reaches at most 126 tokens back, so a copy from 48 tokens back can be
-learned and one from 192 cannot, while dense attention learns both. Reported by its authors for sparse attention: quality
-like dense attention's at a tenth of the cost; the limit shown here is what the pattern's reach means.
+learned and one from 192 cannot, while dense attention learns both. Reported by its authors for sparse attention:
+quality like dense attention's at a tenth of the cost; the limit shown here is what the pattern's reach means.
 """
 
 import sys

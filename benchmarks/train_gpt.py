@@ -2,14 +2,14 @@
 
     python benchmarks/train_gpt.py --nanogpt PATH_OF_CHECKOUT [--quick] [--parts tokens,loss,novel,gpt124]
 
-tokens  nanoGPT's CPU configuration (4 layers, 4 heads, width 128, context 64, batch 12, fp32): tokens/s of `throughline train`,
+tokens  nanoGPT's CPU configuration (4 layers, 4 heads, width 128, context 64, batch 12, fp32): tokens/s of ours,
         of nanoGPT's train.py and of the transformers Trainer, from the times that each writes down for its
         steps
-loss    time from command to result until nanoGPT's loss after its 2,000 steps: train.py against recipes/gpt-shakespeare-fast.toml,
+loss    time from command to result until nanoGPT's loss after its 2,000 steps: train.py against gpt-shakespeare-fast,
         with an empty compile cache; both models scored by one function on the whole validation split, three
         seeds
 novel   the same two commands, untouched, on a novel
-gpt124  GPT-2 124M in bf16, 4 x 256 and 1 x 1024 tokens a step: tokens/s against transformers, the faster of eager and compiled
+gpt124  GPT-2 124M in bf16, 4 x 256 and 1 x 1024 tokens a step: tokens/s against transformers, its faster mode
 
 A run of ours that does not reach nanoGPT's loss counts as ratio 0.
 """

@@ -225,7 +225,8 @@ def tokenize(
     encoders = ", ".join(facts["made"]["backends"])
     shards = len(facts["shards"])
     lines = [
-        f"{facts['tokens']:,} tokens in {facts['documents']:,} documents, {shards:,} shard{'s' * (shards != 1)}, in {out}",
+        f"{facts['tokens']:,} tokens in {facts['documents']:,} documents, "
+        f"{shards:,} shard{'s' * (shards != 1)}, in {out}",
         f"{facts['text_bytes'] / facts['tokens']:.2f} bytes per token, {facts['dtype']}, encoded by {encoders}",
     ]
     lines += found_in_text(facts["made"]["counts"])

@@ -172,7 +172,9 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
             "tokens": f"{tokens['tokens']:,} tokens of {tokens['text_bytes'] / tokens['tokens']:.2f} bytes",
             "run": _trained(facts["run"]),
             "scores": _scored(facts["scores"]["scores"]),
-            "onnx": f"equals torch to {facts['onnx']['parity_max_abs']:.0e} (bound {facts['onnx']['parity_bound']:.0e})",
+            "onnx": "equals torch to {parity_max_abs:.0e} (bound {parity_bound:.0e})".format_map(
+                facts["onnx"]
+            ),
         }
         rate = {"run": f"{facts['run']['tokens_per_s']:,.0f} tokens/s"}
         for name, text in good.items():
@@ -193,7 +195,7 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
         f"done in {console.duration(total)}. Next:",
         f"  throughline serve gpt={place}/gpt-onnx bert={place}/bert-onnx      # then open http://127.0.0.1:8000/",
         f"  throughline generate {place}/gpt-onnx --prompt 'JULIET:'",
-        f"  throughline show {place}/gpt-onnx                                 # what it was made from, back to the text",
+        f"  throughline show {place}/gpt-onnx                            # what it was made from, back to the text",
         "  throughline demo --text your.txt --out runs/mine                # the same road on your own text",
     ]
 
@@ -202,7 +204,8 @@ def _trained(facts: dict[str, Any]) -> str:
     validation = facts["validation"]
     if "perplexity" in validation:
         return f"validation perplexity {validation['perplexity']:.1f}, {validation['bits_per_byte']:.2f} bits per byte"
-    return f"validation MLM accuracy {validation['mlm_accuracy']:.1%}, NSP accuracy {validation.get('nsp_accuracy', 0):.1%}"
+    nsp = validation.get("nsp_accuracy", 0)
+    return f"validation MLM accuracy {validation['mlm_accuracy']:.1%}, NSP accuracy {nsp:.1%}"
 
 
 def _scored(scores: dict[str, dict[str, float]]) -> str:

@@ -56,7 +56,8 @@ def command() -> None:
         f"native {' '.join(machine.cpu.dtypes)}",
     ]
     lines += [
-        f"GPU {gpu.index} {gpu.name}, capability {gpu.capability}, {console.amount(gpu.memory_bytes, 'B')}, driver {gpu.driver}"
+        f"GPU {gpu.index} {gpu.name}, capability {gpu.capability}, "
+        f"{console.amount(gpu.memory_bytes, 'B')}, driver {gpu.driver}"
         for gpu in machine.gpus
     ]
     if not machine.gpus:

@@ -25,7 +25,8 @@ def command(path: str, file: str, out: str | None, options: "BackendOptions") ->
     """Embed every line of FILE (- = standard input): one JSON object per line, {"text", "embedding"}.
 
     In a .jsonl file the "text" of every line is embedded and the other fields are kept; the same command
-    goes on after a stop. The embedding is the mean over the tokens, scaled to length 1: the dot product of two is their cosine.
+    continues a run that was stopped. The embedding is the mean over the tokens, scaled to length 1: the dot
+    product of two is their cosine.
 
     \b
     Example:  throughline embed runs/my-bert my/sentences.txt --out my/embeddings.jsonl

@@ -92,7 +92,8 @@ from .common import throughline_command
 @click.option(
     "--against",
     type=click.Path(),
-    help="Path of another form of the same model, scored too. Token probabilities that differ by more than --bound are an error.",
+    help="Path of another form of the same model, scored too. Token probabilities that differ by more than "
+    "--bound are an error.",
 )
 @click.option(
     "--bound",

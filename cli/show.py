@@ -34,7 +34,8 @@ def command(path: str) -> None:
         lines.append("  made from")
         state = {True: "", False: "  (CHANGED since)"}
         lines += [
-            f"  {'  ' * depth}{item.kind}  {item.path}  {item.hash[:12]}{_unknown(item.path) if same is None else state[same]}"
+            f"  {'  ' * depth}{item.kind}  {item.path}  {item.hash[:12]}"
+            f"{_unknown(item.path) if same is None else state[same]}"
             for depth, item, same in rows
         ]
     payload = asdict(manifest) | {

@@ -60,7 +60,8 @@ def command(recipe: str, overrides: tuple[str, ...], out: Path, steps: int) -> N
         rows.append((name, f"{row['measured_seconds']:.4g}", f"{row['spread_seconds']:.2g}", *errors))
     probes = facts["probes"]
     lines = [
-        f"products {probes['tflops'] * 1e3:,.0f} GFLOP/s in {facts['precision']}, copies {probes['bandwidth_gb_s']:.1f} GB/s, "
+        f"products {probes['tflops'] * 1e3:,.0f} GFLOP/s in {facts['precision']}, "
+        f"copies {probes['bandwidth_gb_s']:.1f} GB/s, "
         f"smallest kernel {probes['launch_s'] * 1e6:.1f} us",
         "",
         *console.table(("run", "s/step", "spread", "datasheet", "probes", "refit"), rows),

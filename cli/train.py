@@ -16,7 +16,8 @@ from .common import recipe_options, throughline_command
 @click.option(
     "--init-from",
     type=click.Path(),
-    help="Weights to begin with: a run, checkpoint, model or Hugging Face directory, or a nanoGPT or Megatron-LM checkpoint.",
+    help="Weights to begin with: a run, checkpoint, model or Hugging Face directory, or a nanoGPT "
+    "or Megatron-LM checkpoint.",
 )
 @click.option(
     "--resume",

@@ -18,7 +18,8 @@ def command(paths: tuple[str, ...]) -> None:
     """
     manifests = [verify_artifact(path) for path in paths]
     lines = [
-        f"ok  {path}  {manifest.kind}, {len(manifest.files)} files, {console.amount(sum(f.bytes for f in manifest.files), 'B')}"
+        f"ok  {path}  {manifest.kind}, {len(manifest.files)} files, "
+        f"{console.amount(sum(file.bytes for file in manifest.files), 'B')}"
         for path, manifest in zip(paths, manifests)
     ]
     console.result({"verified": [{"path": path, "hash": m.hash} for path, m in zip(paths, manifests)]}, lines)

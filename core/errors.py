@@ -10,7 +10,7 @@ EXIT_WRONG_USE = 2
 EXIT_REFUSED = 3
 EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
-EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # names the file in which the first process of `throughline launch` says what became of it
+EXIT_FILE = "THROUGHLINE_EXIT_FILE"  # the file in which the first process of a launch says what became of it
 
 
 class ThroughlineError(Exception):

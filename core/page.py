@@ -1,4 +1,4 @@
-"""Pages for people: one HTML file with tables and charts that needs no network, readable light and dark, wide and narrow.
+"""Pages for people: one HTML file with tables and charts, without a network, light and dark, wide and narrow.
 
 Charts are drawn by uPlot (core/web/, MIT), which is written into every page: 51 KB, hover values, labels that fit. A
 browser without scripts gets the tables and the last value of every series.

@@ -67,7 +67,8 @@ def check_question(
                 f"{name} is longer than the model's window",
                 where=where,
                 why=f"{len(continuation):,} tokens, the window has {window:,}",
-                fix="shorten or remove the record, leave it out with --overlong skip, or evaluate a model with a longer window",
+                fix="shorten or remove the record, leave it out with --overlong skip, "
+                "or evaluate a model with a longer window",
             )
 
 

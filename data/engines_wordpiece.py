@@ -171,7 +171,8 @@ class GreedyMatcher:
     `begins` and `continues` map pieces to ids; a word of more than `most` characters is `unknown`.
     """
 
-    alone = 96  # words up to here go one by one: a walk in step takes 1.2 ms however few they are, a word by itself 8 us
+    # words up to here go one by one: a walk in step takes 1.2 ms however few they are, a word by itself 8 us
+    alone = 96
 
     def __init__(self, begins: dict[str, int], continues: dict[str, int], unknown: int, most: int):
         self._unknown, self._most = unknown, most

@@ -1,11 +1,11 @@
 """Token stores in the layouts of other trainers. Megatron-LM and its forks read a store as it is.
 
-| target  | files                              | made of                                                                 |
-|---------|------------------------------------|-------------------------------------------------------------------------|
-| nanogpt | train.bin, val.bin, meta.pkl       | raw uint16; val: the last `val_fraction`, cut at a document; meta: not of GPT-2 |
-| olmo    | NNNNN.npy                          | raw tokens without a header, despite the name: a link to the shard       |
-| llmc    | tokens_NNNNNN.bin                  | 256 int32 (magic, version, tokens), then the tokens                      |
-| parquet | NNNNN.parquet                      | one row a document, column `input_ids`                                   |
+| target  | files                        | made of                                                                 |
+|---------|------------------------------|-------------------------------------------------------------------------|
+| nanogpt | train.bin, val.bin, meta.pkl | uint16; val: the last `val_fraction`, cut at a document; no meta for GPT-2 |
+| olmo    | NNNNN.npy                    | raw tokens without a header, despite the name: a link to the shard      |
+| llmc    | tokens_NNNNNN.bin            | 256 int32 (magic, version, tokens), then the tokens                     |
+| parquet | NNNNN.parquet                | one row a document, column `input_ids`                                  |
 """
 
 import os

@@ -41,7 +41,8 @@ class Mixture:
         asked = [weight / sum(weights) for weight in weights]
         if far := [(a, b) for a, b in zip(asked, self.shares) if abs(a - b) > 0.01 * a]:
             warn(
-                f"a share of {far[0][0]:.3g} in the mixture is rounded to {far[0][1]:.3g}: shares are whole parts of {PERIOD:,}"
+                f"a share of {far[0][0]:.3g} in the mixture is rounded to {far[0][1]:.3g}: "
+                f"shares are whole parts of {PERIOD:,}"
             )
         self.rows = sum(dataset.rows for dataset in datasets)
 

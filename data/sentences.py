@@ -10,7 +10,8 @@ import re
 
 # A run of marks is tried once, from its beginning and whole: a megabyte of dots would take hours otherwise.
 _ENDS = re.compile(
-    r"(?<![.!?…])[.!?…]++[\"'”’»)\]]*+(?=\s+[\"'“‘«(\[]*[^\W\d_a-z])"  # the next begins with a capital or an uncased letter
+    # the next begins with a capital or an uncased letter
+    r"(?<![.!?…])[.!?…]++[\"'”’»)\]]*+(?=\s+[\"'“‘«(\[]*[^\W\d_a-z])"
     r"|[。！？]+[”’」』）]*|(?<![।۔؟])[।۔؟]++(?=\s)"  # Chinese and Japanese; Hindi, Urdu, Arabic
     r"|(?=\n[ \t]*\n)"
 )

@@ -75,7 +75,8 @@ class Text:
                 raise WrongUse(
                     "this input cannot be tokenised while training",
                     where=source.path,
-                    why=f"it cannot be read from its middle, and is a dataset or larger than {MOST_WHOLE_BYTES >> 20} MiB",
+                    why=f"it cannot be read from its middle, and is a dataset "
+                    f"or larger than {MOST_WHOLE_BYTES >> 20} MiB",
                     fix="make a token store of it first: throughline data tokenize",
                 )
         self.cut = self.plan.bytes - min(held_out * self.plan.bytes, MOST_HELD_OUT_BYTES)

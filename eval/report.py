@@ -135,8 +135,10 @@ def html_page(results: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -
     """The results as one HTML file without outside references; `history` are results of earlier steps, for
     the curves.
     """
-    scores = "stderr: closed form for means, bootstrap over records otherwise. cut: records whose context lost tokens to "
-    scores += "the window; skipped: those left out for it."
+    scores = (
+        "stderr: closed form for means, bootstrap over records otherwise. cut: records whose context lost "
+    )
+    scores += "tokens to the window; skipped: those left out for it."
     about = [
         (task["task"], task["about"] + (" (prompt-checked)" if task["checked"] == "prompts" else ""))
         for task in results["tasks"]

@@ -158,7 +158,7 @@ def _wanted(request: Request) -> list[BoundTask]:
     model = Path(os.path.realpath(request.path))
     inside = model.parents[1] if model.parent.name == "checkpoints" else model
     if request.out is not None and Path(os.path.realpath(request.out)).is_relative_to(inside):
-        why = f"the files of {inside} are hashed: with scores among them it would count as changed, and nothing be found again"
+        why = f"the files of {inside} are hashed: with scores among them it would count as changed"
         raise WrongUse(
             "scores cannot lie inside what is scored", where=request.out, why=why, fix="choose another --out"
         )
@@ -310,7 +310,8 @@ def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, boun
                     raise Refused(
                         "the two forms of the model do not predict the same",
                         where=f"{name}, task {task}, {one['where']}",
-                        why=f"log-probability of a token {a:.6f} and {b:.6f}: {difference:.3g} apart, the bound is {bound:g}",
+                        why=f"log-probability of a token {a:.6f} and {b:.6f}: {difference:.3g} apart, "
+                        f"the bound is {bound:g}",
                         fix="export the model again; the scores of the second form would mean nothing",
                     )
                 worst[task] = max(worst[task], difference)

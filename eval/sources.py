@@ -305,7 +305,7 @@ def hub_records(name: str, config: str | None, split: str, limit: int | None) ->
         raise WrongUse(
             f"cannot get the data set {name} ({config or 'default'}, {split})",
             why=f"{type(error).__name__}: {error}",
-            fix="give the files yourself with --data-dir; `throughline eval --list` names the files each task looks for",
+            fix="give the files yourself with --data-dir; `throughline eval --list` names those of each task",
         ) from error
     count = len(found) if limit is None else min(limit, len(found))
     return [Record(f"{name}/{split}:{i + 1}", found[i]) for i in range(count)]

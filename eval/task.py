@@ -1,4 +1,4 @@
-"""Tasks by name: the shipped ones, groups and their members, files of one's own; each with its records and questions."""
+"""Tasks by name: the shipped ones, groups and members, files of one's own; each with its records and questions."""
 
 import difflib
 from collections.abc import Iterator, Sequence

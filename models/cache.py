@@ -36,7 +36,9 @@ class KeyValueCache:
         self.keys_LBGTD = torch.zeros(shape, device=device, dtype=dtype)
         self.values_LBGTD = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self.seen = 0  # places that the present step looks at: kept as a number, so that reading it costs no device sync
+        self.seen = (
+            0  # places that this step looks at: kept as a number, so that reading it costs no device sync
+        )
         self._places_now = self.lengths
 
     @property

@@ -144,7 +144,7 @@ class TransformerConfig:
     norm_epsilon: float = 1e-5
     bias: bool = True  # in the linear layers and in the layer norms; an RMS norm has a scale only
     dropout: float = 0.0  # on embeddings, attention probabilities and both residual branches
-    attention_window: int = 0  # 0: every token sees all (before it); else a pattern, see AttentionPattern and attention_patterns.py
+    attention_window: int = 0  # 0: every token sees all (before it); else see AttentionPattern
     attention_kind: Literal["sliding", "fixed"] = "sliding"
     attention_block: int = 256
     attention_global_blocks: int = 0

@@ -1,5 +1,5 @@
-"""Results: the committed ones parse, the pages show exactly them, and what makes claims, pages and verdicts does it right
-on small planted input.
+"""Results: the committed ones parse, the pages show exactly them, and what makes claims, pages and verdicts is
+right on small planted input.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ def test_pages_are_made_from_them() -> None:
 def test_a_ratio_is_the_median_of_pairs_and_larger_is_better_for_us(
     better: str, ours: list[float], theirs: list[float]
 ) -> None:
-    """The pairs are 2, 4 and 1 times better: not the ratio of the medians of the second case, which is also 2, nor a mean."""
+    """The pairs are 2, 4 and 1 times better."""
     found = claim("c", ours, theirs, peer="p", unit="s", better=better, goal=2.0)
     assert (found.ratio, found.spread, found.met) == (2.0, (1.0, 4.0), True)
     assert claim("c", ours, theirs, peer="p", unit="s", better=better, goal=2.001).met is False
