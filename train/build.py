@@ -275,13 +275,15 @@ def _single_engine(plan: RunPlan) -> Engine:
     model = empty_model(plan.config, plan.device, dtype).train()
     fit_attention(model, plan.device, train.precision)
     recompute(model, plan.config, train.recompute)
-    offload = loss = None
+    offload, loss = None, LOSSES[plan.family]
+    if smoothing := _smoothing(plan):
+        loss = partial(loss, smoothing=smoothing)
     if train.offload:
         from .offload import HostOffload
 
         offload = HostOffload(model, train.rows_per_step // train.rows_per_micro_batch)
     else:
-        loss = maybe_compile(LOSSES[plan.family], plan.recipe, plan.config, plan.device)
+        loss = maybe_compile(loss, plan.recipe, plan.config, plan.device)
     engine = SingleEngine(model, train.precision, plan.device, loss=loss, offload=offload)
     engine.seed = train.seed
     return engine
@@ -291,9 +293,18 @@ def _layout_engine(plan: RunPlan, mesh: Mesh) -> Engine:
     from .layout_engine import LayoutEngine  # torch's sharding and pipelines take a second to import
 
     train = plan.recipe.train
-    return LayoutEngine(
+    engine = LayoutEngine(
         plan.config, mesh, train.precision, train.seed, train.recompute, offload=train.offload
     )
+    if smoothing := _smoothing(plan):
+        for stage in engine.stages:
+            stage.head = partial(stage.head, smoothing=smoothing)
+    return engine
+
+
+def _smoothing(plan: RunPlan) -> float:
+    objective = plan.recipe.objective
+    return objective.label_smoothing if objective else 0.0
 
 
 def _optimizer(recipe: Recipe, engine: Engine) -> torch.optim.Optimizer:

@@ -10,6 +10,7 @@ Shape letters: N positions, W width, V vocabulary (of this process).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,12 +33,16 @@ def head_loss_sum(
     bias_V: Tensor | None,
     targets_N: Tensor,
     shares: Shares | None = None,
+    smoothing: float = 0.0,
 ) -> Tensor:
     """Sum over the targets that are not IGNORED of the cross-entropies of `hidden @ weight + bias`.
 
     `shares` computes the softmax: by default over all columns here, with a vocabulary cut over processes
-    over those of all.
+    over those of all. `smoothing` of the target's weight goes to all tokens alike (Szegedy et al. 2016,
+    section 7).
     """
+    if shares is None and smoothing:
+        shares = partial(softmax_shares, smoothing=smoothing)
     if shares is None:
         small = len(weight_VW) < LARGE_VOCABULARY
         if small or (
@@ -115,19 +120,26 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return total.add_(part)
 
 
-def softmax_shares(logits_NV: Tensor, targets_N: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+def softmax_shares(
+    logits_NV: Tensor, targets_N: Tensor, with_gradient: bool, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor | None]:
     """Shares of a whole vocabulary. On a CPU a few rows at a time, while they are in the cache."""
     kept_N, wide = targets_N != IGNORED, wide_dtype(logits_NV.dtype)
     safe_N = targets_N.where(kept_N, 0)
     rows = max(CHUNK_LOGITS // logits_NV.shape[1], 1) if logits_NV.device.type == "cpu" else len(logits_NV)
     at_target_N = logits_NV.gather(1, safe_N[:, None])[:, 0].to(wide)
+    if smoothing:  # the logit that the loss is lower by: of the target mostly, and of every token a little
+        at_target_N = at_target_N.lerp(logits_NV.mean(-1, dtype=wide), smoothing)
     log_sums = []
     for logits, target, kept in zip(logits_NV.split(rows), safe_N.split(rows), kept_N.split(rows)):
         log_sum = logits.to(wide).logsumexp(-1)
         log_sums.append(log_sum)
         if with_gradient:
             chunk = torch.sub(logits, log_sum[:, None]).exp_()  # in the wider dtype of the two
-            chunk.scatter_add_(1, target[:, None], torch.full_like(target[:, None], -1, dtype=chunk.dtype))
+            taken = torch.full_like(target[:, None], smoothing - 1, dtype=chunk.dtype)
+            chunk.scatter_add_(1, target[:, None], taken)
+            if smoothing:
+                chunk.sub_(smoothing / logits_NV.shape[1])
             torch.mul(chunk, kept[:, None], out=logits)  # in place of the logits, which nobody else has
     loss = ((torch.cat(log_sums) - at_target_N) * kept_N).sum()
     return loss, logits_NV if with_gradient else None

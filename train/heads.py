@@ -27,7 +27,14 @@ Model = Any  # a GPT or a BERT, perhaps cut: nn.Module promises none of their at
 
 
 def vocabulary_shares(
-    logits_NV: Tensor, targets_N: Tensor, with_gradient: bool, *, first_id: int, axis: Axis
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    with_gradient: bool,
+    *,
+    first_id: int,
+    axis: Axis,
+    vocabulary: int,
+    smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """`head_loss.Shares` of logits of which each process of the axis has some columns: the sum of the losses is
     the same on every one. Computed in float32 at least.
@@ -38,22 +45,30 @@ def vocabulary_shares(
     held_N = (local_N >= 0) & (local_N < logits_NV.shape[1])
     index_N = local_N.where(held_N, 0)
     at_target_N = shares_NV.gather(1, index_N[:, None])[:, 0] * held_N
+    if smoothing:
+        at_target_N = (1 - smoothing) * at_target_N + smoothing / vocabulary * shares_NV.sum(-1)
     total_N, at_target_N = axis.all_reduce(torch.stack((shares_NV.exp_().sum(-1), at_target_N)))
     valid_N = targets_N != IGNORED
     loss = ((total_N.log() - at_target_N) * valid_N).sum()
     if not with_gradient:
         return loss, None
     shares_NV.mul_((valid_N / total_N)[:, None])
-    shares_NV.scatter_add_(1, index_N[:, None], -(held_N & valid_N).to(shares_NV.dtype)[:, None])
+    taken_N = (smoothing - 1) * (held_N & valid_N).to(shares_NV.dtype)
+    shares_NV.scatter_add_(1, index_N[:, None], taken_N[:, None])
+    if smoothing:
+        shares_NV.sub_(smoothing / vocabulary * valid_N[:, None])
     return loss, shares_NV.to(logits_NV.dtype)
 
 
-def cut_shares(model: Model, axis: Axis) -> Shares | None:
+def cut_shares(model: Model, axis: Axis, smoothing: float = 0.0) -> Shares | None:
     """How a stage's loss computes the softmax; None where the vocabulary is whole."""
     if axis.group is None:
         return None
-    first_id = even_part(model.config.vocab_size, axis.size, axis.rank)[0]
-    return partial(vocabulary_shares, first_id=first_id, axis=axis)
+    vocabulary = model.config.vocab_size
+    first_id = even_part(vocabulary, axis.size, axis.rank)[0]
+    return partial(
+        vocabulary_shares, first_id=first_id, axis=axis, vocabulary=vocabulary, smoothing=smoothing
+    )
 
 
 def mlm_logits(model: Model, hidden_NW: Tensor, axis: Axis) -> Tensor:
@@ -70,7 +85,7 @@ def gpt_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tens
     return head_loss_sum(hidden_NW, model.output_weight(), None, targets_N, cut_shares(model, axis)).view(1)
 
 
-def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis, smoothing: float = 0.0) -> Tensor:
     """The sums of masked-token and sentence-pair losses of a micro-batch: (2,)."""
     hidden_TW = gather_same(hidden_BPW, axis).flatten(0, 1)
     features_NW = sum_gradient(model.mlm_features(hidden_TW.index_select(0, batch["predicted"])), axis)
@@ -79,7 +94,8 @@ def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Ten
         model.token_table.weight,
         model.mlm_bias,
         batch["predicted_targets"],
-        cut_shares(model, axis),
+        cut_shares(model, axis, smoothing),
+        smoothing,
     )
     if "pairs" in batch:
         pairs = cross_entropy_sum(

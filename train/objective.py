@@ -45,8 +45,10 @@ def gpt_loss(model: GPT, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor, 
     return (sums * inverse_counts).sum(), sums.detach()
 
 
-def bert_loss(model: BERT, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor, Tensor]:
-    """As `gpt_loss` with two terms (2,): masked tokens and sentence pairs.
+def bert_loss(
+    model: BERT, batch: Batch, inverse_counts: Tensor, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """As `gpt_loss` with two terms (2,): masked tokens, with their labels smoothed, and sentence pairs.
 
     Each head runs where it has targets: `predicted` (N,) are the masked places in the flattened rows and
     `predicted_targets` (N,) the tokens there; `pairs` and `pair_targets` the same for [CLS] and the sentence
@@ -55,7 +57,8 @@ def bert_loss(model: BERT, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor
     hidden_BSH = hidden(model, batch)
     flat_H = hidden_BSH.flatten(0, 1)
     features_NH = model.mlm_features(flat_H.index_select(0, batch["predicted"]))
-    mlm = head_loss_sum(features_NH, model.token_table.weight, model.mlm_bias, batch["predicted_targets"])
+    table, targets = model.token_table.weight, batch["predicted_targets"]
+    mlm = head_loss_sum(features_NH, table, model.mlm_bias, targets, smoothing=smoothing)
     if "pairs" in batch:
         pair_logits = model.nsp_head(flat_H.index_select(0, batch["pairs"]))
         assert pair_logits is not None, "the recipe's rules ask for the head"

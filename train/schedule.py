@@ -14,7 +14,8 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
 
     Warm-up is linear and its first step is not zero: (step + 1) / warmup_steps. The decay would reach
     `final_fraction` one step after its last, so that a decay to 0 wastes no step. wsd (warm-up, stable,
-    decay: Hu et al. 2024, MiniCPM, section 4) stays at the peak and falls linearly at the end. With
+    decay: Hu et al. 2024, MiniCPM, section 4) stays at the peak and falls linearly at the end. inverse-sqrt is
+    sqrt(warmup_steps / step) after the warm-up (Vaswani et al. 2017, section 5.3). With
     `decay_from_start` the decay is that of the step's share of the whole run, as in NVIDIA's and MLPerf's BERT.
     While the batch grows all is counted in whole batches, so that the rate is a function of the rows read.
     """
@@ -25,6 +26,8 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
         return min((after + before) / schedule.warmup_steps, 1.0)
     if schedule.kind == "constant":
         return 1.0
+    if schedule.kind == "inverse-sqrt":
+        return math.sqrt(max(schedule.warmup_steps, 1) / (step + 1 + before))
     if schedule.kind == "wsd":
         length = schedule.decay_steps or max(min(steps // 5, steps - schedule.warmup_steps), 1)
         start = steps - length

@@ -104,8 +104,10 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """How the learning rate moves."""
 
-    kind: Literal["cosine", "linear", "polynomial", "constant", "wsd"] = "cosine"
-    """Shape of the decay; wsd is stable at the peak and falls linearly over the last decay_steps."""
+    kind: Literal["cosine", "linear", "polynomial", "constant", "wsd", "inverse-sqrt"] = "cosine"
+    """Shape of the decay; wsd is stable at the peak and falls linearly over the last decay_steps, inverse-sqrt
+    falls with the root of the step and has no end.
+    """
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0."""
     decay_steps: int | None = Field(default=None, gt=0)
@@ -222,6 +224,8 @@ class ObjectiveSection(Section):
     """Pair task: next sentence, sentence order, or no pairs."""
     mask_fraction: float = Field(default=0.15, gt=0, lt=1)
     """Share of tokens predicted: 80 % masked, 10 % replaced, 10 % left."""
+    label_smoothing: Fraction = 0.0
+    """Share of each masked token's label that is spread over the vocabulary; in the training loss alone."""
     whole_word: bool = False
     """Mask all pieces of a word together."""
     packing: bool = False

@@ -16,6 +16,7 @@ from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import WrongUse
 from throughline.core.recipe import build_recipe
 from throughline.data.tokenizer import Tokenizer
+from throughline.data.train_tokenizer import import_tokenizer
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
@@ -23,7 +24,7 @@ from throughline.models.heads import BERTWithHead
 from throughline.models.init import build
 from throughline.train.finetune import metrics
 from throughline.train.finetune.recipe import RULES, FinetuneRecipe
-from throughline.train.finetune.records import held_out, pair_row
+from throughline.train.finetune.records import held_out, pair_row, read_records
 from throughline.train.finetune.run import finetune, write_model
 from throughline.train.finetune.tasks import best_span
 from throughline.train.weights_in import open_weights
@@ -249,6 +250,38 @@ def test_answers_are_scored_as_the_official_script_does() -> None:
     assert scores["f1"] == pytest.approx(100 * (2 * 2 / (4 + 2)) / 2)
 
 
+def test_answers_are_scored_as_the_harness_scores_them(shared: Path) -> None:
+    """XQuAD's answers against predictions that are right, cut short, too long, of another case, or wrong: the
+    official script's rules as T5's authors wrote them, which lm_eval ships.
+    """
+    theirs = pytest.importorskip("lm_eval.tasks.super_glue.record.t5_utils", reason="needs lm_eval")
+    records = read_records(str(shared / "data" / "squad" / "xquad.en.json"), squad=True)
+    draw, predicted = np.random.default_rng(0), []
+    for record in records:
+        start, text = record["answers"][0]
+        before, after = draw.integers(0, 25, 2)
+        wrong = str(draw.choice(record["context"].split()))
+        kinds = [
+            text,
+            f"The {text.upper()}!",
+            record["context"][max(start - before, 0) : start + after],
+            wrong,
+        ]
+        predicted.append(str(draw.choice(kinds)))
+    answers = [[text for _, text in record["answers"]] for record in records]
+    second = [predicted[place - 1] if place % 3 else given[0] for place, given in enumerate(answers)]
+    answers = [[given[0], other] for given, other in zip(answers, second)]  # there each answer is a record
+    items = [
+        (text, f"{number}_{answer.replace('_', ' ')}")
+        for number, (text, given) in enumerate(zip(predicted, answers))
+        for answer in given
+    ]
+    ours = metrics.squad(predicted, answers)
+    assert ours["exact_match"] == pytest.approx(100 * theirs.squad_em_agg(items))
+    assert ours["f1"] == pytest.approx(100 * theirs.squad_f1_agg(items))
+    assert 20 < ours["exact_match"] < ours["f1"] < 90, "predictions of every kind"
+
+
 def test_the_best_span_ends_after_it_starts_and_is_not_too_long() -> None:
     start, end = DRAW.normal(size=12), DRAW.normal(size=12)
     every = [(start[a] + end[b], a, b) for a in range(12) for b in range(a, min(a + 4, 12))]
@@ -268,3 +301,29 @@ def test_embeddings_trained_are_embeddings_given(bases: dict[str, Path]) -> None
     batch = task.batch(task.rows([{"text": texts[0], "b": texts[1]}]), torch.device("cpu"))
     with torch.no_grad():
         assert np.abs(task.vectors(model, batch).numpy() - embed_texts(bases["bert"], texts)).max() < 1e-5
+
+
+@pytest.mark.slow
+def test_learning_check_on_sst2(shared: Path, tmp_path: Path) -> None:
+    """From random weights, 1,456 of SST-2's development rows and the published vocabulary. The other fifth has
+    365 rows, half of each class: 0.62 is more than 4 standard deviations above 0.5.
+    """
+    base = tmp_path / "base"
+    base.mkdir()
+    tokenizer, _ = import_tokenizer(shared / "data" / "bert-base-uncased" / "vocab.txt")
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
+    shape = BERTConfig(
+        vocab_size=tokenizer.vocab_size, sequence_length=64, layers=2, width=64, heads=2, dropout=0.1
+    )
+    write_model(build(shape), tokenizer, tmp_path / "tokenizer.json", base)
+    tree = {
+        "task": "classification",
+        "model": str(base),
+        "data": {"train": str(shared / "data" / "sst2" / "test.tsv"), "text_field": "sentence"},
+        "train": {"epochs": 6, "sequence_length": 64, "learning_rate": 1e-3},
+    }
+    facts = finetune(build_recipe(tree, FinetuneRecipe, RULES), tmp_path / "out")
+    assert facts["records"]["train"] + facts["records"]["validation"] == 1821
+    assert facts["validation"]["accuracy"] > 0.62, facts["validation"]
+    assert facts["validation"]["matthews"] > 0.2
+    assert "learning check" in facts["measured_on"]

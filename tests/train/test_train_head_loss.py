@@ -25,11 +25,13 @@ def problem(dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
     ("dtype", "loss_bound", "bound"),
     [(torch.float64, 1e-14, 1e-13), (torch.float32, 1e-6, 2e-6), (torch.bfloat16, 1e-3, 1e-2)],
 )
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("slices", [1, 3])
 @pytest.mark.parametrize("biased", [True, False])
 def test_slices_equal_whole_logits(
     biased: bool,
     slices: int,
+    smoothing: float,
     dtype: torch.dtype,
     loss_bound: float,
     bound: float,
@@ -39,18 +41,21 @@ def test_slices_equal_whole_logits(
     monkeypatch.setitem(head_loss.SLICE_LOGITS, "cpu", V * -(-N // slices))
     given, targets = problem(dtype)
     given = [x.requires_grad_() for x in given[: 3 if biased else 2]]
-    loss = head_loss_sum(given[0], given[1], given[2] if biased else None, targets)
+    bias = given[2] if biased else None
+    loss = head_loss_sum(given[0], given[1], bias, targets, smoothing=smoothing)
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     found = torch.autograd.grad(loss * 0.25, given)
     wide = [x.detach().double().requires_grad_() for x in given]
-    whole = F.cross_entropy(F.linear(*wide), targets, ignore_index=IGNORED, reduction="sum")
+    logits = F.linear(*wide)
+    whole = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
     expected = torch.autograd.grad(whole * 0.25, wide)
     assert loss.item() == pytest.approx(whole.item(), rel=loss_bound)
     for ours, theirs in zip(found, expected):
         assert ours.dtype == dtype
         assert (ours.double() - theirs).norm() <= bound * theirs.norm()
     with torch.no_grad():
-        assert head_loss_sum(given[0], given[1], given[2] if biased else None, targets).item() == loss.item()
+        again = head_loss_sum(given[0], given[1], bias, targets, smoothing=smoothing)
+        assert again.item() == loss.item()
 
 
 def test_no_tensor_holds_the_logits_of_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:

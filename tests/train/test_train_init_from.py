@@ -3,6 +3,7 @@ not fit is refused before anything is written.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from throughline.core.errors import Refused
 from throughline.models.config import BERTConfig, GPTConfig
@@ -110,6 +112,134 @@ def test_a_megatron_core_checkpoint(tmp_path: Path) -> None:
     torch.save({"model": state, "args": arguments, "iteration": 12}, folder / "model_optim_rng.pt")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
     same(tmp_path, model)
+
+
+def old_layout(model: Any, version: int, inner: str = "encoder") -> dict[str, Any]:
+    """A model of ours as Megatron-LM saved it before Megatron core: nested tables, query, key and value in the
+    order of that version of its checkpoints.
+    """
+    names = {
+        "token_table.": "language_model.embedding.word_embeddings.",
+        "position_table.": "language_model.embedding.position_embeddings.",
+        "type_table.": "language_model.embedding.tokentype_embeddings.",
+        "blocks.": f"language_model.{inner}.layers.",
+        ".attention_norm.": ".input_layernorm.",
+        ".attention.qkv.": ".self_attention.query_key_value.",
+        ".attention.out.": ".self_attention.dense.",
+        ".mlp_norm.": ".post_attention_layernorm.",
+        ".mlp.up.": ".mlp.dense_h_to_4h.",
+        ".mlp.down.": ".mlp.dense_4h_to_h.",
+        "mlm_transform.": "lm_head.dense.",
+        "mlm_norm.": "lm_head.layernorm.",
+        "mlm_bias": "lm_head.bias",
+        "pooler.": "language_model.pooler.dense.",
+        "nsp.": "binary_head.",
+    }
+    tree: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        if ".qkv." in name and version < 2:  # ours are heads, three, size
+            parts = value.unflatten(0, (4, 3, -1))
+            value = (parts.transpose(0, 1) if version == 0 else parts.transpose(1, 2)).reshape(value.shape)
+        name = f"language_model.{inner}.final_layernorm.{name[5:]}" if name.startswith("norm.") else name
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs, 1) if name.startswith(ours) or ours[0] == "." else name
+        *folders, last = name.split(".")
+        place = tree
+        if "layers" in folders:  # these stood flat in one table
+            folders, last = folders[:2], ".".join([*folders[2:], last])
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = value
+    return tree
+
+
+def save_megatron(state: dict[str, Any], folder: Path, **more: Any) -> Path:
+    arguments = argparse.Namespace(num_attention_heads=4, layernorm_epsilon=1e-5, hidden_dropout=0.0)
+    (folder / "release" / "mp_rank_00").mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("release")
+    torch.save(
+        {"model": state, "args": arguments} | more, folder / "release" / "mp_rank_00" / "model_optim_rng.pt"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 3])
+def test_a_megatron_checkpoint_of_the_old_layout(version: int, tmp_path: Path) -> None:
+    """Version 0 has no number in the file."""
+    model = scattered(GPT_SHAPE)
+    state = old_layout(model, version, "transformer" if version == 0 else "encoder")
+    more = {"checkpoint_version": float(version)} if version else {}
+    same(save_megatron(state, tmp_path, **more), model)
+
+
+@pytest.mark.parametrize("nsp", [True, False])
+def test_a_megatron_bert(nsp: bool, tmp_path: Path) -> None:
+    """Its logits are those of transformers' MegatronBert with the same numbers; 1e-4 is the bound of exports,
+    rounding alone is 1e-6.
+    """
+    shape = dataclasses.replace(
+        BERT_SHAPE, norm_first=True, norm_epsilon=1e-5, nsp=nsp, dropout=0.0, mlp_width=128
+    )
+    model = scattered(shape)
+    path = save_megatron(old_layout(model, 3), tmp_path, checkpoint_version=3.0)
+    same(path, model)
+    assert open_weights(path)[0].config == shape
+    theirs = transformers.MegatronBertForPreTraining(
+        transformers.MegatronBertConfig(
+            vocab_size=48,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
+            max_position_embeddings=16,
+            layer_norm_eps=1e-5,
+        )
+    ).eval()
+    state = megatron_bert_state(model)
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert all("decoder" in name or (not nsp and ("pooler" in name or "seq" in name)) for name in missing)
+    theirs.tie_weights()
+    ids, types = torch.randint(0, 48, (2, 16)), (torch.arange(16) > 8).long().expand(2, 16)
+    with torch.no_grad():
+        mine = open_weights(path)[0](ids, token_types=types)
+        expected = theirs(input_ids=ids, token_type_ids=types).prediction_logits
+    assert (mine - expected).abs().max() < 1e-4
+    assert mine.abs().max() > 0.1, "logits near zero would agree by themselves"
+
+
+def megatron_bert_state(model: Any) -> dict[str, torch.Tensor]:
+    """Under the names of transformers' MegatronBertForPreTraining."""
+    names = {
+        "token_table.": "bert.embeddings.word_embeddings.",
+        "position_table.": "bert.embeddings.position_embeddings.",
+        "type_table.": "bert.embeddings.token_type_embeddings.",
+        "norm.": "bert.encoder.ln.",
+        "blocks.": "bert.encoder.layer.",
+        ".attention_norm.": ".attention.ln.",
+        ".attention.out.": ".attention.output.dense.",
+        ".mlp_norm.": ".ln.",
+        ".mlp.up.": ".intermediate.dense.",
+        ".mlp.down.": ".output.dense.",
+        "mlm_transform.": "cls.predictions.transform.dense.",
+        "mlm_norm.": "cls.predictions.transform.LayerNorm.",
+        "mlm_bias": "cls.predictions.bias",
+        "pooler.": "bert.pooler.dense.",
+        "nsp.": "cls.seq_relationship.",
+    }
+    state = {}
+    for name, parameter in model.named_parameters():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs, 1) if name.startswith(ours) or ours[0] == "." else name
+        if ".attention.qkv." not in name:
+            state[name] = parameter.detach()
+            continue
+        for part, role in zip(
+            parameter.detach().unflatten(0, (4, 3, -1)).unbind(1), ("query", "key", "value")
+        ):
+            state[name.replace("attention.qkv", f"attention.self.{role}")] = part.flatten(0, 1)
+    return state
 
 
 class Bomb:

@@ -170,8 +170,9 @@ def test_the_twin_of_the_481b_encoder_trains(make_plan, tmp_path):
     plan = make_plan(
         "bert",
         model={"preset": "google-481b-toy", "overrides": {"layers": 2}},
-        objective={"sentences": "none", "mask_fraction": 0.3, "packing": True},
+        objective={"sentences": "none", "mask_fraction": 0.3, "packing": True, "label_smoothing": 0.1},
         optimizer={"name": "adafactor", "learning_rate": 0.05, "weight_decay": 0.0},
+        schedule={"kind": "inverse-sqrt", "warmup_steps": 10},
         train={"steps": 60, "batch_rows": 8},
     )
     assert plan.config.relative_buckets == 32 and plan.config.key_value_heads == 1

@@ -15,12 +15,12 @@ def factors(steps: int = 100, **schedule: object) -> list[float]:
     return [learning_rate_factor(step, recipe) for step in range(steps)]
 
 
-@pytest.mark.parametrize("kind", ["cosine", "linear", "polynomial", "constant", "wsd"])
+@pytest.mark.parametrize("kind", ["cosine", "linear", "polynomial", "constant", "wsd", "inverse-sqrt"])
 @pytest.mark.parametrize("warmup", [0, 1, 10])
 def test_rises_to_the_peak_then_never_rises_again(kind: str, warmup: int) -> None:
     values = factors(kind=kind, warmup_steps=warmup, final_fraction=0.1, power=2.0)
     assert values[max(warmup - 1, 0)] == 1.0
-    assert all(0.1 <= value <= 1.0 for value in values)
+    assert all((0.0 if kind == "inverse-sqrt" else 0.1) <= value <= 1.0 for value in values)
     assert all(later >= earlier for earlier, later in itertools.pairwise(values[:warmup]))
     assert all(later <= earlier for earlier, later in itertools.pairwise(values[warmup:]))
 
@@ -51,6 +51,12 @@ def test_wsd_after_a_long_warm_up_decays_over_what_is_left() -> None:
     """A fifth of the run would end beyond it."""
     values = factors(kind="wsd", warmup_steps=90, final_fraction=0.0)
     assert values[90:] == pytest.approx([1 - step / 10 for step in range(10)])
+
+
+def test_the_inverse_root_goes_on_from_the_warm_up() -> None:
+    values = factors(kind="inverse-sqrt", warmup_steps=25)
+    assert values[24] == 1.0
+    assert values[99] == pytest.approx(0.5)  # four times the warm-up's steps
 
 
 def test_nvidias_and_mlperfs_schedules() -> None:
