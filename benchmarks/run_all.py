@@ -45,7 +45,8 @@ BENCHMARKS: dict[str, list[str]] = {
     "prove_scale": [],
 }
 MINUTES, MINUTES_QUICK = 60, 10  # that all of them may take
-PARTED = ("train_gpt", "tokenization", "eval", "latency")  # those with --parts
+PARTED = ("train_gpt", "tokenization", "eval", "latency", "bert_pretrain")  # those with --parts
+ON_REQUEST = ("bert_toy",)  # longer than all others together: only when named, or with --quick
 
 
 def machine_name() -> str:
@@ -99,14 +100,14 @@ def main() -> int:
     )
     options.add_argument(
         "--parts",
-        help="of train_gpt, tokenization, eval and latency: measure these, keep the others of an earlier run",
+        help=f"of {', '.join(PARTED)}: measure these, keep the others of an earlier run",
     )
     options.add_argument("--results", type=Path, default=HERE / "results" / f"{machine_name()}.json")
     chosen = options.parse_args()
     committed = [json.loads(file.read_text()) for file in sorted((HERE / "results").glob("*.json"))]
     failed, lacking, spent = [], [], {}
     for name, needs in BENCHMARKS.items():
-        if chosen.only and name not in chosen.only:
+        if name not in chosen.only if chosen.only else name in ON_REQUEST and not chosen.quick:
             continue
         paths = {"nanogpt": chosen.nanogpt, "shared": chosen.shared}
         missing = [path for path, given in paths.items() if not given and f"{{{path}}}" in " ".join(needs)]

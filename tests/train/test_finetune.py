@@ -305,8 +305,8 @@ def test_embeddings_trained_are_embeddings_given(bases: dict[str, Path]) -> None
 
 @pytest.mark.slow
 def test_learning_check_on_sst2(shared: Path, tmp_path: Path) -> None:
-    """From random weights, 1,456 of SST-2's development rows and the published vocabulary. The other fifth has
-    365 rows, half of each class: 0.62 is more than 4 standard deviations above 0.5.
+    """From random weights, four fifths of SST-2's 872 development rows and the published vocabulary. The rest has
+    183 rows, half of each class: 0.6 is 2.7 standard deviations above 0.5.
     """
     base = tmp_path / "base"
     base.mkdir()
@@ -323,7 +323,7 @@ def test_learning_check_on_sst2(shared: Path, tmp_path: Path) -> None:
         "train": {"epochs": 6, "sequence_length": 64, "learning_rate": 1e-3},
     }
     facts = finetune(build_recipe(tree, FinetuneRecipe, RULES), tmp_path / "out")
-    assert facts["records"]["train"] + facts["records"]["validation"] == 1821
-    assert facts["validation"]["accuracy"] > 0.62, facts["validation"]
-    assert facts["validation"]["matthews"] > 0.2
+    assert facts["records"]["train"] + facts["records"]["validation"] == 872
+    assert facts["validation"]["accuracy"] > 0.6, facts["validation"]
+    assert facts["validation"]["matthews"] > 0.15
     assert "learning check" in facts["measured_on"]
