@@ -9,7 +9,7 @@ validation rows, which our data stage makes, one thread, and fp32. Seconds are t
 work on the machine counts for neither; evaluations are outside both times, and theirs have their batches made
 beforehand. `--screen M` stops all rates but the best after M of the minutes; `--rest` takes the same directory up
 again and runs the others to their end. The second claim is accuracy over always saying the most frequent token.
-OUT/curves.json has every curve, and OUT/seed-0 is the run whose checkpoint is judged elsewhere as a trained BERT.
+OUT/curves.json and the result have every curve, and OUT/seed-0 is the run whose checkpoint is judged elsewhere as a trained BERT.
 """
 
 import json
@@ -262,40 +262,31 @@ def measure(folder: Path, minutes: float, screen: float, seeds: int) -> dict[str
 
 
 def claims_of(record: dict[str, Any]) -> list[Claim]:
-    """Time to their best accuracy, and accuracy over the baseline. Every seed has to hold."""
+    """Time to their best accuracy, and accuracy over the baseline: the ratios are those of our worst seed."""
     best, limit, baseline = best_rate(record), 60 * record["minutes"], record["baseline"]
     target = max(accuracy for _, accuracy in record["transformers"][str(best)])
     spent = [seconds_to(curve, target) for curve in record["ours"]]
-    ratios = sorted(limit / seconds if seconds else 0.0 for seconds in spent)
+    times = sorted(limit / seconds if seconds else 0.0 for seconds in spent)
     reached = sorted(max(accuracy for _, accuracy in curve) / baseline for curve in record["ours"])
-    middle = len(ratios) // 2
+    slowest = round(limit / times[0], 1) if times[0] else 0.0
     peer = f"transformers AdamW {best}: {target:.4f} in {record['minutes']:g} minutes"
+    over = (
+        round(reached[0] * baseline, 4),
+        "the most frequent token",
+        round(baseline, 4),
+        "accuracy",
+        "higher",
+    )
     return [
-        Claim(
-            "bert-toy-time",
-            round(limit / ratios[middle], 1) if ratios[middle] else 0.0,
-            peer,
-            limit,
-            "s",
-            "lower",
-            round(ratios[middle], 3),
-            (round(ratios[0], 3), round(ratios[-1], 3)),
-            GOAL_TIME,
-            ratios[0] >= GOAL_TIME,
-        ),
-        Claim(
-            "bert-toy-over-unigram",
-            round(reached[middle] * baseline, 4),
-            "the most frequent token",
-            round(baseline, 4),
-            "accuracy",
-            "higher",
-            round(reached[middle], 3),
-            (round(reached[0], 3), round(reached[-1], 3)),
-            GOAL_BASELINE,
-            reached[0] >= GOAL_BASELINE,
-        ),
+        Claim("bert-toy-time", slowest, peer, limit, "s", "lower", *judged(times, GOAL_TIME)),
+        Claim("bert-toy-over-unigram", *over, *judged(reached, GOAL_BASELINE)),
     ]
+
+
+def judged(ratios: list[float], goal: float) -> tuple[float, tuple[float, float], float, bool]:
+    """Ratio, spread, goal and met, of ratios in order."""
+    low, high = round(ratios[0], 3), round(ratios[-1], 3)
+    return low, (low, high), goal, low >= goal
 
 
 def main() -> None:
@@ -318,7 +309,7 @@ def main() -> None:
         record = measure(
             args.out, *((0.5, 0.25, 1) if args.quick else (args.minutes, args.screen, args.seeds))
         )
-    facts = {key: record[key] for key in ("minutes", "screen_minutes", "steps")}
+    facts = {name: value for name, value in record.items() if name != "baseline"}
     finish("bert_toy", claims_of(record), packages=("transformers",), threads=1, **facts)
 
 

@@ -242,6 +242,55 @@ def megatron_bert_state(model: Any) -> dict[str, torch.Tensor]:
     return state
 
 
+THEIRS: dict[str, Any] = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=48, n_positions=16, n_embd=32, n_layer=2, n_head=4)
+    ),
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=48,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+        )
+    ),
+    "bert": lambda: transformers.BertForPreTraining(
+        transformers.BertConfig(
+            vocab_size=48,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
+            max_position_embeddings=16,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_directory_that_transformers_wrote(name: str, tmp_path: Path) -> None:
+    """A run begins with its function: logits within the bound of exports, and no parameter keeps a first value."""
+    torch.manual_seed(1)
+    theirs = THEIRS[name]().eval()
+    with torch.no_grad():  # biases and norms too: with zeros and ones a wrong one could hide
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.save_pretrained(tmp_path)
+    model, _ = open_weights(tmp_path)
+    values = adopt(model, model.config, str(tmp_path))
+    begun = build(model.config, seed=9).eval()
+    assert set(values) == {name for name, _ in begun.named_parameters()}
+    begun.load_state_dict(values, strict=False)
+    ids = torch.randint(0, 48, (2, 16))
+    with torch.no_grad():
+        out = theirs(input_ids=ids)
+        expected = out.prediction_logits if name == "bert" else out.logits
+        assert (begun(ids) - expected).abs().max() < 1e-4
+
+
 class Bomb:
     def __reduce__(self) -> Any:
         return os.mkdir, ("exploded",)
