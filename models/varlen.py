@@ -21,6 +21,9 @@ from torch import Tensor
 
 aten = torch.ops.aten
 QUERIES = 256  # computed at a time by plain products
+# Keys up to which they are faster than the CPU's fused backward in 16 bits: 12 heads of 64 take 1.2 ms for 128 tokens
+# instead of 4.2, 5 instead of 7.5 for 256, 40 instead of 28 for 512 (one core of an EPYC)
+SHORT = 256
 HALVES = (torch.bfloat16, torch.float16)
 Bounds = Tensor | list[int]  # a list on the host spares a CPU the reading
 
@@ -144,7 +147,7 @@ def _forward(q_RALD: Tensor, k_RGMD: Tensor, v_RGMD: Tensor, causal: bool) -> tu
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_RAL: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _has_cpu_kernel(q):
+    if _has_cpu_kernel(q) and not (q.dtype in HALVES and k.shape[2] <= SHORT):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse_RAL, 0.0, causal
         )
@@ -153,10 +156,11 @@ def _backward(
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k_all, dtype=wide), torch.zeros_like(v_all, dtype=wide)
     for start in range(0, q.shape[2], QUERIES):
         here = slice(start, start + QUERIES)
-        shares = (_scores(q[:, :, here], k_all, start, causal) - lse_RAL[:, :, here, None]).exp()
+        shares = _scores(q[:, :, here], k_all, start, causal).sub_(lse_RAL[:, :, here, None]).exp_()
         dv += shares.to(v.dtype).mT @ grad[:, :, here]
         delta = (grad[:, :, here].to(wide) * out[:, :, here]).sum(-1, keepdim=True)
-        dscores = (shares * ((grad[:, :, here] @ v_all.mT) - delta) / math.sqrt(q.shape[-1])).to(q.dtype)
+        dshares = (grad[:, :, here] @ v_all.mT).to(wide).sub_(delta)
+        dscores = shares.mul_(dshares).div_(math.sqrt(q.shape[-1])).to(q.dtype)
         dq[:, :, here] = dscores @ k_all
         dk += dscores.mT @ q[:, :, here]
     if heads != kv_heads:
@@ -166,7 +170,7 @@ def _backward(
 
 def _scores(q: Tensor, k: Tensor, start: int, causal: bool) -> Tensor:
     """Scaled scores of the queries from `start` on, in the wide dtype."""
-    scores = (q @ k.mT).to(wide_dtype(q.dtype)) / math.sqrt(q.shape[-1])
+    scores = (q @ k.mT).to(wide_dtype(q.dtype)).div_(math.sqrt(q.shape[-1]))
     if causal:
         right = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(start + 1)
         scores.masked_fill_(right, -math.inf)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from throughline.benchmarks.forked import run_ranks, warm
+from throughline.train.parallel.forked import run_ranks, warm
 from throughline.train.build import (
     RunPlan,
     StepBatches,
