@@ -56,7 +56,7 @@ def vocabulary_shares(
     taken_N = (smoothing - 1) * (held_N & valid_N).to(shares_NV.dtype)
     shares_NV.scatter_add_(1, index_N[:, None], taken_N[:, None])
     if smoothing:
-        shares_NV.sub_(smoothing / vocabulary * valid_N[:, None])
+        shares_NV.sub_(valid_N[:, None].to(shares_NV.dtype), alpha=smoothing / vocabulary)
     return loss, shares_NV.to(logits_NV.dtype)
 
 
