@@ -98,6 +98,7 @@ reference: $(VENV)/.installed
 gpu-check:
 	mkdir -p build/path && ln -sfn $(CURDIR) build/path/throughline
 	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) -m pytest tests/gpu -m gpu -rs
+	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) benchmarks/gpu_check.py
 	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) benchmarks/gpu.py
 	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) benchmarks/gpu_scale.py
 

@@ -3,17 +3,13 @@ formulas.
 
 python benchmarks/prove_scale.py [--quick]
 
-The first, a middle and the last stage of 1T on 3,072 processes (tensor 8 x pipeline 64 x data 6), GPT-2 8.3B
-on 512 (8 x data 64),
-530B on 2,240 (8 x 35 x 8) and the 481B encoder on 64 (8 x 8), one micro-batch each, with the three kinds of
-recomputation
-(`train/parallel/simulate.py` says what is simulated and how). Formulas: parameters and FLOPs, Narayanan et
-al. 2021, section
-5.1 (per layer, divided over the tensor axis; the head on the last stage); bytes kept for backward,
-Korthikanti et al. 2022,
-table 2; for the encoder the same sums over its own shape. Collectives: what `train --show-layout` prints.
-`--quick` leaves out
-the stages in the middle.
+The runs are recipes that ship, checked by the rules that a training run is checked by: 1T on 3,072 processes (tensor
+8 x pipeline 64 x data 6) and on 800 (16 x 50), 530B on 2,240 (8 x 35 x 8), GPT-2 8.3B on 512 (8 x data 64) and the
+481B encoder on 2,048 (8 x 256, fully sharded). Of each the first, a middle and the last stage, one micro-batch, with
+the three kinds of recomputation (`benchmarks/simulate.py` says what is simulated and how). Formulas: parameters and
+FLOPs, Narayanan et al. 2021, section 5.1 (per layer, divided over the tensor axis; the head on the last stage); bytes
+kept for backward, Korthikanti et al. 2022, table 2; for the encoder the same sums over its own shape. Collectives:
+what `train --show-layout` prints. `--quick` leaves out the stages in the middle.
 """
 
 import os
@@ -21,17 +17,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from throughline.benchmarks.common import claim, finish, parser
 from throughline.benchmarks.simulate import Simulated, simulate
 from throughline.core.console import table
+from throughline.core.recipe import load_recipe
 from throughline.models.config import BERTConfig, ModelConfig
-from throughline.models.presets import preset
 from throughline.planner.layout import Layout
-from throughline.train.parallel.account import StepShape, Traffic, traffic
+from throughline.train.parallel.account import StepShape, Traffic, batch_of, traffic
 from throughline.train.parallel.forked import run_ranks, warm
+from throughline.train.recipe import Recipe, model_config, resolve
+from throughline.train.rules import RULES
 
 FLOPS_PERCENT, KEPT_PERCENT, SECONDS = 0.1, 1.0, 60.0
 CORES = 2  # processes that share the cases
@@ -39,31 +37,38 @@ CORES = 2  # processes that share the cases
 
 @dataclass(frozen=True)
 class Scale:
-    """A model in a layout, and the rows of a micro-batch."""
+    """A recipe that ships, resolved."""
 
     name: str
+    recipe: Recipe
     config: ModelConfig
     layout: Layout
-    rows: int
-    length: int
+
+    @staticmethod
+    def of(name: str) -> "Scale":
+        recipe = resolve(load_recipe(name, Recipe, (), RULES))
+        return Scale(name, recipe, model_config(recipe), recipe.parallel.layout())
+
+    @property
+    def rows(self) -> int:
+        return self.recipe.train.rows_per_micro_batch
+
+    @property
+    def length(self) -> int:
+        return self.recipe.train.sequence_length
 
     def batch(self, recompute: str) -> StepShape:
-        """One micro-batch with 16-bit weights; an encoder predicts 15 % of its tokens."""
-        tokens = self.rows * self.length
-        predicted = self.rows * -(-self.length * 15 // 100) if isinstance(self.config, BERTConfig) else tokens
-        return StepShape(1, self.rows, self.length, predicted, "bf16", recompute, halves=True)
+        """One micro-batch of the recipe; a GPT predicts every token."""
+        shape = batch_of(self.recipe)
+        predicted = shape.predicted or self.rows * self.length
+        return replace(shape, micro_batches=1, predicted=predicted, recompute=recompute)
 
     def pipeline_ranks(self) -> list[int]:
         """The first, a middle and the last."""
         return sorted({0, self.layout.pipeline // 2, self.layout.pipeline - 1})
 
 
-SCALES = (
-    Scale("1T", preset("gpt-1t-megatron", dropout=0.1), Layout(tensor=8, pipeline=64, data=6), 1, 2048),
-    Scale("GPT-2 8.3B", preset("megatron2019-8.3b", dropout=0.1), Layout(tensor=8, data=64), 8, 1024),
-    Scale("530B", preset("mt-nlg-530b", dropout=0.1), Layout(tensor=8, pipeline=35, data=8), 1, 2048),
-    Scale("481B encoder", preset("google-481b"), Layout(tensor=8, pipeline=8), 8, 512),
-)
+RECIPES = ("gpt-1t-megatron", "gpt-1t-deepspeed", "gpt-530b", "gpt2-8.3b-megatron", "bert-481b")
 
 
 @dataclass(frozen=True)
@@ -121,9 +126,10 @@ def parameters(scale: Scale, pipeline_rank: int, layers: int) -> int:
         -(-c.vocab_size // t),
     )  # the first process has the larger part
     if isinstance(c, BERTConfig):  # multi-query: the one key head is whole; no biases, norms of one vector
-        d = c.head_size
+        d, shards = c.head_size, scale.layout.shards  # which have equal parts of all but the tables
         block = 2 * h * c.heads * d // t + 2 * h * d + 3 * h * f // t + 2 * h
-        return layers * block + first * (vocabulary + c.sequence_length) * h + last * (h + vocabulary * h)
+        tables = -(-vocabulary // shards) * (first or last) + -(-c.sequence_length // shards) * first
+        return layers * block // shards + tables * h + last * h // shards
     tables = (first or last) * vocabulary * h  # tied: one table where both ends are one process
     return (
         layers * (12 * h * h // t + 7 * h // t + 6 * h)
@@ -231,7 +237,7 @@ def main() -> int:
     warm()
     cases = [
         (scale, rank, recompute)
-        for scale in SCALES
+        for scale in map(Scale.of, RECIPES)
         for rank in scale.pipeline_ranks()
         if not given.quick or rank in (0, scale.layout.pipeline - 1)
         for recompute in ("none", "selective", "full")

@@ -6,8 +6,8 @@ collective at once and tensors have shapes and no values. One micro-batch goes f
 gradients are finished. A rank of 3,072 takes a second of one core.
 
 What a GPU would do and a CPU does otherwise is put in: the flash-attention kernel (which keeps no scores) and
-dropout with masks of one byte. Weights, gradients and everything kept are 16-bit (`train.offload` trains so,
-and so did the published runs).
+dropout with masks of one byte. Weights and everything kept are 16-bit, gradients are added up and summed in
+fp32, as in any run with `train.precision = "bf16"` or "fp16".
 
 FLOPs are those of matrix products and attention. The scores that a flash kernel computes again in its
 backward are not counted, as in no published figure; what `recompute` computes again is.
@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-DTYPE = torch.bfloat16
+DTYPE = torch.float16  # for bf16 too: the kernel that a CPU takes for it is not a GPU's
 SMALL_BYTES = 64  # counts, losses and norms: not worth a line
 KINDS = {
     "allreduce_": "all-reduce",
@@ -193,7 +193,7 @@ def simulate(config: ModelConfig, layout: Layout, batch: StepShape, pipeline_ran
     Takes the place of this process's group: not to be called where one is in use.
     """
     assert not dist.is_initialized() and layout.context == 1
-    assert batch.halves and batch.micro_batches == 1
+    assert batch.kept == DTYPE.itemsize and not batch.halves and batch.micro_batches == 1
     if layout.shards == 1:
         return _simulate_rank(config, layout, batch, pipeline_rank)
     # gathered weights come and go with the activations: those are counted where weights stay
@@ -210,14 +210,8 @@ def _simulate_rank(
     dist.init_process_group("fake", rank=pipeline_rank * layout.data * layout.tensor, world_size=layout.world)
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        engine = LayoutEngine(
-            config,
-            make_mesh(layout, torch.device("cpu")),
-            "fp32",
-            recomputing=batch.recompute,
-            dtype=DTYPE,
-            memory=fake,
-        )
+        mesh = make_mesh(layout, torch.device("cpu"))
+        engine = LayoutEngine(config, mesh, "fp16", recomputing=batch.recompute, memory=fake)
         with fake:
             return [_simulate_stage(engine, stage, batch) for stage in engine.stages]
     finally:
@@ -238,7 +232,7 @@ def _simulate_stage(engine: LayoutEngine, stage: Stage, batch: StepShape) -> Sim
     )
     stage.load(rows.micro_batches, torch.ones(len(rows.counts), dtype=DTYPE), 1.0)
     x = torch.empty(stage.activation_shape(batch.rows, batch.length), dtype=DTYPE, requires_grad=True)
-    for tensor in (x, *(local.value for local in held), *stage.micro_batches[0].values()):
+    for tensor in (x, *(local.computed for local in held), *stage.micro_batches[0].values()):
         watch.add(tensor)
     marks = _mark_blocks(stage, watch)
     before_backward(stage, layout, last=True)

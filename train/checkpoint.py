@@ -10,9 +10,9 @@ A checkpoint is an artifact directory:
     model.json, tokenizer.json, state.json, manifest.json
 
 The chunk table says where each piece of a tensor lies in the whole, so that other layouts write and read the
-same format. The training waits only while the tensors are copied; a thread writes, hashes, renames, reads
-everything back against the hashes, and then lets `latest` name the new directory. There is no pickle
-anywhere.
+same format. The training waits only while the tensors are copied; a thread of each process writes, hashes and reads
+its own files back against the hashes, that of the first renames, and then lets `latest` name the new directory. There
+is no pickle anywhere.
 
 Not `torch.distributed.checkpoint`, though the boxes are its planners' idea: its metadata are a pickle that
 runs what it holds, its files are written in place without hashes, and reading 3,200 chunks on 32 processes
@@ -46,8 +46,8 @@ from ..core.artifact import (
     verify_artifact,
 )
 from ..core.console import warn
-from ..core.errors import Refused, ThroughlineError, WrongUse
-from ..core.files import full_disk, read_json, write_atomic
+from ..core.errors import Failed, Refused, ThroughlineError, WrongUse
+from ..core.files import full_disk, read_json, sha256_file, write_atomic
 from ..models.config import FAMILIES, ModelConfig
 from ..models.init import empty_model
 from ..planner.tables import parameter_shapes
@@ -147,6 +147,7 @@ class CheckpointWriter:
             path, "checkpoint", inputs=self.inputs, recipe_hash=self.recipe_hash, overwrite=True
         ) as draft:
             others = self._take_parts(step, draft) if self.processes > 1 else []
+            read_back = set(draft.known)
             table, hashes = write_snapshot(draft.path, snapshot, others)
             draft.known |= hashes
             if self.tokenizer_json is not None:
@@ -159,7 +160,7 @@ class CheckpointWriter:
             draft.facts |= {"parameters": sum(math.prod(entry["shape"]) for entry in parameters)}
             draft.facts |= facts
             self.may_write()
-        verify_artifact(path)
+        verify_artifact(path, read_back=read_back)
         self.may_write()
         write_atomic(self.directory / LATEST, path.name + "\n")
         self._retire(path)
@@ -169,14 +170,16 @@ class CheckpointWriter:
         return self.directory / f".step-{step:08d}.{self.token}-{process:05d}.tmp"
 
     def _write_part(self, snapshot: Snapshot, step: int) -> Path:
-        """The files of a process other than the first, flushed and hashed, in a directory of their own;
-        `part.json` comes last.
+        """The files of a process other than the first, flushed, hashed and read back, in a directory of their
+        own; `part.json` comes last.
         """
         path = self._part(step, self.process)
         try:
             with full_disk(path):
                 path.mkdir(parents=True)
                 table, hashes = write_tensors(path, snapshot, self.process)
+                if damaged := [name for name in hashes if sha256_file(path / name) != hashes[name]]:
+                    raise Failed("a file of a checkpoint is not what was written", where=path / damaged[0])
                 aside = path / f"{PART}.tmp"
                 write_atomic(aside, json.dumps({"table": table, "hashes": hashes}))
                 os.rename(

@@ -6,7 +6,11 @@ dtype; of several slices the gradients of the hidden states and of the matrix ar
 twice (the way of Liger's kernel, Hsu et al. 2024). Losses, and products of several slices, are added up in
 float32 at least: the loss of torch's own `linear_cross_entropy` is a bf16 number in bf16, useless for a curve.
 
-Shape letters: N positions, W width, V vocabulary (of this process).
+On a GPU the products have a multiple of 64 columns (NVIDIA's guide to matrix products asks for whole tiles, and 50,257
+is odd): rows of zeros are put below the matrix for the products alone, so parameters, checkpoints and exports have the
+vocabulary's size, and the softmax sees its columns. The copy costs 1 / N of the product.
+
+Shape letters: N positions, W width, V vocabulary (of this process), A the same aligned.
 """
 
 from collections.abc import Callable
@@ -21,6 +25,7 @@ from ..models.linear import linear
 from ..models.varlen import wide_dtype
 from .loss import CHUNK_LOGITS, IGNORED, LARGE_VOCABULARY, cross_entropy_sum
 
+COLUMNS = {"cpu": 1, "cuda": 64}  # of the products, a multiple of
 SLICE_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 27}  # at a time: 256 and 512 MiB in float32
 
 # (logits, targets, whether the gradient is wanted) -> sum of the losses, its gradient by the logits in their dtype
@@ -70,18 +75,32 @@ class _HeadLoss(torch.autograd.Function):
         wanted = any(ctx.needs_input_grad[:3])
         rows = max(SLICE_LOGITS[hidden_NW.device.type] // len(weight_VW), 1)
         ctx.whole = len(hidden_NW) <= rows
+        ctx.vocabulary = len(weight_VW)
+        weight_AW = _aligned(weight_VW)
+        bias_A = None if bias_V is None else _aligned(bias_V)
+
+        def slice_loss(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+            logits_NA = linear(hidden, weight_AW, bias_A)
+            loss, gradient = shares(logits_NA[:, : ctx.vocabulary], targets, wanted)
+            if gradient is None or gradient.shape == logits_NA.shape:
+                return loss, gradient
+            logits_NA[:, ctx.vocabulary :] = 0
+            if gradient.data_ptr() != logits_NA.data_ptr():
+                logits_NA[:, : ctx.vocabulary] = gradient
+            return loss, logits_NA
+
         if ctx.whole:
-            total, gradient = shares(linear(hidden_NW, weight_VW, bias_V), targets_N, wanted)
+            total, gradient = slice_loss(hidden_NW, targets_N)
             ctx.save_for_backward(gradient, hidden_NW, weight_VW)
             return total
         total = hidden_NW.new_zeros((), dtype=wide_dtype(hidden_NW.dtype))
         hidden_parts: list[Tensor] = []
         sums: list[Tensor | None] = [None, None]
         for hidden, targets in zip(hidden_NW.split(rows), targets_N.split(rows)):
-            loss, gradient = shares(linear(hidden, weight_VW, bias_V), targets, wanted)
+            loss, gradient = slice_loss(hidden, targets)
             total = total + loss
             if gradient is not None:
-                for_hidden, *parts = _products(gradient, hidden, weight_VW, ctx.needs_input_grad)
+                for_hidden, *parts = _products(gradient, hidden, weight_AW, ctx.needs_input_grad)
                 hidden_parts += [] if for_hidden is None else [for_hidden]
                 sums = [_add(x, part) for x, part in zip(sums, parts)]
         ctx.save_for_backward(torch.cat(hidden_parts) if hidden_parts else None, *sums)
@@ -93,24 +112,31 @@ class _HeadLoss(torch.autograd.Function):
         if ctx.whole:
             gradient, hidden_NW, weight_VW = ctx.saved_tensors
             hidden_NW = hidden_NW * grad.to(hidden_NW.dtype)  # the smallest thing that the factor can go into
-            results = list(_products(gradient, hidden_NW, weight_VW, ctx.needs_input_grad))
+            results = list(_products(gradient, hidden_NW, _aligned(weight_VW), ctx.needs_input_grad))
             factors: tuple[Tensor | None, ...] = (grad, None, grad)
         else:
             results, factors = list(ctx.saved_tensors), (grad,) * 3
         for place, (x, factor) in enumerate(zip(results, factors)):
             if x is not None:
+                x = x if place == 0 else x[: ctx.vocabulary]
                 results[place] = (x if factor is None else x * factor.to(x.dtype)).to(ctx.dtypes[place])
         return *results, None, None
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """A matrix (V, W) or bias (V,) with zeros below; the same tensor where nothing is missing."""
+    missing = -len(x) % COLUMNS[x.device.type]
+    return x if not missing else torch.cat((x, x.new_zeros((missing, *x.shape[1:]))))
+
+
 def _products(
-    gradient_NV: Tensor, hidden_NW: Tensor, weight_VW: Tensor, needed: tuple[bool, ...]
+    gradient_NA: Tensor, hidden_NW: Tensor, weight_AW: Tensor, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of the hidden states, the matrix and the bias, those that are needed."""
+    """Gradients of the hidden states, the aligned matrix and bias, those that are needed."""
     return (
-        linear(gradient_NV, weight_VW.t()) if needed[0] else None,
-        linear(gradient_NV.t(), hidden_NW.t()) if needed[1] else None,
-        gradient_NV.sum(0, dtype=wide_dtype(gradient_NV.dtype)) if needed[2] else None,
+        linear(gradient_NA, weight_AW.t()) if needed[0] else None,
+        linear(gradient_NA.t(), hidden_NW.t()) if needed[1] else None,
+        gradient_NA.sum(0, dtype=wide_dtype(gradient_NA.dtype)) if needed[2] else None,
     )
 
 

@@ -38,8 +38,8 @@ SIGNALS = (SIGINT, SIGTERM)  # that stop a run, the weaker first
 class LayoutEngine(Engine):
     """The stages of this process in their layout.
 
-    With `offload` the masters are on the host. `dtype` of the products, by default that of the precision.
-    `memory` is entered where the weights get theirs: a simulation gives none, and no masters.
+    With `offload` the masters are on the host. `memory` is entered where tensors get theirs: a simulation gives
+    none.
     """
 
     def __init__(
@@ -51,11 +51,10 @@ class LayoutEngine(Engine):
         recomputing: str = "none",
         *,
         offload: bool = False,
-        dtype: torch.dtype | None = None,
         memory: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.config, self.mesh, self.seed = config, mesh, seed
-        self.dtype = dtype or computing_dtype(precision)
+        self.dtype = computing_dtype(precision)
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.communicator = Communicator(
             mesh.gradient
@@ -68,7 +67,7 @@ class LayoutEngine(Engine):
         place = Coordinates(mesh.pipeline.rank, mesh.tensor.rank, mesh.replica.rank, mesh.shard.rank)
         # the shards of `fully_shard` are the masters; without it, and with offload, the weights have the products' dtype
         sharded = mesh.shard.group is not None
-        held = self.wide if sharded and not offload and memory is None else self.dtype
+        held = self.wide if sharded and not offload else self.dtype
         for index in self.layout.stages_of(mesh.pipeline.rank):
             stage = make_stage(config, index, mesh, precision, held)
             recompute(stage.model, config, recomputing)
@@ -77,20 +76,18 @@ class LayoutEngine(Engine):
                 stage.to_empty(device=mesh.device)
             self.stages.append(stage.train())
             self.local_shards += self._local_shards(stage, place, shapes)
-        if offload:
-            computed = [(local.name, local.computed) for local in self.local_shards]
-            self.offload = HostOffload(computed)
-            for local, (_, master) in zip(self.local_shards, self.offload.named_parameters()):
-                local.value = master
-        elif held != self.wide and memory is None:
-            for local in self.local_shards:
-                local.value = make_master(local.computed)
-        summed = self.dtype if offload else self.wide
-        self.buffer = None
-        if not sharded and memory is None:
-            self.buffer = GradientBuffer(
-                [local.parameter for local in self.local_shards], summed, mesh.gradient
-            )
+        with memory or nullcontext():
+            if offload:
+                computed = [(local.name, local.computed) for local in self.local_shards]
+                self.offload = HostOffload(computed)
+                for local, (_, master) in zip(self.local_shards, self.offload.named_parameters()):
+                    local.value = master
+            elif held != self.wide:
+                for local in self.local_shards:
+                    local.value = make_master(local.computed)
+            parameters = [local.parameter for local in self.local_shards]
+            summed = self.dtype if offload else self.wide
+            self.buffer = None if sharded else GradientBuffer(parameters, summed, mesh.gradient)
 
     def _local_shards(
         self, stage: Stage, place: Coordinates, shapes: dict[str, tuple[int, ...]]
@@ -199,8 +196,6 @@ class LayoutEngine(Engine):
         elif self.buffer is not None:
             self.buffer.finish()
             self.communicator.count_all_reduce(self.buffer.flat.nbytes)
-        elif self.mesh.shard.group is None:
-            sum_gradients(self.gradients(), self.mesh.gradient)
         partial = [
             local.computed.grad
             for local in self.local_shards

@@ -1,5 +1,9 @@
 """What the tests of runs in layouts share."""
 
+import os
+import socket
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,3 +20,30 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens.tofile(directory / "00000.bin")
     write_index(directory / "00000.idx", np.array([len(tokens)]), np.array([0, 1]), np.uint16)
     return directory
+
+
+@pytest.fixture
+def socket_bytes() -> Callable[[], int]:
+    """What this process's connections have sent, as the kernel counts it."""
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("needs Linux's /proc to see the sockets")
+    return acknowledged
+
+
+def acknowledged() -> int:
+    """Bytes that the kernel says this process's TCP connections have sent and the peer acknowledged
+    (tcpi_bytes_acked).
+    """
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+                    total += struct.unpack_from(
+                        "Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 120
+                    )[0]
+        except (OSError, struct.error):
+            continue
+    return total

@@ -3,9 +3,6 @@ count.
 """
 
 import copy
-import os
-import socket
-import struct
 import time
 from collections.abc import Callable
 
@@ -126,33 +123,12 @@ def test_power_sum_loses_nothing(world: int) -> None:
         )  # only the thin ones still owe something
 
 
-def socket_bytes() -> int:
-    """Bytes that the kernel says this process's TCP connections have sent and the peer acknowledged
-    (tcpi_bytes_acked).
-    """
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
-                    total += struct.unpack_from(
-                        "Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 120
-                    )[0]
-        except (OSError, struct.error):
-            continue
-    return total
-
-
 @pytest.mark.parametrize("scheme", ["dense", "bf16", "power", "signs"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_bytes_counted_are_bytes_sent(world: int, scheme: str) -> None:
+def test_bytes_counted_are_bytes_sent(world: int, scheme: str, socket_bytes: Callable[[], int]) -> None:
     """What `Communicator` counts against the kernel's count of the same calls, on every process; and against the
     formulas.
     """
-    if not os.path.isdir("/proc/self/fd"):
-        pytest.skip("needs Linux's /proc to see the sockets")
     numel = 2048 * 8 * 6  # whole blocks for 2 and for 3 processes
 
     def work(communicator: Communicator) -> tuple[float, int]:

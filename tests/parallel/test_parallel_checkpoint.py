@@ -5,14 +5,17 @@ layout.
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from throughline.core import artifact  # noqa: E402
 from throughline.core.artifact import read_manifest, verify_artifact  # noqa: E402
-from throughline.core.errors import Refused  # noqa: E402
+from throughline.core.errors import Refused, ThroughlineError  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.train import checkpoint  # noqa: E402
 from throughline.train.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
@@ -100,6 +103,55 @@ PAIRS = [
 def test_resumes_in_another_layout(family: str, saved: str, resumed: str, tmp_path: Path) -> None:
     assert_close(run(saved, tmp_path, 0, 2, save=True, family=family), expected(family)[:2])
     assert_close(run(resumed, tmp_path, 2, 4, family=family), expected(family)[2:])
+
+
+def save_and_tell(case: Case, directory: Path, damaged: bool) -> tuple[list[str], list[str]]:
+    """(tensor files that this process read back, what it was told went wrong); one byte of the second's is changed on
+    the way to the disk when `damaged`.
+    """
+    ranks = Ranks.start(case.layout, torch.device("cpu"))
+    engine = LayoutEngine(case.config, ranks.mesh, case.precision, SEED)
+    engine.fill()
+    read: list[str] = []
+    real_hash, real_write = artifact.sha256_file, checkpoint.write_tensors
+
+    def hash_file(path: Path) -> str:
+        read.append(Path(path).name)
+        return real_hash(path)
+
+    def write(path: Path, snapshot: Any, process: int = 0) -> Any:
+        made = real_write(path, snapshot, process)
+        file = path / f"weights-{process:05d}.safetensors"
+        if damaged and process == 1:
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+        return made
+
+    artifact.sha256_file = checkpoint.sha256_file = hash_file
+    checkpoint.write_tensors = write
+    writer = CheckpointWriter(
+        directory, 0, process=ranks.mesh.rank, processes=2, token=ranks.token, patience_s=1.0
+    )
+    errors = []
+    try:
+        writer.save(make_trainer(case, engine))
+        writer.close()
+    except ThroughlineError as error:
+        errors.append(str(error))
+    ranks.wait()
+    return [name for name in read if name.startswith("weights")], errors
+
+
+def test_each_process_reads_back_what_it_wrote(tmp_path: Path) -> None:
+    """Not the first all of it; and damage that another process finds keeps the checkpoint from coming into being."""
+    case = replace(CASE, layout=LAYOUTS["tensor"])
+    good = run_ranks(2, lambda: save_and_tell(case, tmp_path / "good", False))
+    assert good == [(["weights-00000.safetensors"], []), (["weights-00001.safetensors"], [])]
+    verify_artifact(tmp_path / "good" / "step-00000000")
+    (_, first), (_, second) = run_ranks(2, lambda: save_and_tell(case, tmp_path / "bad", True))
+    assert "not what was written" in second[0] and "could not be completed" in first[0]
+    assert not (tmp_path / "bad" / "latest").exists()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from throughline.benchmarks.prove_scale import (  # noqa: E402
     FLOPS_PERCENT,
     KEPT_PERCENT,
-    SCALES,
+    RECIPES,
     Row,
     Scale,
     measure,
@@ -21,10 +21,10 @@ from throughline.planner.layout import Layout  # noqa: E402
 from throughline.planner.tables import Coordinates  # noqa: E402
 from throughline.train.parallel.account import StepShape, held, traffic  # noqa: E402
 
-BY_NAME = {scale.name: scale for scale in SCALES}
+BY_NAME = {name: Scale.of(name) for name in RECIPES}
 EVERYTHING = [
     (scale, rank, recompute)
-    for scale in SCALES
+    for scale in BY_NAME.values()
     for rank in scale.pipeline_ranks()
     for recompute in ("none", "selective", "full")
 ]
@@ -42,7 +42,7 @@ def test_a_stage_of_a_trillion_parameters(recompute: str) -> None:
     """34 s b h / t bytes a layer, of which 2 are dropout masks, and 2 with full recomputation, which keeps no
     mask.
     """
-    row = measure(BY_NAME["1T"], 31, recompute)
+    row = measure(BY_NAME["gpt-1t-megatron"], 31, recompute)
     assert_as_published(row)
     assert row.share(row.found.masks_of_layers) == (0 if recompute == "full" else 2)
     assert row.found.layers == 2 and row.parameters == 1_966_432_000
@@ -52,7 +52,7 @@ def test_the_ends_of_the_pipeline() -> None:
     """The first stage keeps the mask of its embeddings, the last one the gradient of its part of
     the logits, in 16 bits.
     """
-    scale = BY_NAME["1T"]
+    scale = BY_NAME["gpt-1t-megatron"]
     first, last = measure(scale, 0, "full"), measure(scale, 63, "full")
     for row in (first, last):
         assert_as_published(row)
@@ -63,7 +63,7 @@ def test_the_ends_of_the_pipeline() -> None:
 
 def test_a_stage_of_the_encoder() -> None:
     """Multi-query attention: the one key head stands on every process of the tensor axis."""
-    assert_as_published(measure(BY_NAME["481B encoder"], 7, "selective"))
+    assert_as_published(measure(BY_NAME["bert-481b"], 0, "selective"))
 
 
 @pytest.mark.slow
@@ -97,9 +97,7 @@ SMALL = [
 )
 def test_any_layout_can_be_simulated(config: GPTConfig | BERTConfig, layout: Layout, recompute: str) -> None:
     """Its parameters and collectives are those printed, for every pipeline rank and all its stages together."""
-    batch = StepShape(
-        1, 2, 64, 2 * 10 if isinstance(config, BERTConfig) else 128, "bf16", recompute, halves=True
-    )
+    batch = StepShape(1, 2, 64, 2 * 10 if isinstance(config, BERTConfig) else 128, "bf16", recompute)
     for rank in range(layout.pipeline):
         stages = simulate(config, layout, batch, rank)
         assert [stage.stage for stage in stages] == layout.stages_of(rank)

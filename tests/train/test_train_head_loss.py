@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from throughline.planner.layout import Layout
 from throughline.train import head_loss
 from throughline.train.head_loss import head_loss_sum
 from throughline.train.loss import IGNORED
+from throughline.train.parallel.forked import warm
+from throughline.train.proof import Case, Prover
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-N, W, V = 40, 16, 8192
+N, W, V = 40, 16, 8229  # an odd vocabulary
 
 
 def problem(dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -28,7 +31,9 @@ def problem(dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("slices", [1, 3])
 @pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("columns", [1, 64])
 def test_slices_equal_whole_logits(
+    columns: int,
     biased: bool,
     slices: int,
     smoothing: float,
@@ -37,7 +42,8 @@ def test_slices_equal_whole_logits(
     bound: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Loss and gradients, against torch's in float64; a shorter last slice, ignored targets."""
+    """Loss and gradients, against torch's in float64; a shorter last slice, ignored targets, aligned columns."""
+    monkeypatch.setitem(head_loss.COLUMNS, "cpu", columns)
     monkeypatch.setitem(head_loss.SLICE_LOGITS, "cpu", V * -(-N // slices))
     given, targets = problem(dtype)
     given = [x.requires_grad_() for x in given[: 3 if biased else 2]]
@@ -76,6 +82,42 @@ def test_no_tensor_holds_the_logits_of_all_positions(monkeypatch: pytest.MonkeyP
     with Watch():
         head_loss_sum(*given, targets).backward()
     assert 0 < largest <= 8
+
+
+class Products(TorchDispatchMode):
+    """The sizes of matrices in products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in ("mm", "addmm", "_linear_pointwise"):
+            self.sizes |= {size for x in args if isinstance(x, torch.Tensor) for size in x.shape}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_the_products_have_aligned_columns(slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward; the parameters and their gradients keep the size of the vocabulary."""
+    monkeypatch.setitem(head_loss.COLUMNS, "cpu", 64)
+    monkeypatch.setitem(head_loss.SLICE_LOGITS, "cpu", V * -(-N // slices))
+    given, targets = problem(torch.float32)
+    given = [x.requires_grad_() for x in given]
+    with Products() as products:
+        head_loss_sum(*given, targets).backward()
+    assert max(products.sizes) == 8256 and not products.sizes & {V}
+    assert given[1].grad.shape == (V, W) and given[2].grad.shape == (V,)
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_a_cut_vocabulary_is_aligned_on_each_process(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """250 words are 125 for each of two tensor processes, in products 128: ten steps equal one process."""
+    warm()
+    monkeypatch.setitem(head_loss.COLUMNS, "cpu", 64)
+    case = Case("", Layout(tensor=2), family, model={"vocab_size": 250})
+    errors = Prover().prove(case)
+    assert not errors.beyond("fp64"), errors
 
 
 def test_no_targets_is_no_loss() -> None:
