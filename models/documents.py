@@ -171,7 +171,7 @@ def _attend_on_cpu_backward(
             here, seen = slice(start, stop), slice(0, stop if is_causal else None)
             shares = _shares(q[:, here], k[:, seen], start, is_causal)
             dv[:, seen] += shares.mT @ grad[:, here]
-            dscores = aten._softmax_backward_data(grad[:, here] @ v[:, seen].mT, shares, -1, q.dtype)
+            dscores = _through_softmax(grad[:, here] @ v[:, seen].mT, shares)
             dscores *= scale
             dq[:, here] = dscores @ k[:, seen]
             dk[:, seen] += dscores.mT @ q[:, here]
@@ -213,6 +213,15 @@ def _in_products(q_TAD: Tensor, k_TGD: Tensor, bounds_N: Tensor) -> bool:
     if q_TAD.dtype != torch.bfloat16 or k_TGD.shape != q_TAD.shape:
         return False
     return int(bounds_N.diff().amax()) <= SHORT
+
+
+def _through_softmax(grad: Tensor, shares: Tensor) -> Tensor:
+    """The gradient of scores from that of their softmax."""
+    if hasattr(aten, "_softmax_backward_data"):  # one pass; a private operator
+        return aten._softmax_backward_data(grad, shares, -1, shares.dtype)
+    wide = wide_dtype(shares.dtype)
+    parts = grad.to(wide) * shares.to(wide)
+    return (parts - shares.to(wide) * parts.sum(-1, keepdim=True)).to(shares.dtype)
 
 
 def _pieces(length: int, is_causal: bool) -> list[tuple[int, int]]:

@@ -73,8 +73,9 @@ def varlen_backward(
     if _has_cuda_kernel(q_TAD):
         none = torch.zeros((), dtype=torch.uint64, device=q_TAD.device)  # the state of a dropout of 0
         return aten._flash_attention_backward(
-            grad_TAD, q_TAD, k_UGD, v_UGD, out_TAD, lse_AT, q_bounds, k_bounds, longest, longest, 0.0, causal, none, none
-        )  # fmt: skip
+            *(grad_TAD, q_TAD, k_UGD, v_UGD, out_TAD, lse_AT),
+            *(q_bounds, k_bounds, longest, longest, 0.0, causal, none, none),
+        )
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_TAD, k_UGD, v_UGD))
     for queries, keys, count in equal_runs(q_bounds, k_bounds):
         grad, q, out = (_rows(x[queries], count) for x in (grad_TAD, q_TAD, out_TAD))

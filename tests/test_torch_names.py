@@ -13,6 +13,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "models", "data", "planner", "train", "inference", "eval", "cli")
 USED = {
+    "torch.ops.aten._efficient_attention_forward": "attention within documents on CUDA takes a dense mask",
+    "torch.ops.aten._flash_attention_backward": "as the forward",
+    "torch.ops.aten._flash_attention_forward": "attention on CUDA in plain products (tests of models/varlen.py)",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "plain products (tests of models/varlen.py)",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "as the forward",
+    "torch.ops.aten._softmax_backward_data": "three passes (tests of models/documents.py)",
     "torch._C._will_engine_execute_node": "tensor parallel backward computes both gradients",
     "torch.cuda.memory._dump_snapshot": "train --profile writes no snapshot of memory",
     "torch.cuda.memory._record_memory_history": "train --profile writes no snapshot of memory",
@@ -33,8 +39,9 @@ def private_names() -> set[str]:
             while isinstance(node, ast.Attribute):
                 parts, node = [node.attr, *parts], node.value
             private = any(part.startswith("_") and not part.startswith("__") for part in parts)
-            if isinstance(node, ast.Name) and node.id == "torch" and private:
-                found.add(".".join(["torch", *parts]))
+            start = {"torch": "torch", "aten": "torch.ops.aten"}.get(getattr(node, "id", ""))
+            if start and private:
+                found.add(".".join([start, *parts]))
     return {name for name in found if not any(other.startswith(name + ".") for other in found)}
 
 

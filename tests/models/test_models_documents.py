@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from throughline.models import documents as documents_module
 from throughline.models import varlen
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
@@ -95,6 +96,19 @@ def test_without_torchs_private_operator_plain_products_compute_the_same(
         assert not results[0][0][5:50].any() and results[0][1][:, 5:50].eq(-torch.inf).all()
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=0)
+
+
+def test_the_gradient_of_a_softmax_needs_no_private_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal in float64 to its noise, and in bf16 to a rounding of what torch's operator gives."""
+    generator = torch.Generator().manual_seed(5)
+    grad = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64)
+    shares = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64).softmax(-1)
+    pairs = [(grad, shares), (grad.bfloat16(), shares.bfloat16())]
+    expected = [documents_module._through_softmax(*pair) for pair in pairs]
+    monkeypatch.setattr(documents_module, "aten", object())
+    found = [documents_module._through_softmax(*pair) for pair in pairs]
+    torch.testing.assert_close(found[0], expected[0], atol=1e-15, rtol=0)
+    torch.testing.assert_close(found[1], expected[1], atol=2**-8, rtol=2**-7)
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama", "bert", "relative"])
