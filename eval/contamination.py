@@ -26,26 +26,26 @@ PIECE = 1 << 20  # tokens of the store at a time
 _BASE = 0x9E3779B97F4A7C15  # odd, so that the powers of it stay invertible modulo 2^64
 
 
-def window_hashes(ids: np.ndarray, length: int = LENGTH) -> np.ndarray:
-    """Polynomial hash modulo 2^64 of every window of `length` ids: (n,) -> (n - length + 1,) uint64."""
-    count = len(ids) - length + 1
+def window_hashes(ids: np.ndarray) -> np.ndarray:
+    """Polynomial hash modulo 2^64 of every window of LENGTH ids: (n,) -> (n - LENGTH + 1,) uint64."""
+    count = len(ids) - LENGTH + 1
     if count <= 0:
         return np.empty(0, np.uint64)
     spread = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
     spread ^= spread >> np.uint64(32)
     total = np.zeros(count, np.uint64)
-    for offset in range(length):
+    for offset in range(LENGTH):
         total = total * np.uint64(_BASE) + spread[offset : offset + count]
     return total
 
 
-def shared_runs(texts: Sequence[np.ndarray], store: Any, length: int = LENGTH) -> list[bool]:
-    """For each record's ids, whether any run of `length` of them stands in the token store.
+def shared_runs(texts: Sequence[np.ndarray], store: Any) -> list[bool]:
+    """For each record's ids, whether any run of LENGTH of them stands in the token store.
 
     A run that repeats (blanks, dashes) is looked for once in each record and compared once in each piece of
     the store.
     """
-    runs = [np.unique(window_hashes(ids, length), return_index=True) for ids in texts]
+    runs = [np.unique(window_hashes(ids), return_index=True) for ids in texts]
     flat = np.concatenate([*(hashes for hashes, _ in runs), np.empty(0, np.uint64)])
     owner = np.repeat(np.arange(len(texts)), [len(places) for _, places in runs])
     place = np.concatenate([*(places for _, places in runs), np.empty(0, np.int64)]).astype(np.int64)
@@ -54,8 +54,8 @@ def shared_runs(texts: Sequence[np.ndarray], store: Any, length: int = LENGTH) -
     hit = np.zeros(len(texts), bool)
     with progress("contamination", total=store.tokens, unit="tokens") as bar:
         for start in range(0, store.tokens, PIECE):
-            ids = np.asarray(store.read(start, min(start + PIECE + length - 1, store.tokens)))
-            found = window_hashes(ids, length)
+            ids = np.asarray(store.read(start, min(start + PIECE + LENGTH - 1, store.tokens)))
+            found = window_hashes(ids)
             first, last = np.searchsorted(flat, found), np.searchsorted(flat, found, side="right")
             matches = np.flatnonzero(last > first)
             for window in matches[np.unique(found[matches], return_index=True)[1]]:
@@ -63,7 +63,7 @@ def shared_runs(texts: Sequence[np.ndarray], store: Any, length: int = LENGTH) -
                     record, at = owner[number], place[number]
                     if (
                         not hit[record]
-                        and (ids[window : window + length] == texts[record][at : at + length]).all()
+                        and (ids[window : window + LENGTH] == texts[record][at : at + LENGTH]).all()
                     ):
                         hit[record] = True
             bar.advance(min(PIECE, store.tokens - start))

@@ -140,15 +140,13 @@ def aggregate(name: str, outcomes: Sequence[Sequence[float]]) -> tuple[float, fl
     return value, bootstrap_error(metric.aggregate, rows)
 
 
-def bootstrap_error(
-    function: Callable[[Rows], np.ndarray], rows: Rows, resamples: int = RESAMPLES, seed: int = 0
-) -> float:
+def bootstrap_error(function: Callable[[Rows], np.ndarray], rows: Rows) -> float:
     """Standard deviation of `function` over resamples of the lines of `rows`, drawn with replacement."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     at_once = max(1, _RESAMPLE_CELLS // rows.size)
     values = []
-    for first in range(0, resamples, at_once):
-        count = min(at_once, resamples - first)
+    for first in range(0, RESAMPLES, at_once):
+        count = min(at_once, RESAMPLES - first)
         values.append(function(rows[generator.integers(len(rows), size=(count, len(rows)))]))
     return float(np.concatenate(values).std(ddof=1))
 

@@ -102,6 +102,25 @@ def test_the_parts_of_a_layout_import_nothing_of_training() -> None:
             assert not modules & {"loop", "build", "checkpoint", "snapshot", "evaluate", "recipe"}, path
 
 
+LONGER = {"cli/plan.py", "planner/layout.py", "train/parallel/account.py"}  # to be divided
+
+
+def test_files_and_functions_are_short() -> None:
+    """A file answers one question in at most 400 lines, a function has at most 100."""
+    long_files = {
+        str(path.relative_to(ROOT)) for path in sources() if len(path.read_text().splitlines()) > 400
+    }
+    assert long_files <= LONGER
+    long_functions = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or node.lineno) - node.lineno >= 100
+    ]
+    assert long_functions == []
+
+
 def test_packages_listed_and_inits_empty() -> None:
     """pyproject lists every package, so that a wheel holds them all; every __init__.py is empty."""
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])

@@ -2,6 +2,8 @@
 named.
 """
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +58,30 @@ def test_a_gpu_without_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert second.memory_bytes == 15360 * 2**20 and second.chip is not None
 
 
-def test_this_machine() -> None:
-    cpu = hardware.machine().cpu
-    assert cpu.cores >= 1 and cpu.memory_bytes > 2**28 and "fp32" in cpu.dtypes
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no process to cores")
+def test_cores_are_those_that_the_process_may_run_on() -> None:
+    allowed = os.sched_getaffinity(0)
+    assert hardware.usable_cores() == len(allowed)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert hardware.usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.parametrize(
+    ("limit", "bytes_"), [("1073741824\n", 2**30), ("max\n", 2**36), ("99999999999999\n", 2**36)]
+)
+def test_a_cpu_is_what_the_kernels_files_say(
+    limit: str, bytes_: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Name and dtypes from the first processor; memory is the control group's limit where that is lower."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text(limit)
+    info = "model name\t: Some CPU\nflags\t\t: fpu avx512_bf16\n\nmodel name\t: Another\nflags\t\t: fpu avx512_fp16\n"
+    (tmp_path / "proc/cpuinfo").write_text(info)
+    monkeypatch.setattr(hardware, "Path", lambda name: tmp_path / name.lstrip("/"))
+    monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: SimpleNamespace(total=2**36))
+    cpu = hardware._cpu()
+    assert (cpu.name, cpu.memory_bytes, cpu.dtypes) == ("Some CPU", bytes_, ("fp32", "bf16"))
