@@ -150,6 +150,21 @@ def read_stdin() -> str:
     return sys.stdin.buffer.read().decode("utf-8-sig", "replace")
 
 
+device_option = click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Device that runs the model: cpu, cuda or cuda:N; auto is the GPU when there is one.",
+)
+dtype_option = click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    help="Precision of a torch model: fp32, fp16 or bf16; auto is the one its weights are stored in, "
+    "where the device computes in it.",
+)
+
+
 def backend_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """--device, --dtype, --backend and --threads, as `options`, of every command that runs a model."""
 
@@ -169,19 +184,8 @@ def backend_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "that can run it and takes the fastest; or torch, torch-compiled, onnxruntime, openvino, "
             "llamacpp, tensorrt.",
         ),
-        click.option(
-            "--dtype",
-            default="auto",
-            show_default=True,
-            help="Precision of a torch model: fp32, fp16 or bf16; auto is the one its weights are stored in, "
-            "where the device computes in it.",
-        ),
-        click.option(
-            "--device",
-            default="auto",
-            show_default=True,
-            help="Device that runs the model: cpu, cuda or cuda:N; auto is the GPU when there is one.",
-        ),
+        dtype_option,
+        device_option,
     ):
         wrapped = option(wrapped)
     return wrapped

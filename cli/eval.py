@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ..core import console
-from .common import throughline_command
+from .common import device_option, dtype_option, throughline_command
 
 
 @click.command()
@@ -37,19 +37,8 @@ from .common import throughline_command
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Seed of the draw of the solved examples."
 )
-@click.option(
-    "--device",
-    default="auto",
-    show_default=True,
-    help="Device that runs the model: cpu, cuda or cuda:N; auto is the GPU when there is one.",
-)
-@click.option(
-    "--dtype",
-    default="auto",
-    show_default=True,
-    help="Precision of a torch model: fp32, fp16 or bf16; auto is the one its weights are stored in, "
-    "where the device computes in it.",
-)
+@device_option
+@dtype_option
 @click.option(
     "--bos/--no-bos",
     "--add-bos/--no-add-bos",

@@ -4,7 +4,6 @@ Everything that a user can cause raises one of these. The command line prints th
 `exit_code`; a traceback appears only with `--debug`. Asserts are for invariants of our own.
 """
 
-EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_WRONG_USE = 2
 EXIT_REFUSED = 3
