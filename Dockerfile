@@ -1,7 +1,7 @@
 # Throughline in a container. Three images from one file:
 #   docker build --target cpu   -t throughline:cpu   .   everything on the CPU
 #   docker build --target cuda  -t throughline:cuda  .   everything on a CUDA GPU
-#   docker build --target serve -t throughline:serve .   an endpoint on the CPU: listens, answers health checks
+#   docker build --target serve -t throughline:serve .   an endpoint for ONNX artifacts on the CPU, without torch
 # Each runs as a user without rights; models are mounted at /models.
 
 FROM python:3.11.13-slim-bookworm AS base
@@ -26,7 +26,11 @@ WORKDIR /models
 ENTRYPOINT ["throughline"]
 CMD ["--help"]
 
-FROM cpu AS serve
+FROM base AS serve
+# what serving an ONNX artifact imports, and nothing else: no torch, no datasets
+RUN pip install -c constraints.txt -r containers/serve.txt && pip install --no-deps .
+USER throughline
+WORKDIR /models
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=2)"]

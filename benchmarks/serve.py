@@ -1,10 +1,13 @@
 """Our server against plain FastAPI + transformers, LitServe and llama.cpp's server, on one file of requests:
-python benchmarks/serve.py [--quick] [--clients 32] [--pairs 3]
+python benchmarks/serve.py [--quick] [--parts http,bert,gpt-plain,gpt-litserve,gpt-llamacpp] [--clients 32] [--pairs 3]
 
 Same random weights, same requests (serve_requests.jsonl, made once from a seed), greedy, no end-of-text token,
 loopback, the load generator in this process. A peer runs at the best of its settings, found on a few requests
-first and printed. llama.cpp is measured when `llama-server` is on the PATH, and otherwise said to be missing.
-`http-*` is what HTTP adds to a bare call of the backend at one client.
+first and printed. Both servers of a pair are up and asked in turn; the one that is not asked is stopped. The int8 rows
+set our int8 graph beside the peer's fp32, and beside q8_0 for llama.cpp, whose server (`llama-server` on the PATH or
+in $LLAMA_SERVER, else the faster of the packages xllamacpp and llama-cpp-python[server]) is said to be missing where
+there is none. `http-*` is what HTTP adds to a bare call of the backend at one client. Models are written once, to
+--models, so that parts can be measured one by one.
 """
 
 import contextlib
@@ -15,19 +18,25 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from common import Claim, claim, finish, parser
-from throughline.inference.load import COMMON, Ask, Seen, Target, load, summary
+from serve_models import write_models
+from throughline.inference.load import COMMON, Ask, Target, load, summary
 
 HERE = Path(__file__).parent
 REQUESTS = HERE / "serve_requests.jsonl"
+PARTS = ("http", "bert", "gpt-plain", "gpt-litserve", "gpt-llamacpp")
 GOALS = {
     "gpt-vs-plain": 8.0,
     "gpt-vs-litserve": 1.5,
@@ -37,6 +46,9 @@ GOALS = {
     "bert-int8-vs-plain": 4.0,
     "gpt-vs-llamacpp": 1.0,
 }
+SLOTS = 32  # of ours: as many as clients
+THREADS = os.cpu_count() or 1
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,164 +60,193 @@ class Case:
     asks: list[Ask]
 
 
-def requests() -> list[Case]:
-    """The committed requests."""
+def cases(quick: bool) -> dict[str, Case]:
+    """The committed requests, by the kind of their model; some of them where answers take long."""
     bodies = [json.loads(line) for line in REQUESTS.read_text().splitlines()]
     gpt = [Ask(body) for body in bodies if "prompt" in body]
-    return [
-        Case("gpt", "completions", gpt),
-        Case("bert", "embeddings", [Ask(body) for body in bodies if "input" in body]),
-    ]
-
-
-def write_models(folder: Path, quick: bool) -> None:
-    """A GPT of 30M parameters (quick: 5M) and a BERT of 25M, random, with word tokenizers that have no end of text."""
-    import tokenizers
-    from safetensors.torch import save_file
-    from throughline.inference.export import export_onnx
-    from throughline.inference.graph_options import GraphOptions
-    from throughline.models.config import BERTConfig, GPTConfig
-    from throughline.models.huggingface import to_huggingface
-    from throughline.models.init import build
-    from tokenizers import models, pre_tokenizers, processors
-
-    width, layers = (256, 4) if quick else (512, 6)
-    shape: dict[str, Any] = {
-        "vocab_size": 16384,
-        "sequence_length": 1024,
-        "layers": layers,
-        "width": width,
-        "heads": width // 64,
+    bert = [Ask(body) for body in bodies if "input" in body]
+    return {
+        "gpt": Case("gpt", "completions", gpt[: 16 if quick else 64]),
+        "bert": Case("bert", "embeddings", bert[: 32 if quick else None]),
     }
-    names = ["<none>", "[CLS]", "[SEP]", *COMMON.split()]
-    names += [f"unused{number}" for number in range(shape["vocab_size"] - len(names))]
-    for kind, config in (("gpt", GPTConfig(**shape)), ("bert", BERTConfig(**shape, token_types=2))):
-        directory = folder / kind
-        directory.mkdir()
-        fields, state = to_huggingface(build(config, 1))
-        save_file(
-            {name: tensor.contiguous() for name, tensor in state.items()}, directory / "model.safetensors"
-        )
-        (directory / "config.json").write_text(json.dumps(fields))
-        words = tokenizers.Tokenizer(
-            models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<none>")
-        )
-        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        if kind == "bert":
-            words.add_special_tokens(["[CLS]", "[SEP]"])
-            words.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-        words.save(str(directory / "tokenizer.json"))
-        for precision in ("fp32", "int8"):
-            with contextlib.suppress(Exception):  # said later: the claim is then missing
-                export_onnx(directory, folder / f"{kind}-{precision}", GraphOptions("onnxruntime", precision))
+
+
+# --- servers ---
+
+
+@dataclass
+class Running:
+    """A server with its processes: where it is, and what its requests say beside the others'."""
+
+    base: str
+    processes: list[psutil.Process]
+    extra: dict[str, Any]
+
+    def hold(self, held: bool) -> None:
+        """Stop all of its processes, or let them go on."""
+        for root in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for one in (root, *root.children(recursive=True)):
+                    one.suspend() if held else one.resume()
 
 
 @contextlib.contextmanager
-def server(command: list[str], port: int, log: Path, copies: int = 1) -> Iterator[str]:
-    """A server that is up when its port answers."""
+def server(
+    words: list[str], log: Path, ready: str, copies: int = 1, extra: dict[str, Any] | None = None
+) -> Iterator[Running]:
+    """Processes of one server at a free port. They are ready when this path is answered with 200, or, where it is
+    no path, when each of them has written this word.
+    """
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
     with log.open("w") as file:
-        running = [subprocess.Popen(command, stdout=file, stderr=file) for _ in range(copies)]
+        words = [*words, "--port", str(port)]
+        started = [subprocess.Popen(words, stdout=file, stderr=file) for _ in range(copies)]
+    running = Running(f"http://127.0.0.1:{port}", [psutil.Process(one.pid) for one in started], extra or {})
+
+    def is_ready() -> bool:
+        if not ready.startswith("/"):
+            return log.read_text().count(ready) == copies
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            return urllib.request.urlopen(f"{running.base}{ready}").status == 200
+        return False
+
     try:
         end = time.monotonic() + 180
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            assert time.monotonic() < end and all(one.poll() is None for one in running), log.read_text()[
-                -2000:
-            ]
-            time.sleep(0.2)
-        time.sleep(1.0 if copies == 1 else 8.0)  # the other workers
-        yield f"http://127.0.0.1:{port}"
+        while not is_ready():
+            fault = log.read_text()[-2000:]
+            assert time.monotonic() < end and all(one.poll() is None for one in started), fault
+            time.sleep(0.1)
+        yield running
     finally:
-        for one in running:
+        running.hold(False)
+        for one in started:
             one.terminate()
-        for one in running:
+        for one in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 one.wait(10)
             one.kill()
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+def ours(path: Path, threads: int = THREADS) -> Any:
+    """Our server."""
+    words = [sys.executable, "-m", "throughline.cli.main", "serve", f"model={path}", "--drain-wait", "0"]
+    words += ["--slots", str(SLOTS), "--threads", str(threads), "--no-access-log"]
+    return server(words, path.parent / "ours.log", "/ready")
 
 
-def wait_ready(base: str) -> None:
-    """Ours listens at once and is ready later."""
-    import urllib.error
-    import urllib.request
-
-    while True:
-        with contextlib.suppress(urllib.error.URLError):
-            urllib.request.urlopen(f"{base}/ready")
-            return
-        time.sleep(0.1)
+def peer(name: str, folder: Path, case: Case, settings: Settings) -> Any:
+    """plain or litserve with these settings."""
+    words = [sys.executable, str(HERE / "serve_peers.py"), name, "--model", str(folder / case.kind)]
+    words += ["--kind", case.kind, "--threads", str(settings["threads"])]
+    if name == "plain":
+        return server(words, folder / "plain.log", "serving", settings["workers"])
+    words += ["--batch", str(settings["batch"]), "--wait", str(settings["wait"])]
+    return server(words, folder / "litserve.log", "/health")
 
 
-@contextlib.contextmanager
-def ours(path: Path, log: Path, threads: int) -> Iterator[str]:
-    """Our server; 16 slots, all cores."""
-    port = free_port()
-    words = [sys.executable, "-m", "throughline.cli.main", "serve", f"model={path}", "--port", str(port)]
-    words += ["--slots", "16", "--threads", str(threads), "--no-access-log", "--drain-wait", "0"]
-    with server(words, port, log) as base:
-        wait_ready(base)
-        yield base
-
-
-@contextlib.contextmanager
-def peer(name: str, folder: Path, case: Case, settings: dict[str, Any]) -> Iterator[str]:
-    """A peer with these settings."""
-    port = free_port()
-    words = [
-        sys.executable,
-        str(HERE / "serve_peers.py"),
-        name,
-        "--model",
-        str(folder / case.kind),
-        "--kind",
-        case.kind,
-    ]
-    words += ["--port", str(port), "--threads", str(settings["threads"])]
-    if name == "litserve":
-        words += ["--batch", str(settings["batch"]), "--wait", str(settings["wait"])]
-    with server(words, port, folder / f"{name}.log", settings.get("workers", 1)) as base:
-        if name == "litserve":
-            time.sleep(10)  # its port answers before its model does
-        yield base
-
-
-def rate(base: str, case: Case, asks: list[Ask], clients: int) -> dict[str, Any]:
-    """Tokens per second and latencies of a run; every request must be answered."""
-    target = Target(base, case.endpoint, "model")
-    seen, took_s = load(target, asks, clients)
-    assert all(one.status == 200 and not one.error for one in seen), next(
-        s for s in seen if s.error or s.status != 200
+def llama(folder: Path, settings: Settings) -> Any:
+    """One of llama.cpp's servers with these settings."""
+    model, threads, slots = (
+        str(folder / "gpt-q8_0" / "model.gguf"),
+        str(settings["threads"]),
+        settings["slots"],
     )
+    log, extra = folder / "llama.log", {"ignore_eos": True}
+    if settings["server"] == "llama_cpp.server":
+        words = [sys.executable, "-m", "llama_cpp.server", "--model", model, "--n_ctx", "640"]
+        return server([*words, "--n_threads", threads], log, "/v1/models")
+    if settings["server"] == "xllamacpp":
+        words = [sys.executable, str(HERE / "serve_peers.py"), "xllamacpp", "--kind", "gpt", "--model", model]
+        return server([*words, "--threads", threads, "--batch", str(slots)], log, "/health", extra=extra)
+    words = [settings["server"], "-m", model, "-np", str(slots), "-c", str(640 * slots), "-t", threads]
+    return server([*words, "-tb", threads], log, "/health", extra=extra)
+
+
+def llama_grid(quick: bool) -> list[Settings]:
+    """Which servers of llama.cpp are here: its own program; its own C++ server inside a Python package, which is built
+    for any processor; and llama-cpp-python's, built for this one, which answers one request after another.
+    """
+    many: list[Settings] = [{"threads": THREADS, "slots": slots} for slots in ((32,) if quick else (16, 32))]
+    if found := os.environ.get("LLAMA_SERVER") or shutil.which("llama-server"):
+        return [{"server": found} | settings for settings in many]
+    grid: list[Settings] = []
+    if find_spec("xllamacpp"):
+        grid += [{"server": "xllamacpp"} | settings for settings in many]
+    if all(map(find_spec, ("llama_cpp", "sse_starlette", "starlette_context", "pydantic_settings"))):
+        grid.append({"server": "llama_cpp.server", "threads": THREADS, "slots": 1})
+    return grid
+
+
+# --- measuring ---
+
+
+def run(running: Running, case: Case, asks: list[Ask], clients: int) -> dict[str, Any]:
+    """Rates and latencies of a run in which every request was answered to its last token."""
+    running.hold(False)
+    sent = [Ask(ask.body | running.extra) for ask in asks]
+    seen, took_s = load(Target(running.base, case.endpoint, "model"), sent, clients)
+    running.hold(True)
+    bad = next((one for one in seen if one.error or one.status != 200), None)
+    assert bad is None, bad
+    made, asked = sum(s.generated for s in seen), sum(ask.body.get("max_tokens", 0) for ask in asks)
+    assert made == asked, f"{made} tokens were made, {asked} were asked for"
     return summary(seen, took_s, clients)
 
 
-def best_settings(name: str, folder: Path, case: Case, clients: int, quick: bool) -> dict[str, Any]:
+def best_of(grid: list[Settings], start: Callable[[Settings], Any], case: Case, clients: int) -> Settings:
     """The fastest of a peer's settings on a quarter of the requests."""
-    if name == "plain":
-        grid = [
-            {"workers": w, "threads": t}
-            for w, t in ((2, 1), (1, 2)) + (() if quick else ((1, 1), (2, 2), (4, 1)))
-        ]
-    else:
-        sizes, waits = ((8, 32), (0.01,)) if quick else ((8, 16, 32), (0.002, 0.05))
-        grid = [{"threads": 2, "batch": batch, "wait": wait} for batch in sizes for wait in waits]
-    some, found = case.asks[: max(8, len(case.asks) // 4)], []
+    found = []
     for settings in grid:
-        with peer(name, folder, case, settings) as base:
-            rate(base, case, some[:2], 1)  # warm
-            found.append((rate(base, case, some, clients)["tokens_per_s"], settings))
+        with start(settings) as running:
+            run(running, case, case.asks[:2], 1)  # warm
+            some = case.asks[: max(8, len(case.asks) // 4)]
+            found.append((run(running, case, some, clients)["tokens_per_s"], settings))
+        print(f"  {settings}: {found[-1][0]:,.0f} tokens/s", file=sys.stderr)
     return max(found, key=lambda one: one[0])[1]
 
 
-def http_overhead(folder: Path, log: Path, calls: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of an embedding of 8 words through HTTP and by the bare backend, in turn."""
+def compare(
+    names: dict[str, Path], start_peer: Callable[[], Any], said: str, case: Case, clients: int, pairs: int
+) -> tuple[list[Claim], dict[str, Any]]:
+    """Claims of our graphs (claim -> artifact) against one peer, asked in turn at so many clients; and what each
+    showed, at fewer clients too.
+    """
+    with contextlib.ExitStack() as stack:
+        sides = {name: stack.enter_context(ours(path)) for name, path in names.items()}
+        for side in sides.values():
+            side.hold(True)
+        sides[said] = stack.enter_context(start_peer())
+        for side in sides.values():
+            run(side, case, case.asks[:4], 2)  # warm
+        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+        for _ in range(pairs):
+            for name, side in sides.items():
+                rows[name].append(run(side, case, case.asks, clients))
+        fewer = {
+            name: [run(side, case, case.asks[:count], few) for few, count in ((1, 4), (8, 16))]
+            for name, side in sides.items()
+        }
+    claims = [
+        claim(
+            name,
+            [row["tokens_per_s"] for row in rows[name]],
+            [row["tokens_per_s"] for row in rows[said]],
+            peer=said,
+            unit="tokens/s",
+            better="higher",
+            goal=GOALS[name],
+        )
+        for name in names
+    ]
+    return claims, {name: [*fewer[name], rows[name][-1]] for name in rows}
+
+
+def http_part(folder: Path, calls: int) -> list[Claim]:
+    """p50 and p99 of an embedding of 8 words through HTTP, at one client, less the median of the bare call; in turn.
+    The bound is what HTTP may add.
+    """
     from throughline.core.backend import BackendOptions
     from throughline.data.tokenizer import Tokenizer
     from throughline.inference.backends import open_backend
@@ -217,99 +258,103 @@ def http_overhead(folder: Path, log: Path, calls: int) -> tuple[list[float], lis
     assert encoder is not None
     text = " ".join(COMMON.split()[:8])
     through, bare = [], []
-    with ours(path, log, 1) as base:
-        target = Target(base, "embeddings", "model")
+    with ours(path, threads=1) as running:
+        target = Target(running.base, "embeddings", "model")
         connection = target.connect()
         for _ in range(calls):
-            seen: Seen = target.ask(connection, Ask({"input": text, "encoding_format": "base64"}))
+            seen = target.ask(connection, Ask({"input": text, "encoding_format": "base64"}))
             assert seen.status == 200
             through.append(1000 * seen.total_s)
             began_s = time.perf_counter()
             embed(encoder, [frame(tokenizer, text, encoder.context, encoder.vocab_size)], 0)
             bare.append(1000 * (time.perf_counter() - began_s))
-    return through[calls // 10 :], bare[calls // 10 :]
-
-
-def overhead_claims(folder: Path, log: Path, calls: int) -> list[Claim]:
-    """p50 and p99 of what HTTP adds, against what is allowed."""
-    through, bare = http_overhead(folder, log, calls)
-    claims = []
-    for share, allowed_ms in ((50, 1.0), (99, 3.0)):
-        added = float(np.percentile(through, share)) - statistics.median(bare)
-        bound = f"a bound; bare call {statistics.median(bare):.2f} ms"
-        claims.append(
-            claim(f"http-p{share}", [added], [allowed_ms], peer=bound, unit="ms", better="lower", goal=1.0)
+    through, bare = through[calls // 10 :], bare[calls // 10 :]
+    bound = f"a bound; bare call p50 {np.percentile(bare, 50):.2f} ms, p99 {np.percentile(bare, 99):.2f} ms"
+    return [
+        claim(
+            f"http-p{share}",
+            [float(np.percentile(through, share)) - statistics.median(bare)],
+            [allowed_ms],
+            peer=bound,
+            unit="ms",
+            better="lower",
+            goal=1.0,
         )
-    return claims
+        for share, allowed_ms in ((50, 1.0), (99, 3.0))
+    ]
 
 
-def compare(
-    name: str,
-    us: Callable[[], dict[str, Any]],
-    them: Callable[[], dict[str, Any]],
-    peer_text: str,
-    pairs: int,
-    details: dict,
-) -> Claim:
-    """Tokens per second, in turn."""
-    first, second = [], []
-    for _ in range(pairs):
-        first.append(us())
-        second.append(them())
-    details[name] = {"ours": first[-1], "theirs": second[-1]}
-    rates = [[row["tokens_per_s"] for row in rows] for rows in (first, second)]
-    return claim(name, *rates, peer=peer_text, unit="tokens/s", better="higher", goal=GOALS[name])
+def peer_part(
+    name: str, kind: str, folder: Path, case: Case, chosen: Any
+) -> tuple[list[Claim], dict[str, Any]]:
+    """Our graphs against plain or litserve."""
+    if name == "plain":
+        pairs_of = ((2, 1), (1, 2)) if chosen.quick else ((2, 1), (1, 2), (1, 1), (2, 2), (4, 1))
+        grid: list[Settings] = [{"workers": w, "threads": t} for w, t in pairs_of]
+    else:
+        sizes = ((8, 0.01), (32, 0.01)) if chosen.quick else ((8, 0.01), (16, 0.01), (32, 0.01), (32, 0.1))
+        grid = [{"threads": THREADS, "batch": batch, "wait": wait} for batch, wait in sizes]
+    start = partial(peer, name, folder, case)
+    print(f"{kind}, settings of {name}:", file=sys.stderr)
+    best = best_of(grid, start, case, chosen.clients)
+    names = {f"{kind}-vs-{name}": folder / f"{kind}-fp32", f"{kind}-int8-vs-{name}": folder / f"{kind}-int8"}
+    wanted = {claimed: path for claimed, path in names.items() if claimed in GOALS}
+    return compare(wanted, partial(start, best), f"{name} {best}", case, chosen.clients, chosen.pairs)
+
+
+def llama_part(folder: Path, case: Case, chosen: Any) -> tuple[list[Claim], dict[str, Any]]:
+    """Our int8 graph against llama.cpp at q8_0."""
+    grid = llama_grid(chosen.quick)
+    if not grid or not (folder / "gpt-q8_0").exists():
+        why = "left out: no server of llama.cpp is installed"
+        print(f"gpt-vs-llamacpp: {why}", file=sys.stderr)
+        return [], {"gpt-vs-llamacpp": why}
+    start = partial(llama, folder)
+    best = best_of(grid, start, case, chosen.clients)
+    names = {"gpt-vs-llamacpp": folder / "gpt-int8"}
+    return compare(names, partial(start, best), f"q8_0 {best}", case, chosen.clients, chosen.pairs)
 
 
 def main() -> int:
     options = parser(__doc__ or "")
     options.add_argument("--clients", type=int, default=32)
     options.add_argument("--pairs", type=int, default=3)
-    options.add_argument("--only", choices=("gpt", "bert", "http"), help="measure this part alone")
-    chosen = options.parse_args()
-    pairs, claims, details = 1 if chosen.quick else chosen.pairs, [], {}
-    threads = os.cpu_count() or 1
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        write_models(folder, chosen.quick)
-        if chosen.only in (None, "http"):
-            claims += overhead_claims(folder, folder / "ours.log", 300 if chosen.quick else 3000)
-        for case in requests():
-            if chosen.only not in (None, case.kind):
-                continue
-            asks = case.asks[:16] if chosen.quick else case.asks
-
-            def us(precision: str, case: Case = case, asks: list[Ask] = asks) -> dict[str, Any]:
-                with ours(folder / f"{case.kind}-{precision}", folder / "ours.log", threads) as base:
-                    rate(base, case, asks[:2], 1)
-                    return rate(base, case, asks, chosen.clients)
-
-            for name in ("plain", "litserve"):
-                settings = best_settings(name, folder, case, chosen.clients, chosen.quick)
-                print(f"{case.kind}: {name} at {settings}", file=sys.stderr)
-
-                def them(
-                    case: Case = case, asks: list[Ask] = asks, name: str = name, at: dict = settings
-                ) -> dict[str, Any]:
-                    with peer(name, folder, case, at) as base:
-                        rate(base, case, asks[:2], 1)
-                        return rate(base, case, asks, chosen.clients)
-
-                said = f"{name} {settings}"
-                claims.append(
-                    compare(f"{case.kind}-vs-{name}", lambda: us("fp32"), them, said, pairs, details)
-                )
-                int8 = f"{case.kind}-int8-vs-{name}"
-                if int8 in GOALS and (folder / f"{case.kind}-int8").exists():
-                    claims.append(compare(int8, lambda: us("int8"), them, said, pairs, details))
-        if shutil.which("llama-server") is None:
-            print("gpt-vs-llamacpp: left out, llama-server is not on the PATH", file=sys.stderr)
-    finish(
-        "serve",
-        claims,
-        packages=("fastapi", "uvicorn", "transformers", "litserve", "onnxruntime"),
-        details=details,
+    options.add_argument("--parts", default=",".join(PARTS), help="measure these alone")
+    options.add_argument(
+        "--models", type=Path, help="where the models are kept (default: build/serve[-quick])"
     )
+    chosen = options.parse_args()
+    chosen.pairs = 1 if chosen.quick else chosen.pairs
+    folder = chosen.models or HERE.parent / "build" / ("serve-quick" if chosen.quick else "serve")
+    if not folder.exists():
+        making = folder.with_name(f"{folder.name}-in-the-making")
+        shutil.rmtree(making, ignore_errors=True)
+        write_models(making, chosen.quick)
+        making.rename(folder)
+    by_kind = cases(chosen.quick)
+    claims: list[Claim] = []
+    details: dict[str, Any] = {}
+    for part in chosen.parts.split(","):
+        kind, _, name = part.partition("-")
+        if part == "http":
+            claims += http_part(folder, 300 if chosen.quick else 3000)
+            continue
+        for one in [name] if name else ["plain", "litserve"]:
+            if one == "llamacpp":
+                found, shown = llama_part(folder, by_kind[kind], chosen)
+            else:
+                found, shown = peer_part(one, kind, folder, by_kind[kind], chosen)
+            claims, details = claims + found, details | shown
+    packages = (
+        "fastapi",
+        "uvicorn",
+        "transformers",
+        "litserve",
+        "onnxruntime",
+        "llama_cpp_python",
+        "xllamacpp",
+    )
+    finish("serve", claims, packages=packages, details=details)
     return 0
 
 

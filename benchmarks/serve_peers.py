@@ -1,8 +1,8 @@
 """The servers that `serve.py` compares with, as someone writes them in an afternoon:
-python benchmarks/serve_peers.py plain|litserve --model DIR --kind gpt|bert --port N [--threads T] [--batch B --wait S]
+python benchmarks/serve_peers.py plain|litserve|xllamacpp --model DIR --kind gpt|bert --port N [--threads T] [--batch B --wait S]
 
 plain: FastAPI and transformers (inference mode, sdpa), one request at a time in each worker process. litserve: the
-same model behind LitServe with dynamic batching, prompts padded on the left.
+same model behind LitServe with dynamic batching, prompts padded on the left. xllamacpp: a GGUF file.
 """
 
 import argparse
@@ -92,6 +92,7 @@ def plain(model: Model, path: str, port: int) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # several workers share the port
     listener.bind(("127.0.0.1", port))
     config = uvicorn.Config(app, log_level="error")
+    print("serving", flush=True)  # all workers share the log
     asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
 
 
@@ -127,9 +128,26 @@ def batched(model: tuple[Path, str, int], path: str, port: int, batch: int, wait
     server.run(host="127.0.0.1", port=port, log_level="error", generate_client_file=False)
 
 
+def llamacpp(model: Path, port: int, threads: int, slots: int) -> None:
+    """llama.cpp's own HTTP server with continuous batching, as the package xllamacpp holds it."""
+    import time
+
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(model)
+    params.hostnames, params.port, params.ui = ["127.0.0.1"], port, False
+    params.n_parallel, params.n_ctx = slots, 640 * slots
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    print(xllamacpp.get_system_info(), flush=True)
+    _server = xllamacpp.Server(params)  # answers while it lives
+    while True:
+        time.sleep(60)
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("peer", choices=("plain", "litserve"))
+    options.add_argument("peer", choices=("plain", "litserve", "xllamacpp"))
     options.add_argument("--model", type=Path, required=True)
     options.add_argument("--kind", choices=("gpt", "bert"), required=True)
     options.add_argument("--port", type=int, required=True)
@@ -138,7 +156,9 @@ def main() -> None:
     options.add_argument("--wait", type=float, default=0.01, help="seconds a batch waits for more")
     chosen = options.parse_args()
     path = "/v1/completions" if chosen.kind == "gpt" else "/v1/embeddings"
-    if chosen.peer == "plain":
+    if chosen.peer == "xllamacpp":
+        llamacpp(chosen.model, chosen.port, chosen.threads, chosen.batch)
+    elif chosen.peer == "plain":
         plain(Model(chosen.model, chosen.kind, chosen.threads), path, chosen.port)
     else:
         model = (chosen.model, chosen.kind, chosen.threads)

@@ -95,7 +95,7 @@ def command(
     access_log: bool,
     **limits: Any,
 ) -> None:
-    """Serve runs, checkpoints, model directories or ONNX artifacts, several by name.
+    """Serve runs, checkpoints, model directories, ONNX or GGUF files or engines, several by name.
 
     GPT: /v1/completions and, with a chat template, /v1/chat/completions. BERT: /v1/embeddings, /v1/fill-mask
     and, with a classification head, /v1/classify and /v1/rerank. Also /v1/models, /tokenize, /detokenize,

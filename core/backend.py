@@ -1,9 +1,9 @@
 """What runs a model, whatever library does it: the protocols that `inference` implements and `eval` and the
 server use.
 
-- Ids come from the host as numpy. `step` leaves its logits where they were computed, as a torch tensor, so
-  that sampling happens there and only chosen ids travel; `forward` brings them to the host, for comparison
-  and scoring.
+- Ids come from the host as numpy. `step` leaves its logits where they were computed, as a NumPy array on the CPU
+  and a torch tensor on a GPU, so that sampling happens there and only chosen ids travel; `forward` brings them
+  to the host, for comparison and scoring.
 - A cache is rows of memory; a row is one sequence with its own length, and costs what its own tokens cost.
 
 Shapes: B rows, S tokens given, N positions asked for, V vocabulary, H width.
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 Cache = Any  # what a backend keeps between calls; only that backend looks inside
-Tensor = Any  # a torch.Tensor; this module imports no torch
+Array = Any  # numpy.ndarray on the CPU, torch.Tensor on a GPU; this module imports no torch
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class CausalBackend(Protocol):
     def new_cache(self, rows: int) -> Cache:
         """An empty cache for `rows` sequences."""
 
-    def step(self, spans: Sequence[Span], cache: Cache) -> Tensor:
+    def step(self, spans: Sequence[Span], cache: Cache) -> Array:
         """Append the ids of all spans to their rows (each row at most once, in any order) and return the
         logits asked for: float32 (N, V) on the backend's device, span after span.
 

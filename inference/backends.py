@@ -128,7 +128,7 @@ def _open_engine(path: Path, options: BackendOptions) -> Loaded:
     config = FAMILIES[described["family"]].from_dict(described["config"])
     tokenizer = path / "tokenizer.json"
     kept, source = tokenizer if tokenizer.is_file() else None, input_record(path)
-    rest: tuple[Any, ...] = (None, "cuda:0", False, facts["precision"], session)
+    rest: tuple[Any, ...] = (None, session.device, False, facts["precision"], session)
     backend: Any
     if isinstance(config, GPTConfig):
         backend = OnnxCausal(path, config, *rest)

@@ -5,6 +5,7 @@ lengths first. Nothing is unpickled, so that neither side can make the other run
 import asyncio
 import json
 import struct
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -39,14 +40,36 @@ def read(file: BinaryIO) -> Message | None:
     )
 
 
-async def read_async(stream: asyncio.StreamReader) -> Message | None:
-    """As `read`, in an event loop."""
-    try:
-        text_bytes, block_bytes = LENGTHS.unpack(await stream.readexactly(LENGTHS.size))
-        body = await stream.readexactly(text_bytes + block_bytes)
-    except (asyncio.IncompleteReadError, OSError):
-        return None
-    return json.loads(body[:text_bytes]), body[text_bytes:]
+class Messages(asyncio.Protocol):
+    """The HTTP process's end of the socket: hands on each message when it is whole, and says when the other side
+    has ended.
+    """
+
+    def __init__(self, take: Callable[[dict[str, Any], bytes], None], ended: Callable[[], None]) -> None:
+        self._take, self._ended = take, ended
+        self._come = bytearray()
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._come += data
+        at = 0
+        while len(self._come) - at >= LENGTHS.size:
+            text_bytes, block_bytes = LENGTHS.unpack_from(self._come, at)
+            text = at + LENGTHS.size
+            end = text + text_bytes + block_bytes
+            if len(self._come) < end:
+                break
+            block = bytes(self._come[text + text_bytes : end])
+            message = json.loads(self._come[text : text + text_bytes])
+            at = end
+            self._take(message, block)
+        del self._come[:at]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended()
 
 
 def pack_arrays(arrays: dict[str, np.ndarray]) -> tuple[list[list[Any]], bytes]:

@@ -11,7 +11,8 @@ from contextlib import aclosing
 from typing import Any
 
 from .api_types import ChatBody, CompletionBody, Generation
-from .served import Asked, Delta, Deltas, ServedModel, Token, prompt_tokens
+from .generation import TextDelta, Token
+from .served import Asked, Deltas, ServedModel, prompt_tokens
 
 
 class Answers:
@@ -30,7 +31,7 @@ class Answers:
         self._made = 0
         self._finish: list[str | None] = [None] * len(asked)
 
-    def add(self, number: int, delta: Delta) -> None:
+    def add(self, number: int, delta: TextDelta) -> None:
         """Take a delta of one answer in; the tokens of its prompt come before its own."""
         if delta.prompt:
             self._tokens[number] = self._placed(delta.prompt)
@@ -64,7 +65,7 @@ class Answers:
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     async def events(
-        self, first: tuple[int, Delta] | None, deltas: Deltas
+        self, first: tuple[int, TextDelta] | None, deltas: Deltas
     ) -> AsyncGenerator[dict[str, Any], None]:
         """One body per delta, then one with the usage when it was asked for."""
         head = {**self._head, "object": self.chunk_kind}
@@ -175,7 +176,7 @@ class ChatAnswers(Answers):
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-async def _after(first: tuple[int, Delta] | None, rest: Deltas) -> Deltas:
+async def _after(first: tuple[int, TextDelta] | None, rest: Deltas) -> Deltas:
     """The first delta, which was awaited already, and the others; closing this closes them."""
     async with aclosing(rest):
         if first is not None:

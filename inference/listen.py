@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..core.console import say
 from ..core.errors import Failed, WrongUse
@@ -33,6 +33,8 @@ from .server import Server, build_app
 
 ANSWER_S = 60  # an answer that takes longer than this after the port has closed is cut
 HEADER_S = 15.0  # for a client to send the head of a request
+HEAD_BYTES = 1 << 16  # of the head of a request
+UNREAD_S = 30.0  # for a client to read on when the buffers of its connection are full
 TAKE_UP_S = 0.2  # between the last new connection and the closing of the port
 KEEP_ALIVE_S = 75  # above the 60 s of common proxies, so that they close idle connections and not we
 
@@ -100,10 +102,14 @@ def refuse_new(listener: socket.socket) -> bool:
     return True
 
 
-class DeadlineProtocol(H11Protocol):
-    """HTTP/1.1 in which the head of a request has a deadline, on a new connection and on a kept one."""
+class DeadlineProtocol(HttpToolsProtocol):
+    """HTTP/1.1 in which the head of a request has a deadline and a size, on a new connection and on a kept one,
+    and a client that does not read its answer is let go.
+    """
 
-    _deadline: asyncio.TimerHandle | None = None
+    _deadline: asyncio.TimerHandle | None = None  # for the head of a request
+    _unread: asyncio.TimerHandle | None = None  # for the client to read what fills the buffers
+    _head_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -111,40 +117,58 @@ class DeadlineProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._got_head()
-        elif self._deadline is None and not self.transport.is_closing():
+        if self._deadline is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"the head of the request is larger than {HEAD_BYTES:,} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._deadline is None:
             self._wait_for_head()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
+    def on_headers_complete(self) -> None:
         self._got_head()
-        if self.conn.trailing_data[0] and not self.transport.is_closing():
-            self._wait_for_head()  # a part of the next one is here
+        super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._got_head()
+        self._read_on()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._read_on()
+        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         body = json.dumps(error_body(msg, "invalid_request_error")).encode()
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        headers.append((b"content-length", str(len(body)).encode()))
-        for event in (
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + head.encode() + body)
         self.transport.close()
 
     def _wait_for_head(self) -> None:
-        self._deadline = self.loop.call_later(HEADER_S, self.transport.close)
+        self._head_bytes = 0
+        self._deadline = self.loop.call_later(HEADER_S, self._late)
+
+    def _late(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        else:  # a part of the next request came while this one is answered
+            self._wait_for_head()
 
     def _got_head(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _read_on(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
 
 class DrainingServer(uvicorn.Server):
@@ -217,7 +241,8 @@ def run(server: Server, doors: Doors, listener: socket.socket) -> None:
     server.on_failure = serving.give_up
     began_s = time.monotonic()
     try:
-        asyncio.run(serving.serve(sockets=[listener]))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serving.serve(sockets=[listener]))
     except SystemExit as error:  # of uvicorn, with a code that means something else here
         raise Failed("the server did not start", why="what uvicorn printed is above") from error
     if server.failure is not None:

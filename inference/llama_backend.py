@@ -121,8 +121,6 @@ class LlamaCausal(StepsByForward):
 
     def step(self, spans: Sequence[Span], cache: LlamaContext) -> Any:
         """See `core.backend.CausalBackend.step`."""
-        import torch
-
         lines: list[tuple[int, int, int, bool]] = []
         for span in spans:
             self._library.llama_memory_seq_rm(cache.memory, span.row, span.past, -1)
@@ -139,8 +137,8 @@ class LlamaCausal(StepsByForward):
             if wanted := sum(line[3] for line in part):
                 pointer = self._library.llama_get_logits(cache.pointer)
                 logits = np.ctypeslib.as_array(pointer, (wanted, self.vocab_size))
-                found.append(torch.from_numpy(logits.copy()))
-        return torch.cat(found) if found else torch.zeros(0, self.vocab_size)
+                found.append(logits.copy())
+        return np.concatenate(found) if found else np.zeros((0, self.vocab_size), np.float32)
 
     def forward(  # type: ignore[override]
         self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: Any, first_row: int = 0
@@ -150,7 +148,7 @@ class LlamaCausal(StepsByForward):
             Span(first_row + line, int(past), ids, len(ids))
             for line, (ids, past) in enumerate(zip(ids_BS, past_B))
         ]
-        logits = self.step(spans, cache).numpy().reshape(*ids_BS.shape, self.vocab_size)
+        logits = self.step(spans, cache).reshape(*ids_BS.shape, self.vocab_size)
         return np.take_along_axis(logits, ask_BN[..., None], 1)
 
     def copy_row(self, cache: LlamaContext, source: int, target: int, tokens: int) -> None:

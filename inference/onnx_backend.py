@@ -9,7 +9,8 @@ with the CUDA or TensorRT provider.
 - A decode step of the same rows as the last one binds nothing anew: 50 bindings of GPT-2 take 0.4 ms.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from ..core.backend import Span
 from ..core.errors import Refused, WrongUse
 from ..models.config import BERTConfig, GPTConfig
 from .graph_options import ONE_PROMPT
+from .sampler import beside, copy_of, library
 from .spans import rectangles, scatter_logits
 
 CAPACITY_STEP = 128  # tokens by which a cache grows; each growth copies it once
+CACHE_LINE = 64  # bytes
 BINDINGS = 16  # kept for decode steps: one for each number of rows
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 TENSORRT = "TensorrtExecutionProvider"
@@ -88,14 +91,21 @@ class OnnxCache:
     graph, and how many tokens each row holds.
     """
 
-    def __init__(self, names: list[str], rows: int, shape: tuple[int, int], capacity: int, like: Any) -> None:
-        self.names, self.capacity, self.shape, self._like = names, capacity, shape, like
+    def __init__(
+        self,
+        names: list[str],
+        rows: int,
+        shape: tuple[int, int],
+        capacity: int,
+        zeros: Callable[[tuple[int, ...]], Any],
+    ) -> None:
+        self.names, self.capacity, self.shape, self._zeros = names, capacity, shape, zeros
         self.lengths = np.zeros(rows, np.int64)
         self.stores = {name: self._empty(rows, capacity) for name in names}
         self.bindings: dict[tuple[int, ...], Bound] = {}
 
     def _empty(self, rows: int, capacity: int) -> Any:
-        return self._like.new_zeros((rows, self.shape[0], capacity, self.shape[1]))
+        return self._zeros((rows, self.shape[0], capacity, self.shape[1]))
 
     def resize(self, capacity: int) -> None:
         """Other room in every row; what both have room for is kept."""
@@ -114,42 +124,50 @@ class Bound:
     def __init__(
         self, session: Any, cache: OnnxCache, first_row: int, shape: tuple[int, int, int], vocab: int
     ):
-        import torch
-
         rows, length, asked = shape
-        like = cache.stores[cache.names[0]]
-        self.inputs = [
-            torch.zeros(size, dtype=torch.int64, device=like.device)
-            for size in ((rows, length), (rows,), (rows, asked))
-        ]
-        self.logits = torch.empty((rows, asked, vocab), dtype=torch.float32, device=like.device)
-        self._spare = like.new_zeros(1)  # torch gives empty tensors no address, and ONNX Runtime wants one
+        store = cache.stores[cache.names[0]]
+        sizes = ((rows, length), (rows,), (rows, asked))
+        self.inputs = [beside(store, np.zeros(size, np.int64)) for size in sizes]
+        self.logits = beside(store, np.zeros((rows, asked, vocab), np.float32))
+        self._on_gpu = library(store) is not np
+        self._spare = beside(store, np.zeros(1))
         self.binding = session.io_binding()
-        kind, number = like.device.type, like.device.index or 0
+        device = (store.device.type, store.device.index or 0) if self._on_gpu else ("cpu", 0)
         for name, buffer in zip(("input_ids", "past_length", "logit_positions"), self.inputs):
-            self.binding.bind_input(name, kind, number, np.int64, tuple(buffer.shape), self._address(buffer))
-        shape_of = tuple(self.logits.shape)
-        self.binding.bind_output("logits", kind, number, np.float32, shape_of, self._address(self.logits))
-        element = np.float16 if like.dtype == torch.float16 else np.float32
+            self.binding.bind_input(name, *device, np.int64, tuple(buffer.shape), self._address(buffer))
+        found = (np.float32, tuple(self.logits.shape), self._address(self.logits))
+        self.binding.bind_output("logits", *device, *found)
+        element = np.float16 if "float16" in str(store.dtype) else np.float32
         for name, store in cache.stores.items():
             part = store[first_row : first_row + rows]
-            place = (kind, number, element, tuple(part.shape), part.data_ptr())
+            place = (*device, element, tuple(part.shape), self._address(part))
             self.binding.bind_input(f"past.{name}", *place)
             self.binding.bind_output(f"present.{name}", *place)
 
-    def _address(self, tensor: Any) -> int:
-        return tensor.data_ptr() or self._spare.data_ptr()
+    def _address(self, array: Any) -> int:
+        if not self._on_gpu:
+            return int(array.ctypes.data)
+        # torch gives empty tensors no address, and ONNX Runtime wants one
+        return int(array.data_ptr() or self._spare.data_ptr())
 
     def run(self, session: Any, *arguments: np.ndarray) -> Any:
         """The logits (B, N, V): memory that the next run writes again."""
-        import torch
-
         for buffer, value in zip(self.inputs, arguments):
-            buffer.copy_(torch.from_numpy(np.ascontiguousarray(value, np.int64)))
-        if self.logits.device.type == "cuda":
+            buffer[...] = beside(buffer, np.ascontiguousarray(value, np.int64))
+        if self._on_gpu:
+            import torch
+
             torch.cuda.current_stream().synchronize()  # ONNX Runtime runs on a stream of its own
         session.run_with_iobinding(self.binding)
         return self.logits
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Zeros that begin with a line of the processor's cache, so that no vector of a head lies across two."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 class OnnxCausal:
@@ -167,10 +185,6 @@ class OnnxCausal:
         dtype: str = "fp32",
         session: Any = None,
     ) -> None:
-        import torch
-
-        if device != "cpu" and not torch.cuda.is_available():
-            raise WrongUse("torch has no CUDA device here", where=f"--device {device}", fix="--device cpu")
         self.session = session or open_session(path, threads, device, tensorrt)
         self.device, self.dtype = device, dtype
         self.vocab_size, self.context = config.vocab_size, config.sequence_length
@@ -182,13 +196,21 @@ class OnnxCausal:
         first = next(given for given in self.session.get_inputs() if given.name.startswith("past."))
         self._fixed = first.shape[2] if isinstance(first.shape[2], int) else 0  # TensorRT's graphs have one
         half = "float16" in inputs[f"past.{self._caches[0]}"]
-        self._like = torch.zeros(0, dtype=torch.float16 if half else torch.float32, device=device)
-        self.token_bytes = len(self._caches) * self._shape[0] * self._shape[1] * self._like.element_size()
+        self.token_bytes = len(self._caches) * self._shape[0] * self._shape[1] * (2 if half else 4)
+        self._zeros: Callable[[tuple[int, ...]], Any]
+        if device == "cpu":
+            self._zeros = partial(aligned_zeros, dtype=np.float16 if half else np.float32)
+            return
+        import torch
+
+        if not torch.cuda.is_available():
+            raise WrongUse("torch has no CUDA device here", where=f"--device {device}", fix="--device cpu")
+        self._zeros = partial(torch.zeros, dtype=torch.float16 if half else torch.float32, device=device)
 
     def new_cache(self, rows: int) -> OnnxCache:
         """An empty cache whose capacity follows its longest row."""
         capacity = self._fixed or min(CAPACITY_STEP, self.context)
-        return OnnxCache(self._caches, rows, self._shape, capacity, self._like)
+        return OnnxCache(self._caches, rows, self._shape, capacity, self._zeros)
 
     def step(self, spans: Sequence[Span], cache: OnnxCache) -> Any:
         """See `core.backend.CausalBackend.step`."""
@@ -197,7 +219,7 @@ class OnnxCausal:
         for call in calls:
             held = {call.first_row + i: past for i, past in enumerate(call.past_B) if call.owners[i] is None}
             logits = self._run(*call.arguments, cache, call.first_row)
-            found.append(logits if len(calls) == 1 else logits.clone())
+            found.append(logits if len(calls) == 1 else copy_of(logits))
             for row, tokens in held.items():  # these took no part
                 cache.lengths[row] = tokens
         for span in spans:
@@ -209,7 +231,7 @@ class OnnxCausal:
     ) -> np.ndarray:
         """See `core.backend.CausalBackend.forward`."""
         logits = self._run(ids_BS, past_B, ask_BN, cache, first_row)
-        return (logits.clone() if logits.device.type == "cpu" else logits.cpu()).numpy()
+        return logits.copy() if library(logits) is np else logits.cpu().numpy()
 
     def _run(
         self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: OnnxCache, first_row: int
@@ -260,7 +282,7 @@ class OnnxCausal:
 
     def save_row(self, cache: OnnxCache, row: int, tokens: int) -> list[Any]:
         """See `core.backend.CausalBackend.save_row`."""
-        return [store[row, :, :tokens].clone() for store in cache.stores.values()]
+        return [copy_of(store[row, :, :tokens]) for store in cache.stores.values()]
 
     def load_row(self, cache: OnnxCache, row: int, saved: list[Any], tokens: int) -> None:
         """See `core.backend.CausalBackend.load_row`."""

@@ -21,7 +21,7 @@ import numpy as np
 from ..core.backend import BackendOptions
 from ..core.console import warn
 from ..core.errors import Failed, ThroughlineError
-from .channel import error_from, pack, read_async, unpack_arrays
+from .channel import Messages, error_from, pack, unpack_arrays
 
 FORGETTING = 0.9  # of the running mean of seconds per job
 LONGEST_PAUSE_S = 30.0  # between two attempts to start a process that keeps dying
@@ -96,7 +96,8 @@ class Remote:
         self.restarts = 0
         self.accepted = 0
         self._process: Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._connection: asyncio.Transport | None = None
+        self._ended = asyncio.Event()  # the present process has
         self._waiting: dict[int, Listener] = {}
         self._began: set[int] = set()
         self._number = 0
@@ -105,16 +106,16 @@ class Remote:
 
     async def start(self) -> None:
         """Start the process and wait until the model answers. Raises what opening the model raised."""
-        reader = await self._open()
-        self._watching = asyncio.create_task(self._watch(reader))
+        await self._open()
+        self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
         """End the process."""
         self.ready = False
         if self._watching is not None:
             self._watching.cancel()
-        if self._writer is not None:
-            self._writer.close()
+        if self._connection is not None:
+            self._connection.close()
         if self._process is not None:
             await asyncio.to_thread(_end, self._process)
 
@@ -151,13 +152,13 @@ class Remote:
     def submit(self, jobs: Sequence[tuple[dict[str, Any], np.ndarray, Listener]]) -> list[int]:
         """Send jobs (what to do, the ids, who listens) and return their numbers. Raises as `check_room`."""
         self.check_room(len(jobs))
-        assert self._writer is not None
+        assert self._connection is not None
         numbers = []
         for message, ids, listener in jobs:
             self._number += 1
             numbers.append(self._number)
             self._waiting[self._number] = listener
-            self._writer.write(pack(message | {"job": self._number}, ids.astype(np.int32).tobytes()))
+            self._connection.write(pack(message | {"job": self._number}, ids.astype(np.int32).tobytes()))
         self.accepted += len(jobs)
         return numbers
 
@@ -165,36 +166,50 @@ class Remote:
         """Nobody waits for these any more; answered ones may be among them."""
         left = [number for number in numbers if self._waiting.pop(number, None)]
         self._began.difference_update(left)
-        if left and self.ready and self._writer is not None:
-            self._writer.write(pack({"do": "cancel", "jobs": left}))
+        if left and self.ready and self._connection is not None:
+            self._connection.write(pack({"do": "cancel", "jobs": left}))
 
-    async def _open(self) -> asyncio.StreamReader:
+    async def _open(self) -> None:
+        """Start a process and wait for its first message, which says how opening the model went."""
         ours, theirs = socket.socketpair()
         try:
             self._process = spawn(theirs)
         finally:
             theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(pack(self._opening))
-        first = await read_async(reader)
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[dict[str, Any] | None] = loop.create_future()
+        self._ended = asyncio.Event()
+
+        def take(message: dict[str, Any], block: bytes) -> None:
+            if opened.done():
+                self._route(message, block)
+            else:
+                opened.set_result(message)
+
+        def ended(over: asyncio.Event = self._ended) -> None:
+            over.set()
+            if not opened.done():
+                opened.set_result(None)
+
+        self._connection, _ = await loop.create_connection(lambda: Messages(take, ended), sock=ours)
+        self._connection.write(pack(self._opening))
+        first = await opened
         if first is None:
             code = await asyncio.to_thread(self._process.wait)
             why = f"exit code {code}; {_meaning(code)}"
             raise Failed("the process of the model ended while it was loading", where=self.path, why=why)
-        if first[0]["at"] == "failed":
-            raise error_from(first[0]["error"])
-        self.facts, self.ready = first[0], True
-        return reader
+        if first["at"] == "failed":
+            raise error_from(first["error"])
+        self.facts, self.ready = first, True
 
-    async def _watch(self, reader: asyncio.StreamReader) -> None:
+    async def _watch(self) -> None:
         while True:
-            while (message := await read_async(reader)) is not None:
-                self._route(*message)
+            await self._ended.wait()
             self._lost()
             pause_s = 0.1
             while not self.ready:
                 try:
-                    reader = await self._open()
+                    await self._open()
                 except (ThroughlineError, OSError) as error:
                     warn(f"{self.name}: {error}; next attempt in {pause_s:.0f} s")
                     await asyncio.sleep(pause_s)
@@ -206,8 +221,8 @@ class Remote:
         self.restarts += 1
         waiting, self._waiting = self._waiting, {}
         self._began.clear()
-        if self._writer is not None:
-            self._writer.close()
+        if self._connection is not None:
+            self._connection.close()
         if self._process is not None:
             self._process.kill()  # a socket that closed without a death is no use either
         warn(

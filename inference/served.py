@@ -20,6 +20,7 @@ from ..data.tokenizer import Tokenizer
 from .api_types import CompletionBody, Generation
 from .chat import ChatTemplate
 from .encoding import check_ids, frame
+from .generation import TextDelta, Token
 from .remote import Answer, Made, Read, Remote
 from .telemetry import Telemetry, Watch
 
@@ -54,26 +55,7 @@ class Asked:
     constraint: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class Token:
-    """A token with its log-probability under the model and the most probable ones, when they were asked for."""
-
-    id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What one step added to an answer."""
-
-    text: str
-    token: Token | None
-    finish: str | None
-    prompt: tuple[Token, ...] = ()  # the prompt's tokens, in the first delta, when they were asked for
-
-
-Deltas = AsyncGenerator[tuple[int, Delta], None]  # of several answers, each with its number
+Deltas = AsyncGenerator[tuple[int, TextDelta], None]  # of several answers, each with its number
 
 
 class ServedModel:
@@ -256,7 +238,7 @@ class ServedModel:
                     watch.cached += cached or 0
                     unfinished -= finish is not None
                     prompted = tuple(filter(None, map(_token, prompt or ())))
-                    yield number, Delta(text, _token(token), finish, prompted)
+                    yield number, TextDelta(text, _token(token), finish, prompted, cached)
         finally:
             if unfinished:
                 watch.cancelled(unfinished)

@@ -219,13 +219,13 @@ async def _generated(
     if body.stream:
         # The first delta is awaited here: a full queue is a 429, not an error inside a 200.
         try:
-            first = await in_time(deadline_s, unless_gone(request, anext(deltas)))
+            first = await unless_gone(request, deadline_s, anext(deltas))
         except BaseException:
             await deltas.aclose()
             raise
         events = _events(answers.events(first, deltas), deadline_s, watch)
         return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
-    await in_time(deadline_s, unless_gone(request, answers.collect(deltas)))
+    await unless_gone(request, deadline_s, answers.collect(deltas))
     watch.finished()
     return JSONResponse(answers.whole())
 
@@ -253,7 +253,7 @@ async def _events(
 def _add_encoder(app: FastAPI, server: Server) -> None:
     async def read(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
         deadline_s = asyncio.get_running_loop().time() + server.limits.request_s
-        return await in_time(deadline_s, unless_gone(request, work))
+        return await unless_gone(request, deadline_s, work)
 
     @app.post("/v1/embeddings", response_model=None)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
@@ -349,30 +349,28 @@ async def beside(characters: int, work: Callable[[], Result]) -> Result:
     return work() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work, and give it up when the client goes away: its slots are then free for others."""
-    doing = asyncio.ensure_future(work)
+async def unless_gone(request: Request, deadline_s: float, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do the work; give it up when the client goes away, whose slots are then free for others, and with a 504
+    after the deadline.
+    """
     gone = asyncio.ensure_future(request.receive())  # the body is read: the next message is that it left
     try:
-        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise HTTPException(499, "the client went away")  # for the record only: nobody reads it
-        return doing.result()
+        async with asyncio.timeout_at(deadline_s) as limit:
+
+            def hurry(_: object) -> None:
+                limit.reschedule(0.0)
+
+            gone.add_done_callback(hurry)
+            try:
+                return await work
+            finally:
+                gone.remove_done_callback(hurry)
+    except TimeoutError:
+        if gone.done():
+            raise HTTPException(499, "the client went away") from None  # for the record only: nobody reads it
+        raise HTTPException(504, "the answer took longer than this server allows") from None
     finally:
         gone.cancel()
-        if not doing.done():
-            doing.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await doing
-
-
-async def in_time(deadline_s: float, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work, or answer 504."""
-    try:
-        async with asyncio.timeout_at(deadline_s):
-            return await work
-    except TimeoutError:
-        raise HTTPException(504, "the answer took longer than this server allows") from None
 
 
 def _vector(vector_H: np.ndarray, encoding: str) -> list[float] | str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..core.backend import CausalBackend, Span
 from .generation import Request, TextDelta, TextStream, Token, check_fit
-from .sampler import Chooser, Probabilities, choose, probabilities
+from .sampler import Chooser, Probabilities, beside, choose, probabilities
 
 CHUNK_TOKENS = 64  # of prompts in a step on a CPU: costs about three decode steps of GPT-2 124M on two cores
 IDLE_CHUNK_TOKENS = 256  # where nobody is decoding
@@ -249,7 +249,7 @@ class SlotBatch:
         if len(targets) == 0:
             return
         most = sequence.request.prompt_logprobs or 0
-        found = probabilities(logits_SV[: len(targets)], _like(logits_SV, targets), most)
+        found = probabilities(logits_SV[: len(targets)], beside(logits_SV, targets), most)
         sequence.prompt += [token_of(int(i), found, line) for line, i in enumerate(targets)]
 
     def _choose(
@@ -259,7 +259,7 @@ class SlotBatch:
         if not ready:
             return []
         if lines != list(range(len(logits_NV))):
-            logits_NV = logits_NV[_like(logits_NV, np.array(lines))]
+            logits_NV = logits_NV[beside(logits_NV, np.array(lines))]
         for sequence in ready:
             if sequence.request.guide is not None:
                 sequence.chooser.allowed_V = sequence.request.guide.allowed()
@@ -268,7 +268,7 @@ class SlotBatch:
         tokens: dict[int, Token] = {}
         if told:
             most = max(ready[row].request.logprobs or 0 for row in told)
-            rows = _like(logits_NV, np.array(told))
+            rows = beside(logits_NV, np.array(told))
             found = probabilities(logits_NV[rows], chosen[rows], most)
         ids = chosen.tolist()
         for line, row in enumerate(told):
@@ -320,13 +320,6 @@ def token_of(token_id: int, found: Probabilities, line: int, most: int | None = 
     """One line of `probabilities` as a token with its `most` most probable alternatives (None = all found)."""
     top = zip(found.top_ids[line, :most].tolist(), found.top[line, :most].tolist())
     return Token(token_id, float(found.of[line]), tuple(top))
-
-
-def _like(logits: Any, indices: np.ndarray) -> Any:
-    """Indices as a tensor beside the logits."""
-    import torch
-
-    return torch.from_numpy(indices).to(logits.device)
 
 
 def generate(

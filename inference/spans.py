@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..core.backend import Span
+from .sampler import library
 
 FILLED = 0.8  # share of real tokens that several prompts in one call must have
 
@@ -90,9 +91,7 @@ def _call(spans: Sequence[Span], group: list[int], length_of: Callable[[int], in
 
 
 def scatter_logits(spans: Sequence[Span], calls: Sequence[Call], logits_BNV: Sequence[Any]) -> Any:
-    """What the calls returned as one tensor (N, V), span after span."""
-    import torch
-
+    """What the calls returned as one array (N, V), span after span."""
     in_order = len(calls) == 1 and calls[0].owners == tuple(range(len(spans)))
     if in_order and all(span.asked == 1 for span in spans):
         return logits_BNV[0][:, 0]
@@ -101,7 +100,7 @@ def scatter_logits(spans: Sequence[Span], calls: Sequence[Call], logits_BNV: Seq
         for line, owner in enumerate(call.owners):
             if owner is not None:
                 found[owner] = logits[line, : spans[owner].asked]
-    return torch.cat([found[i] for i in range(len(spans))])
+    return library(logits_BNV[0]).concatenate([found[i] for i in range(len(spans))])
 
 
 class StepsByForward:
@@ -113,10 +112,8 @@ class StepsByForward:
 
     def step(self, spans: Sequence[Span], cache: Any) -> Any:
         """See `core.backend.CausalBackend.step`."""
-        import torch
-
         calls = rectangles(spans, self.context)
-        found = [torch.from_numpy(self.forward(*call.arguments, cache, call.first_row)) for call in calls]
+        found = [self.forward(*call.arguments, cache, call.first_row) for call in calls]
         return scatter_logits(spans, calls, found)
 
     def free_row(self, cache: Any, row: int) -> None:

@@ -22,6 +22,7 @@ class Telemetry:
 
     def __init__(self, log: TextIO | None = None) -> None:
         self._log = log
+        self._labelled: dict[tuple[Any, tuple[str, ...]], Any] = {}
         self.registry = CollectorRegistry()
         by_model: dict[str, Any] = {"labelnames": ["model"], "registry": self.registry}
 
@@ -53,6 +54,13 @@ class Telemetry:
         self.active = Gauge("throughline_active", "Answers in the making.", **by_model)
         self.restarts = Counter("throughline_restarts", "Starts after a death of the process.", **by_model)
 
+    def of(self, metric: Any, *labels: str) -> Any:
+        """The metric with these labels; remembered, because looking it up costs more than counting."""
+        key = (metric, labels)
+        if key not in self._labelled:
+            self._labelled[key] = metric.labels(*labels)
+        return self._labelled[key]
+
     def page(self, models: list[Any]) -> bytes:
         """The text of /metrics."""
         for model in models:
@@ -65,8 +73,8 @@ class Telemetry:
     def answered(self, watch: "Watch", endpoint: str, status: int, **said: Any) -> None:
         """Count a request and write its line of the access log."""
         took_s = time.monotonic() - watch.came_s
-        self.requests.labels(endpoint, str(status)).inc()
-        self.duration.labels(endpoint).observe(took_s)
+        self.of(self.requests, endpoint, str(status)).inc()
+        self.of(self.duration, endpoint).observe(took_s)
         if self._log is None:
             return
         line: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | said
@@ -105,7 +113,7 @@ class Watch:
         """A request's jobs were accepted."""
         assert self.model is not None
         self.prompt_tokens = (self.prompt_tokens or 0) + tokens
-        self.telemetry.prompt_tokens.labels(self.model).inc(tokens)
+        self.telemetry.of(self.telemetry.prompt_tokens, self.model).inc(tokens)
 
     def token(self, answer: int, at_s: float, began_s: float, batch: int, counted: bool) -> None:
         """A step of an answer was made at `at_s`."""
@@ -113,36 +121,38 @@ class Watch:
         last_s = self.last_s.get(answer)
         if last_s is None:
             self._began(began_s)
-            self.telemetry.first.labels(self.model).observe(at_s - self.came_s)
-            self.telemetry.batch.labels(self.model).observe(batch)
+            self.telemetry.of(self.telemetry.first, self.model).observe(at_s - self.came_s)
+            self.telemetry.of(self.telemetry.batch, self.model).observe(batch)
             self.first_s = at_s if self.first_s is None else min(self.first_s, at_s)
         else:
-            self.telemetry.between.labels(self.model).observe(at_s - last_s)
+            self.telemetry.of(self.telemetry.between, self.model).observe(at_s - last_s)
         self.last_s[answer] = at_s
         self.made = (self.made or 0) + counted
         if counted:
-            self.telemetry.made_tokens.labels(self.model).inc()
+            self.telemetry.of(self.telemetry.made_tokens, self.model).inc()
 
     def read(self, began_s: float, ended_s: float, batch: int) -> None:
         """An encoder has answered."""
         assert self.model is not None
         self._began(began_s)
-        self.telemetry.compute.labels(self.model).observe(ended_s - began_s)
-        self.telemetry.batch.labels(self.model).observe(batch)
+        self.telemetry.of(self.telemetry.compute, self.model).observe(ended_s - began_s)
+        self.telemetry.of(self.telemetry.batch, self.model).observe(batch)
 
     def finished(self) -> None:
         """All answers of a generation were made."""
         if self.began_s is not None and self.last_s and self.model is not None:
-            self.telemetry.compute.labels(self.model).observe(max(self.last_s.values()) - self.began_s)
+            self.telemetry.of(self.telemetry.compute, self.model).observe(
+                max(self.last_s.values()) - self.began_s
+            )
 
     def cancelled(self, jobs: int) -> None:
         """Nobody waits for these answers any more."""
         assert self.model is not None
-        self.telemetry.gone.labels(self.model).inc(jobs)
+        self.telemetry.of(self.telemetry.gone, self.model).inc(jobs)
 
     def _began(self, began_s: float) -> None:
         assert self.model is not None
-        self.telemetry.queue.labels(self.model).observe(max(began_s - self.came_s, 0.0))
+        self.telemetry.of(self.telemetry.queue, self.model).observe(max(began_s - self.came_s, 0.0))
         self.began_s = began_s if self.began_s is None else min(self.began_s, began_s)
 
 

@@ -72,10 +72,10 @@ class EngineSession:
         library: Any,
         plan: bytes,
         where: Path | str = "",
-        device: str = "cuda",
+        device: str = "cuda:0",
         capture: Callable[[Callable[[], None]], Callable[[], None]] | None = captured,
     ) -> None:
-        self._device, self._capture, self._where = device, capture, where
+        self.device, self._capture, self._where = device, capture, where
         self._runtime = library.Runtime(library.Logger(library.Logger.ERROR))
         engine = self._runtime.deserialize_cuda_engine(plan)
         if engine is None:
@@ -135,25 +135,23 @@ class EngineSession:
         import torch
 
         kept = {
-            name: torch.from_numpy(np.ascontiguousarray(value)).to(self._device)
+            name: torch.from_numpy(np.ascontiguousarray(value)).to(self.device)
             for name, value in feeds.items()
         }
-        spare = torch.zeros(1, device=self._device)  # empty tensors have no address, and one is asked for
+        spare = torch.zeros(1, device=self.device)  # empty tensors have no address, and one is asked for
         binding = Binding()
         for name, value in kept.items():
             place = value.data_ptr() or spare.data_ptr()
-            binding.bind_input(name, self._device, 0, self._types[name], value.shape, place)
+            binding.bind_input(name, self.device, 0, self._types[name], value.shape, place)
         context = self._context(self._profile({name: value.shape for name, value in kept.items()}))
         for name, value in kept.items():
             context.set_input_shape(name, tuple(value.shape))
         outputs = {}
         for name in self._outputs:
             kind = torch.from_numpy(np.empty(0, self._types[name])).dtype
-            outputs[name] = torch.empty(
-                tuple(context.get_tensor_shape(name)), dtype=kind, device=self._device
-            )
+            outputs[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=kind, device=self.device)
             place = outputs[name].data_ptr() or spare.data_ptr()
-            binding.bind_output(name, self._device, 0, self._types[name], outputs[name].shape, place)
+            binding.bind_output(name, self.device, 0, self._types[name], outputs[name].shape, place)
         self.run_with_iobinding(binding)
         return [outputs[name].cpu().numpy() for name in names or self._outputs]
 
@@ -181,14 +179,14 @@ class EngineSession:
         return self._contexts[profile]
 
     def _stream(self) -> int:
-        if self._device == "cpu":
+        if self.device == "cpu":
             return 0
         import torch
 
         return torch.cuda.current_stream().cuda_stream
 
     def _wait(self) -> None:
-        if self._device != "cpu":
+        if self.device != "cpu":
             import torch
 
             torch.cuda.current_stream().synchronize()

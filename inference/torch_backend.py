@@ -41,14 +41,15 @@ class TorchCausal:
         return KeyValueCache(self.model.config, rows, device=self._like.device, dtype=self._like.dtype)
 
     @torch.inference_mode()
-    def step(self, spans: Sequence[Span], cache: KeyValueCache) -> torch.Tensor:
+    def step(self, spans: Sequence[Span], cache: KeyValueCache) -> torch.Tensor | np.ndarray:
         """See `core.backend.CausalBackend.step`."""
         if self._packs:
-            return packed_logits(self.model, self._attentions, spans, cache)
-        calls = rectangles(spans, self.context)
-        return scatter_logits(
-            spans, calls, [self._logits(*call.arguments, cache, call.first_row) for call in calls]
-        )
+            logits_NV = packed_logits(self.model, self._attentions, spans, cache)
+        else:
+            calls = rectangles(spans, self.context)
+            found = [self._logits(*call.arguments, cache, call.first_row) for call in calls]
+            logits_NV = scatter_logits(spans, calls, found)
+        return logits_NV.numpy() if self.device == "cpu" else logits_NV
 
     def forward(
         self,

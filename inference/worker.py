@@ -68,7 +68,7 @@ class WorkerModel:
         self._speaker = speaker
         self.loaded = open_backend(opening["path"], BackendOptions(**opening["options"]))
         if self.loaded.tokenizer is None:
-            fix = "put one beside the weights"
+            fix = "put the one that it was trained with beside the weights"
             raise WrongUse("this model has no tokenizer.json", where=self.loaded.input.path, fix=fix)
         self.tokenizer = Tokenizer.load(self.loaded.tokenizer)
         self._outputs = warm_up(self.loaded)

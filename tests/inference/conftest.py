@@ -135,12 +135,12 @@ def in_thread() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def start_server() -> Callable[..., AbstractContextManager[tuple[subprocess.Popen, str]]]:
-    """`with start_server("gpt=PATH", "--slots", "2") as (process, base_url)`: the real command on a free
-    port.
+    """`with start_server("gpt=PATH", "--slots", "2") as (process, base_url)`: the real command on a free port;
+    keyword arguments are variables of its environment.
     """
 
     @contextmanager
-    def start(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    def start(*arguments: str, **variables: str) -> Iterator[tuple[subprocess.Popen, str]]:
         words = [
             sys.executable,
             "-m",
@@ -152,9 +152,8 @@ def start_server() -> Callable[..., AbstractContextManager[tuple[subprocess.Pope
             "--threads",
             "1",
         ]
-        process = subprocess.Popen(
-            words, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
         try:
             said = ""
             while not (found := re.search(r"serving .* at (https?://127\.0\.0\.1:\d+/)", said)):

@@ -2,18 +2,23 @@
 constrained output; in the test's own process.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.api_types import ChatMessage
 from throughline.inference.chat import ChatTemplate
+from throughline.inference.served import Limits
+from throughline.inference.server import Server, build_app
 from throughline.inference.source import open_model
+from throughline.inference.telemetry import Telemetry
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n"
@@ -181,6 +186,38 @@ def test_keys_are_needed_everywhere_but_for_probes_and_the_page(
             assert right.status_code == 200
 
     in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body, keys=("key-one", "key-two"))
+
+
+def test_only_pages_of_named_origins_may_call() -> None:
+    """CORS: off unless asked for; a browser's question before a call needs no key, and an error tells the page
+    what it is.
+    """
+    page, other = {"Origin": "https://page.example"}, {"Origin": "https://other.example"}
+    preflight = page | {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization, content-type",
+    }
+    allowed = "access-control-allow-origin"
+
+    async def ask(origins: tuple[str, ...]) -> list[httpx.Response]:
+        app = build_app(Server([], Limits(), Telemetry()), keys=["key"], origins=origins)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [
+                await client.options("/v1/completions", headers=preflight),
+                *[await client.get("/v1/models", headers=given) for given in (page, other)],
+                await client.get("/v1/models", headers=page | {"Authorization": "Bearer key"}),
+            ]
+
+    before, refused, elsewhere, answered = asyncio.run(ask(("https://page.example",)))
+    assert before.status_code == 200 and before.headers[allowed] == "https://page.example"
+    assert {"authorization", "content-type"} <= set(
+        before.headers["access-control-allow-headers"].lower().split(", ")
+    )
+    assert refused.status_code == 401 and refused.headers[allowed] == "https://page.example"
+    assert answered.status_code == 200 and answered.headers[allowed] == "https://page.example"
+    assert allowed not in elsewhere.headers
+    assert all(allowed not in answer.headers for answer in asyncio.run(ask(())))
 
 
 def test_metrics_count_what_happened(ask) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-import torch
 from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import WrongUse
 from throughline.data.tokenizer import Tokenizer
@@ -100,7 +99,7 @@ class RememberingBackend:
     def __init__(self) -> None:
         self.tokens_read = 0
 
-    def step(self, spans: list[Span], cache: np.ndarray) -> torch.Tensor:
+    def step(self, spans: list[Span], cache: np.ndarray) -> np.ndarray:
         assert len({span.row for span in spans}) == len(spans)
         logits = []
         for span in spans:
@@ -112,8 +111,8 @@ class RememberingBackend:
                 history = store[: span.past + at + 1]
                 assert (history >= 0).all()
                 rng = np.random.default_rng(history.tolist())
-                logits.append(torch.from_numpy(rng.normal(size=self.vocab_size).astype(np.float32)))
-        return torch.stack(logits) if logits else torch.zeros(0, self.vocab_size)
+                logits.append(rng.normal(size=self.vocab_size).astype(np.float32))
+        return np.stack(logits) if logits else np.zeros((0, self.vocab_size))
 
     def copy_row(self, cache, source, target, tokens):
         cache[target] = -1

@@ -146,3 +146,23 @@ def test_bare_files_that_cannot_be_read(gpt_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((gpt_dir / "tokenizer.json").read_bytes())
     (tmp_path / "dbrx.gguf").write_bytes(whole)
     assert open_backend(tmp_path / "dbrx.gguf").tokenizer == tmp_path / "tokenizer.json"
+
+
+def test_a_gguf_file_is_served_by_its_path(
+    gpt_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`throughline serve` of the artifact and of a file alone: the same answers."""
+    export_gguf(gpt_dir, tmp_path / "ours", "f32")
+    (tmp_path / "alone.gguf").write_bytes((tmp_path / "ours" / "model.gguf").read_bytes())
+
+    async def body(found) -> None:
+        one, other = [
+            await found.complete(model=name, prompt="The quick", max_tokens=12) for name in ("ours", "alone")
+        ]
+        assert one["choices"] == other["choices"]
+        listed = (await found.client.get("/v1/models")).json()["data"]
+        shown = {(model["backend"], model["dtype"], model["context"]) for model in listed}
+        assert shown == {("llamacpp", "f32", 160)}
+
+    specs = [f"{name}={tmp_path / place}" for name, place in (("ours", "ours"), ("alone", "alone.gguf"))]
+    in_thread.run_with(monkeypatch, specs, body)

@@ -12,13 +12,18 @@ from throughline.inference.sampling import GREEDY, Sampling, log_softmax
 NO_IDS = np.zeros(0, np.int64)
 
 
+# How logits come from a CPU (a NumPy array) and from a GPU (a torch tensor, here of the device "cpu:0").
+MAKERS = {"cpu": np.asarray, "cpu:0": torch.from_numpy}
+on_both = pytest.mark.parametrize("device", MAKERS)
+
+
 @pytest.fixture
-def logits_BV() -> torch.Tensor:
-    return torch.from_numpy((np.random.default_rng(0).normal(size=(6, 500)) * 3).astype(np.float32))
+def logits_BV() -> np.ndarray:
+    return (np.random.default_rng(0).normal(size=(6, 500)) * 3).astype(np.float32)
 
 
-def choosers(*settings: Sampling, prompt_ids: np.ndarray = NO_IDS) -> list[Chooser]:
-    return [Chooser(setting, prompt_ids, 500, "cpu") for setting in settings]
+def choosers(*settings: Sampling, device: str = "cpu") -> list[Chooser]:
+    return [Chooser(setting, NO_IDS, 500, device) for setting in settings]
 
 
 @pytest.mark.parametrize(
@@ -35,10 +40,11 @@ def choosers(*settings: Sampling, prompt_ids: np.ndarray = NO_IDS) -> list[Choos
         Sampling(temperature=1.7, top_k=50, top_p=0.8, min_p=0.02),
     ],
 )
-def test_filters_are_those_of_transformers(logits_BV: torch.Tensor, setting: Sampling) -> None:
+@on_both
+def test_filters_are_those_of_transformers(logits_BV: np.ndarray, setting: Sampling, device: str) -> None:
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    theirs = TemperatureLogitsWarper(setting.temperature)(None, logits_BV)
+    theirs = TemperatureLogitsWarper(setting.temperature)(None, torch.from_numpy(logits_BV))
     if setting.top_k:
         theirs = TopKLogitsWarper(setting.top_k)(None, theirs)
     if setting.top_p < 1:
@@ -46,7 +52,8 @@ def test_filters_are_those_of_transformers(logits_BV: torch.Tensor, setting: Sam
     if setting.min_p:
         theirs = MinPLogitsWarper(setting.min_p)(None, theirs)
     # between rows that are not limited: limits are looked up for some rows of a batch alone
-    weights = filtered(logits_BV, [setting, Sampling(), setting, setting, GREEDY, setting])[[0, 2, 3, 5]]
+    settings = [setting, Sampling(), setting, setting, GREEDY, setting]
+    weights = torch.as_tensor(filtered(MAKERS[device](logits_BV), settings))[[0, 2, 3, 5]]
     theirs = theirs[[0, 2, 3, 5]].softmax(-1)
     ours = weights / weights.sum(axis=1, keepdims=True)
     # 1e-5: probabilities of fp32 logits; a token too many or too few would show as its whole probability
@@ -55,7 +62,8 @@ def test_filters_are_those_of_transformers(logits_BV: torch.Tensor, setting: Sam
 
 
 @pytest.mark.parametrize("scale", [0.3, 3.0])
-def test_filters_of_a_large_vocabulary_are_those_of_transformers(scale: float) -> None:
+@on_both
+def test_filters_of_a_large_vocabulary_are_those_of_transformers(scale: float, device: str) -> None:
     """Nuclei within the leading 1,024 tokens and beyond them, and a top-k on either side, row by row."""
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
@@ -68,7 +76,7 @@ def test_filters_of_a_large_vocabulary_are_those_of_transformers(scale: float) -
         Sampling(top_k=1500),
         Sampling(top_p=0.05),
     ]
-    weights = filtered(logits, settings)
+    weights = torch.as_tensor(filtered(MAKERS[device](logits.numpy()), settings))
     for row, setting in enumerate(settings):
         theirs = logits[row : row + 1]
         if setting.top_k:
@@ -81,7 +89,8 @@ def test_filters_of_a_large_vocabulary_are_those_of_transformers(scale: float) -
         assert len(set(ours.tolist()) ^ set(expected.tolist())) <= 1, setting
 
 
-def test_penalties_and_bias_are_those_of_transformers_and_openai(logits_BV: torch.Tensor) -> None:
+@on_both
+def test_penalties_and_bias_are_those_of_transformers_and_openai(logits_BV: np.ndarray, device: str) -> None:
     """Repetition and bias as transformers' processors; frequency and presence by OpenAI's formula, mu[j] -
     c[j] * frequency - (c[j] > 0) * presence, over the answer alone.
     """
@@ -91,40 +100,45 @@ def test_penalties_and_bias_are_those_of_transformers_and_openai(logits_BV: torc
     prompt, answer = rng.integers(0, 500, 30), [3, 3, 3, 7, *rng.integers(0, 500, 10).tolist()]
     bias = ((3, -5.0), (400, 12.0))
     setting = Sampling(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.25, logit_bias=bias)
-    chooser = Chooser(setting, prompt, 500, "cpu")
+    chooser = Chooser(setting, prompt, 500, device)
     for token_id in answer:
         chooser.accept(token_id)
-    row = logits_BV[2:3]
+    row = torch.from_numpy(logits_BV[2:3])
     theirs = SequenceBiasLogitsProcessor({(i,): value for i, value in bias})(torch.zeros(1, 1).long(), row)
     everything = torch.tensor([[*prompt.tolist(), *answer]])
     theirs = RepetitionPenaltyLogitsProcessor(1.3)(everything, theirs)
     counts = torch.from_numpy(np.bincount(answer, minlength=500))
     theirs = theirs - counts * 0.5 + (counts > 0) * 0.25
-    before = logits_BV.clone()
-    ours = penalised(logits_BV, [*choosers(*[GREEDY] * 2), chooser, *choosers(*[GREEDY] * 3)])
+    before = logits_BV.copy()
+    rows = [*choosers(*[GREEDY] * 2), chooser, *choosers(*[GREEDY] * 3)]
+    ours = torch.as_tensor(penalised(MAKERS[device](logits_BV), rows))
     torch.testing.assert_close(ours[2:3], theirs)
-    assert torch.equal(logits_BV, before)  # the caller's logits stay: log-probabilities are read from them
-    assert torch.equal(ours[[0, 1, 3, 4, 5]], before[[0, 1, 3, 4, 5]])
+    # the caller's logits stay: log-probabilities are read from them
+    np.testing.assert_array_equal(logits_BV, before)
+    np.testing.assert_array_equal(ours[[0, 1, 3, 4, 5]], before[[0, 1, 3, 4, 5]])
 
 
-def test_only_allowed_tokens_are_chosen(logits_BV: torch.Tensor) -> None:
-    limited = choosers(GREEDY, Sampling(seed=1), Sampling(seed=2, top_k=5))
+@on_both
+def test_only_allowed_tokens_are_chosen(logits_BV: np.ndarray, device: str) -> None:
+    limited = choosers(GREEDY, Sampling(seed=1), Sampling(seed=2, top_k=5), device=device)
     for chooser in limited:
         chooser.allowed_V = np.isin(np.arange(500), (17, 333))
-    assert set(choose(logits_BV[:3], limited).tolist()) <= {17, 333}
+    assert set(choose(MAKERS[device](logits_BV[:3]), limited).tolist()) <= {17, 333}
 
 
-def test_draws_follow_the_distribution() -> None:
-    logits = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125, 1e-30]]))
+@on_both
+def test_draws_follow_the_distribution(device: str) -> None:
     draws = 40_000
-    chooser = Chooser(Sampling(seed=5), NO_IDS, 5, "cpu")
-    ids = choose(logits.expand(draws, 5), [chooser] * draws)
-    shares = np.bincount(ids.numpy(), minlength=5) / draws
+    logits = np.log(np.tile(np.float32([0.5, 0.25, 0.125, 0.125, 1e-30]), (draws, 1)))
+    chooser = Chooser(Sampling(seed=5), NO_IDS, 5, device)
+    ids = choose(MAKERS[device](logits), [chooser] * draws)
+    shares = np.bincount(ids, minlength=5) / draws
     # five standard deviations of a share of one half among 40,000: 0.0125
     np.testing.assert_allclose(shares, [0.5, 0.25, 0.125, 0.125, 0], atol=0.0125)
 
 
-def test_greedy_and_extreme_settings_take_the_most_probable(logits_BV: torch.Tensor) -> None:
+@on_both
+def test_greedy_and_extreme_settings_take_the_most_probable(logits_BV: np.ndarray, device: str) -> None:
     settings = [
         GREEDY,
         Sampling(top_k=1),
@@ -133,27 +147,32 @@ def test_greedy_and_extreme_settings_take_the_most_probable(logits_BV: torch.Ten
         Sampling(min_p=1.0),
         Sampling(top_k=1, top_p=0.5),
     ]
-    assert torch.equal(choose(logits_BV, choosers(*settings)), logits_BV.argmax(dim=1))
+    chosen = choose(MAKERS[device](logits_BV), choosers(*settings, device=device))
+    np.testing.assert_array_equal(chosen, logits_BV.argmax(1))
 
 
-def test_a_row_does_not_depend_on_its_neighbours(logits_BV: torch.Tensor) -> None:
+@on_both
+def test_a_row_does_not_depend_on_its_neighbours(logits_BV: np.ndarray, device: str) -> None:
     settings = [Sampling(seed=i, top_p=0.9, temperature=0.5 + i) for i in range(4)]
     settings += [Sampling(seed=9, top_k=7), GREEDY]
-    together = choose(logits_BV, choosers(*settings))
-    alone = [int(choose(logits_BV[i : i + 1], choosers(s))[0]) for i, s in enumerate(settings)]
+    logits = MAKERS[device](logits_BV)
+    together = choose(logits, choosers(*settings, device=device))
+    alone = [int(choose(logits[i : i + 1], choosers(s, device=device))[0]) for i, s in enumerate(settings)]
     assert together.tolist() == alone
 
 
-def test_probabilities_are_the_log_softmax_and_its_best(logits_BV: torch.Tensor) -> None:
-    ids = torch.tensor([1, 5, 499, 0, 7, 7])
-    found = probabilities(logits_BV, ids, 4)
-    expected = log_softmax(logits_BV.numpy().astype(np.float64))
+@on_both
+def test_probabilities_are_the_log_softmax_and_its_best(logits_BV: np.ndarray, device: str) -> None:
+    ids = np.array([1, 5, 499, 0, 7, 7])
+    logits = MAKERS[device](logits_BV)
+    found = probabilities(logits, MAKERS[device](ids), 4)
+    expected = log_softmax(logits_BV.astype(np.float64))
     order = np.argsort(-expected, axis=1, kind="stable")[:, :4]
     np.testing.assert_array_equal(found.top_ids, order)
     # float32: a log-probability of 10 has a last bit of 1e-6
     np.testing.assert_allclose(found.top, np.take_along_axis(expected, order, 1), atol=5e-6)
     np.testing.assert_allclose(found.of, expected[np.arange(6), ids], atol=5e-6)
-    assert probabilities(logits_BV, ids, 0).top.shape == (6, 0)
+    assert probabilities(logits, MAKERS[device](ids), 0).top.shape == (6, 0)
 
 
 @pytest.mark.parametrize(

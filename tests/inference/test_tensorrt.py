@@ -25,6 +25,7 @@ from throughline.inference.graph_options import GraphOptions
 from throughline.inference.onnx_backend import OnnxCausal, OnnxEncoder
 from throughline.inference.parity import BOUNDS, compare, require
 from throughline.inference.reference import reference_of
+from throughline.inference.source import open_model
 from throughline.inference.tensorrt_backend import EngineSession
 from throughline.inference.tensorrt_build import Profile, buckets, check_engine, load_library
 from throughline.models.config import BERTConfig, GPTConfig
@@ -355,6 +356,33 @@ def test_a_session_computes_what_the_graph_computes(family: str, tmp_path: Path)
     with pytest.raises(WrongUse, match="no profile for these shapes"):
         engine.ends = [4, 5]
         session.run(None, {"input_ids": np.zeros((1, 9), np.int64)})
+
+
+def test_an_engine_is_served(
+    installed, gpt_dir: Path, gpt_onnx: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`throughline serve ENGINE` against the fake, whose arithmetic is ONNX Runtime's: an answer of four at once
+    is the ONNX artifact's.
+    """
+    installed("11.4.0")
+    export_engine(gpt_dir, tmp_path / "engine", "tensorrt", judging=QUIET)
+    model = open_model(gpt_dir).model
+    write_graph(model, tmp_path / "m.onnx", {}, GraphOptions("tensorrt", "fp32"))
+    library = fake("11.4.0")
+    library.TensorIOMode = types.SimpleNamespace(INPUT="in")
+    engine = Computing(tmp_path / "m.onnx", [16, 999])
+    library.Runtime = lambda logger: types.SimpleNamespace(deserialize_cuda_engine=lambda plan: engine)
+    session = EngineSession(library, b"", device="cpu", capture=None)
+    monkeypatch.setattr(backend_module, "open_engine", lambda path: session)
+
+    async def body(found) -> None:
+        listed = (await found.client.get("/v1/models/engine")).json()
+        assert listed["backend"] == "tensorrt" and listed["endpoints"] == ["/v1/completions"]
+        asked = {"prompt": ["The quick", "Wörter", "a", "model reads"], "max_tokens": 16}
+        ours, theirs = [await found.complete(model=name, **asked) for name in ("engine", "graph")]
+        assert [c["token_ids"] for c in ours["choices"]] == [c["token_ids"] for c in theirs["choices"]]
+
+    in_thread.run_with(monkeypatch, [f"engine={tmp_path / 'engine'}", f"graph={gpt_onnx}"], body)
 
 
 def test_opening_checks_the_manifest_first(installed, bert_dir: Path, tmp_path: Path) -> None:
