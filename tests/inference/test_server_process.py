@@ -1,5 +1,6 @@
 """The server as processes: HTTP apart from the model, deaths, drains, deadlines, TLS."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -297,6 +298,7 @@ def test_a_client_that_reads_nothing_is_let_go(in_thread, monkeypatch: pytest.Mo
             while True:
                 made.append(1)
                 yield b"x" * 65536
+                await asyncio.sleep(0)
         finally:
             ended.set()
 
