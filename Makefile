@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest
 RUN := runs/demo
 
-.PHONY: demo test slow lint docs llamacpp reproduce reference gpu-check bench bench-quick prove-layouts prove-scale prove-compression clean help
+.PHONY: demo test slow lint docs llamacpp reproduce reference gpu-check bench bench-quick prove-layouts prove-scale prove-compression prove-study clean help
 
 help:
 	@echo "make demo           install, then text to served GPT and BERT in minutes on a laptop CPU"
@@ -22,6 +22,7 @@ help:
 	@echo "make bert-toy       a small BERT on novels until it is as good as transformers' after 20 minutes"
 	@echo "make prove-layouts  every parallel layout against the single process"
 	@echo "make prove-scale    layouts of thousands of processes, simulated, against the published formulas"
+	@echo "make prove-study    five runs against the predictions that were committed before them"
 	@echo "make prove-compression  gradients in a fifth of the bytes against whole ones"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -72,6 +73,9 @@ prove-layouts: $(VENV)/.installed-test
 
 prove-scale: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/prove_scale.py $(PROVEFLAGS)
+
+prove-study: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/prove_study.py measure $(PROVEFLAGS)
 
 prove-compression: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/prove_compression.py $(PROVEFLAGS)

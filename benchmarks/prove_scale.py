@@ -26,8 +26,9 @@ from throughline.core.console import table
 from throughline.core.recipe import load_recipe
 from throughline.models.config import BERTConfig, ModelConfig
 from throughline.planner.layout import Layout
-from throughline.train.parallel.account import StepShape, Traffic, batch_of, traffic
+from throughline.planner.traffic import StepShape, Traffic, traffic
 from throughline.train.parallel.forked import run_ranks, warm
+from throughline.train.predict import step_shape
 from throughline.train.recipe import Recipe, model_config, resolve
 from throughline.train.rules import RULES
 
@@ -59,7 +60,7 @@ class Scale:
 
     def batch(self, recompute: str) -> StepShape:
         """One micro-batch of the recipe; a GPT predicts every token."""
-        shape = batch_of(self.recipe)
+        shape = step_shape(self.recipe)
         predicted = shape.predicted or self.rows * self.length
         return replace(shape, micro_batches=1, predicted=predicted, recompute=recompute)
 

@@ -43,6 +43,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "prove_layouts": [],
     "prove_compression": [],
     "prove_scale": [],
+    "prove_study": ["measure"],
 }
 MINUTES, MINUTES_QUICK = 60, 10  # that all of them may take
 PARTED = ("train_gpt", "tokenization", "eval", "latency", "bert_pretrain", "serve")  # those with --parts

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from throughline.models.config import BERTConfig, ModelConfig, family_of
 from throughline.planner.layout import Layout
+from throughline.planner.traffic import StepShape, Traffic
 from throughline.train.layout_engine import LayoutEngine
 from throughline.train.objective import IGNORED, prepare
-from throughline.train.parallel.account import StepShape, Traffic
 from throughline.train.parallel.mesh import Mesh, make_mesh
 from throughline.train.parallel.sharding import before_backward
 from throughline.train.stage import Stage

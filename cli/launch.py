@@ -100,7 +100,7 @@ def _devices() -> int:
 def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str, bool]:
     """(processes, name, the run's directory, the layout in words, whether on GPUs)."""
     from ..core.recipe import find_recipe, load_recipe
-    from ..planner.layout import require_world
+    from ..planner.nearest import require_world
     from ..train.recipe import Recipe, model_config, resolve
     from ..train.rules import RULES, can_be_had
     from . import study, train

@@ -11,7 +11,7 @@ from ..core.errors import Failed, WrongUse
 from .common import throughline_command
 
 if TYPE_CHECKING:
-    from ..planner.search import Candidate, Found, Search
+    from ..planner.search import Found, Search
     from ..train.recipe import Recipe
 
 
@@ -107,9 +107,9 @@ def make_search(gpus: int, options: dict[str, Any]) -> "tuple[Search, Recipe | N
     from ..models.presets import preset, preset_names
     from ..planner.constants import constants_here
     from ..planner.cost import Work
-    from ..planner.hardware import find_cluster, read_calibration
+    from ..planner.hardware import find_cluster, read_calibration, this_machine
     from ..planner.search import Search
-    from ..planner.software import find_software
+    from ..planner.software import PROCESSOR_RUNTIME_BYTES, find_software, on_processor
 
     cluster = find_cluster(options["on"], options["hardware"])
     recipe, rows, length, precision = None, options["rows"] or 512, options["length"], options["precision"]
@@ -137,6 +137,9 @@ def make_search(gpus: int, options: dict[str, Any]) -> "tuple[Search, Recipe | N
     if software.name == "throughline":
         software = dataclasses.replace(software, dropout=config.dropout > 0)
     measured = read_calibration() if cluster.key == "here" else {}
+    if cluster.chip.key == "cpu":  # one processor and one memory, which all processes share
+        cluster = this_machine(gpus)
+        software = on_processor(software, measured.get("runtime_bytes", PROCESSOR_RUNTIME_BYTES))
     fixed = read_fixed(options["fixed"])
     return Search(work, cluster, software, gpus, fixed, constants_here(measured), bool(measured)), recipe
 
@@ -213,6 +216,8 @@ def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None
     require_fit(found)
     facts, lines = ranked(found, options["target_tokens"])
     if write_recipe:
+        from .planned_recipe import planned_recipe
+
         write_recipe.write_text(planned_recipe(found, recipe, options), encoding="utf-8")
         lines += ["", f"recipe in the best layout: {write_recipe}"]
     if pareto:
@@ -284,19 +289,28 @@ def recommend(target_days: float, most: int, **options: Any) -> None:
 
 @command.command()
 @click.option("--rows", "all_rows", is_flag=True, help="Print every row, not only the tables.")
+@click.option(
+    "--own",
+    type=click.Path(path_type=Path),
+    is_flag=False,
+    flag_value="benchmarks/results/predictions",
+    help="Instead: predictions written before their measurement, in this folder (default: benchmarks/results/predictions).",
+)
 @throughline_command
-def validate(all_rows: bool) -> None:
+def validate(all_rows: bool, own: Path | None) -> None:
     """Replay every published measurement in planner/published: predicted, reported and error.
 
     \b
     Example:  throughline plan validate
+              throughline plan validate --own
     """
+    from ..planner.own import own_validation
     from ..planner.validate import validation
 
-    facts, lines, good = validation(all_rows)
+    facts, lines, good = own_validation(own) if own else validation(all_rows)
     console.result(facts, lines)
     if not good:
-        raise Failed("a goal of accuracy is missed", where="planner/published", fix="see the table")
+        raise Failed("a goal of accuracy is missed", where=own or "planner/published", fix="see the table")
 
 
 @command.command()
@@ -359,52 +373,3 @@ def serve(
             f"{facts['cost_per_million']:,.2f} {facts['currency']} a million requests ({facts['priced']})"
         ]
     console.result(facts, lines)
-
-
-def planned_recipe(found: "Found", recipe: "Recipe | None", options: dict[str, Any]) -> str:
-    """The best layout as a recipe that `recipe check` accepts: the given one with another layout, or a new one."""
-    refused = None
-    for best in found.best:  # the fastest that the rest of the recipe, such as its optimizer, can be had in
-        try:
-            return _recipe_text(found, best, recipe, options)
-        except WrongUse as error:
-            refused = refused or error
-    assert refused is not None
-    raise refused
-
-
-def _recipe_text(found: "Found", best: "Candidate", recipe: "Recipe | None", options: dict[str, Any]) -> str:
-    from ..core.recipe import build_recipe, dump_toml
-    from ..models.config import family_of
-    from ..train.recipe import Recipe
-    from ..train.rules import RULES
-
-    work = found.search.work
-    layout = best.layout()
-    parallel = {
-        key: value
-        for key, value in dataclasses.asdict(layout).items()
-        if value != getattr(type(layout)(), key)
-    }
-    train: dict[str, Any] = {
-        "sequence_length": work.length, "batch_rows": work.rows, "micro_batch_rows": int(best.layouts.micro_rows),
-        "precision": found.search.software.precision.compute.replace("tf32", "fp32"),
-        "recompute": ("none", "selective", "full")[int(best.layouts.recompute)], "offload": bool(best.layouts.offload),
-    }  # fmt: skip
-    if recipe is None:
-        steps = max(1, round((options["target_tokens"] or 1000 * work.tokens) / work.tokens))
-        data = {"train": "tokens", "validation_fraction": 0.0}
-        model = {"preset": options["model"], "family": family_of(work.config)}
-        if work.length > work.config.sequence_length:
-            model["overrides"] = {"sequence_length": work.length}
-        tree: dict[str, Any] = {"data": data, "model": model, "train": {"steps": steps}}
-    else:
-        tree = recipe.model_dump(mode="json", exclude_none=True)
-        tree["train"].pop("batch_tokens", None)
-    tree["train"] = tree["train"] | train
-    tree["parallel"] = parallel
-    built = build_recipe(tree, Recipe, RULES, where="the planned recipe")
-    world = f"{found.search.world} x {found.search.cluster.chip.name}"
-    return f"# Planned for {world}: {best.describe()}, {best.seconds:.3g} s a step predicted\n" + dump_toml(
-        built
-    )

@@ -57,14 +57,20 @@ def command(recipe: str, overrides: tuple[str, ...], out: Path, steps: int) -> N
     for row in facts["runs"]:
         errors = [f"{row[name] / row['measured_seconds'] - 1:+.0%}" for name in names]
         name = row["run"] + (" (left out)" if row["left_out"] else "")
-        rows.append((name, f"{row['measured_seconds']:.4g}", f"{row['spread_seconds']:.2g}", *errors))
+        memory = (
+            console.amount(row["measured_bytes"], "B"),
+            f"{row['refit_bytes'] / row['measured_bytes'] - 1:+.0%}",
+        )
+        rows.append(
+            (name, f"{row['measured_seconds']:.4g}", f"{row['spread_seconds']:.2g}", *errors, *memory)
+        )
     probes = facts["probes"]
     lines = [
         f"products {probes['tflops'] * 1e3:,.0f} GFLOP/s in {facts['precision']}, "
         f"copies {probes['bandwidth_gb_s']:.1f} GB/s, "
         f"smallest kernel {probes['launch_s'] * 1e6:.1f} us",
         "",
-        *console.table(("run", "s/step", "spread", "datasheet", "probes", "refit"), rows),
+        *console.table(("run", "s/step", "spread", "datasheet", "probes", "refit", "peak", "refit"), rows),
         "",
         f"calibration in {out}; use it with THROUGHLINE_CALIBRATION={out}",
     ]

@@ -63,7 +63,7 @@ def command(
     if show_layout:
         from ..data.store import TokenStore
         from ..data.tokenizer import Tokenizer
-        from ..train.parallel.account import layout_report
+        from ..train.predict import layout_facts
         from ..train.recipe import model_config
 
         data = resolved.data
@@ -73,7 +73,7 @@ def command(
             else TokenStore.open(data.sources()[0].path).facts
         )
         if running_processes()[0] == 0:
-            console.result(*layout_report(resolved, model_config(resolved, facts.get("vocab_size"))))
+            console.result(*layout_facts(resolved, model_config(resolved, facts.get("vocab_size"))))
         return
     directory = Path(run_dir) if run_dir else Path("runs") / find_recipe(recipe).stem
     from ..train.build import plan_run

@@ -81,11 +81,12 @@ class Part:
     bars: Sequence[Bar] = ()
     text: str = ""
     items: Sequence[tuple[str, str]] = ()
+    svg: str = ""  # a drawing, as it stands: names in it are escaped by who made it
 
     @property
     def filled(self) -> bool:
         """Whether there is anything to show."""
-        return bool(self.rows or self.shown or self.bars or self.text or self.items)
+        return bool(self.rows or self.shown or self.bars or self.text or self.items or self.svg)
 
     @property
     def shown(self) -> list[Chart]:

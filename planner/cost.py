@@ -120,6 +120,51 @@ def kernel_times(
     return times
 
 
+def kernel_totals(
+    work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants = FITTED
+) -> dict[str, dict[str, float]]:
+    """Seconds, FLOPs, bytes and launches of the kernels of one step on the first process of one layout, by kind."""
+    share = Share(layouts.micro_rows, work.length * work.fill, layouts.tensor, layouts.context)
+    layers, micro_batches = (
+        float(layers_on(work.config, layouts)[0]),
+        work.rows / (layouts.data * layouts.micro_rows),
+    )
+    totals = {
+        kind: dict.fromkeys(("seconds", "flops", "bytes", "launches"), 0.0)
+        for kind in ("product", "attention", "memory")
+    }
+    lists = [
+        (layers, layer_kernels(work.config, share, software)),
+        (1.0, table_kernels(work.config, share, software)),
+    ]
+    if layouts.pipeline == 1:
+        lists.append(
+            (1.0, head_kernels(work.config, share, software, share.tokens * targets(work, software)))
+        )
+    for index, (count, kernels) in enumerate(lists):
+        for kernel in kernels:
+            again = (
+                kernel.phase == "forward"
+                and index == 0
+                and (layouts.recompute == 2 or (layouts.recompute == 1 and kernel.core))
+            )
+            times = count * micro_batches * (2 if again else 1)
+            spent = kernel_times([kernel], cluster, software, constants)[kernel.phase, kernel.kind]
+            for name, value in (
+                ("seconds", spent),
+                ("flops", kernel.flops),
+                ("bytes", kernel.bytes),
+                ("launches", kernel.launches),
+            ):
+                totals[kernel.kind][name] += float(times * value)
+    moved = (
+        float(held_parameters(work.config, layouts)) * software.pass_bytes * micro_batches
+    )  # casts, gradients added up
+    totals["memory"]["bytes"] += moved
+    totals["memory"]["seconds"] += moved / (cluster.chip.bandwidth_gb_s * 1e9 * constants.memory_fraction)
+    return totals
+
+
 def peak_flops(cluster: Cluster, software: Software) -> float:
     """FLOP/s of the best large product: the peak, and on tensor cores the share that the chip was seen to reach."""
     chip, dtype = cluster.chip, software.precision.compute

@@ -60,8 +60,8 @@ def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
             fix="the tables are [chips.KEY] and [clusters.KEY]",
         )
     known = _chips(own.get("chips", {}), overrides)
-    rows = _shipped() | {
-        key: _shipped().get(key, {}) | fields for key, fields in own.get("clusters", {}).items()
+    rows = shipped_clusters() | {
+        key: shipped_clusters().get(key, {}) | fields for key, fields in own.get("clusters", {}).items()
     }
     if name == "here":
         return this_machine()
@@ -89,7 +89,10 @@ def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
 
 def cluster_names() -> list[str]:
     """Every shipped cluster and every chip that stands alone."""
-    return [*_shipped(), *(key for key in chips() if all(row["chip"] != key for row in _shipped().values()))]
+    return [
+        *shipped_clusters(),
+        *(key for key in chips() if all(row["chip"] != key for row in shipped_clusters().values())),
+    ]
 
 
 def this_machine(processes: int = 1) -> Cluster:
@@ -144,7 +147,8 @@ def _calibrated(cluster: Cluster) -> Cluster:
 
 
 @cache
-def _shipped() -> dict[str, dict]:
+def shipped_clusters() -> dict[str, dict]:
+    """The rows of `clusters.toml` by key."""
     return tomllib.loads(Path(__file__).with_name("clusters.toml").read_text(encoding="utf-8"))
 
 

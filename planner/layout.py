@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..core.errors import WrongUse
 from ..models.config import BERTConfig, ModelConfig
 
 Sharding = Literal["replicated", "zero1", "zero2", "full"]
@@ -321,93 +320,3 @@ def default_micro_rows(layout: Layout, rows: int) -> int:
         if own % (turns * layout.pipeline) == 0:
             return own // (turns * layout.pipeline)
     return 1
-
-
-def require_world(
-    layout: Layout,
-    world: int,
-    config: ModelConfig,
-    sequence_length: int,
-    rows: int,
-    micro_rows: int,
-    allowed: Allowed = anything,
-) -> None:
-    """Raise WrongUse, with the nearest legal layouts, when the running processes are not those of the layout."""
-    if layout.world == world:
-        return
-    near = nearest_layouts(layout, world, config, sequence_length, rows, micro_rows, allowed)
-    raise WrongUse(
-        f"the layout needs {layout.world} process{'es' if layout.world != 1 else ''}, not {world}",
-        where="parallel",
-        why=layout.product(),
-        fix="\n".join(
-            [
-                f"throughline launch --nproc {layout.world} -- ..., or one of the nearest layouts for {world}:",
-                *(f"{found.product()}: {set_options(layout, found)}" for found in near),
-            ]
-            if near
-            else [f"throughline launch --nproc {layout.world} -- ...; no layout of this recipe fits {world}"]
-        ),
-    )
-
-
-def set_options(layout: Layout, other: Layout) -> str:
-    """The options that turn one layout into another."""
-    values = {field.name: getattr(other, field.name) for field in dataclasses.fields(Layout)}
-    changed = {name: value for name, value in values.items() if value != getattr(layout, name)}
-    return " ".join(
-        f"--set parallel.{name}={list(value) if isinstance(value, tuple) else value}"
-        for name, value in changed.items()
-    )
-
-
-def nearest_layouts(
-    layout: Layout,
-    world: int,
-    config: ModelConfig,
-    sequence_length: int,
-    rows: int,
-    micro_rows: int,
-    allowed: Allowed = anything,
-    count: int = 3,
-) -> list[Layout]:
-    """Legal layouts of `world` processes, those that change the degrees least first (a factor of two on one
-    axis is one step).
-
-    Rows of a micro-batch that are this layout's usual ones become the other layout's usual ones. `allowed`
-    tells of a layout and its rows of a micro-batch whether the rest of the recipe, such as its optimizer, can
-    be had in it.
-    """
-    found, usual = [], micro_rows == default_micro_rows(layout, rows)
-    for tensor, context, pipeline in _three_factors(world):
-        data = world // (tensor * context * pipeline)
-        near = dataclasses.replace(layout, data=data, tensor=tensor, pipeline=pipeline, context=context)
-        near = dataclasses.replace(
-            near,
-            replicas=layout.replicas if data % layout.replicas == 0 and data > layout.replicas else 1,
-            stages_per_process=layout.stages_per_process if pipeline > 1 else 1,
-            layers_per_stage=layout.layers_per_stage if pipeline == layout.pipeline else (),
-        )
-        near_rows = default_micro_rows(near, rows) if usual else micro_rows
-        if not layout_problems(near, config, sequence_length, rows, near_rows) and allowed(near, near_rows):
-            distance = sum(abs(math.log2(getattr(near, axis) / getattr(layout, axis))) for axis in AXES)
-            found.append((distance, abs(near.tensor - layout.tensor), found_order(near), near))
-    return [near for *_, near in sorted(found, key=lambda item: item[:3])[:count]]
-
-
-def found_order(layout: Layout) -> tuple[int, ...]:
-    """Between equally near layouts the cheaper axis grows first: data, then pipeline, then tensor, then
-    context.
-    """
-    return (layout.context, layout.tensor, layout.pipeline)
-
-
-def _three_factors(world: int) -> Iterator[tuple[int, int, int]]:
-    small = [n for n in range(1, math.isqrt(world) + 1) if world % n == 0]
-    divisors = sorted({*small, *(world // n for n in small)})
-    for first in divisors:
-        for second in divisors:
-            if world % (first * second) == 0:
-                for third in divisors:
-                    if world % (first * second * third) == 0:
-                        yield first, second, third

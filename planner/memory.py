@@ -14,23 +14,21 @@ from .kernels import Share, kept_bytes
 from .software import Software
 
 Number = Any
-RUNTIME_BYTES = 0.8e9  # context, kernels, libraries and their workspaces on a GPU
 FRAGMENTATION = 0.04  # of the chip's memory that the allocator cannot give out
-STATES = ("weights", "gradients", "optimizer")
 KEPT = (
-    "weights",
-    "gathered weights",
-    "cast weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "tables",
-    "pipeline buffers",
-)
+    "weights", "gathered weights", "cast weights", "gradients", "gradient residuals", "optimizer", "activations",
+    "tables", "pipeline buffers", "checkpoint copy", "runtime",
+)  # fmt: skip
 MOMENTS = {
     "loss": (*KEPT, "logits"),
     "backward of a layer": (*KEPT, "layer at work"),
-    "update": ("weights", "gradients", "optimizer", "update buffers"),
+    "update": (
+        "weights", "gradients", "gradient residuals", "optimizer", "update buffers", "checkpoint copy", "runtime",
+    ),
+    "evaluation": (
+        "weights", "gathered weights", "gradient residuals", "optimizer", "checkpoint copy", "evaluated", "runtime",
+    ),
+    "save": ("weights", "gradient residuals", "optimizer", "checkpoint copy", "last checkpoint", "runtime"),
 }  # fmt: skip
 
 
@@ -50,13 +48,22 @@ def activation_bytes(work: Work, layouts: Layouts, software: Software) -> dict[s
     return terms | {"layer inputs": np.where(full, inputs, 0.0)}
 
 
-def micro_batches_in_flight(work: Work, layouts: Layouts) -> Number:
+def micro_batches_in_flight(work: Work, layouts: Layouts, software: Software) -> Number:
     """Micro-batches whose activations the first process holds: one for each stage, interleaving a little more
-    (Korthikanti et al. 2022, section 4.2.3).
+    (Korthikanti et al. 2022, section 4.2.3); all of them where forwards come first (gpipe).
     """
     pipeline, turns = layouts.pipeline, layouts.turns
-    flying = np.minimum(pipeline, work.rows / (layouts.data * layouts.micro_rows))
+    flying = work.rows / (layouts.data * layouts.micro_rows)
+    if not software.forwards_first:
+        flying = np.minimum(pipeline, flying)
     return flying * np.where(turns > 1, 1 + (pipeline - 1) / (pipeline * turns), 1.0)
+
+
+def evaluation_bytes(work: Work, layouts: Layouts, software: Software) -> Number:
+    """Logits of a batch of the validation, their softmax, and what one layer makes of it."""
+    config, size = work.config, software.precision.activation
+    layer = size * (8 * config.width + (3 if config.gated else 2) * config.feed_forward_size)
+    return software.evaluated_tokens * (8.0 * config.vocab_size + layer) / layouts.tensor
 
 
 def device_terms(work: Work, layouts: Layouts, software: Software, stage: str = "first") -> dict[str, Number]:
@@ -70,7 +77,11 @@ def device_terms(work: Work, layouts: Layouts, software: Software, stage: str = 
     states, gradients = np.where(sharding >= 1, ranks, 1), np.where((sharding >= 2) & alone, ranks, 1)
     block = np.maximum(config.block_parameters(), config.vocab_size * config.width) / layouts.tensor
     master = numbers.master + numbers.moments
-    flying = micro_batches_in_flight(work, layouts) if stage == "first" else np.minimum(1.0, layouts.pipeline)
+    flying = (
+        micro_batches_in_flight(work, layouts, software)
+        if stage == "first"
+        else np.minimum(1.0, layouts.pipeline)
+    )
     flying = np.where(alone, 1.0, flying)
     per_layer = sum(activation_bytes(work, layouts, software).values())
     none = Layouts(layouts.tensor, context=layouts.context, micro_rows=layouts.micro_rows)
@@ -82,17 +93,25 @@ def device_terms(work: Work, layouts: Layouts, software: Software, stage: str = 
     share = Share(layouts.micro_rows, work.length * work.fill, layouts.tensor, layouts.context)
     tokens, whole = share.tokens, layouts.tensor if software.sequence_parallel else 1
     has_head = alone if stage == "first" else np.ones_like(alone)
-    logits = software.loss_bytes * tokens * targets(work, software) * config.vocab_size / layouts.tensor
+    entries = tokens * targets(work, software) * config.vocab_size / layouts.tensor
+    sliced = entries > software.logits_at_once  # then the matrix's gradient is added up in fp32
+    logits = np.maximum(software.loss_bytes, 2 * numbers.activation) * np.minimum(
+        entries, software.logits_at_once
+    )
+    logits = logits + np.where(sliced, 4.0 * config.vocab_size * config.width / layouts.tensor, 0.0)
     width = config.width * tokens
+    saved = software.on_host * held / states * (master + numbers.weight * (numbers.master == 0))
     return {
-        "weights": held
-        * np.where(offload, numbers.activation, numbers.weight)
-        / np.where(streamed, ranks, 1),
+        "weights": held * np.where(offload, numbers.activation, numbers.weight) / np.where(streamed, ranks, 1)
+        + np.where((states > 1) & ~streamed & (numbers.master == 0), held * numbers.weight / states, 0.0),
         "gathered weights": np.where(streamed, software.gathered_blocks * block * numbers.sent, 0.0),
         "cast weights": np.where(offload, 0.0, held * numbers.cast / np.where(streamed, ranks, 1)),
         "gradients": np.where(
-            offload, np.minimum(held, block) * numbers.activation, held * numbers.gradient / gradients
+            offload,
+            np.where(layouts.world == 1, np.minimum(held, block), held) * numbers.activation,
+            held * numbers.gradient / gradients,
         ),
+        "gradient residuals": held * numbers.residual * (1 + 1 / layouts.data),
         "optimizer": np.where(offload, 0.0, held * master / states),
         "activations": layers * per_layer * flying,
         "layer at work": at_work,
@@ -101,20 +120,48 @@ def device_terms(work: Work, layouts: Layouts, software: Software, stage: str = 
         ),
         "logits": np.where(has_head, logits + 2 * numbers.activation * width / whole, 0.0),
         "pipeline buffers": np.where(alone, 0.0, 2 * numbers.sent * width / whole),
-        "update buffers": np.where(offload, 0.0, np.minimum(held / states, 2**28) * 4.0),
+        "update buffers": np.where(offload, 0.0, np.minimum(held / states, 2**28) * software.update_bytes),
+        "checkpoint copy": saved * software.saves_between,
+        "evaluated": evaluation_bytes(work, layouts, software),
+        "last checkpoint": saved * (not software.saves_between),
+        "runtime": software.runtime_bytes + 0.0 * held,
     }
 
 
 def peak_bytes(terms: dict[str, Number]) -> Number:
-    """The worst moment of a step, without the runtime."""
+    """The worst moment of a step."""
     moments = [sum(terms[name] for name in names) for names in MOMENTS.values()]
     return np.maximum.reduce(np.broadcast_arrays(*moments))
 
 
 def needed_bytes(work: Work, layouts: Layouts, software: Software) -> Number:
-    """Bytes that the fullest process needs on its chip, runtime included."""
+    """Bytes that the fullest process needs on its chip; where the chip is the host, with what offload puts there."""
     stages = [peak_bytes(device_terms(work, layouts, software, stage)) for stage in ("first", "last")]
-    return np.maximum(*stages) + RUNTIME_BYTES
+    return np.maximum(*stages) + (host_bytes(work, layouts, software) if software.on_host else 0.0)
+
+
+def stage_memory(work: Work, layouts: Layouts, software: Software) -> list[dict[str, Any]]:
+    """For the first and the last process of one layout's pipeline: bytes by term, the sum at every moment of a step,
+    the worst moment, and what is there at it.
+    """
+    found = []
+    for stage in ("first", "last") if layouts.pipeline > 1 else ("first",):
+        terms = {name: float(size) for name, size in device_terms(work, layouts, software, stage).items()}
+        moments = {moment: sum(terms[name] for name in names) for moment, names in MOMENTS.items()}
+        peak = max(moments, key=lambda moment: moments[moment])
+        found.append({"stage": stage, "terms": terms, "moments": moments, "peak": peak})
+    return found
+
+
+def worst_terms(work: Work, layouts: Layouts, software: Software) -> dict[str, int]:
+    """Bytes by term of the fullest process of one layout at its worst moment; their sum is what is predicted."""
+    stage = max(stage_memory(work, layouts, software), key=lambda stage: max(stage["moments"].values()))
+    terms = {name: stage["terms"][name] for name in MOMENTS[stage["peak"]]}
+    if software.on_host:
+        for name, size in host_terms(work, layouts, software).items():
+            terms[name] = terms.get(name, 0.0) + float(size)
+    kept = ("weights", "gradients", "optimizer", "activations")
+    return {name: round(size) for name, size in terms.items() if size or name in kept}
 
 
 def capacity_bytes(memory_gb: float) -> float:
@@ -122,11 +169,27 @@ def capacity_bytes(memory_gb: float) -> float:
     return memory_gb * 2**30 * (1 - FRAGMENTATION)
 
 
+def host_terms(work: Work, layouts: Layouts, software: Software) -> dict[str, Number]:
+    """Bytes by term that offload keeps in the host's memory for one process: 14 of a parameter (Ren et al.
+    2021, figure 1) and one block's fp32 gradients; with several micro-batches or processes those of all blocks.
+    """
+    numbers, offload, config = software.precision, np.asarray(layouts.offload) > 0, work.config
+    held = held_parameters(config, layouts)
+    owned = np.where(offload, held / np.where(layouts.sharding > 0, layouts.data * layouts.context, 1), 0.0)
+    master, alone = numbers.master or numbers.weight, layouts.world == 1
+    summed = work.rows > layouts.data * layouts.micro_rows
+    block = config.block_parameters()
+    unit = np.where(offload, max(block, config.parameter_count() - config.layers * block), 0.0)
+    return {
+        "master weights": owned * master,
+        "optimizer": owned * numbers.moments,
+        "transfer buffers": np.where(alone, owned * numbers.activation, 0.0),
+        "gradient sums": np.where(alone & summed, owned * master, 0.0),
+        "host gradients": np.where(alone, 0.0, owned * master),
+        "update scratch": np.where(alone & ~summed & (numbers.master > 0), unit * master, 0.0),
+    }
+
+
 def host_bytes(work: Work, layouts: Layouts, software: Software) -> Number:
-    """Bytes that offload keeps in the host's memory for one process: masters, moments and 16-bit gradients."""
-    numbers = software.precision
-    held = held_parameters(work.config, layouts) / np.where(
-        layouts.sharding > 0, layouts.data * layouts.context, 1
-    )
-    kept = (numbers.master or numbers.weight) + numbers.moments + 2
-    return np.where(np.asarray(layouts.offload) > 0, held * kept, 0.0)
+    """Bytes of the host's memory that offload takes for one process."""
+    return sum(host_terms(work, layouts, software).values())

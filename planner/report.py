@@ -5,10 +5,8 @@ import io
 from typing import Any
 
 from ..core.console import amount, table
-from .cost import Work
-from .memory import MOMENTS, RUNTIME_BYTES, device_terms
+from .memory import MOMENTS, stage_memory
 from .search import Candidate, Found, Search, band, flops_facts, neighbours, run_days, why_not
-from .software import Software
 
 
 def candidate_facts(search: Search, candidate: Candidate, tokens: float) -> dict[str, Any]:
@@ -54,22 +52,7 @@ def ranked(found: Found, tokens: float) -> tuple[dict[str, Any], list[str]]:
         f"{len(found.seconds):,} legal layouts, {int(found.fits.sum()):,} fit in {amount(found.capacity, 'B')}",
         "",
     ]
-    header = [
-        "layout",
-        "s/step",
-        f"+-{band(search):.0%}",
-        "TFLOP/s",
-        "MFU",
-        "HFU",
-        "GiB",
-        "days",
-        search.cluster.currency,
-    ]
-    cells = [
-        (row["layout"], _short(row["step_seconds"]), _short(row["step_seconds"] * row["band"]), f"{row['model_tflops']:,.1f}",
-         f"{row['mfu']:.1%}", f"{row['hfu']:.1%}", f"{row['needed_gib']:,.1f}", _short(row["days"]), _money(row["cost"]))
-        for row in rows
-    ]  # fmt: skip
+    header, cells = ranked_cells(rows, search.cluster.currency)
     lines += table(header, cells)
     if reasons:
         lines += ["", f"beside {best[0].describe()}:", *(f"  {name:<26}{reason}" for name, reason in reasons)]
@@ -79,6 +62,17 @@ def ranked(found: Found, tokens: float) -> tuple[dict[str, Any], list[str]]:
             f"price: {search.cluster.price_per_chip_hour:g} {search.cluster.currency} a chip and hour, {search.cluster.priced}",
         ]
     return facts, lines
+
+
+def ranked_cells(rows: list[dict[str, Any]], currency: str) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Header and cells of the ranked table, for the terminal and for the page."""
+    wide = f"+-{rows[0]['band']:.0%}" if rows else "+-"
+    header = ["layout", "s/step", wide, "TFLOP/s", "MFU", "HFU", "GiB", "days", currency]
+    return header, [
+        (row["layout"], _short(row["step_seconds"]), _short(row["step_seconds"] * row["band"]), f"{row['model_tflops']:,.1f}",
+         f"{row['mfu']:.1%}", f"{row['hfu']:.1%}", f"{row['needed_gib']:,.1f}", _short(row["days"]), _money(row["cost"]))
+        for row in rows
+    ]  # fmt: skip
 
 
 def search_facts(found: Found) -> dict[str, Any]:
@@ -98,26 +92,10 @@ def search_facts(found: Found) -> dict[str, Any]:
     }
 
 
-def memory_facts(work: Work, candidate: Candidate, software: Software) -> list[dict[str, Any]]:
-    """For the first and the last process of the pipeline: bytes by term, and the sum at every moment of a step."""
-    found = []
-    for stage in ("first", "last") if candidate.layouts.pipeline > 1 else ("first",):
-        terms = {
-            name: float(size) for name, size in device_terms(work, candidate.layouts, software, stage).items()
-        }
-        terms["runtime"] = RUNTIME_BYTES
-        moments = {
-            moment: sum(terms[name] for name in names) + RUNTIME_BYTES for moment, names in MOMENTS.items()
-        }
-        peak = max(moments, key=lambda moment: moments[moment])
-        found.append({"stage": stage, "terms": terms, "moments": moments, "peak": peak})
-    return found
-
-
 def explain(search: Search, candidate: Candidate, tokens: float) -> tuple[dict[str, Any], list[str]]:
     """Where the time and the memory of one layout go. Both lists sum to what the table says."""
     facts = candidate_facts(search, candidate, tokens)
-    facts["memory"] = memory_facts(search.work, candidate, search.software)
+    facts["memory"] = stage_memory(search.work, candidate.layouts, search.software)
     lines = [f"{candidate.describe()} on {search.world} x {search.cluster.name}", "", "seconds of a step"]
     rows = [
         (name, f"{value:,.4f}", f"{value / candidate.seconds:.1%}")
@@ -127,7 +105,7 @@ def explain(search: Search, candidate: Candidate, tokens: float) -> tuple[dict[s
     lines += table(("part", "s", "share"), [*rows, ("step", f"{candidate.seconds:,.4f}", "100.0%")])
     for stage in facts["memory"]:
         lines += ["", f"memory of the {stage['stage']} process, at its worst moment: {stage['peak']}"]
-        names = (*MOMENTS[stage["peak"]], "runtime")
+        names = MOMENTS[stage["peak"]]
         held = [(name, f"{stage['terms'][name] / 2**30:,.3f}") for name in names if stage["terms"][name]]
         lines += table(("term", "GiB"), [*held, ("sum", f"{stage['moments'][stage['peak']] / 2**30:,.3f}")])
     if candidate.host_bytes:

@@ -4,6 +4,7 @@ A plan of a run that Throughline trains uses `throughline`; the published tables
 properties are stated here from their texts and code. These are switches, not fitted numbers.
 """
 
+import math
 import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,12 +21,13 @@ class Precision:
     weight: int = 2
     gradient: int = 4  # as it is accumulated
     master: int = 4  # fp32 copy of a weight beside the optimizer's numbers; 0: the weight is the master
-    moments: int = 8
+    moments: float = 8
     activation: int = 2
     stream: int = 2  # of the residual stream, norms and softmax: autocast keeps them in fp32
     sent: int = 2  # of an activation or a gathered weight on its way to another process
     reduced: int = 4  # of a gradient on its way
     cast: int = 0  # 16-bit copy of a matrix that autocast makes from an fp32 weight
+    residual: int = 0  # of what a compressed gradient lost and sends later
 
     @property
     def state(self) -> int:
@@ -69,9 +71,28 @@ class Software:
     overlap_tensor: bool = False  # part of the tensor axis' traffic hides behind products
     every_logit: bool = True  # BERT: logits for all positions, not for the masked ones alone
     loss_bytes: int = 8  # of a logit at the peak of the loss
+    logits_at_once: float = math.inf  # entries of the largest slice of logits that the loss makes
     dropout: bool = True
     optimizer_bytes: int = 36  # read and written for one owned parameter (Adam: g, w, m, v, master)
+    update_bytes: int = 4  # of a parameter in an update's buffers, a bucket at a time
+    forwards_first: bool = False  # a pipeline keeps all micro-batches (gpipe)
+    runtime_bytes: float = 0.8e9  # context, kernels, libraries and their workspaces
+    on_host: bool = (
+        False  # the processor computes: what offload and checkpoints put on the host is in its memory
+    )
+    saves_between: bool = (
+        False  # checkpoints are written while steps go on, so that their copy is there all the time
+    )
+    evaluated_tokens: int = 0  # in a batch of the validation inside the run; 0: there is none
     source: str = ""
+
+
+PROCESSOR_RUNTIME_BYTES = 435 * 2**20  # interpreter and torch, until `study` has measured it
+
+
+def on_processor(software: Software, runtime_bytes: float = PROCESSOR_RUNTIME_BYTES) -> Software:
+    """The same program where the host's processor computes: one memory holds everything."""
+    return replace(software, on_host=True, runtime_bytes=runtime_bytes, logits_at_once=2**26)
 
 
 NUMBERS = {"half": HALF, "autocast": AUTOCAST, "apex": APEX}

@@ -1,7 +1,7 @@
 """A plan to look at: one self-contained HTML page with drawings, and beside it JSON, CSV and a Chrome trace.
 
-The page needs no server and no network. Its drawings are SVG made here: stacked memory with the capacity line,
-the parts of a step, days against chips with the band, and the pipeline's timeline from the same simulation whose
+Drawn here as SVG: stacked memory with the capacity line, the parts of a step, days against chips on logarithmic
+scales with the band, and the pipeline's timeline from the same simulation whose
 trace a browser's tracing view opens next to a measured one.
 """
 
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ..core.artifact import create_artifact
+from ..core.page import Part, page
 from .actions import Action
 from .cost import kernel_times, targets
 from .kernels import Share, head_kernels, layer_kernels
 from .layout import Layout
-from .memory import MOMENTS
-from .report import as_csv, halvings, memory_facts
+from .memory import MOMENTS, stage_memory
+from .report import as_csv, halvings, ranked_cells
 from .schedule import Event, simulate
 from .search import Candidate, Found, band, find_layouts, run_days
 
@@ -26,11 +27,6 @@ COLOURS = (
     "#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2",
     "#eeca3b", "#9d755d", "#ff9da6", "#bab0ac", "#6b6ecf", "#8ca252",
 )  # fmt: skip
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
-    "td,th{padding:.2em .8em .2em 0;text-align:left;border-bottom:1px solid #ddd}svg{max-width:100%;height:auto}"
-    "text{font:12px sans-serif}"
-)
 MOST_EVENTS = 4000  # drawn; a page with more is slow to open
 WIDTH = 900
 
@@ -38,14 +34,16 @@ WIDTH = 900
 def write_plan(path: Path, found: Found, facts: dict[str, Any], tokens: float) -> None:
     """The plan as an artifact of kind `plan`: plan.html, plan.json, layouts.csv, and trace.json with a pipeline."""
     best = found.best[0]
-    memory = memory_facts(found.search.work, best, found.search.software)
+    memory = stage_memory(found.search.work, best.layouts, found.search.software)
     points = days_by_chips(found, tokens) if tokens else []
     events = timeline(found, best)
     facts = facts | {"memory": memory, "days_by_chips": points}
     with create_artifact(path, "plan") as draft:
         (draft.path / "plan.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         (draft.path / "layouts.csv").write_text(as_csv(facts["layouts"]), encoding="utf-8")
-        (draft.path / "plan.html").write_text(page(found, facts, memory, points, events), encoding="utf-8")
+        (draft.path / "plan.html").write_text(
+            plan_page(found, facts, memory, points, events), encoding="utf-8"
+        )
         if events:
             (draft.path / "trace.json").write_text(json.dumps(chrome_trace(events)), encoding="utf-8")
         draft.facts |= {key: value for key, value in facts.items() if isinstance(value, str | int | float)}
@@ -104,7 +102,7 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def page(
+def plan_page(
     found: Found,
     facts: dict[str, Any],
     memory: list[dict[str, Any]],
@@ -114,43 +112,37 @@ def page(
     """The whole page."""
     best, search = found.best[0], found.search
     parts = {name: value for name, value in best.parts.items() if value}
-    blocks = [
-        f"<p>{search.world:,} x {html.escape(search.cluster.name)}, {search.work.rows:,} rows of ",
-        f"{search.work.length:,} tokens a step; {facts['legal']:,} legal layouts, {facts['fit']:,} fit. ",
-        f"Band: {band(search):.0%} either way, four predictions in five.</p>",
-        "<h2>Layouts</h2>" + _table(facts["layouts"]),
-        f"<h2>Step of {html.escape(best.describe())}: {best.seconds:,.4g} s</h2>",
-        stacked([("step", parts)], "s", best.seconds, None),
-        "<h2>Memory at the worst moment</h2>" + _memory(memory, found.capacity),
-    ]
-    if points:
-        blocks.append("<h2>Days against chips</h2>" + days_drawing(points, band(search)))
-    if events:
-        blocks.append("<h2>Pipeline, first micro-batches</h2>" + pipeline_drawing(events))
-    rows = [
-        f"<tr><td>{html.escape(row['step'])}<td>{html.escape(row['reason'])}" for row in facts["neighbours"]
-    ]
-    blocks.append(f"<h2>Why its neighbours lost</h2><table>{''.join(rows)}</table>")
-    head = f'<meta charset="utf-8"><title>Plan</title><style>{STYLE}</style>'
-    body = "\n".join(blocks)
-    return f'<!doctype html><html lang="en">{head}<h1>Plan</h1>\n{body}</html>\n'
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    head = "<tr><th>layout<th>s/step<th>TFLOP/s<th>MFU<th>HFU<th>GiB<th>days<th>cost"
-    lines = [
-        f"<tr><td>{html.escape(row['layout'])}<td>{row['step_seconds']:,.4g}<td>{row['model_tflops']:,.1f}<td>{row['mfu']:.1%}"
-        f"<td>{row['hfu']:.1%}<td>{row['needed_gib']:,.1f}<td>{'' if row['days'] is None else format(row['days'], ',.3g')}"
-        f"<td>{'' if row['cost'] is None else format(row['cost'], ',.0f')}"
-        for row in rows
-    ]
-    return f"<table>{head}{''.join(lines)}</table>"
+    note = (
+        f"{search.world:,} x {search.cluster.name}, {search.work.rows:,} rows of {search.work.length:,} tokens a step; "
+        f"{facts['legal']:,} legal layouts, {facts['fit']:,} fit. Band: {band(search):.0%} either way, four predictions in five."
+    )
+    fewest = f"Fewest chips that fit: {points[0][0]:,}." if points else ""
+    header, cells = ranked_cells(facts["layouts"], search.cluster.currency)
+    return page(
+        "Plan",
+        [
+            Part("Layouts", header=header, rows=cells),
+            Part(
+                f"Step of {best.describe()}: {best.seconds:,.4g} s",
+                svg=stacked([("step", parts)], "s", best.seconds, None),
+            ),
+            Part("Memory at the worst moment", svg=_memory(memory, found.capacity)),
+            Part("Days against chips", svg=days_drawing(points, band(search)) if points else "", note=fewest),
+            Part("Pipeline, first micro-batches", svg=pipeline_drawing(events) if events else ""),
+            Part(
+                "Why its neighbours lost",
+                header=("step", "reason"),
+                rows=[(row["step"], row["reason"]) for row in facts["neighbours"]],
+            ),
+        ],
+        note,
+    )
 
 
 def _memory(memory: list[dict[str, Any]], capacity: float) -> str:
     bars = []
     for stage in memory:
-        names = (*MOMENTS[stage["peak"]], "runtime")
+        names = MOMENTS[stage["peak"]]
         terms = {name: stage["terms"][name] / 2**30 for name in names if stage["terms"][name]}
         bars.append((f"{stage['stage']}: {stage['peak']}", terms))
     most = max(capacity / 2**30, *(sum(terms.values()) for _, terms in bars))
@@ -189,7 +181,7 @@ def stacked(bars: Sequence[tuple[str, dict[str, float]]], unit: str, most: float
         )
         out.append(f'<text x="{x + 15}" y="{row}">{html.escape(name)} {values} {unit}</text>')
     height = y + 24 + -(-len(names) // 3) * 18
-    return f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">{"".join(out)}</svg>'
+    return f'<svg viewBox="0 0 {WIDTH} {height}">{"".join(out)}</svg>'
 
 
 def days_drawing(points: Sequence[tuple[int, float]], wide: float) -> str:
@@ -215,11 +207,14 @@ def days_drawing(points: Sequence[tuple[int, float]], wide: float) -> str:
             f'<circle cx="{x}" cy="{y}" r="4" fill="#4c78a8"/><text x="{x}" y="{float(y) - 9:.1f}">{value:,.3g} d</text>'
         )
         out.append(f'<text x="{x}" y="285" text-anchor="middle">{world:,}</text>')
-    return f'<svg viewBox="0 0 {WIDTH} 300" width="{WIDTH}" height="300">{"".join(out)}</svg>'
+    return f'<svg viewBox="0 0 {WIDTH} 300">{"".join(out)}</svg>'
 
 
 def pipeline_drawing(events: Sequence[Event]) -> str:
-    """Who works when: one line a pipeline rank, forwards blue, backwards orange, weights' half green, gaps white."""
+    """Who works when, up to MOST_EVENTS: one line a pipeline rank, forwards blue, backwards orange, weights'
+    half green, gaps white.
+    """
+    events = sorted(events, key=lambda event: event.start)[:MOST_EVENTS]
     end, ranks = max(event.end for event in events), 1 + max(event.rank for event in events)
     height = max(4, min(24, 600 // ranks))
     colours = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
@@ -232,10 +227,8 @@ def pipeline_drawing(events: Sequence[Event]) -> str:
             f'fill="{colours[event.action.kind]}"><title>{title}</title></rect>'
         )
 
-    body = "".join(map(box, sorted(events, key=lambda event: event.start)[:MOST_EVENTS]))
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {ranks * height}" width="{WIDTH}" height="{ranks * height}">{body}</svg>'
-    )
+    body = "".join(map(box, events))
+    return f'<svg viewBox="0 0 {WIDTH} {ranks * height}">{body}</svg>'
 
 
 def _title(action: Action) -> str:

@@ -20,7 +20,7 @@ from ..data.stream import Text, TextStream
 from ..data.tokenizer import Tokenizer
 from ..models.config import ModelConfig
 from ..models.init import empty_model
-from ..planner.layout import require_world
+from ..planner.nearest import require_world
 from .attention import fit_attention
 from .compile import maybe_compile
 from .corpus import open_corpus

@@ -16,15 +16,8 @@ import torch
 from ..data.samples import Dataset, GPTWindows
 from .build import RunPlan, validation_rows
 from .engine import Engine
+from .predict import evaluated_rows
 
-BATCH_TOKENS = {
-    "cpu": 4096,
-    "cuda": 65536,
-}  # a CPU has its activations in cache at 4096 (15 % faster than 16384)
-LOGITS = {
-    "cpu": 2**26,
-    "cuda": 2**29,
-}  # numbers in a batch of logits on one process: 2**26 are 256 MB in fp32
 DECODED_TOKENS = 4_000_000  # bytes per token are counted over this much of the split; a larger one is sampled by its beginning
 
 
@@ -63,9 +56,7 @@ class Validation:
         """Batches that so many data processes share, of all stores; `rows` of them in all."""
         plan, left = self.plan, rows
         length, kind = plan.recipe.train.sequence_length, plan.device.type
-        at_once = processes * max(
-            min(BATCH_TOKENS[kind], LOGITS[kind] // plan.config.vocab_size) // length, 1
-        )
+        at_once = processes * evaluated_rows(kind, plan.config.vocab_size, length)
         for dataset in self.datasets:
             wanted = dataset.rows if left is None else min(left, dataset.rows)
             left = None if left is None else left - wanted

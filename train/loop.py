@@ -114,7 +114,7 @@ class Run:
         )
         self.heartbeat = Heartbeat(None)
         self.memory, self.memory_read = PhaseMemory(plan.device), float("-inf")
-        self.profile = Profile(workspace.path / "profile", plan.device) if profile and ranks.leads else None
+        self.profile = Profile(workspace.path / "profile", plan) if profile and ranks.leads else None
         self.signals = Signals()
         self.stopping = False  # agreed by all processes
         self.upcoming: StepBatch | None = None  # the batch of the next step, in a layout

@@ -264,7 +264,7 @@ class HostOffload:
             torch.cuda.synchronize(self.device)
 
     def bytes_held(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, int]]:
-        """Bytes of the tensors that exist now, by the terms of `memory_terms`."""
+        """Bytes of the tensors that exist now, by the terms of the planner's `host_terms`."""
         self.wait()
         states = (
             value
@@ -297,31 +297,3 @@ def _block_of(name: str) -> str:
 
 def _master_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def memory_terms(
-    parameters: int,
-    largest_unit: int,
-    dtype: torch.dtype = torch.bfloat16,
-    micro_batches: int = 1,
-    slots: int = 2,
-) -> dict[str, dict[str, int]]:
-    """Bytes on the device and on the host by term, for a model of so many parameters whose weights are
-    `dtype` on the device.
-
-    `largest_unit`: parameters of the largest part that is updated in one go, a block or everything outside
-    the blocks. `slots`: optimizer numbers per parameter, 2 for AdamW. Gradients on the device come to at most
-    IN_FLIGHT_BYTES and one parameter's; activations are not among the terms. The driver may round each pinned
-    transfer buffer up to a power of two.
-    """
-    master = torch.promote_types(dtype, torch.float32).itemsize
-    host = {
-        "master weights": master * parameters,
-        "optimizer": slots * master * parameters,
-        "transfer buffers": dtype.itemsize * parameters,
-    }
-    if micro_batches > 1:
-        host["gradient sums"] = master * parameters
-    elif master != dtype.itemsize:
-        host["update scratch"] = master * largest_unit
-    return {"device": {"weights": dtype.itemsize * parameters}, "host": host}

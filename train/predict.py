@@ -1,23 +1,73 @@
-"""What the planner says of a recipe on this machine: the step time that a run logs beside the measured one. No torch."""
+"""A recipe as the planner takes it, and what the planner says of it on this machine. No torch."""
 
 import dataclasses
+import math
+from typing import Any
 
 from ..models.config import ModelConfig
 from ..planner.constants import Constants, constants_here
-from ..planner.cost import Layouts, Work, layouts_of, step_seconds
+from ..planner.cost import Layouts, Work, kernel_totals, layouts_of, step_seconds
 from ..planner.hardware import Cluster, read_calibration, this_machine
-from ..planner.software import Software, find_software
+from ..planner.layout_report import layout_report
+from ..planner.memory import worst_terms
+from ..planner.software import PROCESSOR_RUNTIME_BYTES, Software, find_software, on_processor
+from ..planner.tables import optimizer_numbers, parameter_shapes
+from ..planner.traffic import StepShape
 from .recipe import Recipe
 
+EVALUATED_TOKENS = {
+    "cpu": 4096,
+    "cuda": 65536,
+}  # a CPU has its activations in cache at 4096 (15 % faster than 16384)
+EVALUATED_LOGITS = {"cpu": 2**26, "cuda": 2**29}  # numbers on one process: 2**26 are 256 MB in fp32
 
-def described(config: ModelConfig, recipe: Recipe) -> tuple[Work, Layouts, Software]:
-    """A resolved recipe as the planner takes it."""
+
+def evaluated_rows(device: str, vocab_size: int, length: int) -> int:
+    """Rows that one process evaluates at once."""
+    return max(min(EVALUATED_TOKENS[device], EVALUATED_LOGITS[device] // vocab_size) // length, 1)
+
+
+def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tuple[Work, Layouts, Software]:
+    """A resolved recipe as the planner takes it. Times do not depend on `device`, memory does."""
     train = recipe.train
     predicted = recipe.objective.mask_fraction if recipe.objective else 1.0
     work = Work(config, train.rows_per_step, train.sequence_length, predicted)
     layouts = layouts_of(recipe.parallel.layout(), train.rows_per_micro_batch, train.recompute, train.offload)
     software = find_software("throughline", train.precision)
-    return work, layouts, dataclasses.replace(software, dropout=config.dropout > 0)
+    shapes = parameter_shapes(config).items()
+    slots = sum(optimizer_numbers(recipe.optimizer.name, name, shape) for name, shape in shapes)
+    number = software.precision.gradient
+    numbers = dataclasses.replace(
+        software.precision,
+        moments=number * slots / config.parameter_count(),
+        residual=0 if recipe.compression.scheme == "none" else number,
+    )
+    if device == "cpu":
+        measured = read_calibration().get("runtime_bytes", PROCESSOR_RUNTIME_BYTES)
+        software = on_processor(software, measured)
+    software = dataclasses.replace(
+        software,
+        precision=numbers,
+        dropout=config.dropout > 0,
+        forwards_first=recipe.parallel.schedule == "gpipe",
+        evaluated_tokens=train.sequence_length
+        * evaluated_rows(device, config.vocab_size, train.sequence_length)
+        if recipe.data.validation_fraction or recipe.data.validation
+        else 0,
+        saves_between=recipe.checkpoint.save_every_steps > 0,
+    )
+    return work, layouts, software
+
+
+def predicted_memory(config: ModelConfig, recipe: Recipe, device: str = "cpu") -> dict[str, int]:
+    """Bytes by term of the process that needs most, at the worst moment of a step; their sum is the prediction.
+
+    With hybrid sharding one group of replicas is all there is to a process.
+    """
+    work, layouts, software = described(config, recipe, device)
+    replicas = recipe.parallel.replicas if recipe.parallel.sharding != "replicated" else 1
+    work = dataclasses.replace(work, rows=work.rows // replicas)
+    return worst_terms(work, dataclasses.replace(layouts, data=layouts.data // replicas), software)
 
 
 def predicted_step_seconds(
@@ -27,3 +77,34 @@ def predicted_step_seconds(
     work, layouts, software = described(config, recipe)
     cluster = cluster or this_machine(layouts.world)
     return step_seconds(work, layouts, cluster, software, constants or constants_here(read_calibration()))
+
+
+def predicted_kernels(config: ModelConfig, recipe: Recipe) -> dict[str, dict[str, float]]:
+    """What the planner's list of kernels comes to in one step on the first process, by kind: what a profile should show."""
+    work, layouts, software = described(config, recipe)
+    constants = constants_here(read_calibration())
+    return kernel_totals(work, layouts, this_machine(layouts.world), software, constants)
+
+
+def step_shape(recipe: Recipe) -> StepShape:
+    """The shape of a resolved recipe's step."""
+    train = recipe.train
+    micro = train.rows_per_micro_batch
+    fraction = recipe.objective.mask_fraction if recipe.objective else 0.0
+    predicted = micro * math.ceil(train.sequence_length // recipe.parallel.context * fraction)
+    return StepShape(
+        train.rows_per_step // (recipe.parallel.data * micro),
+        micro,
+        train.sequence_length,
+        predicted,
+        train.precision,
+        train.recompute,
+        halves=train.offload,
+        scheme=recipe.compression.scheme,
+        rank=recipe.compression.rank,
+    )
+
+
+def layout_facts(recipe: Recipe, config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
+    """The layout of a resolved recipe for a script and for a person: what each process holds and sends."""
+    return layout_report(config, recipe.parallel.layout(), step_shape(recipe), recipe.optimizer.name)

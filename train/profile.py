@@ -1,7 +1,8 @@
 """`train --profile`: a trace of a few steps, time per class of kernel, and on a GPU a memory snapshot.
 
-Written under `profile/` of the run: `trace.json` (open it in chrome://tracing or Perfetto), `kernels.json`,
-and `memory.pickle` (PyTorch's own format, for pytorch.org/memory_viz). Profiled steps are slower than others.
+Written under `profile/` of the run: `trace.json` (open it in chrome://tracing or Perfetto), `kernels.json` (time per
+class, and per kind of the planner's list of kernels beside what that list says), and `memory.pickle` (PyTorch's own
+format, for pytorch.org/memory_viz). Profiled steps are slower than others.
 """
 
 import json
@@ -13,6 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ..core.console import say, table, warn
+from .build import RunPlan
+from .predict import predicted_kernels
 
 SKIPPED, WARMUP, ACTIVE = 3, 1, 5  # steps: the first ones compile and allocate
 CLASSES = (  # the first pattern found in an operator's or kernel's name decides
@@ -29,6 +32,13 @@ CLASSES = (  # the first pattern found in an operator's or kernel's name decides
 )
 
 
+KINDS = {
+    "matrix products": "product",
+    "attention": "attention",
+    "optimizer": "optimizer",
+}  # others move memory
+
+
 def kernel_class(name: str) -> str:
     """The class that a kernel's time is counted under."""
     return next((kind for kind, pattern in CLASSES if re.search(pattern, name)), "other")
@@ -37,8 +47,9 @@ def kernel_class(name: str) -> str:
 class Profile:
     """Profiles steps SKIPPED + WARMUP .. + ACTIVE of this process; call step() after each."""
 
-    def __init__(self, directory: Path, device: torch.device) -> None:
-        self.directory, self._cuda = directory, device.type == "cuda"
+    def __init__(self, directory: Path, plan: RunPlan) -> None:
+        self._planned = predicted_kernels(plan.config, plan.recipe)
+        self.directory, self._cuda = directory, plan.device.type == "cuda"
         directory.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
         # the only way to a snapshot of memory, under a private name: without it there is a trace and no snapshot
@@ -77,12 +88,16 @@ class Profile:
             return
         profiled.export_chrome_trace(str(self.directory / "trace.json"))
         rows = time_per_class(profiled.key_averages(), self._cuda, active)
-        (self.directory / "kernels.json").write_text(json.dumps(rows, indent=1) + "\n")
+        kinds = time_per_kind(rows, self._planned)
+        facts = {"classes": rows, "kinds": kinds}
+        (self.directory / "kernels.json").write_text(json.dumps(facts, indent=1) + "\n")
         if self._snapshot:
             torch.cuda.memory._dump_snapshot(str(self.directory / "memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         header = ("kernels", "ms a step", "share %", "calls a step")
         say("\n".join(table(header, [(row["class"], row["ms"], row["share"], row["calls"]) for row in rows])))
+        header = ("kind", "ms a step", "planned ms", "planned GFLOP", "planned MB", "planned launches")
+        say("\n".join(table(header, [list(row.values()) for row in kinds])))
         say(f"trace in {self.directory / 'trace.json'}")
 
 
@@ -101,3 +116,21 @@ def time_per_class(averages: Any, cuda: bool, steps: int) -> list[dict[str, Any]
         for kind, (us, count) in times.items()
     ]
     return sorted(rows, key=lambda row: -row["ms"])
+
+
+def time_per_kind(rows: list[dict[str, Any]], planned: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """The classes summed by the kinds of the planner's list of kernels, beside what that list says of a step."""
+    spent: dict[str, float] = dict.fromkeys(planned, 0.0)
+    for row in rows:
+        kind = KINDS.get(row["class"], "memory")
+        spent[kind] = spent.get(kind, 0.0) + row["ms"]
+    found = []
+    for kind, ms in spent.items():
+        said = planned.get(kind)
+        found.append({
+            "kind": kind, "ms": round(ms, 3), "planned_ms": round(said["seconds"] * 1e3, 3) if said else None,
+            "planned_gflop": round(said["flops"] / 1e9, 3) if said else None,
+            "planned_mb": round(said["bytes"] / 1e6, 3) if said else None,
+            "planned_launches": round(said["launches"]) if said else None,
+        })  # fmt: skip
+    return found

@@ -10,7 +10,8 @@ from functools import partial
 from ..core.errors import WrongUse
 from ..core.recipe import Problem
 from ..models.config import BERTConfig, family_of
-from ..planner.layout import AXES, Layout, layout_problems, nearest_layouts, set_options
+from ..planner.layout import AXES, Layout, layout_problems
+from ..planner.nearest import nearest_layouts, set_options
 from .recipe import Recipe, micro_rows, model_config, model_family
 from .sections import ObjectiveSection
 

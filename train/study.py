@@ -2,8 +2,8 @@
 
 Probes give the machine's own numbers: the best speed of a matrix product, the bandwidth of a copy, the time of the
 smallest kernel, and for a job of several processes the time and bandwidth of a sum. Short stretches of the real
-trainer at two sizes then correct two of them, speed and launch; a third stretch, of another depth, is left out and
-says how good that is.
+trainer at two sizes then correct two of them, speed and launch, and what the program itself takes of memory; a third
+stretch, of another depth, is left out and says how good that is.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..core.allocator import keep_freed_memory, peak_bytes, restart_peak
 from ..core.hardware import machine
 from ..models.config import ModelConfig
 from ..planner.constants import FITTED, Constants
@@ -25,7 +26,7 @@ from ..planner.hardware import Cluster, this_machine
 from .build import StepBatches, build_trainer, plan_run, training_rows
 from .parallel.mesh import ALONE, make_mesh, running_processes, start_group
 from .precision import computing_dtype
-from .predict import described
+from .predict import described, predicted_memory
 from .recipe import Recipe, resolve
 from .step import train_step
 
@@ -35,13 +36,16 @@ REPEATS = 5  # of a probe; the best counts, as others may use the machine
 
 @dataclass(frozen=True)
 class Stretch:
-    """A short run: what was changed in the recipe, the median step and its spread (interquartile), in seconds."""
+    """A short run: what was changed in the recipe, the median step and its spread (interquartile) in seconds, and the
+    peak memory of the fullest process.
+    """
 
     name: str
     recipe: Recipe
     config: ModelConfig
     seconds: float
     spread: float
+    peak_bytes: int = 0
 
 
 def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -101,18 +105,26 @@ def probe_all_reduce(device: torch.device) -> dict[str, float]:
 
 
 def stretches(recipe: Recipe, steps: int) -> list[Stretch]:
-    """The recipe, the same with half the rows, and (left out of the fit) with half the layers."""
+    """The recipe, the same with half the rows, and (left out of the fit) with half the layers. Half the rows go first:
+    its memory has nothing in it that another stretch left.
+    """
     rows = recipe.train.rows_per_step
     layers = plan_run(recipe).config.layers
     half = max(rows // 2, 1)
+    micro, copies = recipe.train.rows_per_micro_batch, recipe.parallel.data
+    kept = micro if half % (micro * copies) == 0 else None  # None: the default for so many rows
     changed = {
         "as given": recipe,
-        "half the rows": _with(recipe, train={"batch_rows": half, "micro_batch_rows": None}),
+        "half the rows": _with(recipe, train={"batch_rows": half, "micro_batch_rows": kept}),
         "half the layers": _with(
             recipe, model={"overrides": recipe.model.overrides | {"layers": max(layers // 2, 1)}}
         ),
     }
-    return [_stretch(name, variant, steps) for name, variant in changed.items()]
+    found = {
+        name: _stretch(name, changed[name], steps)
+        for name in ("half the rows", "half the layers", "as given")
+    }
+    return [found[name] for name in changed]
 
 
 def _with(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
@@ -123,6 +135,8 @@ def _with(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
 def _stretch(name: str, recipe: Recipe, steps: int) -> Stretch:
     """Some steps of the trainer without a run directory: batch, forward, backward, update."""
     plan, layout = plan_run(recipe), recipe.parallel.layout()
+    on_cpu = plan.device.type == "cpu"
+    restart_peak() if on_cpu else torch.cuda.reset_peak_memory_stats(plan.device)
     mesh = make_mesh(layout, plan.device, 60) if layout.world > 1 else None
     data, context = (mesh.data, mesh.context) if mesh else (ALONE, ALONE)
     trainer, rows = build_trainer(plan, mesh), recipe.train.rows_per_step
@@ -136,9 +150,12 @@ def _stretch(name: str, recipe: Recipe, steps: int) -> Stretch:
             torch.cuda.synchronize(plan.device)
         times.append(time.perf_counter() - start)
         trainer.step += 1
+    peak = torch.tensor([float(peak_bytes() if on_cpu else torch.cuda.max_memory_allocated(plan.device))])
+    if mesh is not None:
+        peak = mesh.world.all_reduce(peak.to(plan.device), torch.distributed.ReduceOp.MAX)
     times = sorted(times[WARM_UP:])
     low, high = times[len(times) // 4], times[-1 - len(times) // 4]
-    return Stretch(name, recipe, plan.config, statistics.median(times), high - low)
+    return Stretch(name, recipe, plan.config, statistics.median(times), high - low, int(peak.item()))
 
 
 def predict(stretch: Stretch, cluster: Cluster, constants: Constants) -> float:
@@ -193,14 +210,25 @@ def refit(
     )
 
 
+def memory_without_runtime(run: Stretch, device: torch.device) -> int:
+    """The planner's peak of a stretch, less what the program itself takes."""
+    terms = predicted_memory(run.config, run.recipe, device.type)
+    return sum(terms.values()) - terms["runtime"]
+
+
 def study(recipe: Recipe, steps: int) -> dict[str, Any]:
     """Probes, stretches and the calibration: what `plan --on here` and the trainer then predict with."""
     plan = plan_run(recipe)
     precision, device = recipe.train.precision, plan.device
+    if device.type == "cpu":
+        keep_freed_memory()  # as the trainer does
     probes = probe_machine(device, computing_dtype(precision))
     summed = probe_all_reduce(device)
     runs = stretches(recipe, steps)
     guess = this_machine(recipe.parallel.layout().world)
+    run_bytes = [memory_without_runtime(run, device) for run in runs]
+    runtime = max(runs[1].peak_bytes - run_bytes[1], 0)
+    world = recipe.parallel.layout().world if device.type == "cpu" else 1
     by_probes = probed(guess, probes, precision, summed)
     fitted, constants = refit(runs[:2], *by_probes, precision)
     rows = [
@@ -211,6 +239,8 @@ def study(recipe: Recipe, steps: int) -> dict[str, Any]:
             "datasheet_seconds": predict(run, guess, FITTED),
             "probes_seconds": predict(run, *by_probes),
             "refit_seconds": predict(run, fitted, constants),
+            "measured_bytes": run.peak_bytes,
+            "refit_bytes": run_bytes[index] + runtime,
             "left_out": index == 2,
         }
         for index, run in enumerate(runs)
@@ -225,8 +255,11 @@ def study(recipe: Recipe, steps: int) -> dict[str, Any]:
         "probes": probes,
         "all_reduce": summed,
         "runs": rows,
-        "tflops": {precision: fitted.chip.tflops[precision]},
-        "bandwidth_gb_s": fitted.chip.bandwidth_gb_s,
+        "tflops": {
+            precision: world * fitted.chip.tflops[precision]
+        },  # of all processes, which share a processor
+        "bandwidth_gb_s": world * fitted.chip.bandwidth_gb_s,
+        "runtime_bytes": runtime,
         "node_gb_s": fitted.node_gb_s,
         "constants": changed,
     }

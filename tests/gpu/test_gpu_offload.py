@@ -15,8 +15,11 @@ from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
 from throughline.models.presets import preset
+from throughline.planner.cost import Layouts, Work
+from throughline.planner.memory import host_terms
+from throughline.planner.software import find_software
 from throughline.train.loss import cross_entropy_sum
-from throughline.train.offload import IN_FLIGHT_BYTES, HostOffload, memory_terms
+from throughline.train.offload import IN_FLIGHT_BYTES, HostOffload
 
 pytestmark = pytest.mark.gpu
 SHAPE = GPTConfig(vocab_size=512, sequence_length=128, layers=4, width=128, heads=4)
@@ -109,10 +112,8 @@ def fitting_preset() -> tuple[str, GPTConfig]:
     free = int(facts["MemAvailable"].split()[0]) * 1024
     for name in ("gpt3-6.7b", "gpt3-2.7b", "gpt3-1.3b"):
         config = preset(name)
-        terms = memory_terms(
-            config.parameter_count(), config.vocab_size * config.width + config.block_parameters()
-        )
-        if sum(terms["host"].values()) * 1.15 < free:
+        terms = host_terms(Work(config, 1, 2048), Layouts(offload=1), find_software("throughline", "bf16"))
+        if sum(terms.values()) * 1.15 < free:
             return name, config
     pytest.skip(f"{free / 2**30:.0f} GiB of host memory are too little for any of the models")
 
@@ -137,7 +138,7 @@ def test_trains_under_a_cap_of_device_memory() -> None:
                 model.parameters()
             ):  # drawn on the card: initial values on the host take minutes at this size
                 parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-        predicted = memory_terms(config.parameter_count(), 0)["device"]["weights"]
+        predicted = 2 * config.parameter_count()
         assert torch.cuda.memory_allocated() == pytest.approx(predicted, rel=0.01)
         offload = HostOffload(model)
         optimizer = torch.optim.AdamW([p for _, p in offload.named_parameters()], lr=1e-4, fused=True)

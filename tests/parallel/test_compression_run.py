@@ -17,13 +17,13 @@ from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.checkpoint import load_model  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
-from throughline.train.memory import estimate  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
 from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler  # noqa: E402
+from throughline.train.predict import predicted_memory  # noqa: E402
 from throughline.train.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
 from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402
@@ -177,7 +177,7 @@ def test_gradients_of_16_bits_are_compressed_too(
     assert sent[-1] < sent[0] or scheme == "bf16"
     recipe = make_recipe(tmp_path, scheme, train=half)
     assert (
-        estimate(model_config(recipe), recipe)["gradient residuals"]
+        predicted_memory(model_config(recipe), recipe)["gradient residuals"]
         >= 4 * model_config(recipe).parameter_count()
     )
 

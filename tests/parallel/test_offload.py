@@ -11,8 +11,12 @@ from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
+from throughline.models.presets import preset
+from throughline.planner.cost import Layouts, Work
+from throughline.planner.memory import device_terms, host_terms
+from throughline.planner.software import find_software
 from throughline.train.loss import cross_entropy_sum
-from throughline.train.offload import HostOffload, memory_terms
+from throughline.train.offload import HostOffload
 from torch import Tensor, nn
 
 SHAPE = {"vocab_size": 64, "sequence_length": 16, "layers": 3, "width": 32, "heads": 4}
@@ -187,9 +191,12 @@ def test_bytes_are_those_accounted(micro_batches: int) -> None:
         offloaded_step(model, optimizer, offload, step, clip=1.0)
     count = sum(p.numel() for p in model.parameters())
     held = offload.bytes_held(optimizer)
-    outside = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("blocks."))
-    unit = max(outside, model.config.block_parameters())
-    assert held == memory_terms(count, unit, torch.bfloat16, micro_batches)
+    work, layouts = Work(model.config, micro_batches, 16), Layouts(offload=1)
+    software = find_software("throughline", "bf16")
+    terms = host_terms(work, layouts, software)
+    assert held["host"] == {name: int(size) for name, size in terms.items() if size}
+    assert held["device"]["weights"] == device_terms(work, layouts, software)["weights"]
+    unit = terms["update scratch"] / 4
     assert sum(held["device"].values()) == 2 * count
     assert sum(held["host"].values()) == (12 + 2) * count + 4 * (count if micro_batches > 1 else unit)
     for parameter, (_, master) in zip(model.parameters(), offload.named_parameters()):
@@ -198,14 +205,18 @@ def test_bytes_are_those_accounted(micro_batches: int) -> None:
 
 
 def test_published_figure_for_13_billion_parameters() -> None:
-    """13B on one V100-32GB (ZeRO-Offload): 2 bytes each on the device, 24.2 GiB; 12 + 2 on the host, 169.5
-    GiB, and one block.
-    """
-    terms = memory_terms(13_000_000_000, 315_000_000, torch.float16)
-    assert sum(terms["device"].values()) / 2**30 == pytest.approx(24.2, abs=0.05)
-    scratch = terms["host"].pop("update scratch")
-    assert sum(terms["host"].values()) / 2**30 == pytest.approx(169.5, abs=0.05)
-    assert scratch / 2**30 == pytest.approx(1.17, abs=0.01)
+    """13B on one V100-32GB (ZeRO-Offload): 2 bytes each on the device; 12 + 2 on the host, and one block's gradients."""
+    config = preset("gpt3-13b")
+    work, layouts, software = (
+        Work(config, 4, 1024),
+        Layouts(offload=1, micro_rows=4),
+        find_software("throughline", "fp16"),
+    )
+    count, terms = config.parameter_count(), host_terms(work, layouts, software)
+    assert device_terms(work, layouts, software)["weights"] == 2 * count
+    scratch = float(terms.pop("update scratch"))
+    assert float(sum(terms.values())) == pytest.approx(14 * count, rel=1e-12)
+    assert scratch / 2**30 == pytest.approx(1.17, abs=0.02)
 
 
 def test_a_failing_update_is_raised_at_the_next_forward() -> None:

@@ -14,10 +14,9 @@ from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.checkpoint import load_model  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
-from throughline.train.memory import estimate  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
-from throughline.train.parallel.account import layout_report  # noqa: E402
 from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
+from throughline.train.predict import layout_facts, predicted_memory  # noqa: E402
 from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402
 
@@ -96,15 +95,15 @@ def test_bytes_are_accounted(make: Callable[..., Recipe]) -> None:
     """
     recipe = make("zero1", True, precision="bf16")
     config = model_config(recipe)
-    facts, lines = layout_report(recipe, config)
+    facts, lines = layout_facts(recipe, config)
     count = config.parameter_count()
     for process in facts["processes"]:
         assert process["weights"] == process["gradients"] == 2 * count
         assert process["host"] == 16 * process["parameters"]
     assert sum(process["parameters"] for process in facts["processes"]) == count
     assert any("host" in line for line in lines)
-    terms = estimate(config, recipe, "cuda")
+    terms = predicted_memory(config, recipe, "cuda")
     assert terms["optimizer"] == 0 and terms["gradients"] == 2 * count
-    on_cpu = estimate(config, recipe)
+    on_cpu = predicted_memory(config, recipe)
     host = sum(on_cpu[name] for name in ("master weights", "host gradients", "optimizer"))
     assert host == pytest.approx(16 * max(process["parameters"] for process in facts["processes"]), rel=0.01)

@@ -11,13 +11,13 @@ from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.planner import tables  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.planner.tables import Coordinates  # noqa: E402
+from throughline.planner.traffic import StepShape, held, traffic  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
-from throughline.train.memory import estimate  # noqa: E402
-from throughline.train.parallel.account import StepShape, held, layout_report, traffic  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
 from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
+from throughline.train.predict import layout_facts, predicted_memory  # noqa: E402
 from throughline.train.proof import LENGTH, ROWS, SEED, Case, own_rows  # noqa: E402
 from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402
@@ -164,9 +164,9 @@ def test_numbers_of_the_optimizer_are_those_of_the_recipe() -> None:
     sizes = {}
     for name in ("adamw", "muon"):
         recipe = resolve(build_recipe(tree | {"optimizer": {"name": name}}, Recipe, RULES))
-        facts, _ = layout_report(recipe, model_config(recipe))
+        facts, _ = layout_facts(recipe, model_config(recipe))
         sizes[name] = facts["processes"][0]["optimizer"]
-        assert sizes[name] == estimate(model_config(recipe), recipe)["optimizer"]
+        assert sizes[name] == predicted_memory(model_config(recipe), recipe)["optimizer"]
     assert sizes["muon"] < sizes["adamw"]
 
 
@@ -232,7 +232,7 @@ def test_memory_falls_with_every_axis_that_cuts() -> None:
     """
 
     def terms(**parallel: Any) -> dict[str, int]:
-        train = {"steps": 1, "sequence_length": 256, "batch_rows": 16}
+        train = {"steps": 1, "sequence_length": 256, "batch_rows": 4}
         tree = {
             "data": {"train": "tokens"},
             "model": {"preset": "gpt2-124m"},
@@ -240,7 +240,7 @@ def test_memory_falls_with_every_axis_that_cuts() -> None:
             "parallel": parallel,
         }
         recipe = resolve(build_recipe(tree, Recipe, RULES))
-        return estimate(model_config(recipe), recipe)
+        return predicted_memory(model_config(recipe), recipe)
 
     one = terms()
     assert terms(data=2)["optimizer"] == one["optimizer"]

@@ -8,8 +8,8 @@ import pytest
 from throughline.core.recipe import build_recipe
 from throughline.planner.actions import Action, pipeline_actions
 from throughline.planner.layout import STAGES_PER_PROCESS, Layout
-from throughline.train.parallel.account import layout_report
 from throughline.train.parallel.pipeline import SCHEDULES
+from throughline.train.predict import layout_facts
 from throughline.train.recipe import Recipe, model_config, resolve
 from throughline.train.rules import RULES
 from torch.distributed.pipelining import PipelineStage
@@ -110,7 +110,7 @@ def test_the_layout_prints_them() -> None:
         "parallel": {"pipeline": 2},
     }
     recipe = resolve(build_recipe(tree, Recipe, RULES))
-    facts, lines = layout_report(recipe, model_config(recipe))
+    facts, lines = layout_facts(recipe, model_config(recipe))
     assert facts["actions"] == [
         [str(action) for action in rank] for rank in pipeline_actions(Layout(pipeline=2), 32)
     ]

@@ -19,7 +19,7 @@ from throughline.benchmarks.simulate import simulate  # noqa: E402
 from throughline.models.config import BERTConfig, GPTConfig  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.planner.tables import Coordinates  # noqa: E402
-from throughline.train.parallel.account import StepShape, held, traffic  # noqa: E402
+from throughline.planner.traffic import StepShape, held, traffic  # noqa: E402
 
 BY_NAME = {name: Scale.of(name) for name in RECIPES}
 EVERYTHING = [

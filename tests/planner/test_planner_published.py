@@ -5,7 +5,7 @@ import statistics
 import numpy as np
 import pytest
 from throughline.models.presets import preset
-from throughline.planner.cost import PARTS, Layouts, Work, step_time
+from throughline.planner.cost import PARTS, Layouts, Work, kernel_totals, step_time
 from throughline.planner.hardware import find_cluster
 from throughline.planner.memory import activation_bytes
 from throughline.planner.software import find_software, software_names
@@ -84,3 +84,30 @@ def test_arrays_price_as_single_layouts_do(name: str) -> None:
                 float(one[part]), rel=1e-12
             ), part
             assert float(one[part]) >= 0
+
+
+@pytest.mark.parametrize("recompute", [0, 1, 2])
+def test_one_list_of_kernels_serves_step_time_and_profiler(recompute: int) -> None:
+    """What a profile is compared with, by kind, is the same seconds that the step time is made of."""
+    cluster, software = find_cluster("dgx-a100-80gb"), find_software("megatron-2022")
+    work, layouts = (
+        Work(preset("gpt3-1.3b"), 64, 2048),
+        Layouts(tensor=2, data=4, micro_rows=4, recompute=recompute),
+    )
+    parts, totals = (
+        step_time(work, layouts, cluster, software),
+        kernel_totals(work, layouts, cluster, software),
+    )
+    for kind, part in (
+        ("product", "matrix products"),
+        ("attention", "attention"),
+        ("memory", "memory-bound kernels"),
+    ):
+        found, said = totals[kind]["seconds"], float(parts[part])
+        if (
+            recompute == 1 and kind != "product"
+        ):  # scores are computed again: softmax is counted with the core
+            continue
+        assert found == pytest.approx(said, rel=1e-12), kind
+    both = sum(totals[kind]["seconds"] for kind in totals)
+    assert both == pytest.approx(sum(float(parts[name]) for name in PARTS[:3]), rel=1e-12)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from throughline.models.presets import preset
 from throughline.planner.cost import Work, step_time
-from throughline.planner.hardware import cluster_names, find_cluster
-from throughline.planner.memory import MOMENTS, RUNTIME_BYTES, needed_bytes
-from throughline.planner.report import explain, memory_facts
+from throughline.planner.hardware import cluster_names, find_cluster, shipped_clusters
+from throughline.planner.memory import MOMENTS, needed_bytes, stage_memory
+from throughline.planner.report import explain
 from throughline.planner.search import (
     Search,
     candidate_at,
@@ -62,10 +62,10 @@ def test_breakdowns_sum_exactly() -> None:
     asked = search("gpt3-13b", 64, "dgx-a100-80gb", 512)
     best = find_layouts(asked).best[0]
     assert sum(best.parts.values()) == best.seconds
-    stages = memory_facts(asked.work, best, asked.software)
+    stages = stage_memory(asked.work, best.layouts, asked.software)
     for stage in stages:
         names = MOMENTS[stage["peak"]]
-        assert stage["moments"][stage["peak"]] == sum(stage["terms"][name] for name in names) + RUNTIME_BYTES
+        assert stage["moments"][stage["peak"]] == sum(stage["terms"][name] for name in names)
     assert max(max(stage["moments"].values()) for stage in stages) == pytest.approx(
         best.needed_bytes, rel=1e-12
     )
@@ -88,10 +88,19 @@ def test_fewest_chips_and_offload() -> None:
     alone = search("gpt3-13b", 1, "v100-32gb", 8)
     assert not find_layouts(alone).best
     offloaded = find_or_offload(alone).best[0]
-    # weights and gradients leave; 4 + 8 + 2 bytes of each parameter stay on the host (Ren et al. 2021, figure 1)
-    assert offloaded.host_bytes == pytest.approx(14 * preset("gpt3-13b").parameter_count(), rel=1e-9)
+    # 4 + 8 + 2 bytes of each parameter on the host (Ren et al. 2021, figure 1), and 4 to add up two micro-batches
+    assert offloaded.layouts.micro_rows == 4
+    assert offloaded.host_bytes == pytest.approx(18 * preset("gpt3-13b").parameter_count(), rel=1e-9)
     found = fewest_chips(alone, (1, 2, 4, 8, 16, 32))
     assert found is not None and 8 <= found.search.world <= 16
+
+
+def test_every_shipped_machine_says_where_its_figures_are_from() -> None:
+    """A source, or the word unsourced; a price has its date."""
+    for key in shipped_clusters():
+        cluster = find_cluster(key)
+        assert len(cluster.source) > 10, key
+        assert cluster.priced or not cluster.price_per_chip_hour, key
 
 
 @pytest.mark.parametrize("name", cluster_names())

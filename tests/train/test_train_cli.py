@@ -68,7 +68,12 @@ def test_the_profile_has_a_trace_and_time_per_class(recipe: str, tmp_path: Path)
     assert result.exit_code == 0, result.output
     folder = tmp_path / "runs/small/profile"
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
-    classes = {row["class"]: row for row in json.loads((folder / "kernels.json").read_text())}
+    facts = json.loads((folder / "kernels.json").read_text())
+    classes = {row["class"]: row for row in facts["classes"]}
+    kinds = {row["kind"]: row for row in facts["kinds"]}
+    assert all(
+        kinds[kind]["ms"] > 0 and kinds[kind]["planned_ms"] > 0 for kind in ("product", "attention", "memory")
+    )
     assert {"matrix products", "attention", "norms", "optimizer", "loss"} <= set(classes)
     assert sum(row["share"] for row in classes.values()) == pytest.approx(100)
 
@@ -85,7 +90,7 @@ def test_a_run_shorter_than_what_is_profiled(recipe: str, tmp_path: Path) -> Non
             ).exit_code
             == 0
         )
-        rows = json.loads((tmp_path / str(steps) / "profile" / "kernels.json").read_text())
+        rows = json.loads((tmp_path / str(steps) / "profile" / "kernels.json").read_text())["classes"]
         calls[steps] = {row["class"]: row["calls"] for row in rows}["attention"]
     assert calls[6] == calls[12]
     result = call("train", recipe, "--profile", "--set", "train.steps=4", "--run-dir", "4")

@@ -11,10 +11,12 @@ import torch
 from throughline.core.errors import Failed, Refused
 from throughline.core.recipe import dump_toml
 from throughline.models.presets import preset
+from throughline.planner.memory import device_terms
 from throughline.train import memory, objective
 from throughline.train.build import RunPlan, StepBatches, build_trainer, training_rows
 from throughline.train.loop import train
-from throughline.train.memory import check_memory, estimate
+from throughline.train.memory import check_memory
+from throughline.train.predict import described
 from throughline.train.recipe import Recipe
 from throughline.train.step import train_step
 
@@ -64,7 +66,7 @@ def test_states_are_counted_exactly(make_plan: Callable[..., RunPlan]) -> None:
 def test_activations_are_near_what_autograd_keeps(make_plan: Callable[..., RunPlan], recompute: str) -> None:
     """Within 15 %: the estimate has no log-sum-exp, no norm statistics and no embedding indices."""
     plan = make_plan("gpt", model={"overrides": BIG}, train={"batch_rows": 16, "recompute": recompute})
-    terms = estimate(plan.config, plan.recipe)
+    terms = device_terms(*described(plan.config, plan.recipe, "cpu"))
     kept = saved_bytes(plan)
     if recompute == "full":  # the layer at work is not kept between forward and backward
         tokens = 16 * 32
