@@ -28,8 +28,11 @@ def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert [pick_device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == [
-        "cuda:0", "cpu", "cuda:0", "cuda:1",
-    ]  # fmt: skip
+        "cuda:0",
+        "cpu",
+        "cuda:0",
+        "cuda:1",
+    ]
     for wrong in ("cuda:2", "gpu", "cuda:x"):
         with pytest.raises(WrongUse):
             pick_device(wrong)

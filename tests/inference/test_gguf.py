@@ -27,11 +27,22 @@ pytest.importorskip("gguf")
 SHAPES = {
     "gpt2": GPTConfig(vocab_size=97, sequence_length=64, layers=2, width=64, heads=4),
     "llama": GPTConfig(
-        vocab_size=97, sequence_length=64, layers=2, width=64, heads=4, kv_heads=2, positions="rotary",
-        norm="rmsnorm", gated=True, activation="silu", bias=False, tied=False, mlp_width=96,
+        vocab_size=97,
+        sequence_length=64,
+        layers=2,
+        width=64,
+        heads=4,
+        kv_heads=2,
+        positions="rotary",
+        norm="rmsnorm",
+        gated=True,
+        activation="silu",
+        bias=False,
+        tied=False,
+        mlp_width=96,
     ),
     "bert": BERTConfig(vocab_size=97, sequence_length=64, layers=2, width=64, heads=4),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("precision", ["f32", "q8_0", "q4_0"])
