@@ -94,6 +94,39 @@ def test_lamb_is_the_plain_one(dtype, bound, piece, most, monkeypatch):
             assert (ours - first).abs().max() > 100 * bound, "it has moved"
 
 
+def test_lamb_passes_over_what_has_no_gradient_and_takes_any_layout_of_one():
+    """The first matrix and the first vector get none and stay; what comes after them moves as the plain one does."""
+    model, gradients = problem(torch.float64, steps=3)
+    named = dict(model.named_parameters())
+    start = {name: p.detach().clone() for name, p in named.items()}
+    still = [next(name for name, p in named.items() if p.dim() == dims) for dims in (2, 1)]
+    optimizer = Lamb(
+        lamb_groups(list(named.items()), DECAY, RATE),
+        WholeParameters.of(model),
+        partial(_interleaved, model=model),
+        lr=RATE,
+        betas=BETAS,
+        eps=EPSILON,
+    )
+    for step in range(3):
+        for name, parameter in named.items():
+            gradient = gradients[name][step]
+            parameter.grad = (
+                None
+                if name in still
+                else gradient.mT.contiguous().mT
+                if gradient.dim() > 1
+                else gradient.clone()
+            )
+        optimizer.step()
+    for name, parameter in named.items():
+        if name in still:
+            assert torch.equal(parameter, start[name])
+        elif not name.endswith("qkv.weight"):
+            expected = plain_lamb(start[name], gradients[name], parameter.dim() > 1)
+            torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-13)
+
+
 def test_a_tensor_of_zeros_moves_as_adam_does():
     """Its norm gives no ratio; the paper's phi(0) would hold it at zero for ever."""
     model, gradients = problem(torch.float64, steps=1)
