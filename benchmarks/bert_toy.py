@@ -9,7 +9,8 @@ validation rows, which our data stage makes, one thread, and fp32. Seconds are t
 work on the machine counts for neither; evaluations are outside both times, and theirs have their batches made
 beforehand. `--screen M` stops all rates but the best after M of the minutes; `--rest` takes the same directory up
 again and runs the others to their end. The second claim is accuracy over always saying the most frequent token.
-OUT/curves.json and the result have every curve, and OUT/seed-0 is the run whose checkpoint is judged elsewhere as a trained BERT.
+OUT/curves.json and the result have every curve, and OUT/seed-0 is the run whose checkpoint is judged elsewhere as a
+trained BERT.
 """
 
 import json

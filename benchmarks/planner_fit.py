@@ -87,8 +87,17 @@ def main() -> None:
     quick = arguments.quick
     if arguments.serve:
         constants, inside, outside, every = serve_errors()
-        print(json.dumps({"benchmark": "planner_fit", "constants": asdict(constants), "median": inside,
-                          "left out": outside, "left out, all rows": every}))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "benchmark": "planner_fit",
+                    "constants": asdict(constants),
+                    "median": inside,
+                    "left out": outside,
+                    "left out, all rows": every,
+                }
+            )
+        )
         return
     cases = [case for case in published_cases() if not case.left_out]
     constants = fit(cases, 20)
@@ -106,8 +115,16 @@ def main() -> None:
         for name, rows in (("shipped", shipped), ("inside", inside), ("outside", outside))
         if rows
     }
-    print(json.dumps({"benchmark": "planner_fit", "constants": asdict(constants), "mean of medians": mean,
-                      "tables": {name: [shipped[name], inside[name], outside.get(name)] for name in inside}}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "planner_fit",
+                "constants": asdict(constants),
+                "mean of medians": mean,
+                "tables": {name: [shipped[name], inside[name], outside.get(name)] for name in inside},
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

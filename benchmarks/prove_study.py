@@ -4,11 +4,12 @@ python benchmarks/prove_study.py predict
 git add benchmarks/results/predictions && git commit
 python benchmarks/prove_study.py measure
 
-`predict` draws five configurations (rows, layers, layout: one process, copies, tensor, pipeline, sharded, each once) from
-a fixed seed, studies this machine in each of the layouts at another number of rows and layers than those drawn, and writes
-what the planner then says of step time and memory to `results/predictions/NAME.json`. `measure` refuses unless that file is
-committed as it stands. It trains every configuration REPEATS times by the command that users call, in turn, adds the
-medians and the spread of the repeats to the file, and ends with one JSON line; `throughline plan validate --own` reads it.
+`predict` draws five configurations (rows, layers, layout: one process, copies, tensor, pipeline, sharded, each
+once) from a fixed seed, studies this machine in each of the layouts at another number of rows and layers than those
+drawn, and writes what the planner then says of step time and memory to `results/predictions/NAME.json`. `measure`
+refuses unless that file is committed as it stands. It trains every configuration REPEATS times by the command that
+users call, in turn, adds the medians and the spread of the repeats to the file, and ends with one JSON line;
+`throughline plan validate --own` reads it.
 Step time is the median of a run's steps after the first ones, memory the peak of the fullest process, start included.
 `--quick` keeps its files under --work and trains fewer steps, once.
 """
@@ -174,7 +175,7 @@ def predict(work: Path, steps: int) -> dict[str, Any]:
         cases.append({"name": config.name, "settings": config.settings(), "predicted": predicted})
         print(config.name, predicted, flush=True)
     return {
-        "what": "throughline train gpt-shakespeare with these settings, after a study of this machine in the same layout",
+        "what": "throughline train gpt-shakespeare with these settings, after a study of this machine in that layout",
         "prepared": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine_facts(),
         "digest": prediction_digest(cases),

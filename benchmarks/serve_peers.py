@@ -1,5 +1,6 @@
 """The servers that `serve.py` compares with, as someone writes them in an afternoon:
-python benchmarks/serve_peers.py plain|litserve|xllamacpp --model DIR --kind gpt|bert --port N [--threads T] [--batch B --wait S]
+python benchmarks/serve_peers.py plain|litserve|xllamacpp --model DIR --kind gpt|bert --port N [--threads T]
+    [--batch B --wait S]
 
 plain: FastAPI and transformers (inference mode, sdpa), one request at a time in each worker process. litserve: the
 same model behind LitServe with dynamic batching, prompts padded on the left. xllamacpp: a GGUF file.

@@ -177,7 +177,8 @@ def require_fit(found: "Found") -> None:
     raise Failed(
         f"nothing fits on {found.search.world} x {found.search.cluster.chip.name}",
         where=nearest.describe(),
-        why=f"the layout that needs least needs {nearest.needed_bytes / 2**30:,.1f} of {found.capacity / 2**30:,.1f} GiB"
+        why=f"the layout that needs least needs {nearest.needed_bytes / 2**30:,.1f} "
+        f"of {found.capacity / 2**30:,.1f} GiB"
         + (
             f" and {nearest.host_bytes / 2**30:,.0f} GiB of host memory for each process"
             if nearest.host_bytes
@@ -294,7 +295,8 @@ def recommend(target_days: float, most: int, **options: Any) -> None:
     type=click.Path(path_type=Path),
     is_flag=False,
     flag_value="benchmarks/results/predictions",
-    help="Instead: predictions written before their measurement, in this folder (default: benchmarks/results/predictions).",
+    help="Instead: predictions written before their measurement, in this folder "
+    "(default: benchmarks/results/predictions).",
 )
 @throughline_command
 def validate(all_rows: bool, own: Path | None) -> None:

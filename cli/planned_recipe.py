@@ -33,10 +33,13 @@ def _recipe_text(found: Found, best: Candidate, recipe: Recipe | None, options: 
         if value != getattr(type(layout)(), key)
     }
     train: dict[str, Any] = {
-        "sequence_length": work.length, "batch_rows": work.rows, "micro_batch_rows": int(best.layouts.micro_rows),
+        "sequence_length": work.length,
+        "batch_rows": work.rows,
+        "micro_batch_rows": int(best.layouts.micro_rows),
         "precision": found.search.software.precision.compute.replace("tf32", "fp32"),
-        "recompute": RECOMPUTES[int(best.layouts.recompute)], "offload": bool(best.layouts.offload),
-    }  # fmt: skip
+        "recompute": RECOMPUTES[int(best.layouts.recompute)],
+        "offload": bool(best.layouts.offload),
+    }
     if recipe is None:
         steps = max(1, round((options["target_tokens"] or 1000 * work.tokens) / work.tokens))
         data = {"train": "tokens", "validation_fraction": 0.0}

@@ -1,8 +1,8 @@
 """The constants of the time model: ten, physical, and the same for every table, model and layout.
 
 Three were measured by others; seven were fitted once on all published rows together by `benchmarks/planner_fit.py`
-(soft L1 on the log error, every table with the same weight). docs/planning.md gives the errors with each table left out of
-the fit. `throughline study` replaces them for one machine. What differs between chips stands in `core/chips.toml`.
+(soft L1 on the log error, every table with the same weight). docs/planning.md gives the errors with each table left out
+of the fit. `throughline study` replaces them for one machine. What differs between chips stands in `core/chips.toml`.
 """
 
 from dataclasses import dataclass, replace

@@ -20,9 +20,19 @@ from .software import Software
 
 Number = Any
 PARTS = (
-    "matrix products", "attention", "memory-bound kernels", "host issue", "tensor", "context", "pipeline sends",
-    "bubble", "data exposed", "offload exposed", "optimizer", "step overhead",
-)  # fmt: skip
+    "matrix products",
+    "attention",
+    "memory-bound kernels",
+    "host issue",
+    "tensor",
+    "context",
+    "pipeline sends",
+    "bubble",
+    "data exposed",
+    "offload exposed",
+    "optimizer",
+    "step overhead",
+)
 SHARDINGS = ("replicated", "zero1", "zero2", "full")
 RECOMPUTES = ("none", "selective", "full")
 
@@ -67,11 +77,18 @@ class Layouts:
 
 
 def layouts_of(layout: Layout, micro_rows: int, recompute: str, offload: bool) -> Layouts:
-    """A recipe's layout as the time model takes it. Hybrid sharding counts as sharding over all, zero bubble as 1F1B."""
+    """A recipe's layout as the time model takes it: hybrid sharding as sharding over all, zero bubble as 1F1B."""
     return Layouts(
-        layout.tensor, layout.pipeline, layout.data, layout.context, micro_rows, layout.stages_per_process,
-        SHARDINGS.index(layout.sharding), RECOMPUTES.index(recompute), int(offload),
-    )  # fmt: skip
+        layout.tensor,
+        layout.pipeline,
+        layout.data,
+        layout.context,
+        micro_rows,
+        layout.stages_per_process,
+        SHARDINGS.index(layout.sharding),
+        RECOMPUTES.index(recompute),
+        int(offload),
+    )
 
 
 def step_seconds(
@@ -217,9 +234,14 @@ def step_time(
     context = context_time(work, layouts, cluster, software, constants) * layers
     hops = hop_time(work, layouts, cluster, software, constants)
     for name, value in (
-        ("matrix products", products), ("attention", core), ("memory-bound kernels", pointwise),
-        ("host issue", issue), ("tensor", tensor), ("context", context), ("pipeline sends", hops),
-    ):  # fmt: skip
+        ("matrix products", products),
+        ("attention", core),
+        ("memory-bound kernels", pointwise),
+        ("host issue", issue),
+        ("tensor", tensor),
+        ("context", context),
+        ("pipeline sends", hops),
+    ):
         parts[name] = micro_batches * value
     slowest = busy + issue + tensor + context + hops
     per_layer_all = (slowest - np.where(slowest_last | (layouts.pipeline == 1), sum_of(head), 0.0)) / layers
@@ -318,9 +340,15 @@ def held_parameters(config: ModelConfig, layouts: Layouts) -> Number:
 
 
 def data_time(
-    work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants,
-    micro_batches: Number, slowest: Number, backward: Number,
-) -> Number:  # fmt: skip
+    work: Work,
+    layouts: Layouts,
+    cluster: Cluster,
+    software: Software,
+    constants: Constants,
+    micro_batches: Number,
+    slowest: Number,
+    backward: Number,
+) -> Number:
     """Exposed seconds of gradients and sharded weights over the data axis.
 
     Copies: one sum. ZeRO-1: gradients out, weights back, the same volume at two bytes. ZeRO-2 without a pipeline

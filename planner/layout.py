@@ -186,7 +186,7 @@ def _context_problems(layout: Layout, config: ModelConfig, sequence_length: int)
     if sequence_length % (2 * context):
         yield LayoutProblem(
             "context",
-            f"a row of {sequence_length} tokens cannot be cut into 2 x {context} equal parts (head and tail for each process)",
+            f"a row of {sequence_length} tokens cannot be cut into 2 x {context} equal parts (two for each process)",
             f"a train.sequence_length that is a multiple of {2 * context}",
         )
     if config.dropout:
@@ -216,7 +216,8 @@ def _data_problems(layout: Layout, rows: int, micro_rows: int) -> Iterator[Layou
         )
         yield LayoutProblem(
             "data",
-            f"{rows} rows are no whole number of micro-batches of {micro_rows} rows on each of {layout.data} data processes",
+            f"{rows} rows are no whole number of micro-batches of {micro_rows} rows on each of {layout.data} "
+            "data processes",
             f"train.batch_rows a multiple of {layout.data * micro_rows}{fitting}",
         )
     if layout.sharding == "replicated" and layout.replicas not in (1, layout.data):
@@ -301,7 +302,8 @@ def _micro_batch_problems(layout: Layout, own_rows: int, micro_rows: int) -> Ite
     elif schedule.startswith("interleaved") and micro_batches % max(1, micro_batches // pipeline):
         yield LayoutProblem(
             "train.micro_batch_rows",
-            f"{schedule} goes in rounds: {micro_batches} micro-batches on {pipeline} pipeline processes make no whole rounds",
+            f"{schedule} goes in rounds: {micro_batches} micro-batches on {pipeline} pipeline processes "
+            "make no whole rounds",
             f"a multiple of {pipeline} micro-batches",
         )
 

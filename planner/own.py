@@ -55,13 +55,18 @@ def own_validation(folder: Path) -> tuple[dict[str, Any], list[str], bool]:
             }
             errors = {kind: said[kind] / seen[kind] - 1 for kind in GOALS} if seen else {}
             rows.append(row | {"errors": errors})
-            cells.append((
-                f"{path.stem}: {case['name']}", f"{said['seconds']:.4g}",
-                f"{seen['seconds']:.4g}" if seen else "not yet",
-                f"{errors['seconds']:+.1%}" if seen else "-", f"{seen['spread']:.1%}" if seen else "-",
-                amount(said["bytes"], "B"), amount(seen["bytes"], "B") if seen else "not yet",
-                f"{errors['bytes']:+.1%}" if seen else "-",
-            ))  # fmt: skip
+            cells.append(
+                (
+                    f"{path.stem}: {case['name']}",
+                    f"{said['seconds']:.4g}",
+                    f"{seen['seconds']:.4g}" if seen else "not yet",
+                    f"{errors['seconds']:+.1%}" if seen else "-",
+                    f"{seen['spread']:.1%}" if seen else "-",
+                    amount(said["bytes"], "B"),
+                    amount(seen["bytes"], "B") if seen else "not yet",
+                    f"{errors['bytes']:+.1%}" if seen else "-",
+                )
+            )
     header = ("prediction", "s/step", "measured", "error", "repeats differ", "memory", "measured", "error")
     lines, measured = table(header, cells), [row for row in rows if row["measured"]]
     medians = {

@@ -59,7 +59,8 @@ def ranked(found: Found, tokens: float) -> tuple[dict[str, Any], list[str]]:
     if search.cluster.price_per_chip_hour:
         lines += [
             "",
-            f"price: {search.cluster.price_per_chip_hour:g} {search.cluster.currency} a chip and hour, {search.cluster.priced}",
+            f"price: {search.cluster.price_per_chip_hour:g} {search.cluster.currency} a chip and hour, "
+            f"{search.cluster.priced}",
         ]
     return facts, lines
 
@@ -69,10 +70,19 @@ def ranked_cells(rows: list[dict[str, Any]], currency: str) -> tuple[list[str], 
     wide = f"+-{rows[0]['band']:.0%}" if rows else "+-"
     header = ["layout", "s/step", wide, "TFLOP/s", "MFU", "HFU", "GiB", "days", currency]
     return header, [
-        (row["layout"], _short(row["step_seconds"]), _short(row["step_seconds"] * row["band"]), f"{row['model_tflops']:,.1f}",
-         f"{row['mfu']:.1%}", f"{row['hfu']:.1%}", f"{row['needed_gib']:,.1f}", _short(row["days"]), _money(row["cost"]))
+        (
+            row["layout"],
+            _short(row["step_seconds"]),
+            _short(row["step_seconds"] * row["band"]),
+            f"{row['model_tflops']:,.1f}",
+            f"{row['mfu']:.1%}",
+            f"{row['hfu']:.1%}",
+            f"{row['needed_gib']:,.1f}",
+            _short(row["days"]),
+            _money(row["cost"]),
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def search_facts(found: Found) -> dict[str, Any]:

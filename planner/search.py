@@ -40,9 +40,14 @@ class Candidate:
         here = self.layouts
         turns = int(here.turns)
         return Layout(
-            int(here.data), int(here.tensor), int(here.pipeline), int(here.context), SHARDINGS[int(here.sharding)],  # type: ignore[arg-type]
-            schedule="interleaved-1f1b" if turns > 1 else "1f1b", stages_per_process=turns,
-        )  # fmt: skip
+            int(here.data),
+            int(here.tensor),
+            int(here.pipeline),
+            int(here.context),
+            SHARDINGS[int(here.sharding)],  # type: ignore[arg-type]
+            schedule="interleaved-1f1b" if turns > 1 else "1f1b",
+            stages_per_process=turns,
+        )
 
     def describe(self) -> str:
         """One short line: degrees, rows of a micro-batch, and what is shared, recomputed or on the host."""
@@ -120,9 +125,11 @@ def enumerate_layouts(search: Search) -> Layouts:
             for turn in (fixed.get("turns") or turns)
             if turn == 1 or (per // rows) % max(1, per // rows // pipeline) == 0
             for sharding in (fixed.get("sharding") or shardings)
-            for recompute in (fixed.get("recompute") or ((0, 2) if search.software.fused_attention else (0, 1, 2)))
+            for recompute in (
+                fixed.get("recompute") or ((0, 2) if search.software.fused_attention else (0, 1, 2))
+            )
             for offload in ((0,) if pipeline > 1 else fixed.get("offload", (0,)))
-        ]  # fmt: skip
+        ]
     table = np.array(columns, dtype=np.int64).reshape(-1, len(AXES)).T
     return Layouts(*table)
 
@@ -302,9 +309,11 @@ def flops_facts(work: Work, candidate: Candidate, cluster: Cluster, software: So
     peak = (cluster.chip.tflops.get(software.precision.compute) or max(cluster.chip.tflops.values())) * 1e12
     rate = candidate.seconds * world
     return {
-        "model_tflops": model / rate / 1e12, "hardware_tflops": hardware / rate / 1e12,
-        "mfu": model / rate / peak, "hfu": hardware / rate / peak,
-    }  # fmt: skip
+        "model_tflops": model / rate / 1e12,
+        "hardware_tflops": hardware / rate / 1e12,
+        "mfu": model / rate / peak,
+        "hfu": hardware / rate / peak,
+    }
 
 
 KNOWN_CHIPS = ("v100", "a100", "h100", "tpu-v4")  # those of the published tables

@@ -165,10 +165,15 @@ def plan_service(
     price = cluster.price_per_chip_hour
     a_second = qps or best.per_second * UTILISATION
     return {
-        "chip": chip.key, "precision": precision, "rows": [vars(row) for row in rows], "best": vars(best), "cards": cards,
+        "chip": chip.key,
+        "precision": precision,
+        "rows": [vars(row) for row in rows],
+        "best": vars(best),
+        "cards": cards,
         "cost_per_million": price * cards / 3600 / a_second * 1e6 if price else None,
-        "currency": cluster.currency, "priced": cluster.priced,
-    }  # fmt: skip
+        "currency": cluster.currency,
+        "priced": cluster.priced,
+    }
 
 
 def published_latencies() -> list[tuple[Chip, ModelConfig, int, int, str, float]]:

@@ -1,4 +1,4 @@
-"""What the software of a run does, as data: how many bytes a number takes in each role, what is fused and what overlaps.
+"""What the software of a run does, as data: the bytes of a number in each role, what is fused, what overlaps.
 
 A plan of a run that Throughline trains uses `throughline`; the published tables were made by other programs, whose
 properties are stated here from their texts and code. These are switches, not fitted numbers.

@@ -21,7 +21,8 @@ BUCKET_BYTES = (
 SIGNS_PER_SCALE = (
     2048  # one fp32 scale to so many signs: 1.6 % more bytes, and a block is rarely wider than a layer
 )
-SKETCH = 1024  # numbers in the sketch of a gradient: its norm is known within sqrt(1 / (2 x 1024)) = 2.2 % (one standard deviation)
+# numbers in the sketch of a gradient: its norm is known within sqrt(1 / (2 x 1024)) = 2.2 % (one standard deviation)
+SKETCH = 1024
 
 # How a parameter lies over the tensor axis: cut on a dim; or whole on every process, with a gradient that is
 # partial (each process saw its part of the sequence, or used it for its own heads) or complete (each computed

@@ -213,15 +213,23 @@ def validation(all_rows: bool) -> tuple[dict[str, Any], list[str], bool]:
     lines += [f"left out, {case.table}: {case.name}: {case.left_out}" for case in skipped] if all_rows else []
     lines += [] if all_rows else [f"left out: {len(skipped)} rows that lack a fact (--rows names them)"]
     facts = {
-        "tables": {name: {"rows": n, "median": median, "largest": most} for name, (n, median, most) in tables.items()},
+        "tables": {
+            name: {"rows": n, "median": median, "largest": most} for name, (n, median, most) in tables.items()
+        },
         "mean_of_medians": mean,
         "left_out": outside,
         "memory_largest": worst,
         "limits_wrong": wrong,
         "rows": [
-            {"table": found.case.table, "name": found.case.name, "reported": found.case.reported,
-             "reported_seconds": found.case.seconds, "predicted_seconds": found.predicted, "error": found.error}
+            {
+                "table": found.case.table,
+                "name": found.case.name,
+                "reported": found.case.reported,
+                "reported_seconds": found.case.seconds,
+                "predicted_seconds": found.predicted,
+                "error": found.error,
+            }
             for found in replays
         ],
-    }  # fmt: skip
+    }
     return facts, lines, mean <= GOALS["mean of table medians"] and worst <= GOALS["memory"] and not wrong

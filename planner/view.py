@@ -114,7 +114,8 @@ def plan_page(
     parts = {name: value for name, value in best.parts.items() if value}
     note = (
         f"{search.world:,} x {search.cluster.name}, {search.work.rows:,} rows of {search.work.length:,} tokens a step; "
-        f"{facts['legal']:,} legal layouts, {facts['fit']:,} fit. Band: {band(search):.0%} either way, four predictions in five."
+        f"{facts['legal']:,} legal layouts, {facts['fit']:,} fit. "
+        f"Band: {band(search):.0%} either way, four predictions in five."
     )
     fewest = f"Fewest chips that fit: {points[0][0]:,}." if points else ""
     header, cells = ranked_cells(facts["layouts"], search.cluster.currency)
@@ -185,7 +186,7 @@ def stacked(bars: Sequence[tuple[str, dict[str, float]]], unit: str, most: float
 
 
 def days_drawing(points: Sequence[tuple[int, float]], wide: float) -> str:
-    """Days against chips, both logarithmic, with the band of the prediction; the leftmost point is the fewest that fit."""
+    """Days against chips, both logarithmic, with the prediction's band; the leftmost point is the fewest that fit."""
     from math import log
 
     chips, days = [log(world) for world, _ in points], [log(value) for _, value in points]
@@ -204,7 +205,8 @@ def days_drawing(points: Sequence[tuple[int, float]], wide: float) -> str:
     for (world, value), chip, day in zip(points, chips, days, strict=True):
         x, y = at(chip, day).split(",")
         out.append(
-            f'<circle cx="{x}" cy="{y}" r="4" fill="#4c78a8"/><text x="{x}" y="{float(y) - 9:.1f}">{value:,.3g} d</text>'
+            f'<circle cx="{x}" cy="{y}" r="4" fill="#4c78a8"/>'
+            f'<text x="{x}" y="{float(y) - 9:.1f}">{value:,.3g} d</text>'
         )
         out.append(f'<text x="{x}" y="285" text-anchor="middle">{world:,}</text>')
     return f'<svg viewBox="0 0 {WIDTH} 300">{"".join(out)}</svg>'

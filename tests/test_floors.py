@@ -102,6 +102,17 @@ def test_the_parts_of_a_layout_import_nothing_of_training() -> None:
             assert not modules & {"loop", "build", "checkpoint", "snapshot", "evaluate", "recipe"}, path
 
 
+def test_few_tables_are_kept_from_the_formatter() -> None:
+    """At most 10 in the whole repository, tables of data."""
+    mark = "# fmt: " + "skip"
+    files = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    if not files:
+        pytest.skip("not a checkout of git")
+    assert sum((ROOT / file).read_text().count(mark) for file in files) <= 10
+
+
 def test_files_and_functions_are_short() -> None:
     """A file answers one question in at most 400 lines, a function has at most 100."""
     long_files = {

@@ -1,4 +1,4 @@
-"""The table of reported results: every claim parses, its commands exist, and no row says *measured* without an artifact."""
+"""The table of reported results: claims parse, their commands exist, no row says *measured* without an artifact."""
 
 import json
 import re

@@ -37,7 +37,7 @@ def compare_runs(first: Path | str, second: Path | str) -> list[Difference]:
     tables = []
     for run in (first, second):
         if not (Path(run) / FILE).is_file():
-            fix = f"give the directory of a run, which has a {FILE}, or scores: the directory that `throughline eval` names"
+            fix = f"give the directory of a run, which has a {FILE}, or of scores, which `throughline eval` names"
             raise WrongUse("no metrics to compare", where=run, fix=fix)
         tables.append({record["step"]: record for record in read_metrics(run) if "loss" in record})
     steps = sorted(set(tables[0]) & set(tables[1]))

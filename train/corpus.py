@@ -141,7 +141,8 @@ def _one_vocabulary(recipe: Recipe, every: Sequence[dict[str, Any]], paths: Sequ
                 "the tokens do not fit the model's vocabulary",
                 where=path,
                 why=f"largest id {largest}, vocab_size {vocab_size}",
-                fix=f"set model.overrides.vocab_size to at least {facts.get('vocab_size', largest + 1)}, or leave it out",
+                fix=f"set model.overrides.vocab_size to at least {facts.get('vocab_size', largest + 1)}, "
+                f"or leave it out",
             )
     return int(vocab_size)
 

@@ -18,7 +18,7 @@ from .build import RunPlan, validation_rows
 from .engine import Engine
 from .predict import evaluated_rows
 
-DECODED_TOKENS = 4_000_000  # bytes per token are counted over this much of the split; a larger one is sampled by its beginning
+DECODED_TOKENS = 4_000_000  # bytes per token are counted over this much of the split, from its beginning
 
 
 class Validation:

@@ -65,7 +65,7 @@ class LayoutEngine(Engine):
         self._pipelines: dict[tuple[int, int, int], Pipeline] = {}  # of the shape that the batch has now
         shapes = parameter_shapes(config)
         place = Coordinates(mesh.pipeline.rank, mesh.tensor.rank, mesh.replica.rank, mesh.shard.rank)
-        # the shards of `fully_shard` are the masters; without it, and with offload, the weights have the products' dtype
+        # the shards of `fully_shard` are masters; without it, and with offload, weights have the products' dtype
         sharded = mesh.shard.group is not None
         held = self.wide if sharded and not offload else self.dtype
         for index in self.layout.stages_of(mesh.pipeline.rank):

@@ -242,7 +242,7 @@ class Run:
                     f"{trainer.skipped_in_row} steps in a row had a loss or gradient that is not finite",
                     where=f"{self.workspace.path}, step {trainer.step:,}",
                     why=f"loss {result.loss}, gradient norm {result.grad_norm}, loss scale {trainer.scaler.scale:g}",
-                    fix="lower optimizer.learning_rate, lengthen schedule.warmup_steps, or use bf16 or fp32 in train.precision",
+                    fix="lower optimizer.learning_rate, lengthen schedule.warmup_steps, or train in bf16 or fp32",
                 )
 
     def _note(self, result: StepResult, tokens_per_s: float) -> str:

@@ -1,9 +1,9 @@
 """A first recipe for a model, data and a machine: `throughline recipe new`. Arithmetic only; no torch here.
 
-- Batch and learning rate are those of Brown et al. 2020, table 2.1, for the nearest size; a BERT has Devlin et al. 2019's.
+- Batch and learning rate are those of Brown et al. 2020, table 2.1, for the nearest size; a BERT has Devlin et al.'s.
 - Length: 20 tokens a parameter (Hoffmann et al. 2022) unless it is given.
-- Layout: data parallel; weights, gradients and optimizer states (16 bytes a parameter in mixed precision) are shared out
-  ("full") when one device does not hold them, and activations recomputed when a row does not fit beside them.
+- Layout: data parallel; weights, gradients and optimizer states (16 bytes a parameter in mixed precision) are shared
+  out   ("full") when one device does not hold them, and activations recomputed when a row does not fit beside them.
 """
 
 from dataclasses import dataclass
@@ -125,6 +125,7 @@ def fitted(config: ModelConfig, machine: str, gpus: int) -> Fit:
     raise WrongUse(
         "the model does not fit",
         where="--gpus",
-        why=f"its states take {states / 2**30:,.0f} GiB, {gpus} x {machine} has {gpus * memory / 2**30:,.0f} GiB for them",
+        why=f"its states take {states / 2**30:,.0f} GiB, {gpus} x {machine} has "
+        f"{gpus * memory / 2**30:,.0f} GiB for them",
         fix=f"about {needed:,} of these would hold it with full sharding; or choose a smaller model",
     )

@@ -80,7 +80,7 @@ def predicted_step_seconds(
 
 
 def predicted_kernels(config: ModelConfig, recipe: Recipe) -> dict[str, dict[str, float]]:
-    """What the planner's list of kernels comes to in one step on the first process, by kind: what a profile should show."""
+    """What the planner's kernels come to in one step on the first process, by kind: what a profile should show."""
     work, layouts, software = described(config, recipe)
     constants = constants_here(read_calibration())
     return kernel_totals(work, layouts, this_machine(layouts.world), software, constants)

@@ -127,10 +127,14 @@ def time_per_kind(rows: list[dict[str, Any]], planned: dict[str, dict[str, float
     found = []
     for kind, ms in spent.items():
         said = planned.get(kind)
-        found.append({
-            "kind": kind, "ms": round(ms, 3), "planned_ms": round(said["seconds"] * 1e3, 3) if said else None,
-            "planned_gflop": round(said["flops"] / 1e9, 3) if said else None,
-            "planned_mb": round(said["bytes"] / 1e6, 3) if said else None,
-            "planned_launches": round(said["launches"]) if said else None,
-        })  # fmt: skip
+        found.append(
+            {
+                "kind": kind,
+                "ms": round(ms, 3),
+                "planned_ms": round(said["seconds"] * 1e3, 3) if said else None,
+                "planned_gflop": round(said["flops"] / 1e9, 3) if said else None,
+                "planned_mb": round(said["bytes"] / 1e6, 3) if said else None,
+                "planned_launches": round(said["launches"]) if said else None,
+            }
+        )
     return found

@@ -114,7 +114,8 @@ def family_rule(recipe: Recipe) -> Iterable[Problem]:
 def data_rule(recipe: Recipe) -> Iterable[Problem]:
     """There is something to train on, and to validate on when evaluation is asked for."""
     if not recipe.data.sources() or not all(source.path for source in recipe.data.sources()):
-        fix = "--set data.train=DIRECTORY; make one with: throughline data tokenize; or name text, and set data.tokenizer"
+        fix = "--set data.train=DIRECTORY; make one with: throughline data tokenize; "
+        fix += "or name text, and set data.tokenizer"
         yield Problem("data.train", "no token store", fix)
     if recipe.data.tokenizer and any(source.weight != 1 for source in recipe.data.sources()):
         yield Problem(

@@ -191,7 +191,7 @@ def probed(
 def refit(
     runs: list[Stretch], cluster: Cluster, constants: Constants, dtype: str
 ) -> tuple[Cluster, Constants]:
-    """Speed of products and launch time that suit the runs best in log error; a weak pull keeps both near the probes."""
+    """Speed of products and launch time of least log error over the runs; a weak pull keeps both near the probes."""
 
     def with_factors(speed: float, launch: float) -> tuple[Cluster, Constants]:
         tflops = cluster.chip.tflops | {dtype: cluster.chip.tflops[dtype] * speed}

@@ -65,7 +65,8 @@ def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor
     if missing or spare or other:
         name = (other or missing or spare)[0]
         there, here = given.get(name), ours.get(name)
-        why = f"{name} is {tuple(there.shape) if there is not None else 'not there'}, the recipe asks for {here or 'none'}"
+        found = tuple(there.shape) if there is not None else "not there"
+        why = f"{name} is {found}, the recipe asks for {here or 'none'}"
         fix = "set model.preset and model.overrides to the shape of the weights"
         raise Refused("the weights are of another model", where=where, why=why, fix=fix)
     return {name: value for name, value in given.items() if name in ours}

@@ -156,7 +156,8 @@ def test_trains_under_a_cap_of_device_memory() -> None:
         activations = 2 * tokens * config.layers * per_token + 12 * tokens * config.vocab_size
         largest = 2 * config.vocab_size * config.width
         print(
-            f"{name}: peak {peak / 2**30:.2f} GiB, predicted {(predicted + activations) / 2**30:.2f} GiB and gradients in flight"
+            f"{name}: peak {peak / 2**30:.2f} GiB, predicted {(predicted + activations) / 2**30:.2f} GiB "
+            "and gradients in flight"
         )
         assert peak < CAP_BYTES
         assert peak < predicted + 1.25 * activations + IN_FLIGHT_BYTES + 2 * largest

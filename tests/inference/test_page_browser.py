@@ -64,7 +64,8 @@ def test_generate_shows_the_answer_and_its_tokens(page) -> None:
 def test_stop_keeps_what_was_made(page) -> None:
     # the server's pace is not ours to choose: answers are slowed down in the page
     page.evaluate("""() => { const usual = events; events = async function* (answer) {
-        for await (const event of usual(answer)) { await new Promise((done) => setTimeout(done, 50)); yield event; } } }""")
+        for await (const event of usual(answer)) {
+            await new Promise((done) => setTimeout(done, 50)); yield event; } } }""")
     page.fill("#complete [name=max_tokens]", "140")
     page.fill("#complete [name=temperature]", "0")  # drawn tokens may end the text early
     page.click("#complete button.main")

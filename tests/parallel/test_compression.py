@@ -26,7 +26,7 @@ from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 WORLDS = (2, 3)
-HEADER_BYTES = 4096  # gloo frames each message with 48 bytes and meets at barriers: measured below 3 kB for what is sent here
+HEADER_BYTES = 4096  # gloo frames each message with 48 bytes and meets at barriers: measured below 3 kB here
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,7 +29,7 @@ from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
-# nats: PowerSGD of rank 4 is 0.19 to 0.21 behind after five steps (seeds 0 to 6); without those steps the loss is 0.65 higher
+# nats: PowerSGD of rank 4 is 0.19 to 0.21 behind after five steps (seeds 0 to 6); without them the loss is 0.65 higher
 BEHIND = 0.25
 
 

@@ -205,7 +205,7 @@ def test_bytes_are_those_accounted(micro_batches: int) -> None:
 
 
 def test_published_figure_for_13_billion_parameters() -> None:
-    """13B on one V100-32GB (ZeRO-Offload): 2 bytes each on the device; 12 + 2 on the host, and one block's gradients."""
+    """13B on one V100-32GB (ZeRO-Offload): 2 bytes each on the device; 12 + 2 on the host, one block's gradients."""
     config = preset("gpt3-13b")
     work, layouts, software = (
         Work(config, 4, 1024),

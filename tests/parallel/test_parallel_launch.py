@@ -223,7 +223,8 @@ def test_a_users_error_on_any_process_is_final(
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
     program = tmp_path / "program"
     program.write_text(
-        f"#!/bin/sh\ntest $RANK = 1 || exec sleep 100\necho $TORCHELASTIC_RESTART_COUNT >> {tmp_path}/starts\nexit {code}\n"
+        f"#!/bin/sh\ntest $RANK = 1 || exec sleep 100\n"
+        f"echo $TORCHELASTIC_RESTART_COUNT >> {tmp_path}/starts\nexit {code}\n"
     )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))

@@ -4,7 +4,7 @@ given back later.
 | scheme | bytes against fp32 | what is sent |
 |---|---|---|
 | `Bf16Sum` | 1/2 | every number rounded to 16 bits |
-| `PowerSum` | (rows + columns) x rank / (rows x columns) of each matrix | two thin factors (Vogels et al. 2019, PowerSGD) |
+| `PowerSum` | (rows + columns) x rank / (rows x columns) of each matrix | two thin factors (Vogels et al. 2019) |
 | `onebit.OneBitAdam` | 1/32 after its warm-up | signs of Adam's momentum (Tang et al. 2021) |
 
 Error feedback: every process adds to what it compresses now what its last compression lost, so that

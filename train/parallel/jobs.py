@@ -62,7 +62,8 @@ class Job:
     def command(self, rank: str, first: str) -> str:
         """What each machine runs."""
         if self.machines == 1:
-            return f"throughline launch --nproc {self.processes} --restarts {self.restarts} -- {shlex.join(self.arguments)}"
+            launch = f"throughline launch --nproc {self.processes} --restarts {self.restarts}"
+            return f"{launch} -- {shlex.join(self.arguments)}"
         return self.torchrun(rank, first)
 
 
@@ -129,7 +130,8 @@ begun=$(date +%s)
     cores = "" if job.gpus else f"--cpus-per-task={job.per_machine} "
     again = """\
 # stopped by this job with everything saved: the same command continues
-if [ -e "$events" ] && [ "$(stat -c %Y "$events")" -ge "$begun" ] && tail -n 1 "$events" | grep -q '"event": "stopped"'; then
+if [ -e "$events" ] && [ "$(stat -c %Y "$events")" -ge "$begun" ] &&
+    tail -n 1 "$events" | grep -q '"event": "stopped"'; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 """

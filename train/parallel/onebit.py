@@ -9,7 +9,7 @@ A step of the training loop keeps its order. Only the sum of gradients is replac
 
     optimizer = OneBitAdam(groups, communicator=Communicator(mesh.gradient), warmup_steps=75, lr=…)
     loss.backward()
-    optimizer.sum_gradients(gradients)          # in place during the warm-up; afterwards gradients stay each process's own
+    optimizer.sum_gradients(gradients)          # in place during the warm-up; then gradients stay each process's own
     squares = optimizer.squared_norm(gradients) # of the sum, once gradients stay apart; the same on every
     process
     …clip by one factor, or skip the step when the norm is not finite…
@@ -26,7 +26,9 @@ from ...planner.tables import SKETCH
 from .compression import CommunicationHook, Communicator, CompressedSums, DenseSum, Signs, pack, unpack
 from .sharding import buckets
 
-FLOOR = 0.1  # of a tensor's root mean square: rows of tokens unseen so far would otherwise move without bound when they are met
+FLOOR = (
+    0.1  # of a tensor's root mean square: rows of unseen tokens would otherwise move without bound when met
+)
 
 
 class OneBitAdam(torch.optim.AdamW, CommunicationHook):
