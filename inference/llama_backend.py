@@ -120,7 +120,7 @@ class LlamaCausal(StepsByForward):
         )
 
     def step(self, spans: Sequence[Span], cache: LlamaContext) -> Any:
-        """See `core.backend.CausalBackend.step`."""
+        """See `core.backend.CausalBackend.step`; what one call gives is memory that the next writes again."""
         lines: list[tuple[int, int, int, bool]] = []
         for span in spans:
             self._library.llama_memory_seq_rm(cache.memory, span.row, span.past, -1)
@@ -137,7 +137,9 @@ class LlamaCausal(StepsByForward):
             if wanted := sum(line[3] for line in part):
                 pointer = self._library.llama_get_logits(cache.pointer)
                 logits = np.ctypeslib.as_array(pointer, (wanted, self.vocab_size))
-                found.append(logits.copy())
+                found.append(logits if len(lines) <= BATCH_TOKENS else logits.copy())
+        if len(found) == 1:
+            return found[0]
         return np.concatenate(found) if found else np.zeros((0, self.vocab_size), np.float32)
 
     def forward(  # type: ignore[override]

@@ -146,7 +146,7 @@ def test_a_gpt_under_optimums_names(config, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["sequence-classification", "token-classification", "question-answering"])
 @pytest.mark.parametrize(
-    "form", [("portable", "fp32"), ("onnxruntime", "int8"), ("tensorrt", "fp16")], ids="-".join
+    "form", dict.fromkeys((variant, precision) for variant, precision, _ in FORMS), ids="-".join
 )
 def test_every_head(kind, form: tuple, tmp_path: Path) -> None:
     labels = ("start", "end") if kind == "question-answering" else ("a", "b", "c")
