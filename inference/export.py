@@ -193,7 +193,7 @@ def judge(
     tokenizer = graph.with_name("tokenizer.json")
     kept = tokenizer if tokenizer.is_file() else None
     device = pick_device(judging.device)
-    candidate = _candidate(graph, config, kept, opened.input, options, device)
+    candidate = _candidate(opened, graph, kept, options, device)
     reference = reference_of(opened.model.to(device), kept, opened.input, options.pooling)
     report = compare(reference, candidate, bounds)
     report["precision"] = options.precision
@@ -209,27 +209,19 @@ def judge(
 
 
 def _candidate(
-    graph: Path, config: Any, tokenizer: Path | None, source: Input, options: GraphOptions, device: str
+    opened: OpenedModel, graph: Path, tokenizer: Path | None, options: GraphOptions, device: str
 ) -> Loaded:
-    how = BackendOptions(device)
-    if options.names == "throughline":
-        return onnx_backend(graph, config, tokenizer, source, how)
-    if isinstance(config, GPTConfig):
+    """The graph behind the protocol of its family; under optimum's names it is asked for every position."""
+    config = opened.model.config
+    if options.names == "optimum" and isinstance(config, GPTConfig):
         from .onnx_backend import open_session
 
         causal: Any = OptimumCausal(open_session(graph, device=device), config)
-        return Loaded("gpt", config, tokenizer, source, causal=causal)
-    loaded = onnx_backend(graph, config, tokenizer, source, how)
-    assert loaded.encoder is not None
-    if "logit_positions" in {given.name for given in loaded.encoder.session.get_inputs()}:  # type: ignore[attr-defined]
-        return loaded
-    outputs = {given.name for given in loaded.encoder.session.get_outputs()}  # type: ignore[attr-defined]
-    pretraining = "logits" in outputs and config.vocab_size in _last_dims(loaded.encoder)
-    return dataclasses.replace(loaded, encoder=OptimumEncoder(loaded.encoder)) if pretraining else loaded
-
-
-def _last_dims(encoder: Any) -> list[Any]:
-    return [given.shape[-1] for given in encoder.session.get_outputs() if given.name == "logits"]
+        return Loaded("gpt", config, tokenizer, opened.input, causal=causal)
+    loaded = onnx_backend(graph, config, tokenizer, opened.input, BackendOptions(device))
+    if options.names == "optimum" and not hasattr(opened.model, "head"):
+        return dataclasses.replace(loaded, encoder=OptimumEncoder(loaded.encoder))
+    return loaded
 
 
 def check_fusion(graph: Path, config: TransformerConfig, options: GraphOptions) -> dict[str, Any]:
@@ -242,7 +234,8 @@ def check_fusion(graph: Path, config: TransformerConfig, options: GraphOptions) 
     fused = options.variant == "onnxruntime"
     if found["com.microsoft.Attention"] or found["com.microsoft.QAttention"]:
         kind = "QAttention" if options.precision == "int8" else "Attention"
-        expected = {f"com.microsoft.{kind}": layers, "com.microsoft.SkipLayerNormalization": 2 * layers}
+        sums = 0 if options.half else 2 * layers  # in fp16 graphs norms stand apart from sums
+        expected = {f"com.microsoft.{kind}": layers, "com.microsoft.SkipLayerNormalization": sums}
     elif fused and isinstance(config, GPTConfig) and options.names == "throughline":
         expected = {"com.microsoft.GroupQueryAttention": layers}
     elif options.opset >= 23 and options.variant != "tensorrt" and options.names == "throughline":

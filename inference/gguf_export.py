@@ -16,7 +16,7 @@ from ..core.hardware import usable_cores
 from ..models.config import GPTConfig, ModelConfig, family_of
 from .backends import torch_backend
 from .gguf_writer import INSTALL, GGUFPrecision, write_gguf
-from .sampling import log_softmax
+from .parity import divergence
 from .source import open_model
 
 # Largest mean KL divergence of the next token's distribution from torch's, in nats; of a BERT, one minus the
@@ -62,14 +62,10 @@ def compare_gguf(opened: Any, file: Path, config: ModelConfig, precision: str) -
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (TEXTS, length))
     if isinstance(config, GPTConfig):
         zeros, ask = np.zeros(TEXTS, np.int64), np.tile(np.arange(length), (TEXTS, 1))
-        logits = []
-        for backend in (reference.causal, LlamaCausal(file, config, usable_cores(), "cpu", precision)):
-            assert backend is not None
-            logits.append(
-                log_softmax(backend.forward(ids, zeros, ask, backend.new_cache(TEXTS)).astype(np.float64))
-            )
-        ours, theirs = logits
-        far = float((np.exp(ours) * (ours - theirs)).sum(-1).mean())
+        backends: Any = (reference.causal, LlamaCausal(file, config, usable_cores(), "cpu", precision))
+        logits = [b.forward(ids, zeros, ask, b.new_cache(TEXTS)) for b in backends]
+        ours, theirs = (value.reshape(-1, config.vocab_size) for value in logits)
+        far = float(divergence(ours, theirs).mean(dtype=np.float64))
         found = {"mean_kl": far, "top1_agreement": float((ours.argmax(-1) == theirs.argmax(-1)).mean())}
     else:
         types, mask, none = np.zeros_like(ids), np.ones(ids.shape, bool), np.zeros((TEXTS, 0), np.int64)
