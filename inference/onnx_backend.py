@@ -258,14 +258,12 @@ class OnnxCausal:
     def _one_by_one(
         self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: OnnxCache, first_row: int
     ) -> Any:
-        import torch
-
         rows = [slice(row, row + 1) for row in range(len(ids_BS))]
         found = [
-            self._run(ids_BS[row], past_B[row], ask_BN[row], cache, first_row + row.start).clone()
+            copy_of(self._run(ids_BS[row], past_B[row], ask_BN[row], cache, first_row + row.start))
             for row in rows
         ]
-        return torch.cat(found)
+        return library(found[0]).concatenate(found)
 
     def copy_row(self, cache: OnnxCache, source: int, target: int, tokens: int) -> None:
         """See `core.backend.CausalBackend.copy_row`."""
