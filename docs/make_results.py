@@ -136,7 +136,7 @@ def precision_rows() -> Iterator[list[str]]:
                 contested = f"{row['contested']:.2%} of {row['contested_predictions']:,}"
                 yield [
                     f"{name.upper()}, {form}",
-                    f"{row['kl']:.2g}",
+                    f"{max(row['kl'], 0.0):.2g}",
                     f"{row['top1_agreement']:.2%}",
                     contested,
                     f"{row['loss']:.4f} ({row['torch_loss']:.4f})",

@@ -78,6 +78,7 @@ class LlamaContext:
                 "llama.cpp has no room for this many sequences", why=f"{rows} of {context:,} tokens"
             )
         self.memory = library.llama_get_memory(self.pointer)
+        self._seen: tuple[tuple[int, int], np.ndarray] | None = None
         self.batch = library.llama_batch_init(max(BATCH_TOKENS, context), 0, 1)
 
     def fill(self, lines: Sequence[tuple[int, int, int, bool]]) -> None:
@@ -94,6 +95,14 @@ class LlamaContext:
         if code:
             raise RuntimeError(f"llama.cpp could not decode this batch (code {code})")
 
+    def logits(self, count: int, vocab_size: int) -> np.ndarray:
+        """The logits (count, V) of the last run, in llama.cpp's own memory, which moves when it needs more."""
+        pointer = self.library.llama_get_logits(self.pointer)
+        key = (ctypes.addressof(pointer.contents), count)
+        if self._seen is None or self._seen[0] != key:
+            self._seen = key, np.ctypeslib.as_array(pointer, (count, vocab_size))
+        return self._seen[1]
+
     def __del__(self) -> None:
         if getattr(self, "pointer", None):
             self.library.llama_batch_free(self.batch)
@@ -108,7 +117,7 @@ class LlamaCausal(StepsByForward):
     def __init__(
         self, path: Path, config: GPTConfig, threads: int, device: str = "cpu", dtype: str = "f16"
     ) -> None:
-        self._library, self._model = open_model(path, device)
+        self.library, self.model = open_model(path, device)
         self.device, self.dtype, self._threads = "cpu", dtype, threads  # logits come to the host
         self.vocab_size, self.context = config.vocab_size, config.sequence_length
         self._settings = {"cache_type": 0} if dtype == "f32" else {}  # keys and values in f32, else f16
@@ -116,14 +125,14 @@ class LlamaCausal(StepsByForward):
     def new_cache(self, rows: int) -> LlamaContext:
         """A context of its own; a row costs what its tokens cost."""
         return LlamaContext(
-            self._library, self._model, rows, self.context, self._threads, **dict(self._settings)
+            self.library, self.model, rows, self.context, self._threads, **dict(self._settings)
         )
 
     def step(self, spans: Sequence[Span], cache: LlamaContext) -> Any:
         """See `core.backend.CausalBackend.step`; what one call gives is memory that the next writes again."""
         lines: list[tuple[int, int, int, bool]] = []
         for span in spans:
-            self._library.llama_memory_seq_rm(cache.memory, span.row, span.past, -1)
+            self.library.llama_memory_seq_rm(cache.memory, span.row, span.past, -1)
             first = len(span.ids) - span.asked
             lines += [
                 (int(token_id), span.past + place, span.row, place >= first)
@@ -135,8 +144,7 @@ class LlamaCausal(StepsByForward):
             cache.fill(part)
             cache.run()
             if wanted := sum(line[3] for line in part):
-                pointer = self._library.llama_get_logits(cache.pointer)
-                logits = np.ctypeslib.as_array(pointer, (wanted, self.vocab_size))
+                logits = cache.logits(wanted, self.vocab_size)
                 found.append(logits if len(lines) <= BATCH_TOKENS else logits.copy())
         if len(found) == 1:
             return found[0]
@@ -155,12 +163,12 @@ class LlamaCausal(StepsByForward):
 
     def copy_row(self, cache: LlamaContext, source: int, target: int, tokens: int) -> None:
         """See `core.backend.CausalBackend.copy_row`; the cells are shared, not copied."""
-        self._library.llama_memory_seq_rm(cache.memory, target, -1, -1)
-        self._library.llama_memory_seq_cp(cache.memory, source, target, 0, tokens)
+        self.library.llama_memory_seq_rm(cache.memory, target, -1, -1)
+        self.library.llama_memory_seq_cp(cache.memory, source, target, 0, tokens)
 
     def free_row(self, cache: LlamaContext, row: int) -> None:
         """See `core.backend.CausalBackend.free_row`."""
-        self._library.llama_memory_seq_rm(cache.memory, row, -1, -1)
+        self.library.llama_memory_seq_rm(cache.memory, row, -1, -1)
 
 
 class LlamaEncoder:
@@ -173,11 +181,11 @@ class LlamaEncoder:
     def __init__(
         self, path: Path, config: BERTConfig, threads: int, device: str = "cpu", dtype: str = "f16"
     ) -> None:
-        self._library, self._model = open_model(path, device)
+        self.library, self.model = open_model(path, device)
         self.device, self.dtype = "cpu", dtype
         self.vocab_size, self.context, self._width = config.vocab_size, config.sequence_length, config.width
         settings = {"embeddings": True, "pooling_type": 0, "n_ubatch": self.context, "n_batch": self.context}
-        self._context = LlamaContext(self._library, self._model, 1, self.context, threads, **settings)
+        self._context = LlamaContext(self.library, self.model, 1, self.context, threads, **settings)
 
     def forward(
         self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
@@ -188,10 +196,10 @@ class LlamaEncoder:
             places = np.flatnonzero(real)
             tokens = [(int(ids[place]), at, 0, True) for at, place in enumerate(places)]
             self._context.fill(tokens)
-            code = self._library.llama_encode(self._context.pointer, self._context.batch)
+            code = self.library.llama_encode(self._context.pointer, self._context.batch)
             if code:
                 raise RuntimeError(f"llama.cpp could not encode this text (code {code})")
-            pointer = self._library.llama_get_embeddings(self._context.pointer)
+            pointer = self.library.llama_get_embeddings(self._context.pointer)
             pointer = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
             hidden[line, places] = np.ctypeslib.as_array(pointer, (len(places), self._width))
         mean = hidden.sum(1) / mask_BS.sum(1, keepdims=True)

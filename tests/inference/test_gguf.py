@@ -89,7 +89,7 @@ def test_an_artifact_tokenises_generates_and_shares_prompts(gpt_dir: Path, tmp_p
 
     text = "The quick brown fox; naïve café 東京 🙂 again\n\n  and 12 again."
     expected = Tokenizer.load(gpt_dir).encode(text).tolist()
-    model = llama_one._model
+    model = llama_one.model
     vocab, buffer = llama_cpp.llama_model_get_vocab(model), (llama_cpp.llama_token * 200)()
     raw = text.encode()
     count = llama_cpp.llama_tokenize(vocab, raw, len(raw), buffer, 200, False, False)
