@@ -16,6 +16,7 @@ help:
 	@echo "make llamacpp       llama.cpp and gguf, so that the tests of GGUF files run too; builds for minutes"
 	@echo "make reproduce      reported results beside what this machine measures, predicts or proves (reproduce-NAME: one)"
 	@echo "make docs           the book as HTML in build/book; a broken link is an error"
+	@echo "make walk           every command of the book's pages, in order; make slow does the same with few steps"
 	@echo "make gpu-check      tests and benchmarks that need a CUDA device; installs nothing"
 	@echo "make bench          every benchmark against its peers (NANOGPT=a nanoGPT checkout, SHARED=shared data)"
 	@echo "make bench-quick    the same claims with fewer repetitions, in ten minutes; keeps no result"
@@ -87,6 +88,11 @@ docs: $(VENV)/.installed-test
 reproduce: $(VENV)/.installed-test
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/reproduce.py
 	$(BIN)/python docs/make_reproductions.py
+
+# the commands of the book's pages, as a reader would give them
+WALKED := first-hour search continue-gpt2 cluster planner proofs
+walk: $(VENV)/.installed-test
+	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/walk.py $(WALKED)
 
 reproduce-%: $(VENV)/.installed-test
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/reproduce.py $*

@@ -6,6 +6,8 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -136,3 +138,27 @@ def existing(path: str) -> Path:
     if not found.exists():
         raise argparse.ArgumentTypeError(f"{path} does not exist")
     return found
+
+
+def throughline(*words: Any) -> str:
+    """Run the command line of this checkout; its standard output. Ends the benchmark when it fails."""
+    command = [sys.executable, "-m", "throughline.cli.main", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(
+            f"throughline {' '.join(map(str, words))}: exit code {done.returncode}\n{done.stderr[-3000:]}"
+        )
+    return done.stdout
+
+
+def settings(changes: dict[str, Any]) -> list[str]:
+    """`--set` options of a command that takes a recipe; values as JSON, which TOML reads the same way."""
+    return [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+def peak_memory() -> int:
+    """Most bytes that this process has held, from its own table: getrusage's figure begins with what the process
+    that started it had.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))

@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import claim, existing, finish, parser
+from common import claim, existing, finish, parser, peak_memory
 
 HERE = Path(__file__).resolve()
 TASKS = (
@@ -165,14 +165,6 @@ def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[
         }
     spent = time.process_time() - start
     return {"cpu_s": spent, "peak_bytes": peak_memory(), "metrics": metrics, "answers": answers}
-
-
-def peak_memory() -> int:
-    """Bytes; from the process's own table, since getrusage's figure begins with what the process that started
-    it had.
-    """
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
 
 def geometric(values: list[float]) -> float:

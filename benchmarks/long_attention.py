@@ -8,12 +8,13 @@ the facts give the whole attention module with its projections too, and the memo
 backward.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable
 
 import torch
-from common import claim, finish, paired, parser
+from common import Claim, claim, finish, paired, parser
 from throughline.models.attention_patterns import apply_pattern, block_table, make_attend
 from throughline.models.config import AttentionPattern, GPTConfig
 from throughline.models.gpt import GPT
@@ -21,6 +22,7 @@ from throughline.models.init import initialise
 from throughline.models.layers import scaled_dot_product
 
 LENGTHS = (1024, 2048, 4096, 8192)
+BEYOND = (16384, 32768)  # extrapolated: a pass of dense attention over 32,768 tokens takes minutes of a CPU
 HEADS, HEAD_SIZE = 12, 64
 PATTERN = AttentionPattern(window=512)
 GOAL_AT_8K = 4.0
@@ -82,6 +84,17 @@ def kept_bytes(attend: Callable[..., torch.Tensor], length: int) -> int:
     return sum(kept.values())
 
 
+def extrapolated(claims: list[Claim], length: int) -> float:
+    """How many times as fast the core is at `length`, where each side's time goes on growing by the power of the
+    length by which it grew between the two longest measured ones.
+    """
+    shorter, longest = (next(c for c in claims if c.name == f"window-512-core-{n}") for n in LENGTHS[-2:])
+    doublings = math.log2(length / LENGTHS[-1])
+    sides = [(shorter.ours, longest.ours), (shorter.theirs, longest.theirs)]
+    ours, theirs = (long * (long / short) ** doublings for short, long in sides)
+    return round(theirs / ours, 2)
+
+
 def main() -> int:
     chosen = parser(__doc__ or "").parse_args()
     pairs = 3 if chosen.quick else 5
@@ -122,6 +135,7 @@ def main() -> int:
             int(table.sum()),
             int(table.shape[0] * (table.shape[0] + 1) // 2),
         ]
+    facts["extrapolated"] = {length: extrapolated(claims, length) for length in BEYOND}
     finish("long_attention", claims, facts=facts, threads=torch.get_num_threads())
     return 0
 

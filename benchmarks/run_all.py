@@ -37,6 +37,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "optimizers": [],
     "bert_pretrain": [],
     "bert_toy": [],
+    "search": [],
     "serve": [],
     "checkpoints": [],
     "faults": [],

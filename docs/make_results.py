@@ -21,8 +21,6 @@ HEADLINES = {
     "gpt-time-to-loss": "Small GPT trained to the loss that nanoGPT reaches",
     "gpt124-1024-vs-transformers": "GPT-2 124M trained, rows of 1,024 tokens",
     "eval-124m": "GPT-2 124M scored zero-shot, the same answers",
-    "1-bit-adam-2-ranks-bytes": "Bytes sent per run of data-parallel training, 1-bit Adam",
-    "layouts_equal": "Layouts that train the same model as one process, in float64",
     "kill-restart": "Until a job trains again after one of its processes was killed",
 }
 # Benchmarks whose peer is a bound set beforehand or the program itself, not another program.

@@ -1,9 +1,13 @@
-"""The table of reported results: claims parse, their commands exist, no row says *measured* without an artifact."""
+"""The table of reported results: every claim parses, its commands exist, every figure of ours was read from the
+output of a command, and no row says *measured* without one.
+"""
 
 import json
 import re
 import shlex
+import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import click
@@ -13,30 +17,88 @@ from throughline.cli.main import main
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from reproductions import RESULTS, pick, read_claim, read_claims  # noqa: E402
+from reproductions import (  # noqa: E402
+    MINUTES,
+    RESULTS,
+    Claim,
+    Run,
+    choice,
+    execute,
+    job,
+    pick,
+    read_claim,
+    read_claims,
+)
+
+CLAIMS = read_claims()
+by_name = pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
 
 
-@pytest.mark.parametrize("claim", read_claims(), ids=lambda claim: claim.name)
-def test_every_command_of_a_claim_exists(claim) -> None:
-    """Commands run here name a script or a verb of the command line; the one for the claim's machine too."""
-    for words in (
-        shlex.split(line) for run in claim.runs.values() for line in (run.command, run.gpu or run.command)
-    ):
-        if words[0] == "python":
-            assert (ROOT / words[1]).exists(), words[1]
-        else:
-            assert words[0] == "throughline"
-            assert isinstance(main.get_command(click.Context(main), words[1]), click.Command), words[1]
-    assert claim.source and claim.there and claim.machine
+def parses(line: str) -> None:
+    """Asserts that a command names a script, or a verb with options that it takes."""
+    words = shlex.split(line)
+    if words[0] == "python":
+        assert (ROOT / words[1]).exists(), words[1]
+        return
+    assert words[0] == "throughline"
+    command, words = main.get_command(click.Context(main), words[1]), words[2:]
+    while isinstance(command, click.Group) and words[0] in command.commands:
+        command, words = command.commands[words[0]], words[1:]
+    assert isinstance(command, click.Command), line
+    command.make_context("throughline", list(words), resilient_parsing=True)
 
 
-def test_a_measured_row_has_an_artifact() -> None:
-    """Each row of docs/reproductions.md is backed by a committed result whose figure is a number."""
-    for path in sorted(RESULTS.glob("*.json")):
-        found = json.loads(path.read_text())
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"]) and found["measured_on"]
-        for row in found["rows"]:
-            assert isinstance(row["ours"], (int, float)), f"{path.name}: {row['name']}"
+def test_eleven_claims_in_order() -> None:
+    assert [claim.number for claim in CLAIMS] == list(range(1, 12))
+
+
+@by_name
+def test_every_command_of_a_claim_exists(claim: Claim) -> None:
+    """Those that are run here, and those for the machine that the claim needs."""
+    for line in (*(run.command for run in claim.runs.values()), *claim.there):
+        parses(line)
+    assert claim.source and claim.machine
+
+
+def test_all_claims_fit_into_their_minutes() -> None:
+    """Each command once, however many claims share it; what needs a GPU is left out."""
+    runs = {run.command: run.minutes for claim in CLAIMS for run in claim.runs.values() if run.needs != "gpu"}
+    assert sum(runs.values()) <= MINUTES, runs
+
+
+@by_name
+def test_every_figure_was_read_from_an_output(claim: Claim) -> None:
+    """A committed row holds the object that its figure was read from: ours is what stands there, times the unit's
+    factor; it is no field of the published tables, and the row's text is that of the claim's file.
+    """
+    found = json.loads((RESULTS / f"{claim.name}.json").read_text())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"]) and found["measured_on"]
+    assert re.fullmatch(r"[0-9a-f]{64}", found["artifact"])
+    rows = {row["name"]: row for row in found["rows"]}
+    for row in claim.rows:
+        if claim.runs[row.run].needs or row.what in found["open"]:
+            continue
+        last = row.value.rpartition(".")[2]
+        assert not any(word in last for word in ("reported", "published", "measured_seconds")), row.value
+        held = rows[row.name]
+        assert held["ours"] == pytest.approx(pick(held["read_from"], last) * row.scale, rel=1e-12), row.name
+        assert (held["evidence"], held["reported"]) == (row.evidence, row.reported)
+        assert row.evidence == "predicted" or "plan" not in claim.runs[row.run].command.split()
+
+
+def test_nothing_that_is_ours_stands_in_the_claims() -> None:
+    """The files of the claims have reported figures and paths, and none of our figures."""
+    for path in sorted((ROOT / "recipes" / "reproductions").glob("*.toml")):
+        assert not re.search(r"^(ours|measured|predicted)\s*=", path.read_text(), re.M), path.name
+
+
+def test_pages_and_plots_are_current() -> None:
+    made = subprocess.run(
+        [sys.executable, ROOT / "docs" / "make_reproductions.py", "--check"], capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    for path in (ROOT / "docs" / "plots").glob("*.svg"):
+        assert ET.fromstring(path.read_text()).tag.endswith("svg")
 
 
 def test_values_are_picked_by_key_index_and_name() -> None:
@@ -47,12 +109,51 @@ def test_values_are_picked_by_key_index_and_name() -> None:
         pick(tree, "layouts.0.nights")
 
 
-def test_a_claim_that_names_a_run_it_lacks_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('run = "layouts"', 'run = "x"', "names the run 'x'"),
+        ('headline = "1t-step"', 'headline = "y"', "the row 'y'"),
+    ],
+)
+def test_a_claim_that_names_what_it_lacks_is_refused(old: str, new: str, said: str, tmp_path: Path) -> None:
+    text = (ROOT / "recipes" / "reproductions" / "deepspeed-3d.toml").read_text()
     bad = tmp_path / "bad.toml"
-    bad.write_text(
-        (ROOT / "recipes" / "reproductions" / "deepspeed-3d.toml")
-        .read_text()
-        .replace('run = "layouts"', 'run = "x"')
-    )
-    with pytest.raises(ValueError, match="names the run 'x'"):
+    bad.write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match=said):
         read_claim(bad)
+
+
+def test_a_run_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the process that it has started: neither is there afterwards."""
+    monkeypatch.setattr("reproductions.SLACK", 0)
+    monkeypatch.setattr("reproductions.REST_SECONDS", 1)
+    monkeypatch.setattr("reproductions.INTERPRETERS", {"sh": ["sh"]})
+    with pytest.raises(RuntimeError, match="not done after"):
+        execute(Run("slow", "sh -c 'sleep 77.5 & wait'", 1.0))
+    assert "sleep 77.5" not in subprocess.run(
+        ["ps", "ax", "-o", "args"], capture_output=True, text=True
+    ).stdout.split("\n")
+
+
+@by_name
+def test_the_job_for_the_claims_machine(claim: Claim, tmp_path: Path) -> None:
+    """Every claim's job is written; a Slurm job asks for as many GPUs as the claim has."""
+    text = job(claim, tmp_path).read_text()
+    assert subprocess.run(["sh", "-n", tmp_path / "job.sh"]).returncode == 0
+    for name in re.findall(r"sbatch .*?(\S+\.sbatch)", text):
+        sizes = {
+            key: int(re.search(rf"--{key}=(\d+)", (tmp_path / name).read_text())[1])
+            for key in ("nodes", "gpus-per-node")
+        }
+        assert sizes["nodes"] * sizes["gpus-per-node"] <= claim.gpus
+    if claim.name == "bert-53-minutes":
+        assert "--dependency=afterok:$job job-2.sbatch" in text
+        assert sizes == {"nodes": 92, "gpus-per-node": 16}
+
+
+def test_what_was_chosen_is_said() -> None:
+    claim = next(claim for claim in CLAIMS if claim.name == "single-node-bert")
+    assert "no GPU" in choice(claim, [], False) and claim.machine in choice(claim, [], False)
+    assert "gpu_scale.py" in choice(claim, ["NVIDIA H100"], False)
+    assert "enough for" in choice(claim, ["NVIDIA A100"] * 8, False)

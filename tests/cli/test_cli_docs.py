@@ -47,7 +47,7 @@ def test_paths_named_in_the_documents_exist(root: Path) -> None:
 def commands(root: Path) -> list[str]:
     found = []
     for document in documents(root):
-        for block in re.findall(r"```(?:sh|bash)\n(.*?)```", document.read_text(), re.S):
+        for block in re.findall(r"```(?:sh|bash)(?: there)?\n(.*?)```", document.read_text(), re.S):
             lines = (line.strip() for line in block.replace("\\\n", " ").splitlines())
             found += [line.split("  #")[0] for line in lines if line.startswith("throughline ")]
     return found
@@ -62,9 +62,12 @@ def test_every_command_in_the_documents_parses(root: Path) -> None:
         command: click.Command = main
         context = click.Context(main, info_name="throughline")
         while isinstance(command, click.Group) and words and not words[0].startswith("-"):
-            inner = command.get_command(context, words[0])
+            try:
+                _, inner, rest = command.resolve_command(context, list(words))
+            except click.UsageError:
+                inner, rest = None, []
             assert inner is not None, f"{line}: no command {words[0]}"
-            command, words = inner, words[1:]
+            command, words = inner, rest
         try:
             command.make_context("throughline", list(words), resilient_parsing=False)
         except click.exceptions.Exit:

@@ -1,0 +1,41 @@
+"""The book's pages work: each page's commands run in order in a directory of their own, with few training steps."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from walk import QUICK, script, walk  # noqa: E402
+
+PAGES = re.search(r"^WALKED := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
+    """From nothing but the repository's samples; `make walk` gives them their own numbers of steps."""
+    walk(page, tmp_path, quick=True)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_long_training_is_shortened(page: str) -> None:
+    """A page's trainings name their steps, so that the slow test can shorten them."""
+    text = script(ROOT / "docs" / f"{page}.md", quick=True)
+    for line in text.splitlines():
+        if re.match(r"throughline (?:launch .* )?(?:train|finetune) ", line) and ">" not in line:
+            assert any(name in line for name in QUICK), line
+
+
+def test_a_failing_command_ends_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three commands fails: the third does not run, and the page is named."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "bad.md").write_text("```sh\ntouch one\nfalse\ntouch three\n```\n")
+    monkeypatch.setattr("walk.ROOT", tmp_path)
+    (tmp_path / "place").mkdir()
+    with pytest.raises(SystemExit, match=r"bad\.md"):
+        walk("bad", tmp_path / "place", quick=False)
+    assert (tmp_path / "place" / "one").exists() and not (tmp_path / "place" / "three").exists()
