@@ -117,7 +117,7 @@ def latency_rows(found: list[Row]) -> Iterator[list[str]]:
         shares |= line.get("details", {}).get("gpt_share_of_bandwidth", {})
     names = {
         "gpt-fp32-onnxruntime": "onnxruntime fp32", "gpt-int8-onnxruntime": "onnxruntime int8",
-        "gpt-fp32": "llama.cpp f32", "gpt-quantised": "llama.cpp q8_0", "gpt-q4_0": "llama.cpp q4_0",
+        "gpt-fp32": "llama.cpp f32", "gpt-quantised-q8_0": "llama.cpp q8_0", "gpt-quantised": "llama.cpp q4_0",
     }  # fmt: skip
     for row in found:
         if row.benchmark == "latency":
