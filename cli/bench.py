@@ -40,7 +40,7 @@ def command() -> None:
 def latency(
     paths: tuple[str, ...], seconds: float, every_backend: bool, plot: Path | None, options: "BackendOptions"
 ) -> None:
-    """Median and tail latency per batch and length, of one or more models, beside each other.
+    """Median and tail latency per batch and length, of one or more models or .gguf files, beside each other.
 
     On a GPU the least time that its memory and arithmetic allow stands beside it, and of a BERT-Base or -Large
     what NVIDIA reported for TensorRT on a T4. Below the table each is compared with the first.

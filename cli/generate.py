@@ -75,8 +75,8 @@ def command(
     out: Path | None,
     options: "BackendOptions",
 ) -> None:
-    """Continue a text with a run, checkpoint, model directory or ONNX artifact of a GPT, printed as it is
-    made.
+    """Continue a text with a GPT, printed as it is made. PATH is a run, checkpoint, model directory, ONNX artifact,
+    engine or .gguf file.
 
     With FILE, a .jsonl with a "prompt" in every line, each line gets its "answers" in --out; a line's own
     max_tokens, temperature, seed and so on hold for it. The same command goes on after a stop.
