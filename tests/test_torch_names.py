@@ -7,6 +7,7 @@ import importlib
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -96,12 +97,14 @@ def test_without_the_memory_history_a_profile_has_a_trace_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     torch = pytest.importorskip("torch")
-    from throughline.train.profile import Profile
+    from throughline.train import profile as profiles
 
+    plan: Any = SimpleNamespace(config=None, recipe=None, device=torch.device("cuda"))
+    monkeypatch.setattr(profiles, "predicted_kernels", lambda config, recipe: {})
     monkeypatch.delattr(torch.cuda.memory, "_record_memory_history")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there may be no CUDA to profile
-        profile = Profile(tmp_path, torch.device("cuda"))
+        profile = profiles.Profile(tmp_path, plan)
         for _ in range(8):
             profile.step()
         profile.close()
