@@ -17,7 +17,7 @@ def output(arguments: str) -> str:
     from throughline.cli.main import main
 
     result = CliRunner().invoke(main, arguments.split())
-    return (result.output + result.stderr).rstrip()
+    return result.output.rstrip()  # stderr is in it
 
 
 def refreshed(text: str) -> str:
