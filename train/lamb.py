@@ -106,24 +106,13 @@ class Lamb(torch.optim.Optimizer):
             self._scratch = torch.empty_like(torch.cat(weights))
         ours = list(self._scratch[: sum(sizes)].zero_().split(sizes))
         beta1, beta2 = group["betas"]
-        adam(
-            ours,
-            gradients,
-            means,
-            variances,
-            [],
-            list(
-                torch._foreach_sub(steps, 1)
-            ),  # it adds 1 itself, and pieces of one parameter share its step
-            fused=True,
-            lr=1.0,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=0.0,
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
+        settings = {"lr": 1.0, "beta1": beta1, "beta2": beta2, "weight_decay": 0.0, "eps": group["eps"]}
+        settings |= {"amsgrad": False, "maximize": False}
+        if hasattr(torch, "_fused_adam_"):
+            torch._fused_adam_(ours, gradients, means, variances, [], steps, **settings)
+        else:  # 20 us more a round; it adds 1 to the steps itself, and pieces of one parameter share theirs
+            before = list(torch._foreach_sub(steps, 1))
+            adam(ours, gradients, means, variances, [], before, fused=True, **settings)
         if group["weight_decay"]:
             torch._foreach_add_(ours, weights, alpha=-group["weight_decay"])
         torch._foreach_copy_(gradients, ours)

@@ -321,7 +321,7 @@ def test_contamination_finds_runs_of_thirteen(monkeypatch: pytest.MonkeyPatch) -
         found[5:18] = store.ids[start : start + 13]
         nearly[5:17] = store.ids[start : start + 12]
         assert shared_runs([found, nearly, fresh[:5]], store) == [True, False, False]
-    alike = lambda ids, length: np.zeros(max(0, len(ids) - length + 1), np.uint64)  # noqa: E731
+    alike = lambda ids: np.zeros(max(0, len(ids) - 12), np.uint64)  # noqa: E731
     monkeypatch.setattr("throughline.eval.contamination.window_hashes", alike)
     assert shared_runs([fresh[:20]], _Store(store.ids[:60])) == [False]
 
