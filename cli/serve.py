@@ -21,36 +21,44 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every interface."
 )
 @click.option(
-    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 is any free port."
+    "--port",
+    default=8000,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port to listen on; 0 is any free port.",
 )
 @click.option(
     "--slots",
     default=8,
     show_default=True,
     type=click.IntRange(1, 256),
-    help="Sequences a GPT decodes together.",
+    help="Maximum number of sequences that a GPT decodes together.",
 )
 @click.option(
     "--queue",
     default=256,
     show_default=True,
     type=click.IntRange(1),
-    help="Answers that wait per model; beyond it a request gets 429 with Retry-After.",
+    help="Maximum number of answers that wait per model; beyond it a request gets 429 with Retry-After.",
 )
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
-    help="Most new tokens of an answer (default: what fits the context).",
+    help="Maximum number of new tokens per answer (default: what fits the context).",
 )
 @click.option(
-    "--max-n", default=128, show_default=True, type=click.IntRange(1), help="Most answers to one prompt."
+    "--max-n",
+    default=128,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Maximum number of answers to one prompt.",
 )
 @click.option(
     "--max-body",
     default=4_000_000,
     show_default=True,
     type=click.IntRange(1000),
-    help="Most bytes of a request.",
+    help="Maximum size of a request in bytes.",
 )
 @click.option(
     "--request-timeout",
@@ -71,7 +79,12 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
     type=click.Path(path_type=Path),
     help=f"File with one API key a line; {KEYS_VARIABLE} takes keys too, with commas between (default: no key).",
 )
-@click.option("--cors", multiple=True, metavar="ORIGIN", help="Web page that may call, * is any. Repeatable.")
+@click.option(
+    "--cors",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Origin of web pages that may call the server, * for any (default: none). Repeatable.",
+)
 @click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate chain in PEM: serves https.")
 @click.option("--tls-key", type=click.Path(path_type=Path), help="Private key of the certificate in PEM.")
 @click.option(
