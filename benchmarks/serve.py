@@ -6,8 +6,8 @@ loopback, the load generator in this process. A peer runs at the best of its set
 first and printed. Both servers of a pair are up and asked in turn; the one that is not asked is stopped. The int8 rows
 set our int8 graph beside the peer's fp32, and beside q8_0 for llama.cpp, whose server (`llama-server` on the PATH or
 in $LLAMA_SERVER, else the faster of the packages xllamacpp and llama-cpp-python[server]) is said to be missing where
-there is none. `http-*` is what HTTP adds to a bare call of the backend at one client. Models are written once, to
---models, so that parts can be measured one by one.
+there is none. `http-*` is what HTTP adds to a bare call of the backend at one client. Models and settings
+are kept in --models, so that parts can be measured one by one; --clients 1 and 8 show the same with fewer clients.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def cases(quick: bool) -> dict[str, Case]:
     gpt = [Ask(body) for body in bodies if "prompt" in body]
     bert = [Ask(body) for body in bodies if "input" in body]
     return {
-        "gpt": Case("gpt", "completions", gpt[: 16 if quick else 64]),
+        "gpt": Case("gpt", "completions", gpt[: 16 if quick else 32]),
         "bert": Case("bert", "embeddings", bert[: 32 if quick else None]),
     }
 
@@ -195,23 +195,30 @@ def run(running: Running, case: Case, asks: list[Ask], clients: int) -> dict[str
     return summary(seen, took_s, clients)
 
 
-def best_of(grid: list[Settings], start: Callable[[Settings], Any], case: Case, clients: int) -> Settings:
-    """The fastest of a peer's settings on a quarter of the requests."""
+def best_of(
+    kept: Path, grid: list[Settings], start: Callable[[Settings], Any], case: Case, clients: int
+) -> Settings:
+    """The fastest of a peer's settings on some of the requests, kept in a file for a part that is measured again."""
+    if kept.exists():
+        best: Settings = json.loads(kept.read_text())
+        return best
     found = []
     for settings in grid:
         with start(settings) as running:
             run(running, case, case.asks[:2], 1)  # warm
-            some = case.asks[: max(8, len(case.asks) // 4)]
+            some = case.asks[: max(16, len(case.asks) // 4)]
             found.append((run(running, case, some, clients)["tokens_per_s"], settings))
         print(f"  {settings}: {found[-1][0]:,.0f} tokens/s", file=sys.stderr)
-    return max(found, key=lambda one: one[0])[1]
+    best = max(found, key=lambda one: one[0])[1]
+    kept.write_text(json.dumps(best))
+    return best
 
 
 def compare(
     names: dict[str, Path], start_peer: Callable[[], Any], said: str, case: Case, clients: int, pairs: int
 ) -> tuple[list[Claim], dict[str, Any]]:
     """Claims of our graphs (claim -> artifact) against one peer, asked in turn at so many clients; and what each
-    showed, at fewer clients too.
+    showed in the last pair.
     """
     with contextlib.ExitStack() as stack:
         sides = {name: stack.enter_context(ours(path)) for name, path in names.items()}
@@ -224,10 +231,6 @@ def compare(
         for _ in range(pairs):
             for name, side in sides.items():
                 rows[name].append(run(side, case, case.asks, clients))
-        fewer = {
-            name: [run(side, case, case.asks[:count], few) for few, count in ((1, 4), (8, 16))]
-            for name, side in sides.items()
-        }
     claims = [
         claim(
             name,
@@ -240,7 +243,7 @@ def compare(
         )
         for name in names
     ]
-    return claims, {name: [*fewer[name], rows[name][-1]] for name in rows}
+    return claims, {name: rows[name][-1] for name in rows}
 
 
 def http_part(folder: Path, calls: int) -> list[Claim]:
@@ -291,14 +294,12 @@ def peer_part(
     if name == "plain":
         at = ((2, 1), (1, 2)) if chosen.quick else ((2, 1), (1, 2), (1, 1), (2, 2), (4, 1))
         grid: list[Settings] = [{"workers": w, "threads": t} for w, t in at]
-        if kind == "gpt":  # it takes a minute for 64 requests
-            case = Case(kind, case.endpoint, case.asks[:32])
     else:
         sizes = ((8, 0.01), (32, 0.01)) if chosen.quick else ((8, 0.01), (32, 0.01), (32, 0.1))
         grid = [{"threads": THREADS, "batch": batch, "wait": wait} for batch, wait in sizes]
     start = partial(peer, name, folder, case)
     print(f"{kind}, settings of {name}:", file=sys.stderr)
-    best = best_of(grid, start, case, chosen.clients)
+    best = best_of(folder / f"{kind}-{name}.json", grid, start, case, chosen.clients)
     names = {f"{kind}-vs-{name}": folder / f"{kind}-fp32", f"{kind}-int8-vs-{name}": folder / f"{kind}-int8"}
     wanted = {claimed: path for claimed, path in names.items() if claimed in GOALS}
     return compare(wanted, partial(start, best), f"{name} {best}", case, chosen.clients, chosen.pairs)
@@ -312,7 +313,7 @@ def llama_part(folder: Path, case: Case, chosen: Any) -> tuple[list[Claim], dict
         print(f"gpt-vs-llamacpp: {why}", file=sys.stderr)
         return [], {"gpt-vs-llamacpp": why}
     start = partial(llama, folder)
-    best = best_of(grid, start, case, chosen.clients)
+    best = best_of(folder / "gpt-llamacpp.json", grid, start, case, chosen.clients)
     names = {"gpt-vs-llamacpp": folder / "gpt-int8"}
     return compare(names, partial(start, best), f"q8_0 {best}", case, chosen.clients, chosen.pairs)
 

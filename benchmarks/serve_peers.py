@@ -92,6 +92,7 @@ def plain(model: Model, path: str, port: int) -> None:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # several workers share the port
     listener.bind(("127.0.0.1", port))
+    listener.listen(1024)
     config = uvicorn.Config(app, log_level="error")
     print("serving", flush=True)  # all workers share the log
     asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))

@@ -182,7 +182,11 @@ def load(
                 connection.close()
                 return
             try:
-                one = target.ask(connection, asked)
+                try:
+                    one = target.ask(connection, asked)
+                except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
+                    connection.close()  # a server may close a kept connection while it is idle
+                    one = target.ask(connection, asked)
             except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
                 connection.close()
                 connection = target.connect()

@@ -1,12 +1,14 @@
 """`throughline bench serve` against our own server: what it counts is what was sent and answered."""
 
+import http.server
 import json
+import threading
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
-from throughline.inference.load import seeded
+from throughline.inference.load import Target, load, seeded
 
 
 def test_a_load_counts_what_was_answered(
@@ -52,6 +54,33 @@ def test_a_load_counts_what_was_answered(
     refused = CliRunner().invoke(main, ["bench", "serve", base])
     assert refused.exit_code == 2 and "does not list its models" in refused.output
     assert CliRunner().invoke(main, ["bench", "serve", base, "--clients", "0"]).exit_code == 2
+
+
+def test_a_kept_connection_that_the_server_closes_is_opened_again() -> None:
+    """Each answer is the last of its connection, and the client is not told."""
+
+    class Closing(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.dumps({"usage": {"prompt_tokens": 2, "completion_tokens": 3}}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            self.close_connection = True
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Closing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        target = Target(f"http://127.0.0.1:{server.server_port}", "completions", "any")
+        seen, _ = load(target, seeded("completions", 6, 0, (1, 3), (1, 3)), 2)
+        server.shutdown()
+    assert [(one.status, one.error, one.generated) for one in seen] == [(200, "", 3)] * 6
 
 
 def test_made_requests_depend_on_the_seed_alone() -> None:
