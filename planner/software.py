@@ -30,7 +30,7 @@ class Precision:
     residual: int = 0  # of what a compressed gradient lost and sends later
 
     @property
-    def state(self) -> int:
+    def state(self) -> float:
         """Bytes for one parameter when nothing is sharded."""
         return self.weight + self.gradient + self.master + self.moments
 
@@ -87,6 +87,9 @@ class Software:
     source: str = ""
 
 
+LARGE_VOCABULARY = (
+    8192  # below it the plain form of the loss is as fast, with a third array of logits in backward
+)
 PROCESSOR_RUNTIME_BYTES = 435 * 2**20  # interpreter and torch, until `study` has measured it
 
 

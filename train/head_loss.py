@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from ..models.linear import linear
 from ..models.varlen import wide_dtype
-from .loss import CHUNK_LOGITS, IGNORED, LARGE_VOCABULARY, cross_entropy_sum
+from ..planner.software import LARGE_VOCABULARY
+from .loss import CHUNK_LOGITS, IGNORED, cross_entropy_sum
 
 COLUMNS = {"cpu": 1, "cuda": 64}  # of the products, a multiple of
 SLICE_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 27}  # at a time: 256 and 512 MiB in float32

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ..planner.software import LARGE_VOCABULARY
+
 IGNORED = -100
-LARGE_VOCABULARY = 8192  # below it the plain form is as fast
 CHUNK_LOGITS = 1 << 20  # logits worked on at a time: 4 MiB in float32
 
 

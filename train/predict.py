@@ -10,7 +10,13 @@ from ..planner.cost import Layouts, Work, kernel_totals, layouts_of, step_second
 from ..planner.hardware import Cluster, read_calibration, this_machine
 from ..planner.layout_report import layout_report
 from ..planner.memory import worst_terms
-from ..planner.software import PROCESSOR_RUNTIME_BYTES, Software, find_software, on_processor
+from ..planner.software import (
+    LARGE_VOCABULARY,
+    PROCESSOR_RUNTIME_BYTES,
+    Software,
+    find_software,
+    on_processor,
+)
 from ..planner.tables import optimizer_numbers, parameter_shapes
 from ..planner.traffic import StepShape
 from .recipe import Recipe
@@ -48,6 +54,7 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
     software = dataclasses.replace(
         software,
         precision=numbers,
+        loss_bytes=12 if config.vocab_size < LARGE_VOCABULARY else software.loss_bytes,
         dropout=config.dropout > 0,
         forwards_first=recipe.parallel.schedule == "gpipe",
         evaluated_tokens=train.sequence_length

@@ -96,8 +96,8 @@ class Profile:
             torch.cuda.memory._record_memory_history(enabled=None)
         header = ("kernels", "ms a step", "share %", "calls a step")
         say("\n".join(table(header, [(row["class"], row["ms"], row["share"], row["calls"]) for row in rows])))
-        header = ("kind", "ms a step", "planned ms", "planned GFLOP", "planned MB", "planned launches")
-        say("\n".join(table(header, [list(row.values()) for row in kinds])))
+        planned = ("kind", "ms a step", "planned ms", "planned GFLOP", "planned MB", "planned launches")
+        say("\n".join(table(planned, [list(row.values()) for row in kinds])))
         say(f"trace in {self.directory / 'trace.json'}")
 
 

@@ -72,7 +72,7 @@ def test_activations_are_near_what_autograd_keeps(make_plan: Callable[..., RunPl
         tokens = 16 * 32
         terms["activations"] = plan.config.layers * tokens * plan.config.width * 4
         terms["activations"] += 2 * tokens * plan.config.width * 4  # the final norm
-    assert kept == pytest.approx(terms["activations"] + terms["logits"] / 2, rel=0.15)
+    assert kept == pytest.approx(terms["activations"] + terms["logits"] / 3, rel=0.15)
 
 
 def test_recomputation_changes_memory_and_no_bit(make_plan: Callable[..., RunPlan]) -> None:
