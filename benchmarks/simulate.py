@@ -193,7 +193,7 @@ def simulate(config: ModelConfig, layout: Layout, batch: StepShape, pipeline_ran
     Takes the place of this process's group: not to be called where one is in use.
     """
     assert not dist.is_initialized() and layout.context == 1
-    assert batch.kept == DTYPE.itemsize and not batch.halves and batch.micro_batches == 1
+    assert batch.numbers.weight == DTYPE.itemsize and not batch.halves and batch.micro_batches == 1
     if layout.shards == 1:
         return _simulate_rank(config, layout, batch, pipeline_rank)
     # gathered weights come and go with the activations: those are counted where weights stay

@@ -47,6 +47,8 @@ def command() -> None:
     rates, slow = _rates()
     if int(os.environ.get("RANK", 0)) > 0:
         return  # the first process says it
+    from ..train.parallel.numa import numa_nodes
+
     machine = hardware.machine()
     packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     compiler = shutil.which("g++") or shutil.which("clang++")
@@ -62,6 +64,15 @@ def command() -> None:
     ]
     if not machine.gpus:
         lines.append("GPU   none (training, export and serving run on the CPU)")
+    network = {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))
+    }
+    nodes = [sorted(cores) for cores in numa_nodes()]
+    bound = ": launch binds its processes to them" if len(nodes) > 1 else ""
+    lines.append(f"NUMA  memory nodes: {len(nodes) or 'unknown'}{bound}")
+    lines.append(
+        f"net   {' '.join(f'{n}={v}' for n, v in network.items()) or 'no NCCL_ or GLOO_ variable is set'}"
+    )
     lines.append(f"disk  {console.amount(shutil.disk_usage('.').free, 'B')} free here")
     lines.append(f"C++   {compiler or 'no compiler: torch.compile is off, steps run eagerly'}")
     lines += [f"  {name:<14}{packages[name] or 'MISSING: pip install throughline'}" for name in REQUIRED]
@@ -72,6 +83,7 @@ def command() -> None:
     if rates:
         lines += ["", *_rate_lines(rates), *([slow] if slow else [])]
     facts = {"version": version(), "machine": asdict(machine), "packages": packages, "compiler": compiler}
+    facts |= {"numa_nodes": nodes, "network": network}
     console.result(facts | {"rates": [asdict(each) for each in rates], "slowest": slow}, lines)
 
 

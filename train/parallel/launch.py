@@ -15,12 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from ...core.console import say, warn
 from ...core.errors import EXIT_FAILED, EXIT_FILE, EXIT_REFUSED, EXIT_WRONG_USE
 from ...core.hardware import usable_cores
+from .numa import near_cores, numa_nodes
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # that the others get to say why and end, after one has ended
@@ -60,12 +62,13 @@ def _run_once(processes: int, arguments: Sequence[str], start: int) -> tuple[int
     with tempfile.TemporaryDirectory(prefix="throughline-") as directory:
         file, port = Path(directory) / "exit", free_port()
         command = [sys.executable, "-m", "throughline.cli.main", *arguments]
+        nodes = numa_nodes()
         running = [
             subprocess.Popen(
                 command,
                 env=environment(rank, processes, port, file, start),
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=partial(begin, near_cores(nodes, rank, processes)),
             )
             for rank in range(processes)
         ]
@@ -161,6 +164,13 @@ def environment(rank: int, processes: int, port: int, exit_file: Path, start: in
         "TORCHELASTIC_RESTART_COUNT": str(start),
         EXIT_FILE: str(exit_file),
     }
+
+
+def begin(cores: set[int] | None) -> None:
+    """In a new process: bind it to its cores, and end it with its parent."""
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    end_with_parent()
 
 
 def end_with_parent() -> None:
