@@ -85,7 +85,8 @@ class Server:
         else:
             found = self.find(name)
         watch.model = found.name
-        found.remote.check_room(0)
+        # A full queue is known before anything is tokenised.
+        found.remote.check_room(0 if endpoint in ("/tokenize", "/detokenize") else 1)
         if found not in fitting:
             kind = "GPT" if found.causal else "BERT"
             what = f"{found.name} is a {kind} and does not answer {endpoint}"
