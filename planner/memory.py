@@ -5,6 +5,7 @@ Korthikanti et al. 2022 (sections 4 and 5). The peak is the worst moment, not th
 end of a forward, the gathered weights of a layer while it computes, the update's buffers when activations are gone.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ MOMENTS = {
     ),
     "save": ("weights", "gradient residuals", "optimizer", "checkpoint copy", "last checkpoint", "runtime"),
 }  # fmt: skip
+IN_A_STEP = ("loss", "backward of a layer", "update")
 
 
 def activation_bytes(work: Work, layouts: Layouts, software: Software) -> dict[str, Number]:
@@ -140,28 +142,33 @@ def needed_bytes(work: Work, layouts: Layouts, software: Software) -> Number:
     return np.maximum(*stages) + (host_bytes(work, layouts, software) if software.on_host else 0.0)
 
 
-def stage_memory(work: Work, layouts: Layouts, software: Software) -> list[dict[str, Any]]:
-    """For the first and the last process of one layout's pipeline: bytes by term, the sum at every moment of a step,
-    the worst moment, and what is there at it.
+def stage_memory(
+    work: Work, layouts: Layouts, software: Software, moments_of: Sequence[str] = tuple(MOMENTS)
+) -> list[dict[str, Any]]:
+    """For the first and the last process of one layout's pipeline: bytes by term, the sum at every moment, and the
+    worst of these moments.
     """
     found = []
     for stage in ("first", "last") if layouts.pipeline > 1 else ("first",):
         terms = {name: float(size) for name, size in device_terms(work, layouts, software, stage).items()}
-        moments = {moment: sum(terms[name] for name in names) for moment, names in MOMENTS.items()}
+        moments = {moment: sum(terms[name] for name in MOMENTS[moment]) for moment in moments_of}
         peak = max(moments, key=lambda moment: moments[moment])
         found.append({"stage": stage, "terms": terms, "moments": moments, "peak": peak})
     return found
 
 
-def worst_terms(work: Work, layouts: Layouts, software: Software) -> dict[str, int]:
+def worst_terms(
+    work: Work, layouts: Layouts, software: Software, moments: Sequence[str] = tuple(MOMENTS)
+) -> dict[str, int]:
     """Bytes by term of the fullest process of one layout at its worst moment; their sum is what is predicted."""
-    stage = max(stage_memory(work, layouts, software), key=lambda stage: max(stage["moments"].values()))
+    stage = max(
+        stage_memory(work, layouts, software, moments), key=lambda stage: max(stage["moments"].values())
+    )
     terms = {name: stage["terms"][name] for name in MOMENTS[stage["peak"]]}
     if software.on_host:
         for name, size in host_terms(work, layouts, software).items():
             terms[name] = terms.get(name, 0.0) + float(size)
-    kept = ("weights", "gradients", "optimizer", "activations")
-    return {name: round(size) for name, size in terms.items() if size or name in kept}
+    return {name: round(size) for name, size in terms.items() if size}
 
 
 def capacity_bytes(memory_gb: float) -> float:

@@ -10,6 +10,7 @@ from ..core.errors import Failed, Refused
 from ..core.hardware import memory_limit_bytes
 from ..models.config import ModelConfig
 from ..models.presets import preset, preset_names
+from ..planner.memory import IN_A_STEP, MOMENTS
 from .parallel.mesh import processes_here
 from .predict import predicted_memory
 from .recipe import Recipe, model_config, model_family
@@ -52,7 +53,7 @@ def out_of_memory(config: ModelConfig, recipe: Recipe, device: torch.device, pha
     return Failed(
         f"out of memory in {phase}",
         where=f"{device.type}, {amount(total, 'B')}",
-        why="predicted: " + _largest_first(predicted_memory(config, recipe, device.type)),
+        why="predicted: " + _largest_first(predicted_memory(config, recipe, device.type, IN_A_STEP)),
         fix="\n".join(_cheaper(recipe, config, device.type, total, started=True)),
     )
 
@@ -73,7 +74,9 @@ def _cheaper(
 
     def need(**changes: object) -> int:
         changed = recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})
-        return sum(predicted_memory(config, changed, device).values())
+        return sum(
+            predicted_memory(config, changed, device, IN_A_STEP if started else tuple(MOMENTS)).values()
+        )
 
     now = need()
     tries: tuple[tuple[str, int], ...] = (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ..models.config import ModelConfig
@@ -9,7 +10,7 @@ from ..planner.constants import Constants, constants_here
 from ..planner.cost import Layouts, Work, kernel_totals, layouts_of, step_seconds
 from ..planner.hardware import Cluster, read_calibration, this_machine
 from ..planner.layout_report import layout_report
-from ..planner.memory import worst_terms
+from ..planner.memory import MOMENTS, worst_terms
 from ..planner.software import (
     LARGE_VOCABULARY,
     PROCESSOR_RUNTIME_BYTES,
@@ -66,15 +67,17 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
     return work, layouts, software
 
 
-def predicted_memory(config: ModelConfig, recipe: Recipe, device: str = "cpu") -> dict[str, int]:
-    """Bytes by term of the process that needs most, at the worst moment of a step; their sum is the prediction.
+def predicted_memory(
+    config: ModelConfig, recipe: Recipe, device: str = "cpu", moments: Sequence[str] = tuple(MOMENTS)
+) -> dict[str, int]:
+    """Bytes by term of the process that needs most, at the worst of these moments; their sum is the prediction.
 
     With hybrid sharding one group of replicas is all there is to a process.
     """
     work, layouts, software = described(config, recipe, device)
     replicas = recipe.parallel.replicas if recipe.parallel.sharding != "replicated" else 1
     work = dataclasses.replace(work, rows=work.rows // replicas)
-    return worst_terms(work, dataclasses.replace(layouts, data=layouts.data // replicas), software)
+    return worst_terms(work, dataclasses.replace(layouts, data=layouts.data // replicas), software, moments)
 
 
 def predicted_step_seconds(

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.planner import tables  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.planner.memory import device_terms  # noqa: E402
 from throughline.planner.tables import Coordinates  # noqa: E402
 from throughline.planner.traffic import StepShape, held, traffic  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
@@ -17,7 +18,7 @@ from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E4
 from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
-from throughline.train.predict import layout_facts, predicted_memory  # noqa: E402
+from throughline.train.predict import described, layout_facts, predicted_memory  # noqa: E402
 from throughline.train.proof import LENGTH, ROWS, SEED, Case, own_rows  # noqa: E402
 from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402
@@ -231,7 +232,7 @@ def test_memory_falls_with_every_axis_that_cuts() -> None:
     it is for.
     """
 
-    def terms(**parallel: Any) -> dict[str, int]:
+    def terms(**parallel: Any) -> dict[str, Any]:
         train = {"steps": 1, "sequence_length": 256, "batch_rows": 4}
         tree = {
             "data": {"train": "tokens"},
@@ -240,7 +241,7 @@ def test_memory_falls_with_every_axis_that_cuts() -> None:
             "parallel": parallel,
         }
         recipe = resolve(build_recipe(tree, Recipe, RULES))
-        return predicted_memory(model_config(recipe), recipe)
+        return device_terms(*described(model_config(recipe), recipe, "cpu"))
 
     one = terms()
     assert terms(data=2)["optimizer"] == one["optimizer"]
