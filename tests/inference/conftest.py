@@ -168,3 +168,12 @@ def start_server() -> Callable[..., AbstractContextManager[tuple[subprocess.Pope
             process.wait()
 
     return start
+
+
+@pytest.fixture
+def ask(
+    gpt_onnx: Path, bert_onnx: Path, gpt_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Runs an async test body against a server with a GPT in ONNX and in torch, and a BERT."""
+    specs = [f"gpt={gpt_onnx}", f"torch={gpt_dir}", f"bert={bert_onnx}"]
+    return lambda body, **limits: in_thread.run_with(monkeypatch, specs, body, **limits)
