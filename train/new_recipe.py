@@ -2,10 +2,12 @@
 
 - Batch and learning rate are those of Brown et al. 2020, table 2.1, for the nearest size; a BERT has Devlin et al.'s.
 - Length: 20 tokens a parameter (Hoffmann et al. 2022) unless it is given.
-- Layout: data parallel; weights, gradients and optimizer states (16 bytes a parameter in mixed precision) are shared
-  out   ("full") when one device does not hold them, and activations recomputed when a row does not fit beside them.
+- Layout: data parallel; weights, gradients and optimizer states (16 bytes a parameter in mixed precision) are
+  shared out ("full") when one device does not hold them, and activations recomputed when a row does not fit beside
+  them.
 """
 
+import difflib
 from dataclasses import dataclass
 
 from ..core.errors import WrongUse
@@ -47,9 +49,9 @@ def new_recipe(
     """
     config = preset(model)
     if machine != "cpu" and machine not in chips():
-        raise WrongUse(
-            f"unknown machine {machine!r}", where="--machine", fix=f"one of cpu, {', '.join(chips())}"
-        )
+        near = difflib.get_close_matches(machine.lower(), chips(), 3, 0.4)
+        fix = f"did you mean {' or '.join(near)}?" if near else f"one of cpu, {', '.join(chips())}"
+        raise WrongUse(f"unknown machine {machine!r}", where="--machine", fix=fix)
     count, length = config.parameter_count(), config.sequence_length
     bert = family_of(config) == "bert"
     batch, rate = GPT3[min(GPT3, key=lambda size: abs(size - count))] if not bert else (256 * 512, 1e-4)

@@ -63,3 +63,12 @@ def test_what_is_not_given_is_named_where_nobody_can_be_asked(tmp_path: Path) ->
         main, ["recipe", "new", "--model", "gpt-toy", "--out", str(tmp_path / "r.toml")]
     )
     assert done.exit_code == 2 and "--data, --machine" in done.output and not (tmp_path / "r.toml").exists()
+
+
+def test_an_unknown_machine_is_answered_with_the_nearest_names() -> None:
+    with pytest.raises(WrongUse) as caught:
+        new_recipe("gpt2-124m", "tokens/x", "A100")
+    assert "a100-40gb" in caught.value.fix and "a100-80gb" in caught.value.fix
+    with pytest.raises(WrongUse) as caught:
+        new_recipe("gpt2-124m", "tokens/x", "quantum")
+    assert caught.value.fix.startswith("one of cpu, v100-16gb")
