@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import Claim, claim, finish, paired, parser
+from throughline.core.allocator import keep_freed_memory
 from throughline.core.recipe import build_recipe
 from throughline.models.init import build
 from throughline.models.presets import preset
@@ -196,6 +197,7 @@ def main() -> None:
     arguments = parser((__doc__ or "").split("\n")[0])
     arguments.add_argument("--parts", default=",".join(PARTS), help="claims to measure, by commas")
     args = arguments.parse_args()
+    keep_freed_memory()  # as our runs do; the peer has it too
     claims, shares = [], {}
     for name in args.parts.split(","):
         found, padding = measure(name, args.quick)
