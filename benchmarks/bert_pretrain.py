@@ -34,7 +34,7 @@ from throughline.train.step import Trainer, train_step
 
 GOALS = {"bert-128": 2.0, "bert-512": 2.5, "bert-full-rows": 1.3}
 PARTS = [f"{part}{end}" for part in GOALS for end in ("", "-fp32")]
-TOKENS = 4096  # real ones in a step, about
+TOKENS = 2048  # real ones in a step, about
 CLS, SEP, MASK, FIRST_WORD = 101, 102, 103, 1000
 VOCABULARY = 30522
 MASK_RATE = 0.15
