@@ -34,7 +34,7 @@ from throughline.train.step import Trainer, train_step
 
 GOALS = {"bert-128": 2.0, "bert-512": 2.5, "bert-full-rows": 1.3}
 PARTS = [f"{part}{end}" for part in GOALS for end in ("", "-fp32")]
-TOKENS = 2048  # real ones in a step, about
+TOKENS = 3072  # real ones in a step, about
 CLS, SEP, MASK, FIRST_WORD = 101, 102, 103, 1000
 VOCABULARY = 30522
 MASK_RATE = 0.15
@@ -174,7 +174,7 @@ def measure(name: str, quick: bool) -> tuple[Claim, float]:
     """The claim, and the share of padding in the peer's batch."""
     generator = np.random.default_rng(7)
     part, precision = name.removesuffix("-fp32"), "fp32" if name.endswith("-fp32") else "bf16"
-    layers, tokens, pairs = (2, TOKENS // 2, 3) if quick else (12, TOKENS, 5)
+    layers, tokens, pairs = (2, TOKENS // 2, 3) if quick else (12, TOKENS, 3)
     lengths = draw_lengths(part, tokens, generator)
     rows = sequences(lengths, generator)
     padding = 1 - lengths.sum() / (len(lengths) * lengths.max())
