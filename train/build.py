@@ -27,7 +27,7 @@ from .corpus import open_corpus
 from .engine import Engine
 from .memory import check_memory
 from .metrics import check_sinks
-from .objective import LOSSES, StepBatch, prepare, real_tokens
+from .objective import LOSSES, LossFunction, StepBatch, prepare, real_tokens
 from .optimizers import build_optimizer
 from .parallel.context import cut_rows
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
@@ -275,7 +275,8 @@ def _single_engine(plan: RunPlan) -> Engine:
     model = empty_model(plan.config, plan.device, dtype).train()
     fit_attention(model, plan.device, train.precision)
     recompute(model, plan.config, train.recompute)
-    offload, loss = None, LOSSES[plan.family]
+    offload = None
+    loss: LossFunction = LOSSES[plan.family]
     if smoothing := _smoothing(plan):
         loss = partial(loss, smoothing=smoothing)
     if train.offload:
