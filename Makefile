@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest
 RUN := runs/demo
 
-.PHONY: demo test slow lint docs llamacpp reproduce reference gpu-check bench bench-quick prove-layouts prove-scale prove-compression prove-study clean help
+.PHONY: demo test slow lint docs llamacpp walk reproduce reference gpu-check bench bench-quick prove-layouts prove-scale prove-compression prove-study clean help
 
 help:
 	@echo "make demo           install, then text to served GPT and BERT in minutes on a laptop CPU"
@@ -84,10 +84,11 @@ prove-compression: $(VENV)/.installed-test
 docs: $(VENV)/.installed-test
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/book
 
-# every reported result that this machine can answer, or one of them: make reproduce-NAME
+# every reported result that this machine can answer, or one of them: make reproduce-NAME (SHARED=shared data: all zero-shot tasks)
+reproduce reproduce-%: SHARING := $(if $(SHARED),THROUGHLINE_SHARED=$(SHARED))
 reproduce: $(VENV)/.installed-test
-	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/reproduce.py
-	$(BIN)/python docs/make_reproductions.py
+	$(SHARING) env -u OMP_NUM_THREADS $(BIN)/python benchmarks/reproduce.py; code=$$?; \
+		$(BIN)/python docs/make_reproductions.py && exit $$code
 
 # the commands of the book's pages, as a reader would give them
 WALKED := first-hour search continue-gpt2 cluster planner proofs
@@ -95,8 +96,8 @@ walk: $(VENV)/.installed-test
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/walk.py $(WALKED)
 
 reproduce-%: $(VENV)/.installed-test
-	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/reproduce.py $*
-	$(BIN)/python docs/make_reproductions.py
+	$(SHARING) env -u OMP_NUM_THREADS $(BIN)/python benchmarks/reproduce.py $*; code=$$?; \
+		$(BIN)/python docs/make_reproductions.py && exit $$code
 
 reference: $(VENV)/.installed
 	$(BIN)/python docs/make_reference.py
