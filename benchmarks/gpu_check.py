@@ -2,7 +2,7 @@
 
 Text to tokens; a GPT and a BERT trained, stopped and resumed, evaluated, continued or embedded; then what a run can be
 asked for, each a few steps whose first loss is that of a plain fp32 run: 16 bits, offload, recomputation, documents, a
-window, the Llama shape, a compiled step, a batch that grows; and `fully_shard` over a process group of one (NCCL on a
+window, the Llama shape, compiled blocks, a batch that grows; and `fully_shard` over a process group of one (NCCL on a
 GPU). With `--device cpu` this is a rehearsal, which shows that the commands are right and claims nothing of a GPU.
 Exit code 1 when a check failed.
 """
@@ -35,6 +35,7 @@ VARIANTS: dict[str, tuple[dict[str, object], float | None]] = {
     "full recomputation": ({"train.recompute": "full"}, 1e-4),
     "selective recomputation": ({"train.recompute": "selective"}, 1e-4),
     "compiled": ({"train.compile": "on"}, 1e-4),
+    "offload, compiled blocks": ({"train.offload": True, "train.compile": "on"}, 1e-4),
     "documents kept apart": ({"data.packing": "best_fit"}, None),
     "window": ({"model.overrides.attention_window": 32, "model.overrides.attention_block": 16}, None),
     "llama shape": (

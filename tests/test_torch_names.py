@@ -84,13 +84,14 @@ def test_without_the_compilers_error_a_failed_compile_is_still_made_eager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dynamo = pytest.importorskip("torch._dynamo")
-    from throughline.train.compile import _Guarded
+    from throughline.train.compile import _compiled
 
     def fails(*_: object) -> None:
         raise RuntimeError("no kernel")
 
     monkeypatch.delattr(dynamo.exc, "TorchDynamoException")
-    guarded = _Guarded(lambda *_: ("loss", "parts"), fails, "auto")  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr("torch.compile", lambda *_, **__: fails)
+    guarded = _compiled(lambda *_: ("loss", "parts"), "auto")
     assert guarded(None, {}, None) == ("loss", "parts")  # type: ignore[arg-type]
 
 

@@ -20,9 +20,10 @@ from ..data.stream import Text, TextStream
 from ..data.tokenizer import Tokenizer
 from ..models.config import ModelConfig
 from ..models.init import empty_model
+from ..planner.layout import ZERO_BUBBLE
 from ..planner.nearest import require_world
 from .attention import fit_attention
-from .compile import maybe_compile
+from .compile import compile_blocks, maybe_compile, to_compile
 from .corpus import open_corpus
 from .engine import Engine
 from .memory import check_memory
@@ -274,6 +275,8 @@ def _single_engine(plan: RunPlan) -> Engine:
     dtype = computing_dtype(train.precision) if train.offload else weight_dtype(train.precision)
     model = empty_model(plan.config, plan.device, dtype).train()
     fit_attention(model, plan.device, train.precision)
+    if train.offload and to_compile(plan.recipe, plan.config, plan.device):
+        compile_blocks(model, train.compile)
     recompute(model, plan.config, train.recompute)
     offload = None
     loss: LossFunction = LOSSES[plan.family]
@@ -293,9 +296,18 @@ def _single_engine(plan: RunPlan) -> Engine:
 def _layout_engine(plan: RunPlan, mesh: Mesh) -> Engine:
     from .layout_engine import LayoutEngine  # torch's sharding and pipelines take a second to import
 
-    train = plan.recipe.train
+    train, config = plan.recipe.train, plan.config
+    # a zero-bubble schedule takes the gradients of inputs and weights apart, a compiled backward has them in one
+    splits = plan.recipe.parallel.schedule in ZERO_BUBBLE
+    compiles = not splits and to_compile(plan.recipe, config, plan.device)
     engine = LayoutEngine(
-        plan.config, mesh, train.precision, train.seed, train.recompute, offload=train.offload
+        config,
+        mesh,
+        train.precision,
+        train.seed,
+        train.recompute,
+        offload=train.offload,
+        compiling=train.compile if compiles else "off",
     )
     if smoothing := _smoothing(plan):
         for stage in engine.stages:

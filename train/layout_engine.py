@@ -18,16 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from ..models.config import ModelConfig, family_of
 from ..planner.tables import Coordinates, is_tied, make_shard_spec, parameter_shapes
+from .compile import compile_blocks
 from .engine import Engine, LocalShard, Mark, make_master, no_mark
 from .heads import FIGURES
 from .objective import IGNORED, StepBatch, prepare
 from .offload import HostOffload
 from .parallel.compression import CommunicationHook, Communicator
-from .parallel.context import cut_rows
+from .parallel.context import cut_rows, run_ring_eagerly
 from .parallel.gradients import GradientBuffer
 from .parallel.mesh import Mesh
 from .parallel.pipeline import Pipeline, run_forward
 from .parallel.sharding import before_backward, local_part, shard_stage, sum_gradients
+from .parallel.tensor import run_products_eagerly
 from .precision import computing_dtype
 from .recompute import recompute
 from .stage import Stage, make_stage
@@ -38,8 +40,8 @@ SIGNALS = (SIGINT, SIGTERM)  # that stop a run, the weaker first
 class LayoutEngine(Engine):
     """The stages of this process in their layout.
 
-    With `offload` the masters are on the host. `memory` is entered where tensors get theirs: a simulation gives
-    none.
+    With `offload` the masters are on the host; blocks are compiled unless `compiling` is "off". `memory` is
+    entered where tensors get theirs: a simulation gives none.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class LayoutEngine(Engine):
         recomputing: str = "none",
         *,
         offload: bool = False,
+        compiling: str = "off",
         memory: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.config, self.mesh, self.seed = config, mesh, seed
@@ -68,8 +71,13 @@ class LayoutEngine(Engine):
         # the shards of `fully_shard` are masters; without it, and with offload, weights have the products' dtype
         sharded = mesh.shard.group is not None
         held = self.wide if sharded and not offload else self.dtype
+        if compiling != "off":
+            run_products_eagerly()
+            run_ring_eagerly()
         for index in self.layout.stages_of(mesh.pipeline.rank):
             stage = make_stage(config, index, mesh, precision, held)
+            if compiling != "off":
+                compile_blocks(stage.model, compiling)
             recompute(stage.model, config, recomputing)
             shard_stage(stage, stage.model.blocks.values(), mesh, self.dtype)
             with memory or nullcontext():

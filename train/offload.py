@@ -46,8 +46,8 @@ class HostOffload:
     reading them.
 
     Of a model, forward hooks wait for the weights and gradients leave as they come, over `micro_batches`
-    backward passes a step; a compiled model would trace the hooks and is not supported. Of a layout's local
-    parts, given by name, there are no hooks: `fetch` takes the gradients.
+    backward passes a step; compile its blocks' forwards, not the model, or the hooks are traced. Of a layout's
+    local parts, given by name, there are no hooks: `fetch` takes the gradients.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from functools import partial
 from ..core.errors import WrongUse
 from ..core.recipe import Problem
 from ..models.config import BERTConfig, family_of
-from ..planner.layout import AXES, Layout, layout_problems
+from ..planner.layout import AXES, ZERO_BUBBLE, Layout, layout_problems
 from ..planner.nearest import nearest_layouts, set_options
 from .recipe import Recipe, micro_rows, model_config, model_family
 from .sections import ObjectiveSection
@@ -195,8 +195,9 @@ def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
 def spread_rule(recipe: Recipe) -> Iterable[Problem]:
     """What else the recipe asks for can be had in its layout, and nothing of it is known to be wrong there."""
     layout, rows, micro = recipe.parallel.layout(), recipe.train.rows_per_step, micro_rows(recipe)
-    if layout.world > 1 and recipe.train.compile == "on":
-        yield Problem("train.compile", "layouts of several processes run without it", 'leave it at "auto"')
+    if layout.schedule in ZERO_BUBBLE and recipe.train.compile == "on":
+        text = f"{layout.schedule} takes the gradients of inputs and weights apart, a compiled backward has them in one"
+        yield Problem("train.compile", text, 'leave it at "auto", or parallel.schedule = "1f1b"')
     if recipe.train.offload and layout.pipeline > 1:
         text = "the gradients of a pipeline's micro-batches would be added in 16 bits"
         yield Problem(
@@ -215,10 +216,6 @@ def spread_rule(recipe: Recipe) -> Iterable[Problem]:
             "train.offload",
             text,
             f"train.micro_batch_rows = {rows // layout.data}; train.recompute makes room for it",
-        )
-    if recipe.train.offload and recipe.train.compile == "on":
-        yield Problem(
-            "train.compile", "the weights of an offloaded model arrive while it runs", 'leave it at "auto"'
         )
     if recipe.optimizer.name == "muon" and recipe.train.offload and (layout.tensor > 1 or layout.shards > 1):
         yield Problem(

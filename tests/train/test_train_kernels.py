@@ -253,13 +253,14 @@ def test_without_a_compiler_it_says_so_and_trains(monkeypatch, capsys):
     assert "training without torch.compile" in capsys.readouterr().err
 
 
-def test_a_compilation_that_breaks_falls_back(capsys):
+def test_a_compilation_that_breaks_falls_back(capsys, monkeypatch):
     def broken(*_):
         raise torch._dynamo.exc.TorchDynamoException("the compiler is there and does not work")
 
     model = build(preset("gpt-toy"))
     batch = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "targets": torch.zeros(1, 8, dtype=torch.long)}
-    guarded = compilation._Guarded(gpt_loss, broken, "auto")
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
+    guarded = compilation._compiled(gpt_loss, "auto")
     for _ in range(2):
         loss, _ = guarded(model, batch, torch.tensor([1 / 8]))
         assert loss.item() == gpt_loss(model, batch, torch.tensor([1 / 8]))[0].item()

@@ -97,8 +97,6 @@ def test_memory_is_that_of_its_tensors(make_plan: Callable[..., RunPlan]) -> Non
 
 
 def test_what_it_cannot_do_is_told(make_recipe: Callable[..., Recipe]) -> None:
-    with pytest.raises(WrongUse, match=r"train\.compile"):
-        make_recipe(train={"offload": True, "compile": "on"})
     with pytest.raises(WrongUse, match=r"train\.offload"):
         make_recipe(train={"offload": True, "batch_rows": 4}, parallel={"pipeline": 2})
     with pytest.raises(WrongUse, match=r"added in 16 bits"):

@@ -206,9 +206,22 @@ def make_attend(axis: Axis) -> Callable[..., Tensor]:
     ) -> Tensor:
         assert dropout == 0.0, "refused by the layout's rules"
         dtype = v_BGCD.dtype  # of the products: rotary positions leave queries and keys in fp32
-        return _RingAttention.apply(q_BACD.to(dtype), k_BGCD.to(dtype), v_BGCD, mask, is_causal, axis)
+        return ring_attention(q_BACD.to(dtype), k_BGCD.to(dtype), v_BGCD, mask, is_causal, axis)
 
     return attend
+
+
+def ring_attention(
+    q_BACD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor, mask: Documents, is_causal: bool, axis: Axis
+) -> Tensor:
+    """Attention of the queries here over the keys of all processes of the axis: (B, A, C, D)."""
+    return _RingAttention.apply(q_BACD, k_BGCD, v_BGCD, mask, is_causal, axis)
+
+
+def run_ring_eagerly() -> None:
+    """Before blocks are compiled: the ring runs as it is, between two graphs."""
+    global ring_attention
+    ring_attention = torch.compiler.disable(ring_attention)
 
 
 def apply_context_parallel(model: Any, axis: Axis) -> None:

@@ -139,6 +139,19 @@ def column_linear(x_BPW: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis
     return _Column.apply(x_BPW, weight, bias, axis)
 
 
+def row_linear(x_BSV: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    """Partial sums of (B, S, in / tensor) inputs -> this process's part of their sum's row (B, P, out)."""
+    return _Row.apply(x_BSV, weight, axis)
+
+
+def run_products_eagerly() -> None:
+    """Before blocks are compiled: a product runs with its collective as it is, between two graphs. A compiler would
+    break at each call inside it, and hide nothing behind the product.
+    """
+    global column_linear, row_linear
+    column_linear, row_linear = torch.compiler.disable(column_linear), torch.compiler.disable(row_linear)
+
+
 def gather_rows(x_BPW: Tensor, axis: Axis) -> Tensor:
     """(B, P, W) -> (B, S, W) before a matrix cut by outputs; the same tensor when alone."""
     return x_BPW if axis.group is None else _GatherRows.apply(x_BPW, axis)
@@ -177,7 +190,7 @@ class RowLinear(nn.Module):
         self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
 
     def forward(self, x_BSV: Tensor) -> Tensor:
-        y_BPW = _Row.apply(x_BSV, self.weight, self.axis)
+        y_BPW = row_linear(x_BSV, self.weight, self.axis)
         return y_BPW if self.bias is None else y_BPW + self.bias
 
 

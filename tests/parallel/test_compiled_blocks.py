@@ -1,0 +1,139 @@
+"""Blocks are compiled whole in every layout, and compute what they compute eagerly."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from throughline.core.errors import WrongUse  # noqa: E402
+from throughline.core.recipe import build_recipe  # noqa: E402
+from throughline.planner.layout import Layout  # noqa: E402
+from throughline.train.build import plan_run  # noqa: E402
+from throughline.train.compile import cpp_compiler  # noqa: E402
+from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.loop import train  # noqa: E402
+from throughline.train.metrics import read_metrics  # noqa: E402
+from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
+from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
+from throughline.train.proof import SEED, Case, make_trainer, own_rows  # noqa: E402
+from throughline.train.recipe import Recipe, resolve  # noqa: E402
+from throughline.train.rules import RULES  # noqa: E402
+from throughline.train.step import train_step  # noqa: E402
+
+LLAMA = {
+    "tied": False,
+    "kv_heads": 2,
+    "gated": True,
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "bias": False,
+    "layers": 2,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt": ("gpt", {"layers": 2}),
+    "llama": ("gpt", LLAMA),
+    "bert": ("bert", {"layers": 2}),
+}
+COLLECTIVES = {"tensor": ("column_linear", "row_linear"), "context": ("ring_attention",)}
+
+
+def traced(case: Case) -> tuple[float, dict[str, int], int]:
+    """(loss of a step, reasons of graph breaks, graphs) with blocks traced and run without code generation."""
+    device = torch.device("cpu")
+    if case.layout.world > 1:
+        start_group(device, 60)
+    torch._dynamo.utils.counters.clear()
+    compile_as_asked = torch.compile
+    torch.compile = lambda function, **options: compile_as_asked(function, **options, backend="aot_eager")
+    mesh = make_mesh(case.layout, device, 60)
+    engine = LayoutEngine(case.config, mesh, case.precision, SEED, case.recompute, compiling="on")
+    engine.fill()
+    loss = train_step(make_trainer(case, engine), own_rows(case, engine, 0), 1.0).loss
+    counters = torch._dynamo.utils.counters
+    return loss, dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", [Layout(), Layout(data=2, sharding="full")], ids=["alone", "full"])
+def test_a_block_is_one_graph(layout: Layout, model: str) -> None:
+    """No graph break inside a block, alone and with `fully_shard`; blocks of one shape share a graph."""
+    warm()
+    family, fields = MODELS[model]
+    case = Case("traced", layout, family, "fp32", model=fields, rows=4)
+    for loss, breaks, graphs in run_ranks(layout.world, lambda: traced(case)):
+        assert loss > 0 and breaks == {}, breaks
+        assert graphs == 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_graphs_break_at_collectives_alone(axis: str, model: str) -> None:
+    """At products with their collective, and at a ring of keys: whole functions that are left as they are."""
+    warm()
+    family, fields = MODELS[model]
+    case = Case("traced", Layout(**{axis: 2}), family, "fp32", model=fields, rows=4)
+    for loss, breaks, _ in run_ranks(2, lambda: traced(case)):
+        assert loss > 0 and breaks
+        assert all("disable" in why and any(name in why for name in COLLECTIVES[axis]) for why in breaks), (
+            breaks
+        )
+
+
+@pytest.fixture
+def make(store: Path) -> Callable[..., Recipe]:
+    def recipe(parallel: dict[str, Any], **section: Any) -> Recipe:
+        tree = {
+            "data": {"train": str(store)},
+            "model": {"overrides": {"layers": 2, "width": 32, "heads": 2, "vocab_size": 40}},
+            "train": {"steps": 4, "sequence_length": 32, "batch_rows": 4, "compile": "off", "device": "cpu"}
+            | section,
+            "schedule": {"kind": "constant"},
+            "parallel": parallel,
+        }
+        return resolve(build_recipe(tree, Recipe, RULES))
+
+    return recipe
+
+
+COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full, recomputed": ({"data": 2, "sharding": "full"}, {"recompute": "full"}),
+    "tensor": ({"tensor": 2}, {}),
+    "pipeline, offload off": ({"pipeline": 2}, {"micro_batch_rows": 2}),
+    "offload alone": ({}, {"offload": True}),
+    "zero1, offload": ({"data": 2, "sharding": "zero1"}, {"offload": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_eager_to_rounding(name: str, make: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Losses and gradient norms of four steps in fp32."""
+    if not cpp_compiler():
+        pytest.skip("needs a C++ compiler")
+    warm()
+    parallel, section = COMPILED[name]
+    runs = []
+    for compiles in ("off", "on"):
+        recipe = make(parallel, **section, compile=compiles)
+
+        def work(recipe: Recipe = recipe, compiles: str = compiles) -> None:
+            torch.set_num_threads(1)
+            train(plan_run(recipe), tmp_path / compiles)
+
+        run_ranks(recipe.parallel.layout().world, work, 600.0)
+        runs.append([(record["loss"], record["grad_norm"]) for record in read_metrics(tmp_path / compiles)])
+    for (loss, norm), (eager_loss, eager_norm) in zip(*runs, strict=True):
+        assert loss == pytest.approx(eager_loss, rel=1e-5)
+        assert norm == pytest.approx(eager_norm, rel=1e-4)
+
+
+def test_split_backwards_are_not_compiled(make: Callable[..., Recipe]) -> None:
+    with pytest.raises(WrongUse, match="compiled backward"):
+        make(
+            {"pipeline": 2, "schedule": "zero-bubble-v", "stages_per_process": 2},
+            compile="on",
+            micro_batch_rows=1,
+        )
