@@ -333,7 +333,9 @@ def test_ten_times_too_many_requests_are_answered_or_refused(gpt_onnx: Path, sta
             tree = [psutil.Process(process.pid), *workers(process)]
             return sum(one.memory_info().rss for one in tree)
 
-        body = LONG | {"max_tokens": 20}
+        body = (
+            LONG  # long enough that ten times the answers' rate is a rate that clients in Python can ask at
+        )
         expected = call(base, "v1/completions", body)[1]["choices"][0]["token_ids"]
 
         def hurl(clients: int, seconds: float, rest_s: float = 1.0) -> tuple[Counter[str], float]:
@@ -363,7 +365,7 @@ def test_ten_times_too_many_requests_are_answered_or_refused(gpt_onnx: Path, sta
         before = memory()
         rate = full["whole"] / 10
         over, over_p99_s = hurl(80, 60, rest_s=72 / (9 * rate))  # those who are refused make nine tenths
-        assert over["429"] > 6 * over["whole"]  # their connections take time too
+        assert over["429"] > 5 * over["whole"]  # nine, less what their connections take
         assert set(full) == {"whole"} and set(over) == {"whole", "429"} and over["whole"] > 20
         assert over_p99_s <= 2 * full_p99_s, (over_p99_s, full_p99_s)
         assert memory() - before < 200e6
