@@ -21,8 +21,8 @@ from common import claim, finish, parser, throughline
 from throughline.core.recipe import build_recipe
 from throughline.models.config import ModelConfig
 from throughline.train.build import StepBatches, build_trainer, plan_run, training_rows
-from throughline.train.memory import estimate
 from throughline.train.parallel.mesh import ALONE
+from throughline.train.predict import predicted_memory
 from throughline.train.recipe import Recipe, resolve
 from throughline.train.step import Trainer, train_step
 from torch import Tensor
@@ -119,10 +119,15 @@ def run(place: Path, precision: str, offload: bool) -> Outcome:
         with count:
             losses.append(train_step(trainer, batch, 1.0).loss)
         peak = count.peak
-    terms = estimate(plan.config, recipe, "cuda")
+    terms = predicted_memory(plan.config, recipe, "cuda")
     if offload:
         terms["gradients"] = 0
-    return Outcome(tuple(losses), peak, sum(terms.values()) - terms["program"], plan.config)
+    return Outcome(
+        tuple(losses),
+        peak,
+        sum(terms.values()) - terms.get("runtime", 0) - terms.get("program", 0),
+        plan.config,
+    )
 
 
 def furthest(one: tuple[float, ...], other: tuple[float, ...]) -> float:
