@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -82,7 +82,12 @@ def command() -> None:
         )
     if rates:
         lines += ["", *_rate_lines(rates), *([slow] if slow else [])]
-    facts = {"version": version(), "machine": asdict(machine), "packages": packages, "compiler": compiler}
+    facts: dict[str, Any] = {
+        "version": version(),
+        "machine": asdict(machine),
+        "packages": packages,
+        "compiler": compiler,
+    }
     facts |= {"numa_nodes": nodes, "network": network}
     console.result(facts | {"rates": [asdict(each) for each in rates], "slowest": slow}, lines)
 

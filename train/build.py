@@ -2,11 +2,11 @@
 here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -281,7 +281,7 @@ def _single_engine(plan: RunPlan) -> Engine:
     offload = None
     loss: LossFunction = LOSSES[plan.family]
     if smoothing := _smoothing(plan):
-        loss = partial(loss, smoothing=smoothing)
+        loss = partial(cast(Callable[..., Any], loss), smoothing=smoothing)
     if train.offload:
         from .offload import HostOffload
 
@@ -311,7 +311,7 @@ def _layout_engine(plan: RunPlan, mesh: Mesh) -> Engine:
     )
     if smoothing := _smoothing(plan):
         for stage in engine.stages:
-            stage.head = partial(stage.head, smoothing=smoothing)
+            stage.head = partial(cast(Callable[..., Any], stage.head), smoothing=smoothing)
     return engine
 
 
