@@ -26,6 +26,7 @@ from ..core.console import warn
 from ..core.errors import WrongUse
 from ..core.files import sha256_json, write_atomic
 from .backends import open_backend
+from .inputs import expand_inputs
 from .options import Batch, Dataset, DatasetOptions
 from .order import key
 from .readers import ReadOptions, splittable
@@ -67,8 +68,7 @@ class Text:
     ):
         unit_bytes = max(UNIT_BYTES, ROWS_IN_UNIT * sequence_length * BYTES_PER_TOKEN)
         self.tokenizer = tokenizer
-        self.plan = make_plan(list(inputs), tokenizer, options, None, sentences, unit_bytes)
-        for source in self.plan.sources:
+        for source in expand_inputs(list(inputs)):
             if source.format == "dataset" or (
                 not splittable(source, options) and source.bytes > MOST_WHOLE_BYTES
             ):
@@ -79,6 +79,7 @@ class Text:
                     f"or larger than {MOST_WHOLE_BYTES >> 20} MiB",
                     fix="make a token store of it first: throughline data tokenize",
                 )
+        self.plan = make_plan(list(inputs), tokenizer, options, None, sentences, unit_bytes)
         self.cut = self.plan.bytes - min(held_out * self.plan.bytes, MOST_HELD_OUT_BYTES)
         self.tasks = self.plan.tasks(last=self.cut) if held_out else self.plan.tasks()
         self.backend = open_backend(tokenizer)

@@ -26,7 +26,8 @@ class _Checked:
 
     def step(self, spans: Sequence[Span], cache: Cache) -> Any:
         logits_NV = self._backend.step(spans, cache)
-        if len(logits_NV) and not logits_NV.amax(-1).isfinite().all():
+        best_N = np.array([float(logits_V.max()) for logits_V in logits_NV])  # arrays and tensors alike
+        if not np.isfinite(best_N).all():
             why = "a logit is no finite number, so the answers would mean nothing"
             fix = "look for NaN or overflow in its weights; evaluate an earlier checkpoint"
             raise Failed("the model predicts nothing", why=why, fix=fix)

@@ -22,6 +22,7 @@ from .calibration import calibrate, read_calibration
 from .devices import pick_device
 from .graph_options import PLAIN, GraphOptions
 from .graph_probe import first_bad_node, layer_errors, optimised_operators
+from .onnx_blocks import grouped
 from .parity import BOUNDS, Bounds, Score, compare, compare_scores, require
 from .real_text import TextRows, compare_on_text, read_rows
 from .reference import OptimumCausal, OptimumEncoder, reference_of
@@ -236,7 +237,7 @@ def check_fusion(graph: Path, config: TransformerConfig, options: GraphOptions) 
         kind = "QAttention" if options.precision == "int8" else "Attention"
         sums = 0 if options.half else 2 * layers  # in fp16 graphs norms stand apart from sums
         expected = {f"com.microsoft.{kind}": layers, "com.microsoft.SkipLayerNormalization": sums}
-    elif fused and isinstance(config, GPTConfig) and options.names == "throughline":
+    elif grouped(config, options):
         expected = {"com.microsoft.GroupQueryAttention": layers}
     elif options.opset >= 23 and options.variant != "tensorrt" and options.names == "throughline":
         expected = {"Attention": layers} if options.opset >= 24 or not isinstance(config, GPTConfig) else {}

@@ -24,6 +24,12 @@ AttentionCore = Callable[[str, str, str], str]
 HIDDEN_BY_MASK = -30000.0  # as good as -inf after softmax and, unlike finfo.min, finite in float16
 
 
+def grouped(config: TransformerConfig, options: GraphOptions) -> bool:
+    """Whether attention is ONNX Runtime's GroupQueryAttention, which takes heads of a multiple of 8."""
+    slots = isinstance(config, GPTConfig) and options.names == "throughline"
+    return options.variant == "onnxruntime" and slots and config.head_size % 8 == 0
+
+
 class Blocks:
     """Writes parts of a model into a graph; `x` is always (batch, sequence, width)."""
 
@@ -35,10 +41,7 @@ class Blocks:
             name: value.detach().float().cpu().numpy() for name, value in model.state_dict().items()
         }
         self.fused = options.variant == "onnxruntime" and config.norm == "layernorm"
-        slots = isinstance(config, GPTConfig) and options.names == "throughline"
-        self.grouped = (
-            options.variant == "onnxruntime" and slots
-        )  # attention is ONNX Runtime's GroupQueryAttention
+        self.grouped = grouped(config, options)
 
     def has(self, name: str) -> bool:
         return name in self.state

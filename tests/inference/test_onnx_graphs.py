@@ -121,10 +121,10 @@ def test_cache_is_written_in_place_and_grows(tmp_path: Path) -> None:
     config = dataclasses.replace(GPT, sequence_length=300)
     backend = exported(opinionated_model(config), tmp_path).causal
     cache = backend.new_cache(3)
-    before = {name: store.data_ptr() for name, store in cache.stores.items()}
+    before = {name: store.ctypes.data for name, store in cache.stores.items()}
     ids, one = np.arange(40)[None] % 97, np.zeros(1, np.int64)
     backend.forward(ids, one, np.zeros((1, 1), np.int64), cache, first_row=1)
-    assert {name: store.data_ptr() for name, store in cache.stores.items()} == before
+    assert {name: store.ctypes.data for name, store in cache.stores.items()} == before
     for store in cache.stores.values():
         assert (
             store[1, :, :40].any()
@@ -132,7 +132,7 @@ def test_cache_is_written_in_place_and_grows(tmp_path: Path) -> None:
             and not store[0].any()
             and not store[2].any()
         )
-    kept = {name: store[1, :, :40].clone() for name, store in cache.stores.items()}
+    kept = {name: store[1, :, :40].copy() for name, store in cache.stores.items()}
     backend.forward(np.arange(200)[None] % 97, one + 40, np.zeros((1, 0), np.int64), cache, first_row=1)
     assert cache.capacity == 256
     for name, store in cache.stores.items():

@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -310,8 +311,8 @@ def test_a_client_that_reads_nothing_is_let_go(in_thread, monkeypatch: pytest.Mo
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert ended.wait(10)
         assert len(made) * 65536 < 32e6  # Linux gives a loopback connection some 6 MB
-        with pytest.raises(ConnectionResetError):
-            all_of(connection)
+        with suppress(ConnectionResetError):  # what the kernel still held may come first
+            assert not all_of(connection).endswith(b"0\r\n\r\n"), "the answer has no end"
 
 
 def test_the_head_of_a_request_is_bounded(address: tuple[str, int]) -> None:

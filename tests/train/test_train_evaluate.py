@@ -20,7 +20,7 @@ def test_gpt_figures_equal_a_plain_loop_over_the_split(
     make_plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows of 32 one by one in float64, the shorter rest included; bytes counted on the decoded text."""
-    monkeypatch.setattr(evaluate, "BATCH_TOKENS", {"cpu": 7 * 32})
+    monkeypatch.setattr(evaluate, "evaluated_rows", lambda *_: 7)
     plan = make_plan("gpt", train={"precision": "fp64"})
     model = build(plan.config, 3, dtype=torch.float64)
     store = plan.validation_stores[0]
@@ -72,7 +72,7 @@ def test_the_batch_does_not_matter_and_the_mode_is_given_back(
     model = build(plan.config, 3, dtype=torch.float64).train()
     state = torch.get_rng_state()
     one = Validation(plan)(SingleEngine(model, plan.recipe.train.precision, plan.device), 6)
-    monkeypatch.setattr(evaluate, "BATCH_TOKENS", {"cpu": 32})
+    monkeypatch.setattr(evaluate, "evaluated_rows", lambda *_: 1)
     other = Validation(plan)(SingleEngine(model, plan.recipe.train.precision, plan.device), 6)
     assert one == pytest.approx(other, abs=1e-12)
     assert model.training

@@ -256,7 +256,7 @@ def recipe(
         (['data.train="nowhere.txt"'], 2, "nowhere.txt"),
         (['data.train=["{place}/a.txt", "{place}/gone.txt"]'], 2, "gone.txt"),
         (['data.tokenizer="gone"'], 2, "gone"),
-        (['data.tokenizer=""'], 2, "set data.tokenizer"),
+        (['data.tokenizer=""'], 2, "sets data.tokenizer"),
         (['data.tokenizer=""', 'data.documents="line"'], 2, "are of text"),
         (['data.train=[{path="{place}/a.txt", weight=2.0}, "{place}/b.txt"]'], 2, "without weights"),
         (['data.train="datasets:wikitext"'], 2, "cannot be tokenised while training"),
