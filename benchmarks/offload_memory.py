@@ -5,7 +5,7 @@ python benchmarks/offload_memory.py [--quick]
 The same recipe trains with and without `train.offload`. The device's side of a step is every tensor that exists
 while it runs, less those of the host (masters, moments, transfer buffers and the work of the update): so it is
 counted where a CPU is both, and the accelerator's memory would hold the same tensors. The prediction is that of
-`train`'s memory report for a GPU, with the gradients that wait for their copy left out, since a copy on a CPU takes
+the planner for a step on a GPU, with the gradients that wait for their copy left out, since a copy on a CPU takes
 no time. In bf16 for the bytes; in fp32, where nothing is rounded, the losses must be equal to the bit.
 """
 
@@ -20,9 +20,10 @@ import torch
 from common import claim, finish, parser, throughline
 from throughline.core.recipe import build_recipe
 from throughline.models.config import ModelConfig
+from throughline.planner.memory import IN_A_STEP, MOMENTS, device_terms
 from throughline.train.build import StepBatches, build_trainer, plan_run, training_rows
 from throughline.train.parallel.mesh import ALONE
-from throughline.train.predict import predicted_memory
+from throughline.train.predict import described
 from throughline.train.recipe import Recipe, resolve
 from throughline.train.step import Trainer, train_step
 from torch import Tensor
@@ -119,15 +120,12 @@ def run(place: Path, precision: str, offload: bool) -> Outcome:
         with count:
             losses.append(train_step(trainer, batch, 1.0).loss)
         peak = count.peak
-    terms = predicted_memory(plan.config, recipe, "cuda")
-    if offload:
-        terms["gradients"] = 0
-    return Outcome(
-        tuple(losses),
-        peak,
-        sum(terms.values()) - terms.get("runtime", 0) - terms.get("program", 0),
-        plan.config,
-    )
+    terms = {
+        name: float(size) for name, size in device_terms(*described(plan.config, recipe, "cuda")).items()
+    }
+    terms |= {"runtime": 0.0} | ({"gradients": 0.0} if offload else {})
+    predicted = max(sum(terms[name] for name in MOMENTS[moment]) for moment in IN_A_STEP)
+    return Outcome(tuple(losses), peak, int(predicted), plan.config)
 
 
 def furthest(one: tuple[float, ...], other: tuple[float, ...]) -> float:
