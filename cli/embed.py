@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 @click.argument("path", type=click.Path())
 @click.argument("file", type=click.Path())
 @click.option("--out", type=click.Path(), help="File to write (default: standard output).")
+@click.option(
+    "--truncate", is_flag=True, help="Embed the beginning of texts that are longer than the model's context."
+)
 @backend_options
 @throughline_command
-def command(path: str, file: str, out: str | None, options: "BackendOptions") -> None:
+def command(path: str, file: str, out: str | None, truncate: bool, options: "BackendOptions") -> None:
     """Embed every line of FILE (- = standard input): one JSON object per line, {"text", "embedding"}.
 
     In a .jsonl file the "text" of every line is embedded and the other fields are kept; the same command
@@ -42,7 +45,7 @@ def command(path: str, file: str, out: str | None, options: "BackendOptions") ->
             raise WrongUse("a .jsonl file is answered in a file", where=file, fix="give --out FILE")
         from ..inference.offline import embed_file
 
-        facts = embed_file(path, Path(file), Path(out), options)
+        facts = embed_file(path, Path(file), Path(out), options, truncate=truncate)
         said = "{lines} lines embedded ({resumed} by an earlier run, {errors} refused)".format(**facts)
         console.result({"path": out, **facts}, [f"{said}: {out}"])
         return
@@ -53,7 +56,7 @@ def command(path: str, file: str, out: str | None, options: "BackendOptions") ->
         raise WrongUse("there is no text to embed", where=file, fix="give a file with one text per line")
     rows = [
         {"text": line, "embedding": vector.tolist()}
-        for line, vector in zip(texts, embed_texts(path, texts, options))
+        for line, vector in zip(texts, embed_texts(path, texts, options, truncate=truncate))
     ]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     if out is not None:

@@ -41,6 +41,12 @@ def frame(
     return _fitting(np.array([*before, *ids, *behind], np.int64), context, where)
 
 
+def shortened(tokenizer: Tokenizer, text: str, context: int) -> list[int]:
+    """Ids of as much of the text as fits the context with its special tokens."""
+    before, behind = _framing(tokenizer)
+    return list(tokenizer.encode(text)[: context - len(before) - len(behind)])
+
+
 def frame_pair(
     tokenizer: Tokenizer, first: str, second: str, context: int, vocab_size: int
 ) -> tuple[np.ndarray, int]:

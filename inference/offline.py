@@ -20,7 +20,7 @@ from ..core.errors import ThroughlineError, WrongUse
 from ..core.files import full_disk, sha256_file, sha256_json, sync
 from ..data.tokenizer import Tokenizer
 from .backends import Loaded
-from .encoding import embed, frame
+from .encoding import embed, frame, shortened
 from .generation import Request
 from .sampling import Sampling
 from .slots import SlotBatch
@@ -55,17 +55,21 @@ def generate_file(
     return _run(source, out, given | {"model": loaded.input.hash}, "prompt", answer)
 
 
-def embed_file(path: Path | str, source: Path, out: Path, options: BackendOptions = AUTO) -> dict[str, int]:
+def embed_file(
+    path: Path | str, source: Path, out: Path, options: BackendOptions = AUTO, *, truncate: bool = False
+) -> dict[str, int]:
     """Embed the "text" of every line with the BERT at `path`: the line with "embedding", of length 1.
 
+    `truncate` embeds the beginning of what is longer than the model's context, which is refused without it.
     Returns counts and raises as `generate_file` does.
     """
     loaded, tokenizer = open_text_model(path, "bert", options)
 
     def answer(records: Iterator[Record]) -> Iterator[Record]:
-        yield from _embed(loaded, tokenizer, records)
+        yield from _embed(loaded, tokenizer, records, truncate)
 
-    return _run(source, out, {"model": loaded.input.hash}, "text", answer)
+    given = {"model": loaded.input.hash} | ({"truncate": True} if truncate else {})
+    return _run(source, out, given, "text", answer)
 
 
 def _run(
@@ -224,7 +228,9 @@ def _requests(
     ]
 
 
-def _embed(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record]) -> Iterator[Record]:
+def _embed(
+    loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], truncate: bool
+) -> Iterator[Record]:
     encoder, config = loaded.encoder, loaded.config
     assert encoder is not None
     more = True
@@ -235,7 +241,9 @@ def _embed(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record]) -> I
             number, record = next(records, (-1, {}))
             if more := number >= 0:
                 try:
-                    rows.append(frame(tokenizer, record["text"], config.sequence_length, config.vocab_size))
+                    text, context = record["text"], config.sequence_length
+                    given = shortened(tokenizer, text, context) if truncate else text
+                    rows.append(frame(tokenizer, given, context, config.vocab_size))
                     kept.append((number, record))
                 except ThroughlineError as error:
                     yield number, record | {"error": str(error)}

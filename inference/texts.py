@@ -9,7 +9,7 @@ from ..core.backend import AUTO, BackendOptions
 from ..core.errors import WrongUse
 from ..data.tokenizer import Tokenizer
 from .backends import Loaded, open_backend
-from .encoding import embed, frame
+from .encoding import embed, frame, shortened
 from .generation import Request, TextDelta
 from .sampling import Sampling
 from .slots import generate
@@ -47,13 +47,24 @@ def continue_text(
     yield from generate(loaded.causal, tokenizer.decode, requests, vocab_size=tokenizer.vocab_size)
 
 
-def embed_texts(path: Path | str, texts: Sequence[str], options: BackendOptions = AUTO) -> np.ndarray:
-    """Embeddings of the texts with the BERT at `path`, each of length 1, float32 (texts, width)."""
+def embed_texts(
+    path: Path | str, texts: Sequence[str], options: BackendOptions = AUTO, *, truncate: bool = False
+) -> np.ndarray:
+    """Embeddings of the texts with the BERT at `path`, each of length 1, float32 (texts, width).
+
+    `truncate` embeds the beginning of what is longer than the model's context, which is refused without it.
+    """
     loaded, tokenizer = open_text_model(path, "bert", options)
     assert loaded.encoder is not None
     sizes = (loaded.config.sequence_length, loaded.config.vocab_size)
     rows = [
-        frame(tokenizer, text, *sizes, f"text {number}: {text[:60]}") for number, text in enumerate(texts, 1)
+        frame(
+            tokenizer,
+            shortened(tokenizer, text, sizes[0]) if truncate else text,
+            *sizes,
+            f"text {number}: {text[:60]}",
+        )
+        for number, text in enumerate(texts, 1)
     ]
     return embed(loaded.encoder, rows, tokenizer.pad_id or 0)
 

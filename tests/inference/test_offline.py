@@ -85,6 +85,18 @@ def test_embeddings_of_a_file(bert_dir: Path, tmp_path: Path) -> None:
         assert row["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)
 
 
+def test_a_long_text_is_embedded_by_its_beginning_when_asked(bert_dir: Path, tmp_path: Path) -> None:
+    """Refused without `truncate`; with it the tail makes no difference, in a file and in a list."""
+    beginning = "The lazy dog jumps again. " * 200
+    source = written(tmp_path / "in.jsonl", [{"text": beginning}, {"text": beginning + "Over"}])
+    assert embed_file(bert_dir, source, tmp_path / "refused.jsonl", CPU)["errors"] == 2
+    assert embed_file(bert_dir, source, tmp_path / "out.jsonl", CPU, truncate=True)["errors"] == 0
+    first, second = (row["embedding"] for row in lines(tmp_path / "out.jsonl"))
+    assert first == pytest.approx(second, abs=1e-6)
+    [listed] = embed_texts(bert_dir, [beginning], CPU, truncate=True)
+    assert first == pytest.approx(listed.tolist(), abs=1e-6)
+
+
 def test_a_line_that_is_no_request_is_named_before_anything_runs(gpt_onnx: Path, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "a"}\n\n{"text": "b"}\n')

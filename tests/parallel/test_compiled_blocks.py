@@ -1,5 +1,8 @@
 """Blocks are compiled whole in every layout, and compute what they compute eagerly."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +66,7 @@ def test_a_block_is_one_graph(layout: Layout, model: str) -> None:
     warm()
     family, fields = MODELS[model]
     case = Case("traced", layout, family, "fp32", model=fields, rows=4)
-    for loss, breaks, graphs in run_ranks(layout.world, lambda: traced(case)):
+    for loss, breaks, graphs in run_ranks(layout.world, lambda: traced(case), 600.0):
         assert loss > 0 and breaks == {}, breaks
         assert graphs == 1
 
@@ -75,7 +78,7 @@ def test_graphs_break_at_collectives_alone(axis: str, model: str) -> None:
     warm()
     family, fields = MODELS[model]
     case = Case("traced", Layout(**{axis: 2}), family, "fp32", model=fields, rows=4)
-    for loss, breaks, _ in run_ranks(2, lambda: traced(case)):
+    for loss, breaks, _ in run_ranks(2, lambda: traced(case), 600.0):
         assert loss > 0 and breaks
         assert all("disable" in why and any(name in why for name in COLLECTIVES[axis]) for why in breaks), (
             breaks
@@ -110,9 +113,19 @@ COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_equals_eager_to_rounding(name: str, make: Callable[..., Recipe], tmp_path: Path) -> None:
-    """Losses and gradient norms of four steps in fp32."""
+    """Losses and gradient norms of four steps in fp32.
+
+    In a process of its own: torch's compiler waits for ever in a fork of a process that has compiled.
+    """
     if not cpp_compiler():
         pytest.skip("needs a C++ compiler")
+    if os.environ.get("THROUGHLINE_TEST_FORKS_FROM") != name:
+        test = f"{__file__}::test_compiled_equals_eager_to_rounding[{name}]"
+        environment = os.environ | {"THROUGHLINE_TEST_FORKS_FROM": name}
+        words = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-p", "no:cacheprovider", test]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        return
     warm()
     parallel, section = COMPILED[name]
     runs = []
