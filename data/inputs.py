@@ -36,6 +36,11 @@ class Source:
     compression: Literal["", "gz", "bz2", "zst"] = ""
     parts: int = 0
 
+    @property
+    def streamed(self) -> bool:
+        """Whether it is a dataset of unknown size, which is read by parts and not by bytes."""
+        return self.format == "dataset" and not self.bytes
+
 
 def expand_inputs(inputs: list[str]) -> list[Source]:
     """Sources in the order given; a directory or a glob gives its files sorted by path.

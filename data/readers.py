@@ -47,7 +47,7 @@ class DocumentBatch(NamedTuple):
 def splittable(source: Source, options: ReadOptions) -> bool:
     """Whether byte ranges of the source can be read apart."""
     if source.format == "dataset":
-        return source.bytes > 0  # a saved one, by rows; a streamed one by its parts
+        return not source.streamed  # a saved one, by rows; a streamed one by its parts
     if source.compression:
         return False
     return source.format != "txt" or options.documents != "file"

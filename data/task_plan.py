@@ -99,7 +99,7 @@ class TaskPlan:
         for number, source in enumerate(self.sources):
             low, high = max(first - before, 0), last - before
             before += source.bytes
-            if source.format == "dataset" and not source.bytes:  # of unknown size: a task for each part
+            if source.streamed:  # a task for each part
                 if low <= 0 < high:
                     close()
                     for part in range(source.parts):

@@ -147,9 +147,7 @@ def make_plan(
     if not tokenizer.splits_at_space:
         options = replace(options, piece_bytes=None)
     sources = tuple(
-        replace(source, parts=hub_parts(source.path, options.split))
-        if source.format == "dataset" and not source.bytes
-        else source
+        replace(source, parts=hub_parts(source.path, options.split)) if source.streamed else source
         for source in expand_inputs(inputs)
     )
     size = shard_bytes or default_shard_bytes(sum(source.bytes for source in sources))
