@@ -4,15 +4,18 @@ lengths first. Nothing is unpickled, so that neither side can make the other run
 
 import asyncio
 import json
+import select
+import socket
 import struct
-from collections.abc import Callable
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
 from ..core.errors import Failed, Refused, ThroughlineError, WrongUse
 
 LENGTHS = struct.Struct("<II")  # bytes of the JSON object, bytes of the block
+READ_BYTES = 1 << 18
 KINDS: dict[str, type[ThroughlineError]] = {
     "WrongUse": WrongUse,
     "MissingExtra": WrongUse,
@@ -28,16 +31,59 @@ def pack(message: dict[str, Any], block: bytes = b"") -> bytes:
     return LENGTHS.pack(len(text), len(block)) + text + block
 
 
-def read(file: BinaryIO) -> Message | None:
-    """The next message; None when the other side has ended."""
-    head = file.read(LENGTHS.size)
-    if len(head) < LENGTHS.size:
-        return None
-    text_bytes, block_bytes = LENGTHS.unpack(head)
-    body = file.read(text_bytes + block_bytes)
-    return (
-        None if len(body) < text_bytes + block_bytes else (json.loads(body[:text_bytes]), body[text_bytes:])
-    )
+class Parts:
+    """Bytes as they come; messages as they are whole."""
+
+    def __init__(self) -> None:
+        self._come = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that these bytes complete."""
+        self._come += data
+        while len(self._come) >= LENGTHS.size:
+            text_bytes, block_bytes = LENGTHS.unpack_from(self._come)
+            middle = LENGTHS.size + text_bytes
+            end = middle + block_bytes
+            if len(self._come) < end:
+                break
+            text, block = self._come[LENGTHS.size : middle], bytes(self._come[middle:end])
+            del self._come[:end]
+            yield json.loads(text), block
+
+
+class Inbox:
+    """The model's end of the socket, read between two steps of work by the thread that does the work."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._parts = connection, Parts()
+        self._bell, self._rope = socket.socketpair()
+        self._poll = select.poll()
+        for one in (connection, self._bell):
+            self._poll.register(one, select.POLLIN)
+        self.ended = False  # the other side has
+
+    def take(self, wait: bool) -> list[Message]:
+        """What has come; waits, if told, for a message, the end, or `ring`."""
+        ready = {descriptor for descriptor, _ in self._poll.poll(None if wait else 0)}
+        if self._bell.fileno() in ready:
+            self._bell.recv(READ_BYTES)
+        if self._connection.fileno() not in ready:
+            return []
+        try:
+            data = self._connection.recv(READ_BYTES)
+        except OSError:
+            data = b""
+        self.ended = not data
+        return list(self._parts.feed(data))
+
+    def ring(self) -> None:
+        """End a waiting `take`; any thread may."""
+        self._rope.send(b"!")
+
+    def close(self) -> None:
+        """Give the bell back."""
+        self._bell.close()
+        self._rope.close()
 
 
 class Messages(asyncio.Protocol):
@@ -46,27 +92,11 @@ class Messages(asyncio.Protocol):
     """
 
     def __init__(self, take: Callable[[dict[str, Any], bytes], None], ended: Callable[[], None]) -> None:
-        self._take, self._ended = take, ended
-        self._come = bytearray()
-        self.transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
+        self._take, self._ended, self._parts = take, ended, Parts()
 
     def data_received(self, data: bytes) -> None:
-        self._come += data
-        at = 0
-        while len(self._come) - at >= LENGTHS.size:
-            text_bytes, block_bytes = LENGTHS.unpack_from(self._come, at)
-            text = at + LENGTHS.size
-            end = text + text_bytes + block_bytes
-            if len(self._come) < end:
-                break
-            block = bytes(self._come[text + text_bytes : end])
-            message = json.loads(self._come[text : text + text_bytes])
-            at = end
+        for message, block in self._parts.feed(data):
             self._take(message, block)
-        del self._come[:at]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._ended()

@@ -102,6 +102,35 @@ def refuse_new(listener: socket.socket) -> bool:
     return True
 
 
+class Joined:
+    """A transport that sends what is written in one turn of the event loop as one piece: the head of an answer
+    goes with its body, so that a client wakes up once.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self.flush)
+        self._parts.append(data)
+
+    def flush(self) -> None:
+        """Send now."""
+        if self._parts:
+            parts, self._parts = self._parts, []
+            if not self._transport.is_closing():
+                self._transport.write(b"".join(parts))
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+
 class DeadlineProtocol(HttpToolsProtocol):
     """HTTP/1.1 in which the head of a request has a deadline and a size, on a new connection and on a kept one,
     and a client that does not read its answer is let go.
@@ -112,7 +141,8 @@ class DeadlineProtocol(HttpToolsProtocol):
     _head_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        self._joined = Joined(transport, self.loop)
+        super().connection_made(self._joined)  # type: ignore[arg-type]
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
@@ -130,6 +160,10 @@ class DeadlineProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._got_head()
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        self._joined.flush()
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._got_head()

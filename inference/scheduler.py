@@ -1,11 +1,10 @@
-"""Engines: one thread per model that answers jobs in batches.
+"""Engines: they answer jobs in batches, a step at a time, on the thread that calls them.
 
-A job says by its `tell` where its answer goes; `tell` runs on the engine's thread. A batch that breaks is
-answered with its error and the engine goes on with the next one. A cancelled job leaves the queue at once and
-the batch at its next step. Who may submit how much is decided before: see `remote`.
+A job says by its `tell` where its answer goes. A batch that breaks is answered with its error and the engine
+goes on with the next one. A cancelled job leaves the queue at once and the batch at its next step. Who may
+submit how much is decided before: see `remote`.
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,7 +32,6 @@ class Job:
     tell: Callable[["Job", Told, int], None]
     submitted_s: float = field(default_factory=time.monotonic)
     began_s: float = 0.0
-    cancelled: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -57,57 +55,38 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 
 
 class Engine(Generic[AnyJob]):
-    """What both engines share: the queue, the thread, and its end. `_turn` does one step of work."""
+    """What both engines share: the queue and the end of a turn. `_turn` does one step of work."""
 
-    def __init__(self, name: str, turned: Callable[[], None]) -> None:
+    def __init__(self, turned: Callable[[], None]) -> None:
         self._turned = turned  # called when a turn has told all it made
         self._queue: deque[AnyJob] = deque()
-        self._changed = threading.Condition()
-        self._ending = False
-        self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
 
-    def start(self) -> None:
-        """Begin to answer."""
-        self._thread.start()
+    @property
+    def busy(self) -> bool:
+        """Whether a turn would do something."""
+        return bool(self._queue or self._begun())
 
     def submit(self, jobs: Sequence[AnyJob]) -> None:
         """Queue these jobs."""
-        with self._changed:
-            self._queue.extend(jobs)
-            self._changed.notify()
+        self._queue.extend(jobs)
 
     def cancel(self, numbers: set[int]) -> None:
         """Nobody reads these answers any more: their places are given up."""
-        with self._changed:
-            self._queue = deque(job for job in self._queue if job.number not in numbers)
-            for job in self._begun():
-                if job.number in numbers:
-                    job.cancelled = True
-                    self._cancel(job)
+        self._queue = deque(job for job in self._queue if job.number not in numbers)
+        for job in self._begun():
+            if job.number in numbers:
+                self._cancel(job)
 
-    def stop(self) -> None:
-        """End the thread after its present step."""
-        with self._changed:
-            self._ending = True
-            self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._queue or self._begun() or self._ending):
-                    self._changed.wait()
-                if self._ending:
-                    return
-            try:
-                self._turn()
-            except Exception as error:  # whatever a backend throws: those who wait must hear of it
-                warn(f"a batch failed: {type(error).__name__}: {error}")
-                failure = Failed("the model failed on this batch", why=f"{type(error).__name__}: {error}")
-                for job in self._give_up():
-                    job.tell(job, failure, 0)
-            self._turned()
+    def turn(self) -> None:
+        """One step of work on what is queued and begun."""
+        try:
+            self._turn()
+        except Exception as error:  # whatever a backend throws: those who wait must hear of it
+            warn(f"a batch failed: {type(error).__name__}: {error}")
+            failure = Failed("the model failed on this batch", why=f"{type(error).__name__}: {error}")
+            for job in self._give_up():
+                job.tell(job, failure, 0)
+        self._turned()
 
     def _begun(self) -> Sequence[AnyJob]:
         """Jobs taken from the queue and not answered."""
@@ -129,7 +108,6 @@ class CausalEngine(Engine[Generating]):
 
     def __init__(
         self,
-        name: str,
         backend: CausalBackend,
         decode: Callable[[list[int]], str],
         turned: Callable[[], None],
@@ -137,7 +115,7 @@ class CausalEngine(Engine[Generating]):
         slots: int,
         vocab_size: int | None = None,
     ) -> None:
-        super().__init__(name, turned)
+        super().__init__(turned)
         self._new_batch = lambda: SlotBatch(backend, decode, slots, vocab_size)
         self._batch = self._new_batch()
         self._jobs: dict[int, Generating] = {}  # begun
@@ -153,7 +131,6 @@ class CausalEngine(Engine[Generating]):
         while self._batch.free > 0 and (job := self._take()):
             job.sequence = self._batch.add(job.request)
             job.sequence.owner = job
-            job.sequence.cancelled = job.cancelled  # `cancel` may have come between
         deltas = self._batch.step()
         for sequence, delta in deltas:
             if delta.finish:
@@ -161,13 +138,12 @@ class CausalEngine(Engine[Generating]):
             sequence.owner.tell(sequence.owner, delta, len(deltas))
 
     def _take(self) -> Generating | None:
-        with self._changed:
-            if not self._queue:
-                return None
-            job = self._queue.popleft()
-            job.began_s = time.monotonic()
-            self._jobs[job.number] = job
-            return job
+        if not self._queue:
+            return None
+        job = self._queue.popleft()
+        job.began_s = time.monotonic()
+        self._jobs[job.number] = job
+        return job
 
     def _give_up(self) -> list[Generating]:
         self._batch = self._new_batch()
@@ -178,10 +154,8 @@ class CausalEngine(Engine[Generating]):
 class EncoderEngine(Engine[Reading]):
     """Batches texts of similar length, a token budget at a time; never waits for more to come."""
 
-    def __init__(
-        self, name: str, backend: EncoderBackend, turned: Callable[[], None], *, pad_id: int
-    ) -> None:
-        super().__init__(name, turned)
+    def __init__(self, backend: EncoderBackend, turned: Callable[[], None], *, pad_id: int) -> None:
+        super().__init__(turned)
         self._backend, self._pad_id = backend, pad_id
         self._batch: list[Reading] = []
 
@@ -190,19 +164,17 @@ class EncoderEngine(Engine[Reading]):
 
     def _turn(self) -> None:
         """The oldest text with those queued ones that are nearest in length."""
-        with self._changed:
-            texts = {id(job.text): job for job in self._queue}
-            self._batch = [texts[id(text)] for text in take_batch([job.text for job in self._queue])]
-            taken = {job.number for job in self._batch}
-            self._queue = deque(job for job in self._queue if job.number not in taken)
-            now_s = time.monotonic()
-            for job in self._batch:
-                job.began_s = now_s
+        texts = {id(job.text): job for job in self._queue}
+        self._batch = [texts[id(text)] for text in take_batch([job.text for job in self._queue])]
+        taken = {job.number for job in self._batch}
+        self._queue = deque(job for job in self._queue if job.number not in taken)
+        now_s = time.monotonic()
+        for job in self._batch:
+            job.began_s = now_s
         answers = encode_batch(self._backend, [job.text for job in self._batch], self._pad_id)
         batch, self._batch = self._batch, []
         for job, answer in zip(batch, answers):
-            if not job.cancelled:
-                job.tell(job, answer, len(batch))
+            job.tell(job, answer, len(batch))
 
     def _give_up(self) -> list[Reading]:
         broken, self._batch = self._batch, []

@@ -32,6 +32,7 @@ from .api_types import (
     RerankBody,
     TokenizeBody,
 )
+from .bodies import BodyRoute
 from .completions import Answers, ChatAnswers
 from .encoding import fill, frame, frame_pair, mask_text, unit
 from .guard import Guard, Keys, add_error_handlers, error_body, told
@@ -113,6 +114,7 @@ def build_app(server: Server, keys: Sequence[str] = (), origins: Sequence[str] =
         await server.close()
 
     app = FastAPI(title="Throughline", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.router.route_class = BodyRoute
     app.state.telemetry = server.telemetry
     app.add_middleware(
         Guard, limits=server.limits, keys=Keys(keys), telemetry=server.telemetry, draining=server.draining
@@ -122,10 +124,10 @@ def build_app(server: Server, keys: Sequence[str] = (), origins: Sequence[str] =
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     add_error_handlers(app)
-    _add_status(app, server)
+    _add_encoder(app, server)  # first come what is asked most: routes are tried in turn
     _add_generation(app, server)
-    _add_encoder(app, server)
     _add_tokens(app, server)
+    _add_status(app, server)
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -323,8 +325,8 @@ def _add_encoder(app: FastAPI, server: Server) -> None:
 
 
 def _add_tokens(app: FastAPI, server: Server) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The ids of a text."""
         model = server.pick(body.model, "/tokenize", request.state.watch)
 
@@ -334,15 +336,16 @@ def _add_tokens(app: FastAPI, server: Server) -> None:
             return model.tokenizer.encode(body.prompt).tolist()
 
         tokens = await beside(len(body.prompt), ids)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": model.facts["context"]}
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": model.facts["context"]})
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of ids."""
         model = server.pick(body.model, "/detokenize", request.state.watch)
         if any(not 0 <= i < model.facts["vocab_size"] for i in body.tokens):
             raise WrongUse("a token id is outside the vocabulary", where="tokens")
-        return {"prompt": await beside(len(body.tokens), lambda: model.tokenizer.decode(body.tokens))}
+        text = await beside(len(body.tokens), lambda: model.tokenizer.decode(body.tokens))
+        return JSONResponse({"prompt": text})
 
 
 async def beside(characters: int, work: Callable[[], Result]) -> Result:

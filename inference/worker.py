@@ -5,11 +5,13 @@ The HTTP process starts it as `python -m throughline.inference.worker FD` and se
 for the whole group are left to the HTTP process, which drains first.
 """
 
+import contextlib
 import signal
 import socket
 import sys
-import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from ..core.backend import BackendOptions
 from ..core.errors import Failed, ThroughlineError, WrongUse
 from ..data.tokenizer import Tokenizer
 from .backends import Loaded, open_backend
-from .channel import error_message, pack, pack_arrays, read
+from .channel import Inbox, Message, error_message, pack, pack_arrays
 from .constrain import Grammars
 from .encoding import Encoding
 from .generation import Guide, Request, TextDelta
@@ -29,65 +31,68 @@ from .scheduler import CausalEngine, EncoderEngine, Generating, Job, Reading, To
 
 def serve(connection: socket.socket) -> None:
     """Answer until the other side ends."""
-    file = connection.makefile("rb")
-    first = read(file)
-    if first is None:
-        return
-    speaker = Speaker(connection)
-    try:
-        model = WorkerModel(first[0], speaker)
-    except Exception as error:  # of any library: the HTTP process must hear of it
-        speaker.say({"at": "failed", "error": error_message(error)})
-        return
-    speaker.say({"at": "ready", **model.describe()})
-    model.engine.start()
-    while (message := read(file)) is not None:
-        model.take(*message)
-    model.engine.stop()
+    with contextlib.closing(Inbox(connection)) as inbox:
+        come: list[Message] = []
+        while not come and not inbox.ended:
+            come = inbox.take(wait=True)
+        if inbox.ended:
+            return
+        speaker = Speaker(connection)
+        try:
+            model = WorkerModel(come[0][0], speaker, inbox.ring)
+        except Exception as error:  # of any library: the HTTP process must hear of it
+            speaker.say({"at": "failed", "error": error_message(error)})
+            return
+        speaker.say({"at": "ready", **model.describe()})
+        # One thread reads and works: waking another one costs more than reading does.
+        while not inbox.ended:
+            for message, block in inbox.take(wait=not model.engine.busy):
+                model.take(message, block)
+            model.begin_prepared()
+            if model.engine.busy:
+                model.engine.turn()
 
 
 class Speaker:
-    """Sends messages; several threads may."""
+    """Sends messages."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._one_at_a_time = connection, threading.Lock()
+        self._connection = connection
 
     def say(self, message: dict[str, Any], block: bytes = b"") -> None:
         """Send a message. Nothing happens when the other side has ended: the reader notices."""
-        try:
-            with self._one_at_a_time:
-                self._connection.sendall(pack(message, block))
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            self._connection.sendall(pack(message, block))
 
 
 class WorkerModel:
     """The model, its tokenizer and its engine; messages in, answers out."""
 
-    def __init__(self, opening: dict[str, Any], speaker: Speaker) -> None:
-        self._speaker = speaker
+    def __init__(self, opening: dict[str, Any], speaker: Speaker, ring: Callable[[], None]) -> None:
+        self._speaker, self._ring = speaker, ring
         self.loaded = open_backend(opening["path"], BackendOptions(**opening["options"]))
         if self.loaded.tokenizer is None:
             fix = "put the one that it was trained with beside the weights"
             raise WrongUse("this model has no tokenizer.json", where=self.loaded.input.path, fix=fix)
         self.tokenizer = Tokenizer.load(self.loaded.tokenizer)
         self._outputs = warm_up(self.loaded)
-        self.engine = self._engine(opening["name"], opening["slots"])
+        self.engine = self._engine(opening["slots"])
         self._held: dict[int, list[list[Any]]] = {}  # parts of answers that are sent whole
         self._made_now: list[list[Any]] = []  # of this turn, sent as one message
         self._batch = 0
-        self._grammars: Grammars | None = (
-            None  # made when somebody asks: reading the vocabulary takes a second
-        )
+        self._grammars: Grammars | None = None  # made when somebody asks
+        # Reading a vocabulary for the grammars takes a second: answers in the making go on beside it.
+        self._beside = ThreadPoolExecutor(1, "grammars")
+        self._preparing: dict[int, tuple[dict[str, Any], np.ndarray, Future[Guide]]] = {}
 
-    def _engine(self, name: str, slots: int) -> CausalEngine | EncoderEngine:
+    def _engine(self, slots: int) -> CausalEngine | EncoderEngine:
         if self.loaded.causal is not None:
             vocab_size = self.tokenizer.vocab_size
             decode, turned = self.tokenizer.decode, self._turned
-            return CausalEngine(name, self.loaded.causal, decode, turned, slots=slots, vocab_size=vocab_size)
+            return CausalEngine(self.loaded.causal, decode, turned, slots=slots, vocab_size=vocab_size)
         assert self.loaded.encoder is not None
         pad_id = self.tokenizer.pad_id or 0  # padding is masked: any id will do
-        return EncoderEngine(name, self.loaded.encoder, self._turned, pad_id=pad_id)
+        return EncoderEngine(self.loaded.encoder, self._turned, pad_id=pad_id)
 
     def describe(self) -> dict[str, Any]:
         """What the HTTP process must know of the model."""
@@ -109,21 +114,40 @@ class WorkerModel:
     def take(self, message: dict[str, Any], block: bytes) -> None:
         """Do what a message asks; what is wrong with a job is its answer."""
         if message["do"] == "cancel":
+            for number in message["jobs"]:
+                self._preparing.pop(number, None)
             self.engine.cancel(set(message["jobs"]))
             return
+        ids = np.frombuffer(block, np.int32).astype(np.int64)
+        if message.get("constraint") is None:
+            self._submit(message, ids)
+        else:
+            guide = self._beside.submit(self._guide, message["constraint"])
+            self._preparing[message["job"]] = (message, ids, guide)
+            guide.add_done_callback(lambda _: self._ring())
+
+    def begin_prepared(self) -> None:
+        """Queue the jobs whose grammars are ready."""
+        for message, ids, guide in [one for one in self._preparing.values() if one[2].done()]:
+            del self._preparing[message["job"]]
+            self._submit(message, ids, guide)
+
+    def _submit(self, message: dict[str, Any], ids: np.ndarray, guide: "Future[Guide] | None" = None) -> None:
         try:
-            self._submit(message, np.frombuffer(block, np.int32).astype(np.int64))
+            if isinstance(self.engine, EncoderEngine):
+                text = Encoding(ids, np.array(message["ask"], np.int64), message["first_tokens"])
+                self.engine.submit([Reading(message["job"], self._read, text=text, details=message)])
+            else:
+                request = self._request(message, ids, guide.result() if guide else None)
+                job = Generating(message["job"], self._made, request=request, whole=message["whole"])
+                self.engine.submit([job])
         except Exception as error:
             self._speaker.say({"at": "error", "job": message["job"], "error": error_message(error)})
 
-    def _submit(self, message: dict[str, Any], ids: np.ndarray) -> None:
-        if isinstance(self.engine, EncoderEngine):
-            text = Encoding(ids, np.array(message["ask"], np.int64), message["first_tokens"])
-            self.engine.submit([Reading(message["job"], self._read, text=text, details=message)])
-            return
+    def _request(self, message: dict[str, Any], ids: np.ndarray, guide: Guide | None) -> Request:
         sampling = message["sampling"]
         bias = tuple((int(i), float(value)) for i, value in sampling["logit_bias"])
-        request = Request(
+        return Request(
             ids,
             message["max_tokens"],
             Sampling(**sampling | {"logit_bias": bias}),
@@ -131,14 +155,10 @@ class WorkerModel:
             self.tokenizer.eos_id,
             message["logprobs"],
             message["logprobs"] if message["prompt_logprobs"] else None,
-            self._guide(message["constraint"]),
+            guide,
         )
-        job = Generating(message["job"], self._made, request=request, whole=message["whole"])
-        self.engine.submit([job])
 
-    def _guide(self, constraint: dict[str, Any] | None) -> Guide | None:
-        if constraint is None:
-            return None
+    def _guide(self, constraint: dict[str, Any]) -> Guide:
         if self._grammars is None:
             self._grammars = Grammars(self.tokenizer)
         return self._grammars.guide(constraint)

@@ -70,8 +70,8 @@ async def running(
     workers: dict[str, worker.WorkerModel] = {}
 
     class Noted(worker.WorkerModel):
-        def __init__(self, opening: dict[str, Any], speaker: worker.Speaker) -> None:
-            super().__init__(opening, speaker)
+        def __init__(self, opening: dict[str, Any], *rest: Any) -> None:
+            super().__init__(opening, *rest)
             workers[opening["name"]] = self
 
     patch.setattr(remote, "spawn", ThreadProcess)

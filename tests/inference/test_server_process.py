@@ -1,6 +1,5 @@
 """The server as processes: HTTP apart from the model, deaths, drains, deadlines, TLS."""
 
-import asyncio
 import http.client
 import json
 import os
@@ -16,16 +15,13 @@ import tomllib
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-from starlette.responses import StreamingResponse
 from throughline.inference import listen
-from throughline.inference.server import Server, build_app
 
 
 def call(
@@ -229,96 +225,6 @@ def test_tls_and_keys_from_the_command_line(gpt_onnx: Path, start_server, tmp_pa
         context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
         assert base.startswith("https://") and call(base, "health", context=context)[0] == 200
         assert call(base, "v1/models", context=context)[0] == 401
-
-
-# --- deadlines of connections: the protocol under a plain uvicorn ---
-
-
-@pytest.fixture
-def address(in_thread, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    """A server without models whose deadlines are short."""
-    from throughline.inference.served import Limits
-    from throughline.inference.telemetry import Telemetry
-
-    monkeypatch.setattr(listen, "HEADER_S", 0.3)
-    limits = Limits(body_s=0.3)
-    with in_thread.on_a_port(build_app(Server([], limits, Telemetry()))) as found:
-        yield found
-
-
-def all_of(connection: socket.socket) -> bytes:
-    """What comes until the other side closes."""
-    connection.settimeout(5)
-    parts = []
-    while part := connection.recv(65536):
-        parts.append(part)
-    return b"".join(parts)
-
-
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-
-
-@pytest.mark.parametrize(
-    ("sent", "answer"),
-    [
-        (b"", b""),
-        (b"GET /health HTTP/1.1\r\nHost:", b""),
-        (HEAD + b"Content-Length: 100\r\n\r\n{", b"408"),
-        (b"nonsense\r\n\r\n", b"400"),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /he", b"200"),  # slow on a kept connection
-    ],
-    ids=["silent", "half a head", "half a body", "no http", "half a second head"],
-)
-def test_slow_and_broken_clients_are_let_go(address: tuple[str, int], sent: bytes, answer: bytes) -> None:
-    with socket.create_connection(address) as connection:
-        connection.sendall(sent)
-        began = time.monotonic()
-        told = all_of(connection)
-        assert time.monotonic() - began < 4
-    assert told.startswith(b"HTTP/1.1 " + answer) if answer else told == b""
-    if answer in (b"400", b"408"):
-        assert json.loads(told.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
-
-
-def test_an_idle_connection_is_kept_between_requests(address: tuple[str, int]) -> None:
-    connection = http.client.HTTPConnection(*address)
-    for _ in range(2):
-        connection.request("GET", "/health")
-        assert connection.getresponse().read() == b'{"status":"ok"}'
-        time.sleep(0.5)  # longer than a head may take
-    connection.close()
-
-
-def test_a_client_that_reads_nothing_is_let_go(in_thread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made for it is bounded by the buffers of its connection, and the answer is given up."""
-    monkeypatch.setattr(listen, "UNREAD_S", 0.3)
-    made, ended = list[int](), threading.Event()
-
-    async def parts() -> AsyncIterator[bytes]:
-        try:
-            while True:
-                made.append(1)
-                yield b"x" * 65536
-                await asyncio.sleep(0)
-        finally:
-            ended.set()
-
-    async def app(scope, receive, send) -> None:
-        if scope["type"] == "http":
-            await StreamingResponse(parts())(scope, receive, send)
-
-    with in_thread.on_a_port(app) as address, socket.create_connection(address) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert ended.wait(10)
-        assert len(made) * 65536 < 32e6  # Linux gives a loopback connection some 6 MB
-        with suppress(ConnectionResetError):  # what the kernel still held may come first
-            assert not all_of(connection).endswith(b"0\r\n\r\n"), "the answer has no end"
-
-
-def test_the_head_of_a_request_is_bounded(address: tuple[str, int]) -> None:
-    with socket.create_connection(address) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\n" + b"X-Long: " + b"x" * (listen.HEAD_BYTES + 1))
-        assert all_of(connection).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.slow

@@ -1,0 +1,167 @@
+"""Connections: deadlines, sizes, what a body must be, and how answers are sent."""
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+
+import pytest
+from starlette.responses import StreamingResponse
+from throughline.inference import listen
+from throughline.inference.server import Server, build_app
+
+
+@pytest.fixture
+def address(in_thread, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    """A server without models whose deadlines are short."""
+    from throughline.inference.served import Limits
+    from throughline.inference.telemetry import Telemetry
+
+    monkeypatch.setattr(listen, "HEADER_S", 0.3)
+    limits = Limits(body_s=0.3)
+    with in_thread.on_a_port(build_app(Server([], limits, Telemetry()))) as found:
+        yield found
+
+
+def all_of(connection: socket.socket) -> bytes:
+    """What comes until the other side closes."""
+    connection.settimeout(5)
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", b""),
+        (b"GET /health HTTP/1.1\r\nHost:", b""),
+        (HEAD + b"Content-Length: 100\r\n\r\n{", b"408"),
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /he", b"200"),  # slow on a kept connection
+    ],
+    ids=["silent", "half a head", "half a body", "no http", "half a second head"],
+)
+def test_slow_and_broken_clients_are_let_go(address: tuple[str, int], sent: bytes, answer: bytes) -> None:
+    with socket.create_connection(address) as connection:
+        connection.sendall(sent)
+        began = time.monotonic()
+        told = all_of(connection)
+        assert time.monotonic() - began < 4
+    assert told.startswith(b"HTTP/1.1 " + answer) if answer else told == b""
+    if answer in (b"400", b"408"):
+        assert json.loads(told.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+
+def test_an_idle_connection_is_kept_between_requests(address: tuple[str, int]) -> None:
+    connection = http.client.HTTPConnection(*address)
+    for _ in range(2):
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() == b'{"status":"ok"}'
+        time.sleep(0.5)  # longer than a head may take
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("application/json", "0 models answer"),
+        ("application/vnd.x+json; charset=utf-8", "0 models answer"),
+        ("text/plain", "Content-Type: application/json"),  # what a web page may send to any server
+        ("application/jsonl", "Content-Type: application/json"),
+        (None, "Content-Type: application/json"),
+    ],
+)
+def test_a_body_must_be_said_to_be_json(address: tuple[str, int], kind: str | None, problem: str) -> None:
+    connection = http.client.HTTPConnection(*address)
+    connection.request("POST", "/tokenize", b'{"prompt": "x"}', {"Content-Type": kind} if kind else {})
+    answer = connection.getresponse()
+    error = json.load(answer)["error"]
+    assert answer.status == 400 and problem in error["message"] and error["type"] == "invalid_request_error"
+    connection.close()
+
+
+class Wire:
+    """A transport that notes what is sent and when it is closed."""
+
+    def __init__(self) -> None:
+        self.sent, self.closed = list[bytes](), False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed
+        self.sent.append(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+
+def test_the_parts_of_an_answer_that_are_ready_together_are_one_piece() -> None:
+    """A turn of the event loop is one write, in order; closing sends what is left; a lost connection gets
+    nothing.
+    """
+
+    async def body() -> None:
+        wire = Wire()
+        joined = listen.Joined(wire, asyncio.get_running_loop())  # type: ignore[arg-type]
+        joined.write(b"head ")
+        joined.write(b"body")
+        assert wire.sent == []
+        await asyncio.sleep(0)
+        assert wire.sent == [b"head body"]
+        joined.write(b"now")
+        joined.flush()
+        joined.write(b"last")
+        joined.close()
+        await asyncio.sleep(0)
+        assert wire.sent == [b"head body", b"now", b"last"] and wire.closed
+        lost = Wire()
+        joined = listen.Joined(lost, asyncio.get_running_loop())  # type: ignore[arg-type]
+        joined.write(b"to nobody")
+        lost.closed = True
+        await asyncio.sleep(0)
+        assert lost.sent == []
+
+    asyncio.run(body())
+
+
+def test_a_client_that_reads_nothing_is_let_go(in_thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made for it is bounded by the buffers of its connection, and the answer is given up."""
+    monkeypatch.setattr(listen, "UNREAD_S", 0.3)
+    made, ended = list[int](), threading.Event()
+
+    async def parts() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                made.append(1)
+                yield b"x" * 65536
+                await asyncio.sleep(0)
+        finally:
+            ended.set()
+
+    async def app(scope, receive, send) -> None:
+        if scope["type"] == "http":
+            await StreamingResponse(parts())(scope, receive, send)
+
+    with in_thread.on_a_port(app) as address, socket.create_connection(address) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert ended.wait(10)
+        assert len(made) * 65536 < 32e6  # Linux gives a loopback connection some 6 MB
+        with suppress(ConnectionResetError):  # what the kernel still held may come first
+            assert not all_of(connection).endswith(b"0\r\n\r\n"), "the answer has no end"
+
+
+def test_the_head_of_a_request_is_bounded(address: tuple[str, int]) -> None:
+    with socket.create_connection(address) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n" + b"X-Long: " + b"x" * (listen.HEAD_BYTES + 1))
+        assert all_of(connection).startswith(b"HTTP/1.1 400")
