@@ -28,7 +28,7 @@ from .corpus import open_corpus
 from .engine import Engine
 from .memory import check_memory
 from .metrics import check_sinks
-from .objective import LOSSES, LossFunction, StepBatch, prepare, real_tokens
+from .objective import LOSSES, LossFunction, StepBatch, prepare, real_tokens, sequences_in
 from .optimizers import build_optimizer
 from .parallel.context import cut_rows
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
@@ -234,6 +234,7 @@ class StepBatches:
         rows = self.dataset.batch(position, count)
         dtype, mask_fraction = weight_dtype(train.precision), objective.mask_fraction if objective else 0.0
         tokens = real_tokens(rows)
+        sequences = sequences_in(rows) if self.plan.family == "bert" else 0
         cut = cut_rows(rows, self.context)
         batch = prepare(
             cut,
@@ -244,8 +245,9 @@ class StepBatches:
             mask_fraction,
             self.unpad,
         )
-        # the other data processes have as many rows, and about as many tokens
-        return replace(batch, tokens=tokens * self.data.size, rows=count * self.data.size)
+        # the other data processes have as many rows, and about as many tokens and sequences
+        size = self.data.size
+        return replace(batch, tokens=tokens * size, rows=count * size, sequences=sequences * size)
 
 
 def build_trainer(plan: RunPlan, mesh: Mesh | None = None, *, fill: bool = True) -> Trainer:

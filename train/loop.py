@@ -227,8 +227,7 @@ class Run:
             self.stopping, self.signals.received = True, signal.Signals(result.signal)
         if trainer.step > self.first_step + 1:
             self.tokens, self.step_seconds = self.tokens + batch.tokens, self.step_seconds + seconds
-        pairs = sum(batch.counts[1:]) * self.ranks.mesh.data.size  # the others have about as many
-        self._record(result, factor, seconds, batch.tokens, pairs, watch)
+        self._record(result, factor, seconds, batch, watch)
         rate = batch.tokens / seconds
         bar.advance(batch.rows * recipe.train.sequence_length, self._note(result, rate))
         if self.profile is not None:
@@ -250,26 +249,26 @@ class Run:
         return f"step {self.trainer.step:,}  loss {result.loss:.4f}{mfu}"
 
     def _record(
-        self, result: StepResult, factor: float, seconds: float, tokens: int, pairs: int, watch: bool
+        self, result: StepResult, factor: float, seconds: float, batch: StepBatch, watch: bool
     ) -> None:
         step = self.trainer.step
         if step % self.recipe.log.every_steps and not result.skipped and step != self.recipe.train.steps:
             return
-        rate = tokens / seconds
+        rate = batch.tokens / seconds
         record: Record = {
             "step": step,
             "loss": result.loss,
             "lr": self.recipe.optimizer.learning_rate * factor,
             "grad_norm": result.grad_norm,
-            "tokens": tokens,
+            "tokens": batch.tokens,
             "step_s": round(seconds, 6),
             "tokens_per_s": round(rate, 1),
             "mfu": round(rate * self.flops_per_token / self.peak, 4) if self.peak else None,
         }
         if len(result.terms) > 1:
             record |= dict(zip(TERMS[self.plan.family], result.terms))
-        if pairs:
-            record["sequences_per_s"] = round(pairs / seconds, 1)
+        if batch.sequences:
+            record["sequences_per_s"] = round(batch.sequences / seconds, 1)
         if self.trainer.scaler.active:
             record["scale"] = self.trainer.scaler.scale
         if result.skipped:

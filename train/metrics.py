@@ -2,8 +2,8 @@
 records.
 
 One record per logged step: step, loss and its terms, lr, grad_norm, step_s, tokens_per_s (padding left out),
-sequences_per_s (sentence pairs of a BERT), mfu, the bytes that
-the first process sent to sum the gradients of copies of the model, and every now and then memory by phase.
+sequences_per_s (of a BERT: its pairs, or without pairs its stretches of text), mfu, the bytes that the first
+process sent to sum the gradients of copies of the model, and every now and then memory by phase.
 One record per evaluation: step and `validation`. The file is only ever appended to; after a resume a step can
 stand in it twice, and the later one counts (`read_metrics`).
 """

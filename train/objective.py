@@ -82,6 +82,7 @@ class StepBatch:
     inverse_counts: Tensor  # (terms,), 0 for a term without targets
     tokens: int  # real tokens (padding left out)
     rows: int  # of the whole batch
+    sequences: int = 0  # of a BERT: pairs or stretches of text, of which a packed row holds several
     agreed: Tensor | None = (
         None  # inverse counts (terms,) of all processes, once they were summed a step ahead
     )
@@ -104,7 +105,7 @@ def prepare(
     counts = [int(np.count_nonzero(rows["targets"] != IGNORED))]
     if family == "bert":
         counts.append(int(np.count_nonzero(rows["nsp_targets"] != IGNORED)) if "nsp_targets" in rows else 0)
-    tokens = real_tokens(rows)
+    tokens, sequences = real_tokens(rows), sequences_in(rows) if family == "bert" else 0
     inverse = torch.tensor([1.0 / count if count else 0.0 for count in counts], dtype=dtype)
     micro_batches = []
     for start in range(0, total, micro_rows):
@@ -116,7 +117,7 @@ def prepare(
     there = _tensor(np.array(counts, np.float64), device)
     inverse = inverse.pin_memory() if device.type == "cuda" else inverse
     return StepBatch(
-        micro_batches, tuple(counts), there, inverse.to(device, non_blocking=True), tokens, total
+        micro_batches, tuple(counts), there, inverse.to(device, non_blocking=True), tokens, total, sequences
     )
 
 
@@ -127,6 +128,14 @@ def real_tokens(rows: dict[str, np.ndarray]) -> int:
     if "document_ids" in rows:
         return int(np.count_nonzero(rows["document_ids"] >= 0))
     return rows["input_ids"].size
+
+
+def sequences_in(rows: dict[str, np.ndarray]) -> int:
+    """Sequences of a BERT's rows: whole ones in a packed row, one in every other."""
+    if "document_ids" not in rows:
+        return len(rows["input_ids"])
+    numbers = rows["document_ids"]
+    return int(np.count_nonzero(_begins(numbers) & (numbers >= 0)))
 
 
 def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str, np.ndarray]:

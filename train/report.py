@@ -64,7 +64,7 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
     rows += [(figure_name(name).replace("_", " "), figure_text(value)) for name, value in validation.items()]
     rates = sorted(record["tokens_per_s"] for record in steps)
     if rates:
-        rows.append(("tokens/s, median step", f"{rates[len(rates) // 2]:,.0f}"))
+        rows.append(("tokens/s without padding, median step", f"{rates[len(rates) // 2]:,.0f}"))
     pairs = sorted(record["sequences_per_s"] for record in steps if record.get("sequences_per_s"))
     if pairs:
         rows.append(("sequences/s, median step", f"{pairs[len(pairs) // 2]:,.1f}"))

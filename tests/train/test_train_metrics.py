@@ -16,7 +16,7 @@ from throughline.cli.main import main
 from throughline.core.errors import Failed, MissingExtra, Refused, WrongUse
 from throughline.core.recipe import dump_toml
 from throughline.core.workspace import Workspace, read_records
-from throughline.train.build import RunPlan
+from throughline.train.build import RunPlan, training_rows
 from throughline.train.compare import check_bound, compare_runs
 from throughline.train.evaluate import Validation
 from throughline.train.loop import train
@@ -55,6 +55,31 @@ def test_records_hold_what_is_promised(make_plan: Callable[..., RunPlan], tmp_pa
     assert {"mlm_loss", "mlm_accuracy", "nsp_accuracy"} <= set(records[2]["validation"])
     events = [event["event"] for event in read_records(tmp_path / "run/events.jsonl")]
     assert events == ["started", "checkpoint", "finished"]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("sentences", ["nsp", "sop", "none"])
+def test_sequences_of_a_step_are_counted_with_and_without_pairs(
+    make_plan: Callable[..., RunPlan], tmp_path: Path, sentences: str, packing: bool
+) -> None:
+    """Each sequence begins with one [CLS], which is never masked: their count in the rows that were read over the
+    step's seconds. The report has the median.
+    """
+    objective = {"sentences": sentences, "packing": packing}
+    size = {"steps": 2, "sequence_length": 256, "batch_rows": 16, "micro_batch_rows": 8}
+    plan = make_plan("bert", objective=objective, train=size)
+    train(plan, tmp_path / "run", evaluators=[Validation(plan)])
+    data = training_rows(plan)
+    for step, record in enumerate(read_metrics(tmp_path / "run")):
+        ids = data.batch(16 * step, 16)["input_ids"]
+        count = int((ids == plan.tokenizer.cls_id).sum())
+        assert count > 16 if packing else count == 16
+        # both figures are rounded in the file
+        assert record["sequences_per_s"] * record["step_s"] == pytest.approx(count, rel=1e-2)
+    page = (tmp_path / "run/report.html").read_text()
+    for row in ("sequences/s, median step", "tokens/s without padding", "validation mlm accuracy"):
+        assert row in page
+    assert ("validation nsp accuracy" in page) == (sentences != "none")
 
 
 def test_numbers_that_are_not_finite_are_null_and_the_later_record_counts(tmp_path: Path) -> None:
