@@ -8,20 +8,28 @@ import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
 from throughline.cli.main import main
+from throughline.models.init import STD
+from throughline.models.presets import preset
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from layer_eighth import made_input, shard_block  # noqa: E402
+from long_attention import BEYOND, extrapolated  # noqa: E402
+from reproduce import with_earlier  # noqa: E402
 from reproductions import (  # noqa: E402
     MINUTES,
     RESULTS,
     Claim,
     Run,
+    answer,
     choice,
     execute,
     job,
@@ -85,6 +93,49 @@ def test_every_figure_was_read_from_an_output(claim: Claim) -> None:
         assert held["ours"] == pytest.approx(pick(held["read_from"], last) * row.scale, rel=1e-12), row.name
         assert (held["evidence"], held["reported"]) == (row.evidence, row.reported)
         assert row.evidence == "predicted" or "plan" not in claim.runs[row.run].command.split()
+
+
+def test_a_committed_row_stays_where_its_command_left_no_output() -> None:
+    """Of two rows one was measured again; the other keeps its figure, unless it now reads another place."""
+    claim = next(claim for claim in CLAIMS if claim.name == "mlperf-bert")
+    eighth = {"errors": {"output": 0.5, "gradient": 0.25}, "seconds": 2.0, "parameters": 7}
+    twin = {"samples_mean": 900.0, "logs_accepted_as_open": 3}
+    outputs = {"eighth": {"details": eighth, "seconds": 1.0}, "twin": {"details": twin, "seconds": 4.0}}
+    earlier = answer(claim, outputs, "here", "2026-01-01")
+    again = answer(
+        claim, {"eighth": {"details": eighth | {"seconds": 3.0}, "seconds": 1.5}}, "here", "2026-01-02"
+    )
+    assert len(again["open"]) == 3
+    found = with_earlier(claim, again, earlier)
+    rows = {row["name"]: (row["ours"], row["date"]) for row in found["rows"]}
+    assert rows["eighth"] == (3.0, "2026-01-02") and rows["samples"] == (900.0, "2026-01-01")
+    assert found["open"] == ["seconds a step of 4,096 rows"]
+    assert found["seconds"] == {"eighth": 1.5, "twin": 4.0}
+    moved = [replace(row, value="details.other") if row.name == "samples" else row for row in claim.rows]
+    found = with_earlier(replace(claim, rows=tuple(moved)), again, earlier)
+    assert "samples" not in {row["name"] for row in found["rows"]} and len(found["open"]) == 2
+
+
+def test_the_input_of_the_481_billion_shard_is_none_of_its_weights() -> None:
+    """Queries of independent numbers have a variance of width x STD^2; input from the weights' own stream gave five
+    times that. 5 %: 512 x 256 of them, of which those of one token share its length.
+    """
+    part = replace(preset("google-481b"), width=1024, mlp_width=1024, heads=16)
+    block = shard_block(part)
+    x, upstream = made_input(part.width)
+    queries = block.attention.q(x).float()
+    assert float(queries.detach().std()) == pytest.approx(STD * 1024**0.5, rel=0.05)
+    assert abs(float((x.float() * upstream.float()).mean())) < 0.01  # 5 / sqrt(512 x 1024) is 0.007
+
+
+def test_the_extrapolated_speeds_follow_from_the_measured_ones() -> None:
+    """What stands in the committed result is what the script says of its measurements."""
+    for path in sorted(RESULTS.parent.glob("*.json")):
+        if (held := json.loads(path.read_text()).get("long_attention")) is None:
+            continue
+        measured = [SimpleNamespace(**claim) for claim in held["claims"]]
+        said = {str(length): extrapolated(measured, length) for length in BEYOND}
+        assert held["facts"]["extrapolated"] == said, path.name
 
 
 def test_nothing_that_is_ours_stands_in_the_claims() -> None:
