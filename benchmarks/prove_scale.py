@@ -59,11 +59,9 @@ class Scale:
         return self.recipe.train.sequence_length
 
     def batch(self, recompute: str) -> StepShape:
-        """One micro-batch of the recipe; a GPT predicts every token, an encoder whole quarters of its masked ones,
-        as they are prepared.
-        """
+        """One micro-batch of the recipe; a GPT predicts every token."""
         shape = step_shape(self.recipe)
-        predicted = shape.predicted // 4 * 4 or self.rows * self.length
+        predicted = shape.predicted or self.rows * self.length
         return replace(shape, micro_batches=1, predicted=predicted, recompute=recompute)
 
     def pipeline_ranks(self) -> list[int]:

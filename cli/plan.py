@@ -106,10 +106,10 @@ def make_search(gpus: int, options: dict[str, Any]) -> "tuple[Search, Recipe | N
     from ..core.recipe import shipped_recipes
     from ..models.presets import preset, preset_names
     from ..planner.constants import constants_here
-    from ..planner.cost import Work
     from ..planner.hardware import find_cluster, read_calibration, this_machine
     from ..planner.search import Search
     from ..planner.software import PROCESSOR_RUNTIME_BYTES, find_software, on_processor
+    from ..planner.work import Work
 
     cluster = find_cluster(options["on"], options["hardware"])
     recipe, rows, length, precision = None, options["rows"] or 512, options["length"], options["precision"]
@@ -146,8 +146,7 @@ def make_search(gpus: int, options: dict[str, Any]) -> "tuple[Search, Recipe | N
 
 def read_fixed(text: str) -> dict[str, tuple[int, ...]]:
     """`tensor=8,recompute=full` as values of the search's axes. Raises WrongUse naming the axes."""
-    from ..planner.cost import RECOMPUTES, SHARDINGS
-    from ..planner.search import AXES
+    from ..planner.work import AXES, RECOMPUTES, SHARDINGS
 
     fixed: dict[str, tuple[int, ...]] = {}
     for item in filter(None, text.split(",")):

@@ -6,8 +6,8 @@ from typing import Any
 from ..core.errors import WrongUse
 from ..core.recipe import build_recipe, dump_toml
 from ..models.config import family_of
-from ..planner.cost import RECOMPUTES
 from ..planner.search import Candidate, Found
+from ..planner.work import RECOMPUTES
 from ..train.recipe import Recipe
 from ..train.rules import RULES
 

@@ -5,18 +5,18 @@ Everything is arithmetic on numbers or arrays, so one call prices one layout or 
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..models.config import BERTConfig, ModelConfig
+from ..models.config import BERTConfig
 from .collectives import all_reduce, gather, hop
 from .constants import FITTED, Constants
 from .hardware import Cluster
 from .kernels import Kernel, Share, head_kernels, layer_kernels, table_kernels
-from .layout import Layout
+from .schedule import given_bubble
 from .software import Software
+from .work import Layouts, Work, held_parameters, layers_on, owned_parameters
 
 Number = Any
 PARTS = (
@@ -33,62 +33,6 @@ PARTS = (
     "optimizer",
     "step overhead",
 )
-SHARDINGS = ("replicated", "zero1", "zero2", "full")
-RECOMPUTES = ("none", "selective", "full")
-
-
-@dataclass(frozen=True)
-class Work:
-    """A model and a batch: what is to be done in one step, in any layout."""
-
-    config: ModelConfig
-    rows: int
-    length: int
-    predicted: float = 1.0  # share of positions with logits
-    fill: float = 1.0  # share of a row's positions that are computed (packed or unpadded rows)
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """One layout, or equally long arrays of them. Sharding and recompute are indices into their names."""
-
-    tensor: Number = 1
-    pipeline: Number = 1
-    data: Number = 1
-    context: Number = 1
-    micro_rows: Number = 1
-    turns: Number = 1  # stages on each process (interleaving)
-    sharding: Number = 0
-    recompute: Number = 0
-    offload: Number = 0
-
-    @property
-    def world(self) -> Number:
-        return self.tensor * self.pipeline * self.data * self.context
-
-    def take(self, index: Any) -> "Layouts":
-        """The layouts at these places."""
-        names = (field.name for field in dataclasses.fields(self))
-        return Layouts(**{name: np.asarray(getattr(self, name))[index] for name in names})
-
-
-def layouts_of(layout: Layout, micro_rows: int, recompute: str, offload: bool) -> Layouts:
-    """A recipe's layout as the time model takes it: hybrid sharding as sharding over all, zero bubble as 1F1B."""
-    return Layouts(
-        layout.tensor,
-        layout.pipeline,
-        layout.data,
-        layout.context,
-        micro_rows,
-        layout.stages_per_process,
-        SHARDINGS.index(layout.sharding),
-        RECOMPUTES.index(recompute),
-        int(offload),
-    )
 
 
 def step_seconds(
@@ -96,15 +40,6 @@ def step_seconds(
 ) -> float:
     """The step time of one layout."""
     return float(sum(step_time(work, layouts, cluster, software, constants).values()))
-
-
-def layers_on(config: ModelConfig, layouts: Layouts) -> tuple[Number, Number]:
-    """Layers of the first and of the last process of the pipeline: what is left over goes to the first stages."""
-    stages = layouts.pipeline * layouts.turns
-    base, extra = config.layers // stages, config.layers % stages
-    first = layouts.turns * base + np.minimum(-(-extra // layouts.pipeline), layouts.turns)
-    last = layouts.turns * base + extra // layouts.pipeline
-    return first, last
 
 
 def kernel_times(
@@ -205,19 +140,21 @@ def step_time(
     )
     table = kernel_times(table_kernels(config, share, software), cluster, software, constants)
     full, selective = layouts.recompute == 2, layouts.recompute == 1
-    first, last = layers_on(config, layouts)
-    slowest_last = last * sum_of(layer) + sum_of(head) > first * sum_of(layer) + sum_of(table)
-    layers = np.where(slowest_last, last, first)
+    first, *between, last = layers_on(config, layouts)
+    middle, alone = max(between, default=0), layouts.pipeline == 1
+    slowest_first = first * sum_of(layer) + sum_of(table) >= middle * sum_of(layer)
+    slowest_last = last * sum_of(layer) + sum_of(head) > np.maximum(
+        first * sum_of(layer) + sum_of(table), middle * sum_of(layer)
+    )
+    layers = np.where(slowest_last, last, np.where(slowest_first, first, middle))
 
     def of(kind: str) -> Number:
         """Seconds of one micro-batch on the slowest process."""
         forward, backward = layer["forward", kind], layer["backward", kind]
         per_layer = forward * (1 + full) + backward
-        ends = np.where(
-            slowest_last | (layouts.pipeline == 1), head["forward", kind] + head["backward", kind], 0.0
-        )
+        ends = np.where(slowest_last | alone, head["forward", kind] + head["backward", kind], 0.0)
         starts = np.where(
-            ~slowest_last | (layouts.pipeline == 1), table["forward", kind] + table["backward", kind], 0.0
+            (slowest_first & ~slowest_last) | alone, table["forward", kind] + table["backward", kind], 0.0
         )
         return layers * per_layer + ends + starts
 
@@ -244,9 +181,14 @@ def step_time(
     ):
         parts[name] = micro_batches * value
     slowest = busy + issue + tensor + context + hops
-    per_layer_all = (slowest - np.where(slowest_last | (layouts.pipeline == 1), sum_of(head), 0.0)) / layers
+    per_layer_all = (slowest - np.where(slowest_last | alone, sum_of(head), 0.0)) / layers
     whole = per_layer_all * config.layers + sum_of(head)
     parts["bubble"] = np.where(layouts.pipeline > 1, np.maximum(whole - slowest, 0.0) / layouts.turns, 0.0)
+    if layouts.given is not None:
+        ends = float(sum_of(table)), float(sum_of(head))
+        parts["bubble"] = given_bubble(
+            layouts.given, float(per_layer_all), ends, round(micro_batches), 1 / (2 + full)
+        )
     backward = slowest * (1 + full) / passes
     parts["data exposed"] = data_time(
         work, layouts, cluster, software, constants, micro_batches, slowest, backward
@@ -321,22 +263,6 @@ def hop_time(
     stride = layouts.tensor * layouts.context * layouts.data
     sends = 2 * layouts.turns * hop(size, stride, cluster, constants)
     return np.where(layouts.pipeline > 1, sends, 0.0)
-
-
-def owned_parameters(config: ModelConfig, layouts: Layouts) -> Number:
-    """Parameters whose optimizer numbers one process holds: its stage's, over tensor and the sharding."""
-    held = held_parameters(config, layouts)
-    return held / np.where(layouts.sharding > 0, layouts.data * layouts.context, 1)
-
-
-def held_parameters(config: ModelConfig, layouts: Layouts) -> Number:
-    """Parameters of the fullest process before sharding: its layers, and a token table at either end."""
-    first, _ = layers_on(config, layouts)
-    rest = config.parameter_count() - config.layers * config.block_parameters()
-    ends = np.where(
-        layouts.pipeline > 1, np.minimum(rest, config.vocab_size * config.width + rest % config.width), rest
-    )
-    return (first * config.block_parameters() + ends) / layouts.tensor
 
 
 def data_time(

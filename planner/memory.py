@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from .cost import Layouts, Work, held_parameters, layers_on, targets
+from .cost import targets
 from .kernels import Share, kept_bytes
 from .software import Software
+from .work import Layouts, Work, held_parameters, layers_on
 
 Number = Any
 FRAGMENTATION = 0.04  # of the chip's memory that the allocator cannot give out
@@ -50,15 +51,15 @@ def activation_bytes(work: Work, layouts: Layouts, software: Software) -> dict[s
     return terms | {"layer inputs": np.where(full, inputs, 0.0)}
 
 
-def micro_batches_in_flight(work: Work, layouts: Layouts, software: Software) -> Number:
-    """Micro-batches whose activations the first process holds: one for each stage, interleaving a little more
-    (Korthikanti et al. 2022, section 4.2.3); all of them where forwards come first (gpipe).
+def micro_batches_in_flight(work: Work, layouts: Layouts, software: Software, behind: Number) -> Number:
+    """Micro-batches whose activations a process holds that has so many `behind` it: one for each of them and its own,
+    interleaving a little more (Korthikanti et al. 2022, section 4.2.3); all of them where forwards come first (gpipe).
     """
     pipeline, turns = layouts.pipeline, layouts.turns
     flying = work.rows / (layouts.data * layouts.micro_rows)
     if not software.forwards_first:
-        flying = np.minimum(pipeline, flying)
-    return flying * np.where(turns > 1, 1 + (pipeline - 1) / (pipeline * turns), 1.0)
+        flying = np.minimum(behind + 1, flying)
+    return flying * np.where((turns > 1) & (behind > 0), 1 + (pipeline - 1) / (pipeline * turns), 1.0)
 
 
 def evaluation_bytes(work: Work, layouts: Layouts, software: Software) -> Number:
@@ -68,23 +69,20 @@ def evaluation_bytes(work: Work, layouts: Layouts, software: Software) -> Number
     return software.evaluated_tokens * (8.0 * config.vocab_size + layer) / layouts.tensor
 
 
-def device_terms(work: Work, layouts: Layouts, software: Software, stage: str = "first") -> dict[str, Number]:
-    """Bytes on the chip, by term, of the first or the last process of a pipeline (with one stage they are the same)."""
+def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 0) -> dict[str, Number]:
+    """Bytes on the chip, by term, of the process at this place among those of `layers_on`: 0 is the first of a
+    pipeline, -1 the last (with one stage they are the same).
+    """
     config, numbers = work.config, software.precision
-    held, ranks = held_parameters(config, layouts), layouts.data * layouts.context
-    first_layers, last_layers = layers_on(config, layouts)
-    layers = first_layers if stage == "first" else last_layers
+    held = held_parameters(config, layouts, place if layouts.split else None)
+    layers, ranks = layers_on(config, layouts)[place], layouts.data * layouts.context
+    behind = layouts.pipeline - 1 - place if place >= 0 else 0
     alone, sharding = layouts.pipeline == 1, layouts.sharding
     streamed, offload = (sharding == 3) & alone, np.asarray(layouts.offload) > 0
     states, gradients = np.where(sharding >= 1, ranks, 1), np.where((sharding >= 2) & alone, ranks, 1)
     block = np.maximum(config.block_parameters(), config.vocab_size * config.width) / layouts.tensor
     master = numbers.master + numbers.moments
-    flying = (
-        micro_batches_in_flight(work, layouts, software)
-        if stage == "first"
-        else np.minimum(1.0, layouts.pipeline)
-    )
-    flying = np.where(alone, 1.0, flying)
+    flying = np.where(alone, 1.0, micro_batches_in_flight(work, layouts, software, behind))
     per_layer = sum(activation_bytes(work, layouts, software).values())
     none = Layouts(layouts.tensor, context=layouts.context, micro_rows=layouts.micro_rows)
     at_work = np.where(layouts.recompute == 2, sum(activation_bytes(work, none, software).values()), 0.0)
@@ -94,7 +92,7 @@ def device_terms(work: Work, layouts: Layouts, software: Software, stage: str = 
         at_work = at_work + 3 * numbers.activation * scores / (2.0 * numbers.activation + 1)
     share = Share(layouts.micro_rows, work.length * work.fill, layouts.tensor, layouts.context)
     tokens, whole = share.tokens, layouts.tensor if software.sequence_parallel else 1
-    has_head = alone if stage == "first" else np.ones_like(alone)
+    has_head = alone | (np.asarray(behind) == 0)
     entries = tokens * targets(work, software) * config.vocab_size / layouts.tensor
     sliced = entries > software.logits_at_once  # then the matrix's gradient is added up in fp32
     logits = np.maximum(software.loss_bytes, 2 * numbers.activation) * np.minimum(
@@ -118,7 +116,7 @@ def device_terms(work: Work, layouts: Layouts, software: Software, stage: str = 
         "activations": layers * per_layer * flying,
         "layer at work": at_work,
         "tables": np.where(
-            alone | (stage == "first"), (1.0 if software.dropout else 0.0) * width * flying / whole, 0.0
+            alone | (place == 0), (1.0 if software.dropout else 0.0) * width * flying / whole, 0.0
         ),
         "logits": np.where(has_head, logits + 2 * numbers.activation * width / whole, 0.0),
         "pipeline buffers": np.where(alone, 0.0, 2 * numbers.sent * width / whole),
@@ -138,19 +136,24 @@ def peak_bytes(terms: dict[str, Number]) -> Number:
 
 def needed_bytes(work: Work, layouts: Layouts, software: Software) -> Number:
     """Bytes that the fullest process needs on its chip; where the chip is the host, with what offload puts there."""
-    stages = [peak_bytes(device_terms(work, layouts, software, stage)) for stage in ("first", "last")]
-    return np.maximum(*stages) + (host_bytes(work, layouts, software) if software.on_host else 0.0)
+    places = range(len(layouts.split)) if layouts.split else (0, -1)
+    peaks = [peak_bytes(device_terms(work, layouts, software, place)) for place in places]
+    return np.maximum.reduce(np.broadcast_arrays(*peaks)) + (
+        host_bytes(work, layouts, software) if software.on_host else 0.0
+    )
 
 
 def stage_memory(
     work: Work, layouts: Layouts, software: Software, moments_of: Sequence[str] = tuple(MOMENTS)
 ) -> list[dict[str, Any]]:
-    """For the first and the last process of one layout's pipeline: bytes by term, the sum at every moment, and the
-    worst of these moments.
+    """For the first and the last process of one layout's pipeline, or all of a given split: bytes by term, the sum at
+    every moment, and the worst of these moments.
     """
-    found = []
-    for stage in ("first", "last") if layouts.pipeline > 1 else ("first",):
-        terms = {name: float(size) for name, size in device_terms(work, layouts, software, stage).items()}
+    found, places = [], {0: "first"} | ({-1: "last"} if layouts.pipeline > 1 else {})
+    if layouts.split:
+        places = {place: f"process {place}" for place in range(len(layouts.split))}
+    for place, stage in places.items():
+        terms = {name: float(size) for name, size in device_terms(work, layouts, software, place).items()}
         moments = {moment: sum(terms[name] for name in MOMENTS[moment]) for moment in moments_of}
         peak = max(moments, key=lambda moment: moments[moment])
         found.append({"stage": stage, "terms": terms, "moments": moments, "peak": peak})

@@ -74,6 +74,25 @@ def closed_form(micro_batches: int, stages: Sequence[float], turns: int = 1) -> 
     return micro_batches * slowest + (sum(stages) - slowest) / turns
 
 
+def given_bubble(
+    layout: Layout, layer: float, ends: tuple[float, float], micro_batches: int, forward: float
+) -> float:
+    """Seconds that the slowest process waits in one step of a given split, by simulating the lists that run: closed
+    forms are for equal stages. `layer` seconds of a layer for a micro-batch, `ends` of the tables and the head;
+    `forward` is the forward's share of them.
+    """
+    last = layout.stages - 1
+    stages = [
+        layers * layer + (stage == 0) * ends[0] + (stage == last) * ends[1]
+        for stage, layers in enumerate(layout.layers_per_stage)
+    ]
+    events = simulate(
+        layout, micro_batches, [forward * time for time in stages], [(1 - forward) * time for time in stages]
+    )
+    held = (sum(stages[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline))
+    return max(event.end for event in events) - micro_batches * max(held)
+
+
 def bubble_fraction(events: Sequence[Event]) -> float:
     """Share of the step during which a process waits, mean over processes."""
     span = max(event.end for event in events)

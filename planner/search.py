@@ -14,13 +14,13 @@ import numpy as np
 
 from ..models.config import BERTConfig
 from .constants import FITTED, Constants
-from .cost import RECOMPUTES, SHARDINGS, Layouts, Work, step_time
+from .cost import step_time
 from .hardware import Cluster
 from .layout import Layout, layout_problems
 from .memory import capacity_bytes, host_bytes, needed_bytes
 from .software import Software
+from .work import AXES, RECOMPUTES, SHARDINGS, Layouts, Work
 
-AXES = tuple(field.name for field in dataclasses.fields(Layouts))
 SECONDS_PER_DAY = 86400.0
 
 
@@ -211,7 +211,8 @@ def problems_of(search: Search, candidate: Candidate) -> list[str]:
 
 def candidate_at(search: Search, layouts: Layouts) -> Candidate:
     """One layout priced by itself."""
-    layouts = Layouts(**{axis: int(getattr(layouts, axis)) for axis in AXES})
+    numbers: dict[str, Any] = {axis: int(getattr(layouts, axis)) for axis in AXES}
+    layouts = Layouts(**numbers)
     parts = {
         name: float(value)
         for name, value in step_time(
@@ -227,7 +228,7 @@ def candidate_at(search: Search, layouts: Layouts) -> Candidate:
 def neighbours(search: Search, best: Candidate) -> list[tuple[str, Candidate]]:
     """Layouts one step from the best, with the step's name: what a person would try next."""
     here = best.layouts
-    steps: list[tuple[str, dict[str, int]]] = []
+    steps: list[tuple[str, dict[str, Any]]] = []
     for first, second in (
         ("tensor", "data"),
         ("pipeline", "data"),

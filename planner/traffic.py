@@ -5,6 +5,7 @@ whole result: gathered, before scattering, or reduced; of a point-to-point one, 
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,6 +60,15 @@ class Traffic:
     calls: int
     bytes: int
     what: str
+
+
+def prepared_places(rows: int, length: int, fraction: float) -> tuple[int, int]:
+    """For rows of this length with this fraction of their tokens masked: the step in which places for masked-token
+    logits are prepared, a quarter of the most targets, and the places that the most targets get.
+    """
+    most = max(rows * math.ceil(length * fraction), 1)
+    step = -(-most // 4)
+    return step, -(-most // step) * step
 
 
 def held(config: ModelConfig, layout: Layout, place: Coordinates) -> int:

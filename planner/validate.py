@@ -16,10 +16,11 @@ from typing import Any
 from ..core.console import table
 from ..models.presets import preset
 from .constants import FITTED, Constants
-from .cost import RECOMPUTES, SHARDINGS, Layouts, Work, step_time
+from .cost import step_time
 from .hardware import Cluster, find_cluster
 from .memory import capacity_bytes, device_terms, needed_bytes
 from .software import Software, find_software
+from .work import RECOMPUTES, SHARDINGS, Layouts, Work
 
 PUBLISHED = Path(__file__).with_name("published")
 

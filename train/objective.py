@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..models.bert import BERT
 from ..models.gpt import GPT
+from ..planner.traffic import prepared_places
 from .head_loss import head_loss_sum
 from .loss import IGNORED, cross_entropy_sum
 from .parallel.context import ROW_DOCUMENTS
@@ -141,8 +142,9 @@ def sequences_in(rows: dict[str, np.ndarray]) -> int:
 def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str, np.ndarray]:
     """Targets as places and values."""
     targets = rows.pop("targets")
-    most = targets.shape[0] * int(np.ceil(targets.shape[1] * mask_fraction))
-    rows["predicted"], rows["predicted_targets"] = _places(targets, max(most // 4, 1))
+    rows_here, length = targets.shape
+    step, _ = prepared_places(rows_here, length, mask_fraction)
+    rows["predicted"], rows["predicted_targets"] = _places(targets, step)
     if "nsp_targets" in rows:
         pairs = rows.pop("nsp_targets")
         if pairs.ndim == 1:  # one pair to a row: its [CLS] is the first token

@@ -1,13 +1,12 @@
 """A recipe as the planner takes it, and what the planner says of it on this machine. No torch."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from ..models.config import ModelConfig
 from ..planner.constants import Constants, constants_here
-from ..planner.cost import Layouts, Work, kernel_totals, layouts_of, step_seconds
+from ..planner.cost import kernel_totals, step_seconds
 from ..planner.hardware import Cluster, read_calibration, this_machine
 from ..planner.layout_report import layout_report
 from ..planner.memory import MOMENTS, worst_terms
@@ -19,7 +18,8 @@ from ..planner.software import (
     on_processor,
 )
 from ..planner.tables import optimizer_numbers, parameter_shapes
-from ..planner.traffic import StepShape
+from ..planner.traffic import StepShape, prepared_places
+from ..planner.work import Layouts, Work, layouts_of
 from .recipe import Recipe
 
 EVALUATED_TOKENS = {
@@ -37,7 +37,9 @@ def evaluated_rows(device: str, vocab_size: int, length: int) -> int:
 def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tuple[Work, Layouts, Software]:
     """A resolved recipe as the planner takes it. Times do not depend on `device`, memory does."""
     train = recipe.train
-    predicted = recipe.objective.mask_fraction if recipe.objective else 1.0
+    shape = step_shape(recipe)
+    places = shape.rows * shape.length // recipe.parallel.context
+    predicted = shape.predicted / places if recipe.objective else 1.0
     work = Work(config, train.rows_per_step, train.sequence_length, predicted)
     layouts = layouts_of(recipe.parallel.layout(), train.rows_per_micro_batch, train.recompute, train.offload)
     software = find_software("throughline", train.precision)
@@ -101,7 +103,11 @@ def step_shape(recipe: Recipe) -> StepShape:
     train = recipe.train
     micro = train.rows_per_micro_batch
     fraction = recipe.objective.mask_fraction if recipe.objective else 0.0
-    predicted = micro * math.ceil(train.sequence_length // recipe.parallel.context * fraction)
+    predicted = (
+        prepared_places(micro, train.sequence_length // recipe.parallel.context, fraction)[1]
+        if fraction
+        else 0
+    )
     return StepShape(
         train.rows_per_step // (recipe.parallel.data * micro),
         micro,

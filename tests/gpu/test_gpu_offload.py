@@ -15,9 +15,9 @@ from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
 from throughline.models.presets import preset
-from throughline.planner.cost import Layouts, Work
 from throughline.planner.memory import host_terms
 from throughline.planner.software import find_software
+from throughline.planner.work import Layouts, Work
 from throughline.train.loss import cross_entropy_sum
 from throughline.train.offload import IN_FLIGHT_BYTES, HostOffload
 

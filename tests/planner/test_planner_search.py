@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 from throughline.models.presets import preset
-from throughline.planner.cost import Work, step_time
+from throughline.planner.cost import step_time
 from throughline.planner.hardware import cluster_names, find_cluster, shipped_clusters
 from throughline.planner.memory import MOMENTS, needed_bytes, stage_memory
 from throughline.planner.report import explain
@@ -21,6 +21,7 @@ from throughline.planner.search import (
     why_not,
 )
 from throughline.planner.software import find_software
+from throughline.planner.work import Work
 
 
 def search(

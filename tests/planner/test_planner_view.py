@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from throughline.core.artifact import verify_artifact
 from throughline.models.presets import preset
-from throughline.planner.cost import Work
 from throughline.planner.hardware import find_cluster
 from throughline.planner.report import ranked
 from throughline.planner.search import Search, find_layouts
 from throughline.planner.software import find_software
 from throughline.planner.view import MOST_EVENTS, stacked, write_plan
+from throughline.planner.work import Work
 
 
 @pytest.mark.parametrize(("model", "chips"), [("gpt-1t-megatron", 512), ("bert-large", 8)])

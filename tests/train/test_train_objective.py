@@ -8,6 +8,8 @@ import torch
 from throughline.models.init import build
 from throughline.train.build import RunPlan, StepBatches, training_rows
 from throughline.train.objective import IGNORED, LOSSES, StepBatch, prepare
+from throughline.train.predict import step_shape
+from throughline.train.recipe import Recipe
 from torch.nn import functional as F
 
 CPU = torch.device("cpu")
@@ -125,6 +127,20 @@ def test_leaving_padding_out_changes_nothing_but_the_work(
     assert found == pytest.approx(loss, abs=1e-12)
     for name, gradient in padded.items():
         torch.testing.assert_close(unpadded[name], gradient, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 20), (3, 20), (1, 60), (2, 64), (5, 33)])
+def test_as_many_places_are_prepared_as_the_planner_counts(
+    make_recipe: Callable[..., Recipe], rows: int, length: int
+) -> None:
+    """Also where a fraction of 0.15 gives no whole number of places or of their quarters."""
+    section = {"sequence_length": length, "batch_rows": rows}
+    recipe = make_recipe("bert", train=section, objective={"sentences": "none", "mask_fraction": 0.15})
+    targets = np.full((rows, length), IGNORED)
+    targets[:, : int(np.ceil(0.15 * length))] = 7  # the most that a row of one segment has
+    batch = {"input_ids": np.ones((rows, length), np.int64), "targets": targets}
+    made = prepare(batch, "bert", rows, CPU, torch.float32, 0.15).micro_batches[0]["predicted"]
+    assert len(made) == step_shape(recipe).predicted >= (targets != IGNORED).sum()
 
 
 def test_tokens_leave_padding_out(make_plan: Callable[..., RunPlan]) -> None:

@@ -1,0 +1,118 @@
+"""What is to be done in a step and how it is divided: a model and a batch, and layouts as numbers or as arrays."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..models.config import ModelConfig
+from .layout import Layout
+
+Number = Any
+SHARDINGS = ("replicated", "zero1", "zero2", "full")
+RECOMPUTES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model and a batch: what is to be done in one step, in any layout."""
+
+    config: ModelConfig
+    rows: int
+    length: int
+    predicted: float = 1.0  # share of positions with logits
+    fill: float = 1.0  # share of a row's positions that are computed (packed or unpadded rows)
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """One layout, or equally long arrays of them. Sharding and recompute are indices into their names."""
+
+    tensor: Number = 1
+    pipeline: Number = 1
+    data: Number = 1
+    context: Number = 1
+    micro_rows: Number = 1
+    turns: Number = 1  # stages on each process (interleaving)
+    sharding: Number = 0
+    recompute: Number = 0
+    offload: Number = 0
+    given: Layout | None = None  # of a recipe that says which layers each stage has; None: an even split
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Layers of each process of a pipeline whose split is given, else ()."""
+        layout = self.given
+        if layout is None:
+            return ()
+        stages = map(layout.stages_of, range(layout.pipeline))
+        return tuple(sum(layout.layers_per_stage[stage] for stage in held) for held in stages)
+
+    @property
+    def world(self) -> Number:
+        return self.tensor * self.pipeline * self.data * self.context
+
+    def take(self, index: Any) -> "Layouts":
+        """The layouts at these places."""
+        return Layouts(**{axis: np.asarray(getattr(self, axis))[index] for axis in AXES})
+
+
+AXES = tuple(field.name for field in dataclasses.fields(Layouts) if field.name != "given")
+
+
+def layouts_of(layout: Layout, micro_rows: int, recompute: str, offload: bool) -> Layouts:
+    """A recipe's layout as the time model takes it: hybrid sharding as sharding over all, zero bubble as 1F1B."""
+    return Layouts(
+        layout.tensor,
+        layout.pipeline,
+        layout.data,
+        layout.context,
+        micro_rows,
+        layout.stages_per_process,
+        SHARDINGS.index(layout.sharding),
+        RECOMPUTES.index(recompute),
+        int(offload),
+        layout if layout.pipeline > 1 and layout.layers_per_stage else None,
+    )
+
+
+def layers_on(config: ModelConfig, layouts: Layouts) -> list[Number]:
+    """Layers of the first and of the last process of the pipeline, where what is left over goes to the first stages;
+    of all its processes where a recipe says how the layers are split.
+    """
+    if layouts.split:
+        return list(layouts.split)
+    stages = layouts.pipeline * layouts.turns
+    base, extra = config.layers // stages, config.layers % stages
+    first = layouts.turns * base + np.minimum(-(-extra // layouts.pipeline), layouts.turns)
+    last = layouts.turns * base + extra // layouts.pipeline
+    return [first, last]
+
+
+def owned_parameters(config: ModelConfig, layouts: Layouts) -> Number:
+    """Parameters whose optimizer numbers one process holds: its stage's, over tensor and the sharding."""
+    held = held_parameters(config, layouts)
+    return held / np.where(layouts.sharding > 0, layouts.data * layouts.context, 1)
+
+
+def held_parameters(config: ModelConfig, layouts: Layouts, place: int | None = None) -> Number:
+    """Parameters of the fullest process before sharding: its layers, and a token table at either end. With `place`
+    those of one process, where a recipe says how the layers are split.
+    """
+    rest = config.parameter_count() - config.layers * config.block_parameters()
+    ends = np.where(
+        layouts.pipeline > 1, np.minimum(rest, config.vocab_size * config.width + rest % config.width), rest
+    )
+    first, last = layers_on(config, layouts)[0], len(layouts.split) - 1
+    if layouts.split:
+        held = [
+            layers * config.block_parameters() + (ends if rank in (0, last) else 0.0)
+            for rank, layers in enumerate(layouts.split)
+        ]
+        return (max(held) if place is None else held[place]) / layouts.tensor
+    return (first * config.block_parameters() + ends) / layouts.tensor
