@@ -33,8 +33,14 @@ def command() -> None:
 @click.option(
     "--seconds", default=1.0, show_default=True, help="Seconds of measurement for each line of the table."
 )
-@click.option("--every-backend", is_flag=True, help="Measure every backend that runs the model here.")
-@click.option("--plot", type=click.Path(path_type=Path), help="File for the medians as an SVG picture.")
+@click.option(
+    "--every-backend",
+    is_flag=True,
+    help="Measure every backend that runs the model here (default: the one that --backend names).",
+)
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="File for the medians as an SVG picture (default: none)."
+)
 @backend_options
 @throughline_command
 def latency(
@@ -80,10 +86,15 @@ def latency(
     "--clients",
     default="1,8,32",
     show_default=True,
-    help="Clients that ask at once, one run for each number.",
+    help="Numbers of clients that ask at once, with one run for each.",
 )
 @click.option(
-    "--requests", "count", default=200, show_default=True, type=click.IntRange(1), help="Requests of a run."
+    "--requests",
+    "count",
+    default=200,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Number of requests per run.",
 )
 @click.option(
     "--input",
@@ -91,17 +102,24 @@ def latency(
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File with one request body a line, sent in order and repeated (default: made from the seed).",
 )
-@click.option("--prompt-words", default="16-256", show_default=True, help="Range of words in a made prompt.")
-@click.option("--max-tokens", default="16-256", show_default=True, help="Range of tokens asked for.")
-@click.option("--seed", default=0, show_default=True, help="Decides the made requests.")
+@click.option(
+    "--prompt-words",
+    default="16-256",
+    show_default=True,
+    help="Range of the number of words in a made prompt.",
+)
+@click.option(
+    "--max-tokens", default="16-256", show_default=True, help="Range of the number of tokens to generate."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the made requests.")
 @click.option(
     "--api-key-variable",
     default="OPENAI_API_KEY",
     show_default=True,
-    help="Environment variable with the key.",
+    help="Environment variable that holds the API key.",
 )
 @click.option(
-    "--plot", type=click.Path(path_type=Path), help="Write the curves over clients as an HTML file."
+    "--plot", type=click.Path(path_type=Path), help="HTML file for the curves over clients (default: none)."
 )
 @throughline_command
 def serve(

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 @click.argument("file", type=click.Path())
 @click.option("--out", type=click.Path(), help="File to write (default: standard output).")
 @click.option(
-    "--truncate", is_flag=True, help="Embed the beginning of texts that are longer than the model's context."
+    "--truncate",
+    is_flag=True,
+    help="Embed the beginning of texts that are longer than the model's context (default: refuse them).",
 )
 @backend_options
 @throughline_command
 def command(path: str, file: str, out: str | None, truncate: bool, options: "BackendOptions") -> None:
-    """Embed every line of FILE (- = standard input): one JSON object per line, {"text", "embedding"}.
+    """Embed every line of FILE (- = standard input) with the BERT at PATH, which is a run, checkpoint, model
+    directory, ONNX artifact, engine or .gguf file. The result is one JSON object per line, {"text", "embedding"}.
 
     In a .jsonl file the "text" of every line is embedded and the other fields are kept; the same command
     continues a run that was stopped. The embedding is the mean over the tokens, scaled to length 1: the dot

@@ -52,11 +52,13 @@ if TYPE_CHECKING:
     help="Factor by which tokens seen before become less likely. 1 changes nothing.",
 )
 @click.option("--seed", type=click.IntRange(0), help="Seed of the draw (default: a new one each time).")
-@click.option("--stop", multiple=True, help="Text before which the answer ends. Repeatable.")
+@click.option("--stop", multiple=True, help="Text before which the answer ends (default: none). Repeatable.")
 @click.option(
     "--samples", default=1, show_default=True, type=click.IntRange(1, 256), help="Number of continuations."
 )
-@click.option("--out", type=click.Path(path_type=Path), help="File for the answers to FILE.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="File to write the answers to; needed with FILE."
+)
 @backend_options
 @throughline_command
 def command(

@@ -85,8 +85,16 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
     metavar="ORIGIN",
     help="Origin of web pages that may call the server, * for any (default: none). Repeatable.",
 )
-@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate chain in PEM: serves https.")
-@click.option("--tls-key", type=click.Path(path_type=Path), help="Private key of the certificate in PEM.")
+@click.option(
+    "--tls-cert",
+    type=click.Path(path_type=Path),
+    help="Certificate chain in PEM; serves https (default: plain http).",
+)
+@click.option(
+    "--tls-key",
+    type=click.Path(path_type=Path),
+    help="Private key of the certificate in PEM; needed with --tls-cert.",
+)
 @click.option(
     "--access-log/--no-access-log",
     default=True,
@@ -108,7 +116,9 @@ def command(
     access_log: bool,
     **limits: Any,
 ) -> None:
-    """Serve runs, checkpoints, model directories, ONNX or GGUF files or engines, several by name.
+    """Serve runs, checkpoints, Hugging Face directories, ONNX or GGUF artifacts, .gguf files or engines.
+
+    A model's name is the last part of its path unless NAME= says another; requests pick a model by its name.
 
     GPT: /v1/completions and, with a chat template, /v1/chat/completions. BERT: /v1/embeddings, /v1/fill-mask
     and, with a classification head, /v1/classify and /v1/rerank. Also /v1/models, /tokenize, /detokenize,

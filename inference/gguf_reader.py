@@ -14,6 +14,7 @@ from typing import Any
 from ..core.errors import Refused, WrongUse
 from ..models.config import BERTConfig, GPTConfig, ModelConfig
 from .gguf_writer import INSTALL
+from .source import no_model
 
 PRECISIONS = {0: "f32", 1: "f16", 2: "q4_0", 7: "q8_0"}  # by llama.cpp's number of the file type
 CONTEXT_MOST = 8192  # tokens; a cache of every row takes this much memory
@@ -23,12 +24,12 @@ def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None]:
     """Config, precision and tokenizer.json. Raises WrongUse without the gguf library or the file, Refused for a file
     that is cut or of a shape that is not known.
     """
+    if not path.is_file():
+        raise no_model(path)
     try:
         import gguf
     except ImportError as error:
         raise WrongUse("the gguf library is not installed", where=path, fix=INSTALL) from error
-    if not path.is_file():
-        raise WrongUse("no such model", where=path, fix="check the spelling")
     try:
         reader = gguf.GGUFReader(path)
         given = {name: field.contents() for name, field in reader.fields.items()}

@@ -36,6 +36,7 @@ HEADER_S = 15.0  # for a client to send the head of a request
 HEAD_BYTES = 1 << 16  # of the head of a request
 UNREAD_S = 30.0  # for a client to read on when the buffers of its connection are full
 TAKE_UP_S = 0.2  # between the last new connection and the closing of the port
+TLS_FILES = "give a chain of certificates and the private key of its first one, both in PEM"
 KEEP_ALIVE_S = 75  # above the 60 s of common proxies, so that they close idle connections and not we
 
 
@@ -261,10 +262,15 @@ def run(server: Server, doors: Doors, listener: socket.socket) -> None:
         ssl_certfile=doors.certificate,
         ssl_keyfile=doors.certificate_key,
     )
+    for file in filter(None, (doors.certificate, doors.certificate_key)):
+        if not file.is_file():
+            raise WrongUse("TLS cannot begin", where=file, why="there is no such file", fix=TLS_FILES)
     try:
         config.load()
     except OSError as error:  # of the certificate
-        raise WrongUse("TLS cannot begin", where=doors.certificate or "", why=str(error)) from error
+        reason = getattr(error, "reason", None)
+        why = reason.replace("_", " ").lower() if reason else error.strerror or str(error)
+        raise WrongUse("TLS cannot begin", where=doors.certificate or "", why=why, fix=TLS_FILES) from error
     host, port = listener.getsockname()[:2]
     scheme = "https" if doors.certificate else "http"
     place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/"
@@ -295,7 +301,9 @@ def read_keys(file: Path | None, variable: str | None) -> tuple[str, ...]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise WrongUse("the API keys cannot be read", where=file, why=str(error)) from error
+        why = getattr(error, "strerror", None) or str(error)
+        fix = "give a text file with one key a line"
+        raise WrongUse("the API keys cannot be read", where=file, why=why, fix=fix) from error
     found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not found:
         raise WrongUse("there is no API key in the file", where=file, fix="write one a line")

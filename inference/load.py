@@ -113,13 +113,15 @@ class Target:
             connection.request("GET", f"{self._base}/v1/models", headers=self._headers)
             answer = connection.getresponse()
             listed = json.loads(answer.read())
+            if answer.status != 200:
+                raise ValueError(f"{answer.status}: {listed['error']['message']}")
             fitting = [
                 model
                 for model in listed["data"]
                 if self._path.removeprefix(self._base) in model.get("endpoints", [self._path])
             ]
             return str((fitting or listed["data"])[0]["id"])
-        except (OSError, ValueError, KeyError, IndexError, http.client.HTTPException) as error:
+        except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
             where = f"{self._host}:{self._port}"
             fix = "check the address; give the model's name with --model and a key with --api-key-variable"
             raise WrongUse(

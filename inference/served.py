@@ -22,6 +22,7 @@ from .chat import ChatTemplate
 from .encoding import check_ids, frame
 from .generation import TextDelta, Token
 from .remote import Answer, Made, Read, Remote
+from .source import no_model
 from .telemetry import Telemetry, Watch
 
 Prompt = str | list[int]
@@ -339,7 +340,7 @@ def served_models(
         if name in models:
             raise WrongUse(f"two models are called {name!r}", where=path, fix="give names: NAME=PATH")
         if not Path(path).exists():
-            raise WrongUse("no such model", where=path, fix="check the spelling; runs are under runs/")
+            raise no_model(Path(path))
         remote = Remote(name, path, options, slots=limits.slots, queue=limits.queue)
         models[name] = ServedModel(name, remote, limits, telemetry)
     return list(models.values())

@@ -1,6 +1,7 @@
 """Opening a model wherever it lies: a run, a checkpoint, a model artifact or a Hugging Face directory."""
 
 import contextlib
+import difflib
 import math
 from collections import Counter
 from pathlib import Path
@@ -67,11 +68,23 @@ class FoundModel(NamedTuple):
         return OpenedModel(model, self.tokenizer, input_record(self.directory))
 
 
+def no_model(path: Path) -> WrongUse:
+    """The error of a path that is not there, with the nearest name beside it."""
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, 1, 0.6)
+    fix = f"did you mean {path.parent / near[0]}?" if near else "check the spelling; runs are under runs/"
+    return WrongUse("no such model", where=path, fix=fix)
+
+
 def find_model(path: Path | str) -> FoundModel:
     """The torch model that `path` means. Raises WrongUse when there is none there."""
     path = Path(path)
     if not path.exists():
-        raise WrongUse("no such model", where=path, fix="check the spelling; runs are under runs/")
+        raise no_model(path)
+    if path.is_file():
+        what, why = "this file is no model", "of models that are one file only .gguf is read"
+        fix = "give its directory: an ONNX artifact, a Hugging Face directory, a run or a checkpoint"
+        raise WrongUse(what, where=path, why=why, fix=fix)
     if not _is_huggingface(path):
         if is_artifact(path) and (kind := read_manifest(path).kind) in ("onnx", "engine", "gguf"):
             raise WrongUse(

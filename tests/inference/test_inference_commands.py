@@ -77,6 +77,38 @@ def test_generate_says_what_is_wrong(bert_onnx: Path, gpt_onnx: Path) -> None:
         assert text.startswith("error:"), "the prompt stands before the message"
 
 
+def test_serve_says_what_is_wrong_before_it_loads(tmp_path: Path) -> None:
+    """What a user mistypes: a path, a file of TLS, the file of keys. Nothing is loaded for it."""
+    (tmp_path / "my-gpt").mkdir()
+    (tmp_path / "cert.pem").write_text("no certificate")
+    model, cert, absent = tmp_path / "my-gpt", tmp_path / "cert.pem", tmp_path / "absent"
+    for arguments, *messages in (
+        ((tmp_path / "my-gtp",), "no such model", f"did you mean {model}?"),
+        ((f"a={tmp_path / 'zzz'}",), "no such model", "check the spelling"),
+        ((f"a={model}", f"a={model}"), "two models are called 'a'", "NAME=PATH"),
+        ((model, "--tls-cert", cert), "TLS needs a certificate and its key", "give both"),
+        (
+            (model, "--tls-cert", cert, "--tls-key", absent),
+            f"where: {absent}",
+            "there is no such file",
+            "PEM",
+        ),
+        ((model, "--tls-cert", cert, "--tls-key", cert), f"where: {cert}", "TLS cannot begin", "PEM"),
+        ((model, "--api-key-file", absent), "keys cannot be read", "No such file", "one key a line"),
+    ):
+        code, text = run("serve", *arguments, "--port", 0)
+        assert code == 2 and "loading" not in text, text
+        for message in messages:
+            assert message in text
+
+
+def test_a_file_that_is_no_model_is_said_to_be_none(gpt_onnx: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model")
+    for path in (tmp_path / "notes.txt", gpt_onnx / "model.onnx"):
+        code, text = run("generate", path, "--prompt", "x")
+        assert code == 2 and "this file is no model" in text and "give its directory" in text
+
+
 def test_generate_takes_bytes_that_are_no_text(gpt_onnx: Path) -> None:
     """From standard input and from an argument, which Python hands over with surrogates."""
     for arguments, given in ((("--prompt", "ab\udcff"), None), ((), b"ab\xff")):

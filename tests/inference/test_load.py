@@ -9,6 +9,9 @@ import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.inference.load import Target, load, seeded
+from throughline.inference.served import Limits
+from throughline.inference.server import Server, build_app
+from throughline.inference.telemetry import Telemetry
 
 
 def test_a_load_counts_what_was_answered(
@@ -54,6 +57,15 @@ def test_a_load_counts_what_was_answered(
     refused = CliRunner().invoke(main, ["bench", "serve", base])
     assert refused.exit_code == 2 and "does not list its models" in refused.output
     assert CliRunner().invoke(main, ["bench", "serve", base, "--clients", "0"]).exit_code == 2
+
+
+def test_a_wrong_key_is_told_by_the_server(in_thread) -> None:
+    """What the server answers is the reason that is shown."""
+    app = build_app(Server([], Limits(), Telemetry()), keys=("sesame",))
+    with in_thread.on_a_port(app) as (host, port):
+        told = CliRunner().invoke(main, ["bench", "serve", f"http://{host}:{port}"])
+    assert told.exit_code == 2 and "401: a valid API key is needed" in told.output
+    assert "--api-key-variable" in told.output
 
 
 def test_a_kept_connection_that_the_server_closes_is_opened_again() -> None:
