@@ -43,6 +43,9 @@ def task_file(name: str) -> Path:
     import lm_eval
 
     folder = Path(lm_eval.__file__).parent / "tasks"
+    assert name in FILES or name.startswith("blimp_"), (
+        f"FILES in {Path(__file__).name} names no file for {name}"
+    )
     return folder / (FILES[name] if name in FILES else f"blimp/{name.removeprefix('blimp_')}.yaml")
 
 
