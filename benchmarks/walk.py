@@ -9,10 +9,12 @@ together. Blocks marked `sh there` are for another machine and are only parsed, 
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,7 +22,6 @@ QUICK = {"train.steps=": 70, "train.epochs=": 1, "--limit ": 10}  # at most, abo
 PRELUDE = """set -e
 throughline() {{ {python} -m throughline.cli.main "$@"; }}
 python() {{ {python} "$@"; }}
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 """
 
 
@@ -42,11 +43,20 @@ def walk(page: str, place: Path, quick: bool) -> float:
         (place / "recipes").symlink_to(ROOT / "recipes")
     start = time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    done = subprocess.run(
-        ["bash", "-c", script(path, quick)], cwd=place, env=environment, stdin=subprocess.DEVNULL
+    shell = subprocess.Popen(
+        ["bash", "-c", script(path, quick)],
+        cwd=place,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
     )
-    if done.returncode:
-        raise SystemExit(f"{path.name}: a command failed with exit code {done.returncode}")
+    try:
+        code = shell.wait()
+    finally:
+        with suppress(ProcessLookupError):  # nothing was left in the background
+            os.killpg(shell.pid, signal.SIGTERM)
+    if code:
+        raise SystemExit(f"{path.name}: a command failed with exit code {code}")
     return time.monotonic() - start
 
 

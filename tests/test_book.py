@@ -2,8 +2,10 @@
 
 import re
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,3 +41,20 @@ def test_a_failing_command_ends_the_walk(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(SystemExit, match=r"bad\.md"):
         walk("bad", tmp_path / "place", quick=False)
     assert (tmp_path / "place" / "one").exists() and not (tmp_path / "place" / "three").exists()
+
+
+def test_a_server_ends_with_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a page leaves in the background is a child of the shell's function: it ends too."""
+    (tmp_path / "docs").mkdir()
+    lines = ["python -c 'import os, time; print(os.getpid(), flush=True); time.sleep(60)' > pid &"]
+    lines.append("until [ -s pid ]; do sleep 0.05; done")
+    (tmp_path / "docs" / "page.md").write_text("```sh\n" + "\n".join(lines) + "\n```\n")
+    monkeypatch.setattr("walk.ROOT", tmp_path)
+    (tmp_path / "place").mkdir()
+    walk("page", tmp_path / "place", quick=False)
+    server = int((tmp_path / "place" / "pid").read_text())
+    for _ in range(100):
+        if not psutil.pid_exists(server) or psutil.Process(server).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {server} is still there")
