@@ -46,13 +46,17 @@ def small_model(folder: Path) -> Path:
     return beside_tests("small").small_model(folder, text, steps=STEPS["trained"], **SHAPE)
 
 
-def megatron_forms(model: Path, shared: Path | None, count: int) -> dict[str, float]:
-    """Megatron-LM's own forms, which are no tasks of the harness: strict LAMBADA, and WikiText-2's test as one stream
-    of overlapping windows where the data are.
+def megatron_forms(model: Path, shared: Path | None, count: int, place: Path) -> dict[str, float]:
+    """Megatron-LM's own forms, which are no tasks of the harness: strict LAMBADA, and where the data are the first
+    lines of WikiText-2's test as one stream of overlapping windows. The stream is one record, which `--limit` would
+    not shorten.
     """
     tasks: dict[str, tuple[Any, ...]] = {"lambada_megatron_strict": ()}
     if shared is not None:
-        tasks["wikitext_megatron_2"] = ("--data-dir", Path(shared) / "data")
+        text = (Path(shared) / "data" / "wikitext-2" / "test.txt").read_text()
+        (place / "wikitext-2").mkdir()
+        (place / "wikitext-2" / "test.txt").write_text("".join(text.splitlines(keepends=True)[:count]))
+        tasks["wikitext_megatron_2"] = ("--data-dir", place)
     found = {}
     for task, options in tasks.items():
         told = json.loads(
@@ -81,7 +85,7 @@ def main() -> int:
         for task, records in rows.items():
             found[task] = compared(task, records, model, folder)
             print(f"{task}: {found[task]['metrics_ours_theirs']}", file=sys.stderr, flush=True)
-        megatron = megatron_forms(model, given.shared, count)
+        megatron = megatron_forms(model, given.shared, count, folder)
     equal = sum(result["equal"] for result in found.values())
     apart = max(result["largest_difference_nats"] for result in found.values())
     claims = [
