@@ -5,11 +5,13 @@ with the CUDA or TensorRT provider.
   needs.
 - The GPT's cache is memory of ours, bound as past and present at once, so new tokens are written in place and
   any run of adjacent rows is a view. Its capacity follows the longest row in steps, up and down: the standard
-  Attention looks over all of it, in every row. Graphs written for ONNX Runtime look at what a row holds.
+  Attention looks over all of it, in every row, so a row that is much longer than the others lies apart. Graphs
+  written for ONNX Runtime look at what a row holds.
 - A decode step of the same rows as the last one binds nothing anew: 50 bindings of GPT-2 take 0.4 ms.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,10 @@ from ..core.backend import Span
 from ..core.errors import Refused, WrongUse
 from ..models.config import BERTConfig, GPTConfig
 from .graph_options import ONE_PROMPT
+from .onnx_cache import OnnxCache, aligned_zeros, rows_apart, stepped
 from .sampler import beside, copy_of, library
-from .spans import rectangles, scatter_logits
+from .spans import Call, rectangles, scatter_logits
 
-CAPACITY_STEP = 128  # tokens by which a cache grows; each growth copies it once
-CACHE_LINE = 64  # bytes
 BINDINGS = 16  # kept for decode steps: one for each number of rows
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 TENSORRT = "TensorrtExecutionProvider"
@@ -86,38 +87,6 @@ def open_session(
     return session
 
 
-class OnnxCache:
-    """Keys and values of `rows` sequences: one tensor (rows, kv heads, capacity, head) for each cache of the
-    graph, and how many tokens each row holds.
-    """
-
-    def __init__(
-        self,
-        names: list[str],
-        rows: int,
-        shape: tuple[int, int],
-        capacity: int,
-        zeros: Callable[[tuple[int, ...]], Any],
-    ) -> None:
-        self.names, self.capacity, self.shape, self._zeros = names, capacity, shape, zeros
-        self.lengths = np.zeros(rows, np.int64)
-        self.stores = {name: self._empty(rows, capacity) for name in names}
-        self.bindings: dict[tuple[int, ...], Bound] = {}
-
-    def _empty(self, rows: int, capacity: int) -> Any:
-        return self._zeros((rows, self.shape[0], capacity, self.shape[1]))
-
-    def resize(self, capacity: int) -> None:
-        """Other room in every row; what both have room for is kept."""
-        both = min(capacity, self.capacity)
-        self.bindings.clear()
-        for name in self.names:
-            new = self._empty(len(self.lengths), capacity)
-            new[:, :, :both] = self.stores[name][:, :, :both]
-            self.stores[name] = new
-        self.capacity = capacity
-
-
 class Bound:
     """A binding for calls of one shape on the same rows: inputs are written into its buffers."""
 
@@ -162,14 +131,6 @@ class Bound:
         return self.logits
 
 
-def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Zeros that begin with a line of the processor's cache, so that no vector of a head lies across two."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    memory = np.zeros(size + CACHE_LINE, np.uint8)
-    start = -memory.ctypes.data % CACHE_LINE
-    return memory[start : start + size].view(dtype).reshape(shape)
-
-
 class OnnxCausal:
     """A GPT graph (`core.backend.CausalBackend`)."""
 
@@ -197,6 +158,9 @@ class OnnxCausal:
         self._fixed = first.shape[2] if isinstance(first.shape[2], int) else 0  # TensorRT's graphs have one
         half = "float16" in inputs[f"past.{self._caches[0]}"]
         self.token_bytes = len(self._caches) * self._shape[0] * self._shape[1] * (2 if half else 4)
+        # of the graph and of the files beside it that hold its weights
+        self.weight_bytes = sum(file.stat().st_size for file in Path(path).parent.glob(f"{Path(path).name}*"))
+        self._moves = not (self._one_prompt or self._fixed) and device == "cpu"
         self._zeros: Callable[[tuple[int, ...]], Any]
         if device == "cpu":
             self._zeros = partial(aligned_zeros, dtype=np.float16 if half else np.float32)
@@ -209,27 +173,71 @@ class OnnxCausal:
 
     def new_cache(self, rows: int) -> OnnxCache:
         """An empty cache whose capacity follows its longest row."""
-        capacity = self._fixed or min(CAPACITY_STEP, self.context)
+        capacity = self._fixed or min(stepped(1), self.context)
         return OnnxCache(self._caches, rows, self._shape, capacity, self._zeros)
 
     def step(self, spans: Sequence[Span], cache: OnnxCache) -> Any:
         """See `core.backend.CausalBackend.step`."""
-        calls = rectangles(spans, self.context, lambda row: int(cache.lengths[row]))
+        if self._moves:
+            self._move_rows(spans, cache)
+        calls = self._calls(spans, cache)
         found = []
-        for call in calls:
+        for call, part in calls:
             held = {call.first_row + i: past for i, past in enumerate(call.past_B) if call.owners[i] is None}
-            logits = self._run(*call.arguments, cache, call.first_row)
+            logits = self._run(*call.arguments, part, call.first_row)
             found.append(logits if len(calls) == 1 else copy_of(logits))
             for row, tokens in held.items():  # these took no part
-                cache.lengths[row] = tokens
+                part.lengths[row] = tokens
         for span in spans:
-            cache.lengths[span.row] = span.past + len(span.ids)
-        return scatter_logits(spans, calls, found)
+            part, row = cache.place(span.row)
+            part.lengths[row] = span.past + len(span.ids)
+        return scatter_logits(spans, [call for call, _ in calls], found)
+
+    def _calls(self, spans: Sequence[Span], cache: OnnxCache) -> list[tuple[Call, OnnxCache]]:
+        """What to run on which cache: the rows beside each other, then each row that lies apart."""
+        if not cache.apart:
+            calls = rectangles(spans, self.context, lambda row: int(cache.lengths[row]))
+            return [(call, cache) for call in calls]
+        beside_others = [i for i, span in enumerate(spans) if span.row not in cache.apart]
+        together = rectangles(
+            [spans[i] for i in beside_others], self.context, lambda row: int(cache.lengths[row])
+        )
+        found = []
+        for call in together:
+            owners = tuple(None if owner is None else beside_others[owner] for owner in call.owners)
+            found.append((replace(call, owners=owners), cache))
+        for i, span in enumerate(spans):
+            if span.row in cache.apart:
+                (call,) = rectangles([replace(span, row=0)], self.context)
+                found.append((replace(call, owners=(i,)), cache.apart[span.row]))
+        return found
+
+    def _move_rows(self, spans: Sequence[Span], cache: OnnxCache) -> None:
+        """Before a step in which a row comes or grows: decide which rows lie apart."""
+        grows = any(
+            span.past + len(span.ids) > cache.capacity for span in spans if span.row not in cache.apart
+        )
+        if cache.settled and not grows and all(len(span.ids) == 1 for span in spans):
+            return
+        cache.settled = True
+        tokens = cache.held() | {span.row: span.past + len(span.ids) for span in spans}
+        rooms = {row: min(stepped(count), self.context) for row, count in tokens.items()}
+        wanted = rows_apart(rooms, cache.apart.keys(), self.token_bytes, self.weight_bytes)
+        longest = max((room for row, room in rooms.items() if row not in wanted), default=stepped(1))
+        for row in wanted - cache.apart.keys():
+            cache.part(row, rooms[row])
+        if longest > cache.capacity:
+            cache.resize(longest)
+        for row in cache.apart.keys() - wanted:
+            cache.rejoin(row)
+        cache.shrink(min(longest, self.context))
 
     def forward(
         self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: OnnxCache, first_row: int = 0
     ) -> np.ndarray:
         """See `core.backend.CausalBackend.forward`."""
+        for row in cache.apart.keys() & set(range(first_row, first_row + len(ids_BS))):
+            self._put_back(cache, row)
         logits = self._run(ids_BS, past_B, ask_BN, cache, first_row)
         return logits.copy() if library(logits) is np else logits.cpu().numpy()
 
@@ -240,8 +248,7 @@ class OnnxCausal:
         needed = int(past_B.max()) + length
         assert needed <= self.context, (needed, self.context)
         if needed > cache.capacity:
-            stepped = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
-            cache.resize(min(max(stepped, cache.capacity * 5 // 4), self.context))
+            cache.resize(min(max(stepped(needed), cache.capacity * 5 // 4), self.context))
         if self._one_prompt and rows > 1 and length > 1 and past_B.any():
             return self._one_by_one(ids_BS, past_B, ask_BN, cache, first_row)
         cache.lengths[first_row : first_row + rows] = past_B + length
@@ -267,28 +274,42 @@ class OnnxCausal:
 
     def copy_row(self, cache: OnnxCache, source: int, target: int, tokens: int) -> None:
         """See `core.backend.CausalBackend.copy_row`."""
-        for store in cache.stores.values():
-            store[target, :, :tokens] = store[source, :, :tokens]
-        cache.lengths[target] = tokens
+        if source in cache.apart:
+            cache.settled = False
+            cache.lengths[target] = 0
+            cache.apart[target] = cache.apart[source].alone(0, tokens, min(stepped(tokens), self.context))
+        else:
+            saved = [store[source, :, :tokens] for store in cache.stores.values()]
+            self.load_row(cache, target, saved, tokens)
 
     def free_row(self, cache: OnnxCache, row: int) -> None:
         """See `core.backend.CausalBackend.free_row`: when the longest row goes, all others get faster."""
+        cache.settled = False
+        cache.apart.pop(row, None)
         cache.lengths[row] = 0
-        needed = -(-max(int(cache.lengths.max()), 1) // CAPACITY_STEP) * CAPACITY_STEP
-        if not self._fixed and 2 * needed <= cache.capacity:
-            cache.resize(min(needed, self.context))
+        if not self._fixed:
+            cache.shrink(min(stepped(max(int(cache.lengths.max()), 1)), self.context))
 
     def save_row(self, cache: OnnxCache, row: int, tokens: int) -> list[Any]:
         """See `core.backend.CausalBackend.save_row`."""
-        return [copy_of(store[row, :, :tokens]) for store in cache.stores.values()]
+        part, row = cache.place(row)
+        return [copy_of(store[row, :, :tokens]) for store in part.stores.values()]
 
     def load_row(self, cache: OnnxCache, row: int, saved: list[Any], tokens: int) -> None:
         """See `core.backend.CausalBackend.load_row`."""
+        cache.settled = False
+        cache.apart.pop(row, None)
         if tokens > cache.capacity:
-            cache.resize(min(-(-tokens // CAPACITY_STEP) * CAPACITY_STEP, self.context))
+            cache.resize(min(stepped(tokens), self.context))
         for store, kept in zip(cache.stores.values(), saved):
             store[row, :, :tokens] = kept[:, :tokens]
         cache.lengths[row] = tokens
+
+    def _put_back(self, cache: OnnxCache, row: int) -> None:
+        tokens = int(cache.apart[row].lengths[0])
+        if tokens > cache.capacity:
+            cache.resize(min(stepped(tokens), self.context))
+        cache.rejoin(row)
 
 
 class OnnxEncoder:

@@ -187,7 +187,7 @@ def test_a_long_row_leaves_no_capacity_behind(gpt_onnx: Path) -> None:
     """ONNX Runtime attends over the capacity: it shrinks when the longest row goes, and keeps the others."""
     backend = open_backend(gpt_onnx, CPU).causal
     assert backend is not None
-    import throughline.inference.onnx_backend as module
+    import throughline.inference.onnx_cache as module
 
     batch = SlotBatch(backend, nothing, 2)
     cache = batch._cache
