@@ -1,13 +1,24 @@
-"""Steps of each two-process layout against a plain torch script of the same layout: python
-benchmarks/layouts.py [--quick].
+"""Steps of each two-process layout against torch's own parts in the same layout.
 
-A GPT as wide as GPT-2 124M (768, 12 heads) with 4 layers, its vocabulary and a head of its own, fp32, 4 rows
-of 256 tokens a step, one thread a process. Ours is `throughline launch --nproc 2 -- train`, theirs `torchrun
-layouts_peers.py`; both clip the gradients, move with fused AdamW and read the loss at every step. Of two ways
-to write tensor parallelism the faster one is the peer.
+    python benchmarks/layouts.py [--quick] [--parts ddp2,tp2-bf16] [--tiny]
+
+A GPT as wide as GPT-2 124M (768, 12 heads) with 4 layers, its vocabulary and a head of its own, 4 rows of 256
+tokens a step, one thread a process, in fp32 and in bf16 with fp32 masters. Ours is `throughline launch
+--nproc 2 -- train`, theirs `torchrun layouts_peers.py`: the same model, first values, rows, matrix products
+and loss under DistributedDataParallel, fully_shard, torch's tensor-parallel plan or
+torch.distributed.pipelining, so that only the layout differs. Both clip the gradient, move with fused AdamW
+and read the loss at every step. The losses of both must agree, or nothing is measured. Of several ways to
+write a peer the fastest is measured.
+
+`details` gives the share of a step in which a collective is under way on the first process, from a trace of
+each side; what is hidden behind products is in it. `--tiny` takes a model of two small layers: it shows that
+both sides agree, and its times say nothing.
 """
 
+import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,90 +26,152 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import claim, finish, paired, parser
-from train_gpt import SAMPLES, step_seconds_ours, throughline
+from throughline.train.profile import ACTIVE, SKIPPED, WARMUP
+from train_gpt import SAMPLES, throughline
 
 PEERS = Path(__file__).parent / "layouts_peers.py"
-ROWS, LENGTH = 4, 256
-LAYOUTS: dict[str, dict[str, object]] = {
-    "ddp2": {"parallel.data": 2},
-    "fsdp2": {"parallel.data": 2, "parallel.sharding": "full"},
-    "tp2": {"parallel.tensor": 2},
-    "pp2": {"parallel.pipeline": 2, "parallel.schedule": "1f1b", "train.micro_batch_rows": 1},
+PROCESSES = 2
+SHAPE: dict[str, object] = {  # of every case, as keys of a recipe
+    "version": 1,
+    "data.train": "tokens",
+    "data.validation_fraction": 0,
+    "model.preset": "gpt2-124m",
+    "model.overrides.layers": 4,
+    "model.overrides.tied": False,
+    "train.sequence_length": 256,
+    "train.batch_rows": 4,
+    "train.compile": "off",
+    "optimizer.name": "adamw",
+    "optimizer.learning_rate": 3e-4,
+    "optimizer.weight_decay": 0.0,
+    "schedule.kind": "constant",
+    "log.every_steps": 1,
 }
-RECIPE = f"""version = 1
-[data]
-train = "tokens"
-validation_fraction = 0
-[model]
-preset = "gpt2-124m"
-[model.overrides]
-layers = 4
-tied = false
-[train]
-sequence_length = {LENGTH}
-batch_rows = {ROWS}
-precision = "fp32"
-compile = "off"
-[optimizer]
-name = "adamw"
-learning_rate = 3e-4
-[log]
-every_steps = 1
-"""
+TINY: dict[str, object] = {"model.overrides.layers": 2, "model.overrides.width": 96}
+CASES: dict[str, dict[str, object]] = {
+    "ddp2": {"train.precision": "fp32", "parallel.data": 2},
+    "fsdp2": {"train.precision": "fp32", "parallel.data": 2, "parallel.sharding": "full"},
+    "tp2": {"train.precision": "fp32", "parallel.tensor": 2},
+    "pp2": {"train.precision": "fp32", "parallel.pipeline": 2, "train.micro_batch_rows": 1},
+    "ddp2-bf16": {"train.precision": "bf16", "parallel.data": 2},
+    "fsdp2-bf16": {"train.precision": "bf16", "parallel.data": 2, "parallel.sharding": "full"},
+    "tp2-bf16": {"train.precision": "bf16", "parallel.tensor": 2},
+    "pp2-bf16": {"train.precision": "bf16", "parallel.pipeline": 2, "train.micro_batch_rows": 1},
+}
+PEERS_OF: dict[str, tuple[str, ...]] = {  # where there is more than one way to write it
+    "tp2": ("tp2", "tp2-sequence"),
+    "tp2-bf16": ("tp2", "tp2-sequence"),
+    "ddp2-bf16": ("ddp2", "ddp2-autocast"),
+}
+# Largest relative difference of a loss: rounding to 24 and to 8 bits, over a dozen steps of AdamW, which
+# moves a weight by the sign of its gradient at first, however small that is
+AGREE = {"fp32": 1e-4, "bf16": 5e-3}
 
 
-def last_number(words: Sequence[object], cwd: Path) -> float:
-    done = subprocess.run(
-        [str(word) for word in words], cwd=cwd, env=os.environ, capture_output=True, text=True
-    )
+def recipe_text(settings: dict[str, object]) -> str:
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+
+
+def ours(place: Path, recipe: Path, name: str, *flags: str) -> tuple[list[float], list[float]]:
+    """Losses, and seconds of the steps, of a run in place/name."""
+    command = ("launch", "--nproc", PROCESSES, "--", "train", recipe, "--run-dir", name, *flags)
+    throughline(*command, cwd=place)
+    lines = map(json.loads, (place / name / "metrics.jsonl").read_text().splitlines())
+    records = [record for record in lines if "step_s" in record]
+    return [record["loss"] for record in records], [record["step_s"] for record in records]
+
+
+def theirs(place: Path, recipe: Path, kind: str, *flags: object) -> tuple[list[float], list[float]]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", PROCESSES]
+    words = [str(word) for word in (*torchrun, PEERS, kind, recipe, *flags)]
+    done = subprocess.run(words, cwd=place, env=os.environ, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{words}\n{done.stderr[-4000:]}")
-    return float(done.stdout.split()[-1])
+        raise SystemExit(f"{' '.join(words)}\n{done.stderr[-6000:]}")
+    told = json.loads(done.stdout.splitlines()[-1])
+    return told["losses"], told["step_s"]
+
+
+def agree(mine: Sequence[float], peer: Sequence[float], bound: float, name: str) -> float:
+    """The largest relative difference of two runs' losses. Ends the benchmark above the bound."""
+    worst = max(abs(a - b) / b for a, b in zip(mine, peer, strict=True))
+    if worst > bound:
+        raise SystemExit(f"{name}: losses differ by {worst:.1e}, more than {bound:g}\n{mine}\n{peer}")
+    return worst
+
+
+def collective_share(trace: Path) -> float:
+    """The share of the traced steps in which a collective was under way."""
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
+    steps = [event for event in events if event["name"].startswith("ProfilerStep")]
+    first = min(event["ts"] for event in steps)
+    last = max(event["ts"] + event["dur"] for event in steps)
+    spans = sorted(
+        (max(event["ts"], first), min(event["ts"] + event["dur"], last))
+        for event in events
+        if re.match(r"gloo:|nccl:|c10d::", event["name"])
+    )
+    busy, reached = 0.0, first
+    for start, end in spans:
+        busy += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return busy / (last - first)
 
 
 def main() -> None:
-    options = parser(__doc__ or "")
-    options.add_argument("--only", choices=sorted(LAYOUTS), action="append", help="measure this layout")
+    options = parser((__doc__ or "").splitlines()[0])
+    options.add_argument("--parts", default=",".join(CASES), help="cases to measure")
+    options.add_argument("--tiny", action="store_true", help="two small layers: agreement only")
     chosen = options.parse_args()
+    parts = chosen.parts.split(",")
+    if unknown := set(parts) - set(CASES):
+        options.error(f"--parts: there is no {', '.join(sorted(unknown))}; the cases are {', '.join(CASES)}")
     pairs, steps, skip = (1, 6, 2) if chosen.quick else (3, 12, 3)
     os.environ["OMP_NUM_THREADS"] = "1"
-    claims = []
+    claims, details = [], {}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        (place / "recipe.toml").write_text(RECIPE)
         throughline("data", "tokenizer", SAMPLES / "gpt2-bpe", "--type", "import", "--out", "tok", cwd=place)
         text = SAMPLES / "tinyshakespeare" / "input.txt"
         throughline("data", "tokenize", text, "--tokenizer", "tok", "--out", "tokens", cwd=place)
-        for name in chosen.only or LAYOUTS:
+        for name in parts:
+            settings = SHAPE | (TINY if chosen.tiny else {}) | CASES[name]
+            recipe, traced = place / f"{name}.toml", place / f"{name}-traced.toml"
+            recipe.write_text(recipe_text(settings | {"train.steps": steps}))
+            traced.write_text(recipe_text(settings | {"train.steps": SKIPPED + WARMUP + ACTIVE}))
+            bound = AGREE[str(CASES[name]["train.precision"])]
+            kinds = PEERS_OF.get(name, (name.partition("-")[0],))
+            tried = {kind: theirs(place, recipe, kind) for kind in kinds}
+            best = min(kinds, key=lambda kind: statistics.median(tried[kind][1][skip:]))
+            mine, _ = ours(place, recipe, f"{name}-agrees")
+            differences = {kind: agree(mine, tried[kind][0], bound, f"{name}, {kind}") for kind in kinds}
             count = iter(range(1000))
-
-            def ours(name=name, count=count) -> float:
-                directory = f"{name}-{next(count)}"
-                settings = LAYOUTS[name] | {"train.steps": steps, "schedule.warmup_steps": 1}
-                changed = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-                throughline(
-                    "launch",
-                    "--nproc",
-                    2,
-                    "--",
-                    "train",
-                    "recipe.toml",
-                    "--run-dir",
-                    directory,
-                    *changed,
-                    cwd=place,
+            first, second = paired(
+                lambda: statistics.median(ours(place, recipe, f"{name}-{next(count)}")[1][skip:]),  # noqa: B023
+                lambda: statistics.median(theirs(place, recipe, best)[1][skip:]),  # noqa: B023
+                pairs,
+            )
+            ours(place, traced, f"{name}-traced", "--profile")
+            theirs(place, traced, best, "--trace", place / f"{name}.json")
+            details[name] = {
+                "peer": best,
+                "losses_differ": differences,
+                "collectives_ours": round(collective_share(place / f"{name}-traced/profile/trace.json"), 3),
+                "collectives_theirs": round(collective_share(place / f"{name}.json"), 3),
+            }
+            print(name, details[name], file=sys.stderr, flush=True)
+            what = f"torch's {best} over our model, {CASES[name]['train.precision']}, fused AdamW"
+            claims.append(
+                claim(
+                    name,
+                    first,
+                    second,
+                    peer=what,
+                    unit="s/step",
+                    better="lower",
+                    goal=None if chosen.tiny else 1.0,
                 )
-                return step_seconds_ours(place / directory, skip)
-
-            def theirs(kind: str) -> float:
-                torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
-                return last_number([*torchrun, PEERS, kind, ROWS, LENGTH, steps, skip], place)
-
-            best = min(("tp2", "tp2-sequence"), key=theirs) if name == "tp2" else name
-            mine, peer = paired(ours, lambda best=best: theirs(best), pairs)
-            what = f"plain torch script, {best}, fp32, fused AdamW"
-            claims.append(claim(name, mine, peer, peer=what, unit="s/step", better="lower", goal=0.95))
-    finish("layouts", claims)
+            )
+    finish("layouts", claims, details=details)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,15 @@ BENCHMARKS: dict[str, list[str]] = {
     "prove_study": ["measure"],
 }
 MINUTES, MINUTES_QUICK = 60, 10  # that all of them may take
-PARTED = ("train_gpt", "tokenization", "eval", "latency", "bert_pretrain", "serve")  # those with --parts
+PARTED = (
+    "train_gpt",
+    "tokenization",
+    "eval",
+    "latency",
+    "bert_pretrain",
+    "serve",
+    "layouts",
+)  # those with --parts
 ON_REQUEST = ("bert_toy",)  # longer than all others together: only when named, or with --quick
 
 
