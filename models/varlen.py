@@ -41,7 +41,7 @@ def varlen_forward(
 
     `longest` bounds the length of a run. `causal` is for runs that have as many queries as keys.
     """
-    if _has_cuda_kernel(q_TAD):
+    if has_cuda_kernel(q_TAD):
         out, lse, *_ = aten._flash_attention_forward(
             q_TAD, k_UGD, v_UGD, q_bounds, k_bounds, longest, longest, 0.0, causal, False
         )
@@ -70,7 +70,7 @@ def varlen_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, from the result and log-sum-exp of all keys the queries saw."""
-    if _has_cuda_kernel(q_TAD):
+    if has_cuda_kernel(q_TAD):
         none = torch.zeros((), dtype=torch.uint64, device=q_TAD.device)  # the state of a dropout of 0
         return aten._flash_attention_backward(
             *(grad_TAD, q_TAD, k_UGD, v_UGD, out_TAD, lse_AT),
@@ -112,7 +112,8 @@ def equal_runs(q_bounds: Bounds, k_bounds: Bounds) -> Iterator[tuple[slice, slic
             yield slice(q_starts[first], q_starts[run]), slice(k_starts[first], k_starts[run]), run - first
 
 
-def _has_cuda_kernel(q: Tensor) -> bool:
+def has_cuda_kernel(q: Tensor) -> bool:
+    """Whether the GPU's kernel takes these queries (..., D), and bounds as they lie on the device."""
     return (
         q.is_cuda
         and q.dtype in HALVES

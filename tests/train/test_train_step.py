@@ -1,7 +1,7 @@
 """One optimizer step: clipping, loss scaling, skipping, and how often the device is waited for."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +16,7 @@ from throughline.train.parallel.mesh import make_mesh, start_group
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler
 from throughline.train.recipe import Recipe
 from throughline.train.step import Trainer, train_step
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -128,12 +129,44 @@ def test_low_precision_stays_near_fp32(make_plan: Callable[..., RunPlan], precis
         assert low.grad_norm == pytest.approx(full.grad_norm, rel=5e-2)
 
 
-class Reads(TorchDispatchMode):
-    """Operators for which the host waits for a device: numbers read one by one, shapes that depend on values."""
+READS = ("tolist", "item", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__", "__format__")
 
-    def __init__(self) -> None:
+
+class Calls(TorchFunctionMode):
+    """Methods of tensors that hand values to the host. A dispatch mode does not see `tolist` of a CPU tensor."""
+
+    def __init__(self, seen: list[str], known: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.seen, self.known = seen, {x.untyped_storage().data_ptr() for x in known}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in READS and args[0].untyped_storage().data_ptr() not in self.known:
+            self.seen.append(function.__name__)
+            with torch._C._DisableTorchDispatch():  # the operator below it is the same read
+                return function(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+class Reads(TorchDispatchMode):
+    """All for which the host would wait for a device: values that it reads, shapes that depend on values.
+
+    Bounds of documents are read by the CPU's kernels alone, inside one operator or, `known`, by the ring of context
+    processes: the GPU's take them as they lie on the device.
+    """
+
+    def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.calls = Calls(self.seen, known)
+
+    def __enter__(self):
+        self.calls.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.calls.__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
@@ -144,49 +177,85 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def reads_of_a_step(trainer: Trainer, batch: StepBatch) -> tuple[list[str], int]:
-    """What a steady step reads number by number, and how often it takes a whole tensor to the host (which a
-    dispatch mode does not see of CPU tensors).
-    """
-    lists, original = [], torch.Tensor.tolist
-    train_step(trainer, batch, 1.0)  # optimizers make their state
-    torch.Tensor.tolist = lambda self: lists.append(1) or original(self)
-    try:
+def test_every_way_to_read_is_seen() -> None:
+    x = torch.arange(4.0)
+    ways: tuple[Callable[[], object], ...] = (
+        x.tolist,
+        x.numpy,
+        x.cpu,
+        x[1].item,
+        lambda: float(x[1]),
+        lambda: int(x[1]),
+        lambda: bool(x[1]),
+        lambda: range(4)[x[1].long()],
+        lambda: f"{x[1]}",
+        lambda: torch.add(x, x, alpha=x[1]),
+        lambda: x[x > 1],
+        x.nonzero,
+        x.unique,
+        lambda: torch.equal(x, x),
+    )
+    for way in ways:
         with Reads() as reads:
-            train_step(trainer, batch, 1.0)
-    finally:
-        torch.Tensor.tolist = original
-    return reads.seen, len(lists)
+            way()
+        assert reads.seen, way
+    with Reads() as reads:
+        (x.where(x > 1, 0).softmax(0).sum() / x.norm()).sqrt()
+    assert not reads.seen
+
+
+PADDED = {"objective": {"short_fraction": 1.0}}  # rows that aim at a shorter length
+
+
+def is_padded(batch: StepBatch) -> bool:
+    return all("document_bounds" in part for part in batch.micro_batches)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_waits_for_the_device_once(make_plan: Callable[..., RunPlan], precision: str) -> None:
-    trainer, batch = setting(make_plan, "bert", train={"micro_batch_rows": 1, "precision": precision})
-    assert reads_of_a_step(trainer, batch) == ([], 1)
+    given = {"micro_batch_rows": 2, "precision": precision, "sequence_length": 64}
+    trainer, batch = setting(make_plan, "bert", train=given, **PADDED)
+    assert is_padded(batch)
+    train_step(trainer, batch, 1.0)  # optimizers make their state
+    with Reads() as reads:
+        train_step(trainer, batch, 1.0)
+    assert reads.seen == ["tolist"]
+
+
+SPREAD = (
+    *(("gpt", parallel) for parallel in ({"data": 2}, {"data": 2, "sharding": "full"}, {"tensor": 2})),
+    ("bert", {"data": 2}),
+    ("bert", {"data": 2, "sharding": "full"}),
+    ("bert", {"tensor": 2}),
+    ("bert", {"pipeline": 2}),
+    ("bert", {"context": 2}),
+)
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"data": 2}, {"data": 2, "sharding": "full"}, {"tensor": 2}], ids=lambda p: "-".join(p)
+    ("family", "parallel"), SPREAD, ids=[f"{family}-{'-'.join(parallel)}" for family, parallel in SPREAD]
 )
 def test_a_layout_waits_once_and_agrees_in_one_collective(
-    make_plan: Callable[..., RunPlan], make_recipe: Callable[..., Recipe], parallel: dict
+    make_recipe: Callable[..., Recipe], family: str, parallel: dict
 ) -> None:
     """With the counts summed a step ahead, the only small collective is that of the figures; a signal that one
-    process received is known to both.
+    process received is known to both. BERT's rows are padded.
     """
     warm()
-    recipe = make_recipe("gpt", train={"precision": "bf16", "micro_batch_rows": 2}, parallel=parallel)
+    given = {"precision": "bf16", "micro_batch_rows": 2, "sequence_length": 64}
+    recipe = make_recipe(family, train=given, parallel=parallel, **(PADDED if family == "bert" else {}))
 
-    def work() -> tuple[tuple[list[str], int], int, int]:
+    def work() -> tuple[list[str], int, int]:
         torch.set_num_threads(1)
         device = torch.device("cpu")
         start_group(device, 60)
         mesh = make_mesh(recipe.parallel.layout(), device, 60)
         plan = plan_run(recipe)
         trainer = build_trainer(plan, mesh)
-        rows = StepBatches(plan, training_rows(plan), mesh.data)
+        rows = StepBatches(plan, training_rows(plan), mesh.data, mesh.context)
         own = 4 // mesh.data.size
         first, second, third = (rows.batch(4 * step + own * mesh.data.rank, own) for step in range(3))
+        assert family == "gpt" or is_padded(second)
         train_step(trainer, first, 1.0, upcoming=second)
         small, original = [], dist.all_reduce
 
@@ -194,19 +263,16 @@ def test_a_layout_waits_once_and_agrees_in_one_collective(
             small.append(tensor.numel() < 64)
             return original(tensor, *arguments, **named)
 
-        lists, tolist = [], torch.Tensor.tolist
-        torch.Tensor.tolist = lambda self: lists.append(1) or tolist(self)
         dist.all_reduce = counting
-        with Reads() as reads:
+        with Reads([part["document_bounds"] for part in second.micro_batches if family == "bert"]) as reads:
             result = train_step(trainer, second, 1.0, signal=15 if mesh.rank == 1 else 0, upcoming=third)
-        dist.all_reduce, torch.Tensor.tolist = original, tolist
-        return (reads.seen, len(lists)), sum(small), result.signal
+        dist.all_reduce = original
+        return reads.seen, sum(small), result.signal
 
     for reads, small, heard in run_ranks(2, work):
-        assert reads == ([], 1)
-        assert (
-            small == 1 or "tensor" in parallel
-        )  # whose loss over the cut vocabulary has small sums of its own
+        assert reads == ["tolist"]
+        # a loss over a cut vocabulary has small sums of its own
+        assert small == 1 or "tensor" in parallel
         assert heard == 15
 
 

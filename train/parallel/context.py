@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...data.options import NO_TARGET
 from ...models.documents import Documents
-from ...models.varlen import Bounds, varlen_backward, varlen_forward, wide_dtype
+from ...models.varlen import Bounds, has_cuda_kernel, varlen_backward, varlen_forward, wide_dtype
 from .mesh import Axis
 
 ROW_DOCUMENTS = "row_documents"  # (B, S): documents of whole rows, of which a process has a part
@@ -167,8 +167,9 @@ def _pairs(step: int, causal: bool, axis: Axis) -> Iterator[tuple[int, int, int,
 
 
 def _bounds(documents: Documents, like: Tensor) -> list[Any]:
-    """The bounds of each chunk; on a CPU as numbers, read once."""
-    bounds: list[Bounds] = documents.bounds_N.tolist() if not like.is_cuda else list(documents.bounds_N)
+    """The bounds of each chunk; where no kernel takes them from the device, as numbers, read once."""
+    there = has_cuda_kernel(like)
+    bounds: list[Bounds] = list(documents.bounds_N) if there else documents.bounds_N.tolist()
     return bounds
 
 
