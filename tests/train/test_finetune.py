@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.artifact import read_manifest, verify_artifact
-from throughline.core.errors import WrongUse
+from throughline.core.errors import Failed, WrongUse
 from throughline.core.recipe import build_recipe
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import import_tokenizer
@@ -25,8 +25,8 @@ from throughline.models.init import build
 from throughline.train.finetune import metrics
 from throughline.train.finetune.recipe import RULES, FinetuneRecipe
 from throughline.train.finetune.records import held_out, pair_row, read_records
-from throughline.train.finetune.run import finetune, write_model
-from throughline.train.finetune.tasks import best_span
+from throughline.train.finetune.run import _split, finetune, write_model
+from throughline.train.finetune.tasks import TASKS, best_span
 from throughline.train.weights_in import open_weights
 
 WORDS = [
@@ -163,6 +163,58 @@ def test_learns_what_can_be_learnt(task: str, bases: dict[str, Path], tmp_path: 
     else:
         assert isinstance(model, BERTWithHead)
         assert model.head.kind in (task, f"sequence-{task}")
+
+
+@pytest.mark.parametrize(
+    ("task", "precision"), [("classification", "bf16"), ("retrieval", "fp16"), ("instruction", "bf16")]
+)
+def test_16_bits_learn_and_masters_are_measured_and_saved(
+    task: str, precision: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """As in fp32; the figures are those of the saved model in fp32, and its weights have more bits than were computed
+    with. Heads that the task does not train are what they were.
+    """
+    _, family, fields, figure, bound = CASES[task]
+    tree = {
+        "task": task,
+        "model": str(bases[family]),
+        "data": {"train": str(write_records(task, tmp_path, 320)), **fields},
+        "train": {
+            "epochs": 8,
+            "batch_rows": 16,
+            "sequence_length": 32,
+            "learning_rate": 3e-3,
+            "precision": precision,
+        },
+    }
+    recipe = build_recipe(tree, FinetuneRecipe, RULES)
+    facts = finetune(recipe, tmp_path / "out")
+    assert facts["validation"][figure] >= bound, facts["validation"]
+    model, tokenizer = open_weights(tmp_path / "out")
+    assert tokenizer is not None
+    again, (learnt, measured) = TASKS[task](recipe, Tokenizer.load(tokenizer)), _split(recipe)
+    again.prepare([*learnt, *measured])
+    with torch.no_grad():
+        assert again.measure(model.eval(), measured, torch.device("cpu")) == facts["validation"]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    before = dict(open_weights(bases[family])[0].named_parameters())
+    for name, value in model.named_parameters():
+        if name.startswith(again.untrained):
+            assert torch.equal(value, before[name]), name
+        elif value.dim() > 1:
+            assert not torch.equal(value, value.to(dtype).float()), name
+
+
+def test_a_loss_that_is_not_finite_ends_it(bases: dict[str, Path], tmp_path: Path) -> None:
+    tree = {
+        "task": "classification",
+        "model": str(bases["bert"]),
+        "data": {"train": str(write_records("classification", tmp_path, 60))},
+        "train": {"epochs": 2, "batch_rows": 8, "sequence_length": 32, "learning_rate": 1e38},
+    }
+    with pytest.raises(Failed, match="not finite"):
+        finetune(build_recipe(tree, FinetuneRecipe, RULES), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_says_what_it_measured(bases: dict[str, Path], tmp_path: Path) -> None:

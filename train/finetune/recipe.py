@@ -48,8 +48,10 @@ class FinetuneTrainSection(Section):
     """Share of the steps in which the learning rate rises."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0 = not clipped."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the matrix products."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Arithmetic of the model, as of a training run: with bf16 and fp16 its weights have 16 bits, and what is moved,
+    measured and saved are their fp32 masters.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model is trained."""
     seed: int = Field(default=0, ge=0)

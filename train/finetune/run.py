@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,17 @@ from ...models.huggingface import to_huggingface
 from ...models.huggingface_config import describe
 from ...models.huggingface_heads import head_to_huggingface
 from ...planner.tables import is_decayed
-from ..precision import HALVES, pick_device
+from ..attention import fit_attention
+from ..objective import StepBatch
+from ..precision import LossScaler, pick_device
+from ..single_engine import SingleEngine
+from ..step import Trainer, train_step
 from ..weights_in import open_weights
 from .recipe import FinetuneRecipe
 from .records import Record, Row, field_of, held_out, read_records
 from .tasks import TASKS, Task
 
+MOST_SKIPPED = 20  # steps in a row: fp16's first scale has been halved to 1 by then
 LEARNING_CHECK = "a part of the same records, held out by hash: a learning check, no benchmark score"
 
 
@@ -51,7 +55,9 @@ def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -
     task.prepare([*learnt, *measured])
     torch.manual_seed(recipe.train.seed)
     model = task.build(_plain(base)).to(device)
-    curve = _train(recipe, task, model, learnt, measured, device)
+    fit_attention(getattr(model, "encoder", model), device, recipe.train.precision)
+    engine = SingleEngine(model, recipe.train.precision, device, loss=task.mean_loss)
+    curve = _train(recipe, task, engine, learnt, measured)
     facts: dict[str, Any] = {
         "family": task.family,
         "task": recipe.task,
@@ -64,7 +70,8 @@ def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -
     with create_artifact(
         out, "model", inputs=inputs, recipe_hash=recipe_hash(recipe), overwrite=overwrite
     ) as draft:
-        write_model(model, tokenizer, tokenizer_file, draft.path)
+        with engine.exact_model() as exact:
+            write_model(exact, tokenizer, tokenizer_file, draft.path)
         (draft.path / "recipe.toml").write_text(dump_toml(recipe))
         (draft.path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in curve))
         draft.facts |= facts
@@ -116,69 +123,68 @@ def _split(recipe: FinetuneRecipe) -> tuple[list[Record], list[Record]]:
 def _train(
     recipe: FinetuneRecipe,
     task: Task,
-    model: nn.Module,
+    engine: SingleEngine,
     learnt: Sequence[Record],
     measured: Sequence[Record],
-    device: torch.device,
 ) -> list[dict[str, Any]]:
-    """The epochs; one record each with the mean loss and the validation figures."""
-    train = recipe.train
+    """The epochs; one record each with the mean loss and the validation figures, which are those of the weights that
+    are saved.
+    """
+    train, model = recipe.train, engine.model
     rows = task.rows(learnt)
     twice = 2 if recipe.task == "retrieval" else 1  # rows to a record
     groups = [rows[start : start + twice] for start in range(0, len(rows), twice)]
     steps = train.epochs * math.ceil(len(groups) / train.batch_rows)
-    optimizer = _optimizer(model, recipe, device)
-    warmup = max(round(steps * train.warmup_fraction), 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1), 1.0)
+    trainer = Trainer(
+        engine, _optimizer(task, engine), LossScaler.of(train.precision), train.precision, train.clip_norm
     )
+    warmup = max(round(steps * train.warmup_fraction), 1)
     curve = []
     with progress("finetune", steps, "steps") as bar:
         for epoch in range(train.epochs):
             model.train()
             losses = []
-            for batch in _shuffled(task, groups, epoch, device):
-                with _arithmetic(train.precision, device):
-                    loss = task.loss(model, batch)
-                loss.backward()
-                norm = nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm or math.inf)
-                if not math.isfinite(loss.item() + norm.item()):
+            for batch in _shuffled(task, groups, epoch, engine.device):
+                step = trainer.step
+                factor = min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1), 1.0)
+                result = train_step(trainer, batch, factor)
+                # fp16 finds its scale by steps that are skipped; a loss that is not finite, no scale mends
+                if result.skipped and (not trainer.scaler.active or trainer.skipped_in_row > MOST_SKIPPED):
                     fix = 'lower train.learning_rate, or set train.precision = "fp32"'
                     raise Failed("the loss or a gradient is not finite", where=f"epoch {epoch + 1}", fix=fix)
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
+                losses.append(result.loss)
                 bar.advance(1, f"loss {losses[-1]:.4f}")
             model.eval()
-            with torch.no_grad(), _arithmetic(train.precision, device):
-                figures = task.measure(model, measured, device)
+            with torch.no_grad(), engine.exact_model() as exact:
+                figures = task.measure(exact, measured, engine.device)
             curve.append({"epoch": epoch + 1, "loss": sum(losses) / len(losses), "validation": figures})
             say(f"epoch {epoch + 1}: loss {curve[-1]['loss']:.4f}  " + figures_text(figures))
     return curve
 
 
-def _shuffled(task: Task, groups: Sequence[list[Row]], epoch: int, device: torch.device) -> Any:
+def _shuffled(
+    task: Task, groups: Sequence[list[Row]], epoch: int, device: torch.device
+) -> Iterator[StepBatch]:
+    one = torch.ones(1, device=device)  # a task divides its loss by its own count
     order = np.random.default_rng((task.recipe.train.seed, epoch)).permutation(len(groups))
     size = task.recipe.train.batch_rows
     for start in range(0, len(order), size):
-        yield task.batch([row for index in order[start : start + size] for row in groups[index]], device)
+        rows = [row for index in order[start : start + size] for row in groups[index]]
+        yield StepBatch([task.batch(rows, device)], (1,), one, one, 0, len(rows))
 
 
-def _arithmetic(precision: str, device: torch.device) -> Any:
-    return torch.autocast(device.type, HALVES[precision]) if precision in HALVES else nullcontext()
-
-
-def _optimizer(model: nn.Module, recipe: FinetuneRecipe, device: torch.device) -> torch.optim.Optimizer:
+def _optimizer(task: Task, engine: SingleEngine) -> torch.optim.Optimizer:
+    train = task.recipe.train
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        groups[is_decayed(name, parameter.dim())].append(parameter)
+    for name, value in engine.named_parameters():
+        if not name.startswith(task.untrained):
+            groups[is_decayed(name, value.dim())].append(value)
     return torch.optim.AdamW(
         [
-            {"params": groups[True], "weight_decay": recipe.train.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
+            {"params": groups[True], "weight_decay": train.weight_decay, "base_lr": train.learning_rate},
+            {"params": groups[False], "weight_decay": 0.0, "base_lr": train.learning_rate},
         ],
-        lr=recipe.train.learning_rate,
+        lr=train.learning_rate,
         fused=True,
     )
 

@@ -33,6 +33,7 @@ class Task:
     recipe: FinetuneRecipe
     tokenizer: Tokenizer
     family: str = "bert"
+    untrained: tuple[str, ...] = ()  # beginnings of names of parameters that the loss does not reach
 
     @property
     def length(self) -> int:
@@ -50,6 +51,11 @@ class Task:
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         raise NotImplementedError
+
+    def mean_loss(self, model: Any, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss, as an engine asks for it."""
+        loss = self.loss(model, batch)
+        return loss, loss.detach().view(1)
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         raise NotImplementedError
@@ -238,6 +244,8 @@ class Retrieval(Task):
     """Contrastive pairs: each query against every passage of its batch (van den Oord et al. 2018, InfoNCE), by
     the cosine of the mean over tokens, which is what `throughline embed` gives.
     """
+
+    untrained: tuple[str, ...] = ("mlm_", "pooler.", "nsp.")
 
     def rows(self, records: Sequence[Record]) -> list[Row]:
         """Two for each record: query, passage."""
