@@ -174,7 +174,7 @@ def check_dtype(dtype: str, device: str, *, capability: str = "", name: str = ""
         return
     if computes_in(dtype, capability):
         return
-    instead = "fp16" if float(capability) >= NEEDS_CAPABILITY["fp16"] else "fp32"
+    instead = next(other for other in ("bf16", "fp16", "fp32") if computes_in(other, capability))
     raise Refused(
         f"{name or 'this GPU'} cannot compute in {dtype}",
         where=f"compute capability {capability}",

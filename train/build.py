@@ -26,6 +26,7 @@ from .attention import fit_attention
 from .compile import compile_blocks, maybe_compile, to_compile
 from .corpus import open_corpus
 from .engine import Engine
+from .float8 import check_products, convert_products
 from .memory import check_memory
 from .metrics import check_sinks
 from .objective import LOSSES, LossFunction, StepBatch, prepare, real_tokens, sequences_in
@@ -111,6 +112,7 @@ def plan_run(recipe: Recipe) -> RunPlan:
     if running_processes()[0] == 0:  # the one that writes to them
         check_sinks(recipe.log.sinks)
     device = own_device(pick_device(recipe.train.device, recipe.train.precision))
+    check_products(recipe.train.matmul, device)
     plan = validation_plan(recipe, device)
     train_section = recipe.train
     require_world(
@@ -277,6 +279,7 @@ def _single_engine(plan: RunPlan) -> Engine:
     dtype = computing_dtype(train.precision) if train.offload else weight_dtype(train.precision)
     model = empty_model(plan.config, plan.device, dtype).train()
     fit_attention(model, plan.device, train.precision)
+    convert_products(model, train.matmul)
     if train.offload and to_compile(plan.recipe, plan.config, plan.device):
         compile_blocks(model, train.compile)
     recompute(model, plan.config, train.recompute)
@@ -310,6 +313,7 @@ def _layout_engine(plan: RunPlan, mesh: Mesh) -> Engine:
         train.recompute,
         offload=train.offload,
         compiling=train.compile if compiles else "off",
+        matmul=train.matmul,
     )
     if smoothing := _smoothing(plan):
         for stage in engine.stages:

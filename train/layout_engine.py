@@ -20,6 +20,7 @@ from ..models.config import ModelConfig, family_of
 from ..planner.tables import Coordinates, is_tied, make_shard_spec, parameter_shapes
 from .compile import compile_blocks
 from .engine import Engine, LocalShard, Mark, make_master, no_mark
+from .float8 import convert_products
 from .heads import FIGURES
 from .objective import IGNORED, StepBatch, prepare
 from .offload import HostOffload
@@ -54,6 +55,7 @@ class LayoutEngine(Engine):
         *,
         offload: bool = False,
         compiling: str = "off",
+        matmul: str = "same",
         memory: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.config, self.mesh, self.seed = config, mesh, seed
@@ -76,6 +78,7 @@ class LayoutEngine(Engine):
             run_ring_eagerly()
         for index in self.layout.stages_of(mesh.pipeline.rank):
             stage = make_stage(config, index, mesh, precision, held)
+            convert_products(stage.model, matmul)
             if compiling != "off":
                 compile_blocks(stage.model, compiling)
             recompute(stage.model, config, recomputing)

@@ -101,7 +101,9 @@ def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
 
     sources = [source.model_copy(update={"path": absolute(source.path)}) for source in recipe.data.sources()]
     train = recipe.train
-    precision = usual_precision(train.device) if train.precision == "auto" else train.precision
+    precision: str = train.precision
+    if precision == "auto":
+        precision = usual_precision(train.device) if train.matmul == "same" else "bf16"
     update: dict[str, Any] = {
         "data": recipe.data.model_copy(
             update={"train": sources}

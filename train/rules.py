@@ -15,6 +15,8 @@ from ..planner.nearest import nearest_layouts, set_options
 from .recipe import Recipe, micro_rows, model_config, model_family
 from .sections import ObjectiveSection
 
+FP8_TILE = 16  # what the sides of a factor are multiples of: torch's _scaled_mm, cuBLAS
+
 
 def batch_rule(recipe: Recipe) -> Iterable[Problem]:
     """The batch is given once, in whole rows, and the micro-batch divides it."""
@@ -217,6 +219,9 @@ def spread_rule(recipe: Recipe) -> Iterable[Problem]:
             text,
             f"train.micro_batch_rows = {rows // layout.data}; train.recompute makes room for it",
         )
+    if recipe.train.matmul != "same" and layout.tensor > 1:
+        text = "products of matrices that tensor processes share are not computed in fp8"
+        yield Problem("train.matmul", text, 'parallel.tensor = 1, or train.matmul = "same"')
     if recipe.optimizer.name == "muon" and recipe.train.offload and (layout.tensor > 1 or layout.shards > 1):
         yield Problem(
             "optimizer.name",
@@ -226,6 +231,31 @@ def spread_rule(recipe: Recipe) -> Iterable[Problem]:
     if recipe.optimizer.name in ("lamb", "adafactor") and recipe.train.offload:
         text = f"{recipe.optimizer.name} needs norms of whole tensors, and offload updates them one by one"
         yield Problem("train.offload", text, 'optimizer.name = "adamw"')
+
+
+def products_rule(recipe: Recipe) -> Iterable[Problem]:
+    """fp8 products have bf16 weights, and matrices of whole tiles."""
+    train = recipe.train
+    if train.matmul == "same":
+        return
+    if train.precision not in ("auto", "bf16"):
+        text = f"fp8 products are made of bf16 weights, and train.precision is {train.precision}"
+        yield Problem("train.matmul", text, 'train.precision = "bf16"')
+    try:
+        config = model_config(recipe)
+    except WrongUse:
+        return  # model_rule says so
+    sizes = {
+        "width": config.width,
+        "mlp_width": config.feed_forward_size,
+        "heads": config.heads * config.head_size,
+        "kv_heads": config.key_value_heads * 2 * config.head_size,
+    }
+    for name, size in sizes.items():
+        if size % FP8_TILE:
+            text = f"fp8 products are of multiples of {FP8_TILE}, and {name} makes a matrix of {size}"
+            near = max(round(size / FP8_TILE), 1) * FP8_TILE
+            yield Problem(f"model.overrides.{name}", text, f'{near} fits, or train.matmul = "same"')
 
 
 def can_be_had(recipe: Recipe, layout: Layout, micro: int) -> bool:
@@ -315,6 +345,7 @@ RULES = (
     model_rule,
     parallel_rule,
     spread_rule,
+    products_rule,
     compression_rule,
     evaluation_rule,
     target_rule,

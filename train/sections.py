@@ -160,6 +160,10 @@ class TrainSection(Section):
     """Arithmetic of the model: 16-bit weights with fp32 masters (bf16, fp16), fp32, its products in tf32, or
     fp64 for proofs; auto takes what the GPU is made for, and fp32 on a CPU.
     """
+    matmul: Literal["same", "fp8", "fp8-emulated"] = "same"
+    """Arithmetic of the blocks' matrix products: that of `precision`, or fp8 over bf16 weights (torchao, GPUs of
+    compute capability 8.9 and later); fp8-emulated rounds alike on any device, slowly, to try a recipe.
+    """
     recompute: Literal["none", "full", "selective"] = "none"
     """Activations recomputed in backward: none, every layer, or the attention core alone."""
     offload: bool = False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..models.config import family_of
 from ..planner.layout import Layout
 from .engine import Engine, Mark, make_master, no_mark, whole_shard
+from .float8 import plain_products
 from .heads import FIGURES
 from .objective import LOSSES, LossFunction, StepBatch, hidden, prepare
 from .offload import HostOffload
@@ -98,14 +99,14 @@ class SingleEngine(Engine):
     def exact_model(self) -> Iterator[Any]:
         """The model with the weights that a checkpoint saves, for scores that are to be those of the checkpoint."""
         masters = [local for local in self.local_shards if local.value is not local.computed]
-        if self.offload is not None or not masters:
-            yield self.model
-            return
+        if self.offload is not None:
+            masters = []
         rounded = [local.parameter.data for local in masters]
         try:
             for local in masters:
                 local.parameter.data = local.value.data
-            yield self.model
+            with plain_products(self.model):
+                yield self.model
         finally:
             for local, data in zip(masters, rounded):
                 local.parameter.data = data

@@ -42,6 +42,8 @@ def twin(recipe: Recipe) -> tuple[Case, list[str]]:
         notes.append("dropout is off: its masks are those of a layout")
     if recipe.compression.scheme != "none":
         notes.append(f"gradients are summed whole, not by {recipe.compression.scheme}")
+    if recipe.train.matmul != "same":
+        notes.append("the products are computed in the weights' precision, not in fp8")
     if recipe.train.offload:
         notes.append("the masters stay on the device")
     micro_batches = 2 * layout.pipeline if layout.pipeline > 1 else 2

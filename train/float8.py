@@ -1,0 +1,77 @@
+"""Matrix products of the blocks in fp8, by torchao. Weights, masters and checkpoints stay what they are.
+
+For each product both factors are scaled by their largest element and rounded, activations and weights to e4m3
+(4 significant bits), gradients to e5m2 (3 bits, a wider range), and the sum is 16 bits again (Micikevicius et
+al. 2022, "FP8 formats for deep learning", section 3). Embeddings, norms, attention, the head and its loss compute
+as the recipe's precision says. torchao replaces the layers in place and keeps their parameters.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import MissingExtra, WrongUse
+from ..models.linear import Linear, linear
+
+
+def check_products(matmul: str, device: torch.device) -> None:
+    """Whether the device computes the products of `train.matmul`, and their package is there.
+
+    Raises WrongUse for fp8 on a CPU, Refused for a GPU without it, MissingExtra.
+    """
+    if matmul == "same":
+        return
+    if matmul == "fp8" and device.type == "cpu":
+        raise WrongUse(
+            "a CPU has no fp8 products",
+            where="train.matmul",
+            why="they are made by tensor cores of compute capability 8.9 and later",
+            fix='train.matmul = "same", or "fp8-emulated" to see what the rounding does (slow)',
+        )
+    if matmul == "fp8":
+        from ..core.hardware import check_dtype  # needs psutil, which a bare machine with a GPU may lack
+
+        major, minor = torch.cuda.get_device_capability(device)
+        check_dtype("fp8", "cuda", capability=f"{major}.{minor}", name=torch.cuda.get_device_name(device))
+    if importlib.util.find_spec("torchao") is None:
+        raise MissingExtra("torchao", f'train.matmul = "{matmul}"', "'throughline[fp8]'")
+
+
+def convert_products(model: Any, matmul: str) -> None:
+    """Let the linear layers of the blocks compute in fp8; nothing with "same". Layers cut over tensor processes are
+    none of torch's: the recipe's rules refuse them.
+    """
+    if matmul == "same":
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    # products of whole tiles only: a count of tokens that is no multiple of 16 is filled up with zeros
+    config = Float8LinearConfig(emulate=matmul == "fp8-emulated", pad_inner_dim=True)
+    for block in model.blocks.values():
+        convert_to_float8_training(block, config=config)
+
+
+@contextmanager
+def plain_products(model: Any) -> Iterator[None]:
+    """The products of `models/linear.py` in all layers, as whoever opens a checkpoint computes them."""
+    converted = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and type(module) not in (nn.Linear, Linear)
+    ]
+    for module in converted:
+        module.forward = partial(_plain, module)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in converted:
+            del module.forward
+
+
+def _plain(module: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias)
