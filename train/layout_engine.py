@@ -295,8 +295,9 @@ class LayoutEngine(Engine):
         """
         if self.communication_hook is None or not same_layout:
             return
-        saved = {name.removeprefix("residuals.").removeprefix("residual."): name for name in names}
-        mine = f"{self.mesh.rank}."  # checkpoints of version 0.1 say "residuals." for "residual."
+        # before there were masters, checkpoints said "owed." for "residual."
+        saved = {name.removeprefix("owed.").removeprefix("residual."): name for name in names}
+        mine = f"{self.mesh.rank}."
         self.communication_hook.load_errors(
             {short.removeprefix(mine): read(name) for short, name in saved.items() if short.startswith(mine)}
         )
