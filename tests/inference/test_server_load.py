@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import re
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -110,6 +113,43 @@ def test_cancelled_requests_leave_the_queue_at_once(ask, monkeypatch: pytest.Mon
         await first
 
     ask(body, slots=1, queue=4)
+
+
+def test_a_grammar_in_preparation_holds_up_nobody(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are answered meanwhile; its own answer follows; one whose client left is never begun."""
+    pytest.importorskip("llguidance", reason="needs llguidance")
+
+    async def body(found) -> None:
+        model, gate, begun = found.workers["gpt"], threading.Event(), list[str]()
+        usual, submit = model._guide, model._submit
+
+        def slow(constraint: dict) -> Any:
+            assert gate.wait(30)
+            return usual(constraint)
+
+        def noted(message: dict, *rest: Any) -> None:
+            begun.append((message["constraint"] or {}).get("regex", ""))
+            submit(message, *rest)
+
+        monkeypatch.setattr(model, "_guide", slow)
+        monkeypatch.setattr(model, "_submit", noted)
+        answer = asyncio.create_task(found.complete(prompt="x", guided_regex="[ab]{3}"))
+        request = {"model": "gpt", "prompt": "x", "guided_regex": "left"}
+        left = asyncio.Event()
+        gone = asyncio.create_task(call_and_leave(found, "/v1/completions", request, left.is_set))
+        while len(model._preparing) < 2:
+            await asyncio.sleep(0.002)
+        assert (await found.complete(prompt="y", max_tokens=2))["usage"]["completion_tokens"] == 2
+        left.set()
+        await gone
+        while len(model._preparing) > 1:
+            await asyncio.sleep(0.002)
+        gate.set()
+        assert re.fullmatch("[ab]{3}", (await answer)["choices"][0]["text"])
+        assert (await found.complete(prompt="z", max_tokens=1))["usage"]["completion_tokens"] == 1
+        assert begun == ["", "[ab]{3}", ""] and not model._preparing
+
+    ask(body, slots=1)
 
 
 def test_an_embedding_whose_client_left_is_not_computed(ask, monkeypatch: pytest.MonkeyPatch) -> None:
