@@ -12,13 +12,27 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from common import machine_facts
-from reproductions import RESULTS, ROOT, Claim, Run, answer, benched, choice, execute, job, read_claims
+from reproductions import (
+    MINUTES,
+    RESULTS,
+    ROOT,
+    Claim,
+    Run,
+    answer,
+    benched,
+    choice,
+    execute,
+    job,
+    read_claims,
+)
 from throughline.core.artifact import create_artifact, read_manifest
+from throughline.core.console import table
 from throughline.core.hardware import Machine, machine
 
 PLACE = ROOT / "runs" / "reproductions"
@@ -99,6 +113,27 @@ def reproduce(
     return not found["open"]
 
 
+def parts(claims: Sequence[Claim], gpu: bool) -> list[str]:
+    """Every command once, with its minutes on 2 cores, what it took when its committed rows were made, and their sum;
+    what `make bench` has kept on this machine takes none.
+    """
+    rows, total, seen = [], 0.0, set()
+    for claim in claims:
+        file = RESULTS / f"{claim.name}.json"
+        took = json.loads(file.read_text())["seconds"] if file.exists() else {}
+        for run in claim.runs.values():
+            if run.command in seen or (run.needs == "gpu" and not gpu):
+                continue
+            seen.add(run.command)
+            held = bool(run.bench) and benched(run.bench) is not None
+            minutes, seconds = 0.0 if held else run.minutes, took.get(run.name)
+            total += minutes
+            spent = "kept" if held else "" if seconds is None else f"{seconds / 60:.1f}"
+            rows.append((minutes, spent, run.command))
+    rows.sort(key=lambda row: -row[0])
+    return table(("minutes", "took", "command"), [*rows, (round(total, 1), "", f"all (at most {MINUTES})")])
+
+
 def write_job(claim: Claim) -> None:
     """The job for the claim's machine, beside its artifact."""
     folder = PLACE / f"{claim.name}-job"
@@ -109,7 +144,9 @@ def write_job(claim: Claim) -> None:
 def main() -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("names", nargs="*", help="claims to answer (default: all)")
-    options.add_argument("--list", action="store_true", help="print the claims and end")
+    options.add_argument(
+        "--list", action="store_true", help="print the claims and what their commands take, and end"
+    )
     options.add_argument(
         "--job", action="store_true", help="write the jobs for the claims' machines, run nothing"
     )
@@ -126,6 +163,7 @@ def main() -> int:
     if chosen.list:
         for claim in claims:
             print(f"{claim.name:20} {claim.title}")
+        print("\n".join(parts(claims, bool(machine().gpus))))
         return 0
     here, begun = machine(), time.monotonic()
     gpus, failed = [gpu.name for gpu in here.gpus], []

@@ -21,9 +21,10 @@ from throughline.models.presets import preset
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from bert_two_phases import reference_target  # noqa: E402
 from layer_eighth import made_input, shard_block  # noqa: E402
 from long_attention import BEYOND, extrapolated  # noqa: E402
-from reproduce import with_earlier  # noqa: E402
+from reproduce import parts, with_earlier  # noqa: E402
 from reproductions import (  # noqa: E402
     MINUTES,
     RESULTS,
@@ -75,6 +76,18 @@ def test_all_claims_fit_into_their_minutes() -> None:
     assert sum(runs.values()) <= MINUTES, runs
 
 
+def test_the_list_has_every_command_once_and_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing kept by `make bench`, and without a GPU; what is kept takes no minutes."""
+    every = {run.command: run for claim in CLAIMS for run in claim.runs.values() if run.needs != "gpu"}
+    for kept in (False, True):
+        monkeypatch.setattr("reproduce.benched", lambda name, kept=kept: {"seconds": 0.0} if kept else None)
+        *rows, last = parts(CLAIMS, gpu=False)[2:]
+        assert all(sum(row.endswith(f"  {command}") for row in rows) == 1 for command in every)
+        assert len(rows) == len(every)
+        counted = [run.minutes for run in every.values() if not (kept and run.bench)]
+        assert float(last.split()[0]) == pytest.approx(sum(counted), abs=0.05)
+
+
 @by_name
 def test_every_figure_was_read_from_an_output(claim: Claim) -> None:
     """A committed row holds the object that its figure was read from: ours is what stands there, times the unit's
@@ -114,6 +127,12 @@ def test_a_committed_row_stays_where_its_command_left_no_output() -> None:
     moved = [replace(row, value="details.other") if row.name == "samples" else row for row in claim.rows]
     found = with_earlier(replace(claim, rows=tuple(moved)), again, earlier)
     assert "samples" not in {row["name"] for row in found["rows"]} and len(found["open"]) == 2
+
+
+def test_the_twins_target_is_the_reference_runs_at_three_quarters() -> None:
+    """Of eight evaluations the sixth, whatever came before it or after; never the first one."""
+    reference = [(25 * place, value) for place, value in enumerate((9, 2, 3, 4, 5, 6, 7, 8), 1)]
+    assert reference_target(reference) == 6
 
 
 def test_the_input_of_the_481_billion_shard_is_none_of_its_weights() -> None:
