@@ -23,6 +23,7 @@ from walk import ROOT, walk
 DOCUMENTS = ROOT / "recipes" / "samples" / "xquad-en"
 FIRST = 5
 K1, B = 1.5, 0.75
+UNTRAINED = {"train.steps": 1, "schedule.warmup_steps": 0, "optimizer.learning_rate": 1e-12}  # first values
 
 
 def rows(path: Path) -> list[dict]:
@@ -56,7 +57,7 @@ def cosines(model: Path, queries: list[str], passages: list[str], place: Path) -
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         out = place / f"{name}.embedded.jsonl"
         out.unlink(missing_ok=True)
-        throughline("embed", model, file, "--out", out)
+        throughline("embed", model, file, "--truncate", "--out", out)
         vectors.append(np.array([row["embedding"] for row in rows(out)]))
     return vectors[0] @ vectors[1].T
 
@@ -76,10 +77,8 @@ def main() -> int:
         place = Path(directory)
         walk("search", place, options.quick)
         made = place / "runs" / "search"
-        untrained = settings(
-            {"data.train": str(made / "tokens"), "train.steps": 1, "optimizer.learning_rate": 1e-12}
-        )
-        throughline("train", "bert-novels-phase1", *untrained, "--run-dir", place / "untrained")
+        given = settings({"data.train": str(made / "tokens")} | UNTRAINED)
+        throughline("train", "bert-novels-phase1", *given, "--run-dir", place / "untrained")
         models = {"fine-tuned": made / "model", "pretrained": made / "bert", "untrained": place / "untrained"}
         found = {
             name: recall(cosines(path, queries, passages, place), right) for name, path in models.items()

@@ -5,12 +5,18 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from throughline.core.recipe import load_recipe
+from throughline.train.recipe import Recipe
+from throughline.train.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from common import settings  # noqa: E402
+from search import UNTRAINED, bm25, recall  # noqa: E402
 from walk import QUICK, script, walk  # noqa: E402
 
 PAGES = re.search(r"^WALKED := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
@@ -58,3 +64,17 @@ def test_a_server_ends_with_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
             return
         time.sleep(0.05)
     pytest.fail(f"process {server} is still there")
+
+
+def test_the_untrained_model_of_the_search_table_is_a_legal_run() -> None:
+    """One step of the page's recipe, which itself warms up for longer."""
+    changes = settings({"data.train": "tokens"} | UNTRAINED)[1::2]
+    assert load_recipe("bert-novels-phase1", Recipe, changes, RULES).train.steps == 1
+
+
+def test_recall_counts_ties_for_the_others_and_bm25_prefers_the_rarer_word() -> None:
+    """Eight passages that score alike: none is found among five. "moor" stands in one of three passages."""
+    assert recall(np.ones((2, 8)), np.array([0, 7])) == 0.0
+    assert recall(np.eye(8), np.arange(8)) == 1.0
+    scores = bm25(["the moor"], ["the house and the garden", "the moor at night", "the town"])
+    assert scores[0].argmax() == 1
