@@ -65,14 +65,9 @@ def make_stores(folder: Path) -> None:
         throughline("data", "tokenize", *paths, *how, *made)
 
 
-def make_plan(
-    folder: Path, seed: int, steps: int, target: float | None = None, theirs: bool = False
-) -> RunPlan:
-    """Ours: hidden matrices by Muon, the rest by AdamW, packed rows, 30 % of the tokens masked. With `theirs` the
-    batches of the peer, and what both are judged on: padded, 15 % masked, as published.
-    """
-    tree: dict[str, Any] = {
-        "data": {"train": str(folder / "train"), "validation": str(folder / "validation")},
+def our_tree(seed: int, steps: int, theirs: bool = False) -> dict[str, Any]:
+    """The recipe without its data; see `make_plan`."""
+    return {
         "model": {"family": "bert", "overrides": SHAPE},
         "objective": {
             "sentences": "nsp",
@@ -91,6 +86,16 @@ def make_plan(
         "optimizer": {"name": "muon", "learning_rate": 3e-3, "matrix_learning_rate": 0.02, "beta2": 0.98},
         "schedule": {"kind": "linear", "warmup_steps": max(steps // 20, 1), "final_fraction": 0.0},
     }
+
+
+def make_plan(
+    folder: Path, seed: int, steps: int, target: float | None = None, theirs: bool = False
+) -> RunPlan:
+    """Ours: hidden matrices by Muon, the rest by AdamW, packed rows, 30 % of the tokens masked. With `theirs` the
+    batches of the peer, and what both are judged on: padded, 15 % masked, as published.
+    """
+    tree = our_tree(seed, steps, theirs)
+    tree["data"] = {"train": str(folder / "train"), "validation": str(folder / "validation")}
     if target is not None:
         tree["target"] = {"figure": "mlm_accuracy", "value": target}
     return plan_run(resolve(build_recipe(tree, Recipe, RULES)))

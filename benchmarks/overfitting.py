@@ -18,6 +18,12 @@ ROOT = Path(__file__).resolve().parents[1]
 NOVELS = ROOT / "recipes" / "samples" / "novels"
 CHARACTERS = 50_000  # of which the last tenth is for validation
 EPOCHS, ROWS, LENGTH = 16, 16, 128
+SHAPE = {  # changes of gpt-shakespeare
+    "model.overrides.width": 256,
+    "model.overrides.heads": 8,
+    "train.batch_rows": ROWS,
+    "train.sequence_length": LENGTH,
+}
 
 
 def throughline(*words: object) -> None:
@@ -56,14 +62,10 @@ def main() -> int:
         )
         throughline("data", "tokenize", place / "text.txt", *tokenise)
         epoch_steps = int(CHARACTERS * 0.9) // (ROWS * LENGTH)
-        settings = {
+        settings = SHAPE | {
             "data.train": f'["{place}/tokens"]',
             "data.validation_fraction": 0.1,
-            "model.overrides.width": 256,
-            "model.overrides.heads": 8,
             "train.steps": epoch_steps * (6 if options.quick else EPOCHS),
-            "train.batch_rows": ROWS,
-            "train.sequence_length": LENGTH,
             "train.eval_every_steps": epoch_steps,
             "schedule.kind": '"constant"',
             "checkpoint.save_every_steps": epoch_steps * EPOCHS,

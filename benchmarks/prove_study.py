@@ -1,14 +1,14 @@
 """Predictions of training on this machine, made and committed before the runs that they predict.
 
-python benchmarks/prove_study.py predict
+python benchmarks/prove_study.py predict [--cases training]
 git add benchmarks/results/predictions && git commit
-python benchmarks/prove_study.py measure
+python benchmarks/prove_study.py measure [--cases training]
 
-`predict` draws five configurations (rows, layers, layout: one process, copies, tensor, pipeline, sharded, each
-once) from a fixed seed, studies this machine in each of the layouts at another number of rows and layers than those
-drawn, and writes what the planner then says of step time and memory to `results/predictions/NAME.json`. `measure`
-refuses unless that file is committed as it stands. It trains every configuration REPEATS times by the command that
-users call, in turn, adds the medians and the spread of the repeats to the file, and ends with one JSON line;
+The cases are those of own_cases.py: `study`, five configurations drawn from a fixed seed, or `training`, our side of
+the benchmarks and proofs that train on this machine. `predict` studies this machine for each at another number of rows
+and layers, and writes what the planner then says of step time and memory to `results/predictions/NAME.json`. `measure`
+refuses unless that file is committed as it stands. It trains every case REPEATS times by the command that users call,
+in turn, adds the medians and the spread of the repeats to the file, and ends with one JSON line;
 `throughline plan validate --own` reads it.
 Step time is the median of a run's steps after the first ones, memory the peak of the fullest process, start included.
 `--quick` keeps its files under --work and trains fewer steps, once.
@@ -16,7 +16,6 @@ Step time is the median of a run's steps after the first ones, memory the peak o
 
 import json
 import os
-import random
 import shutil
 import statistics
 import subprocess
@@ -24,73 +23,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 from common import claim, finish, machine_facts, parser
+from own_cases import CASES, STORES, Case
 from throughline.core.allocator import peak_bytes
 from throughline.core.recipe import load_recipe
 from throughline.models.config import ModelConfig
 from throughline.planner.own import GOALS, own_validation, prediction_digest, read_predictions
+from throughline.train.corpus import open_corpus
 from throughline.train.predict import predicted_memory, predicted_step_seconds
 from throughline.train.recipe import Recipe, model_config, resolve
 from throughline.train.rules import RULES
 
-SEED, REPEATS, WARM_UP, VOCABULARY = 15, 3, 4, 4096
+REPEATS = 3
 FOLDER = Path(__file__).parent / "results" / "predictions"
-SAMPLE = Path(__file__).parents[1] / "recipes" / "samples" / "tinyshakespeare" / "input.txt"
-LAYOUTS = {  # settings and number of processes
-    "one process": ((), 1),
-    "two copies": (("parallel.data=2",), 2),
-    "two tensor ranks": (("parallel.tensor=2",), 2),
-    "two pipeline ranks": (("parallel.pipeline=2", "train.micro_batch_rows=4"), 2),
-    "two full shards": (("parallel.data=2", "parallel.sharding=full"), 2),
-}
-STUDIED = {"rows": 16, "layers": 4}
-ROWS, LAYERS = (8, 12, 24), (3, 6, 8)
-SHAPE = (
-    "train.device=cpu", "optimizer.name=adamw", "optimizer.learning_rate=1e-3", "model.overrides.width=256",
-    "train.sequence_length=128", "schedule.warmup_steps=0", "log.every_steps=1", "train.eval_every_steps=0",
-    "checkpoint.save_every_steps=0", "data.validation_fraction=0",
-)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """One configuration."""
-
-    layout: str
-    rows: int
-    layers: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.layout}, {self.rows} rows, {self.layers} layers"
-
-    def settings(self) -> list[str]:
-        """Overrides of the recipe, data and number of steps left out."""
-        return [
-            *SHAPE,
-            f"train.batch_rows={self.rows}",
-            f"model.overrides.layers={self.layers}",
-            *LAYOUTS[self.layout][0],
-        ]
-
-
-def drawn() -> list[Drawn]:
-    """The five, fixed by SEED."""
-    draw = random.Random(SEED)
-    return [Drawn(layout, draw.choice(ROWS), draw.choice(LAYERS)) for layout in LAYOUTS]
-
-
-def throughline(*words: str, processes: int = 1) -> int:
-    """Run the command; returns the peak memory of the fullest process of its training. Raises when it fails."""
+def throughline(case: Case, *words: str) -> int:
+    """Run the command with the processes and threads of a case; returns the peak memory of the fullest process of its
+    training. Raises when it fails.
+    """
+    processes, threads = case.processes, {"OMP_NUM_THREADS": str(case.own_threads())}
     started = ["launch", "--nproc", str(processes), "--"] if processes > 1 else []
     command = [sys.executable, "-m", "throughline.cli.main", *started, *words]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | threads)
         peak, root = 0, psutil.Process(process.pid)
         while process.poll() is None:
             try:
@@ -110,21 +71,23 @@ def sets(settings: Sequence[str]) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
-def prepare(work: Path) -> Path:
-    """The token store of the sample, made once."""
-    store, tokenizer = work / "tokens", work / "tokenizer"
-    if not store.exists():
-        throughline(
-            "data", "tokenizer", str(SAMPLE), "--vocab-size", str(VOCABULARY), "--out", str(tokenizer)
-        )
-        throughline("data", "tokenize", str(SAMPLE), "--tokenizer", str(tokenizer), "--out", str(store))
-    return store
+def prepare(case: Case, work: Path) -> tuple[str, list[str]]:
+    """The recipe of a case as a command takes it, and the setting that names its token store, both made once."""
+    folder = work / case.data
+    if not (folder / "train").exists():
+        STORES[case.data](folder)
+    data = [f"data.train={folder / 'train'}"]
+    if "\n" not in case.recipe:
+        return case.recipe, data
+    file = work / f"{case.name.replace(' ', '-')}.toml"
+    file.write_text(case.recipe, encoding="utf-8")
+    return str(file), data
 
 
-def resolved(settings: Sequence[str]) -> tuple[ModelConfig, Recipe]:
+def resolved(recipe: str, settings: Sequence[str]) -> tuple[ModelConfig, Recipe]:
     """The recipe with these overrides, and its model."""
-    recipe = resolve(load_recipe("gpt-shakespeare", Recipe, tuple(settings), RULES))
-    return model_config(recipe, VOCABULARY), recipe
+    found = resolve(load_recipe(recipe, Recipe, tuple(settings), RULES))
+    return model_config(found, open_corpus(found).vocab_size), found
 
 
 def without_runtime(shape: ModelConfig, recipe: Recipe) -> int:
@@ -133,53 +96,50 @@ def without_runtime(shape: ModelConfig, recipe: Recipe) -> int:
     return sum(terms.values()) - terms["runtime"]
 
 
-def program_bytes(settings: Sequence[str], work: Path, processes: int) -> int:
-    """What the command itself takes, its start, checkpoint and report included: the peak of a few steps of the studied
-    size less what the planner has for them.
-    """
+def train(case: Case, recipe: str, settings: Sequence[str], work: Path) -> int:
+    """Train in WORK/run; the peak memory."""
     run = work / "run"
     shutil.rmtree(run, ignore_errors=True)
-    words = ["train", "gpt-shakespeare", "--run-dir", str(run), *sets([*settings, f"train.steps={WARM_UP}"])]
-    return throughline(*words, processes=processes) - without_runtime(*resolved(settings))
+    return throughline(case, "train", recipe, "--run-dir", str(run), *sets(settings))
 
 
-def predict(work: Path, steps: int) -> dict[str, Any]:
-    """Study every layout, then say what the five will take."""
-    store, cases, studies = prepare(work), [], {}
-    for config in drawn():
-        out = work / f"calibration-{config.layout.replace(' ', '-')}"
+def predict(work: Path, cases: list[Case], steps: int) -> dict[str, Any]:
+    """Study what each case rests on, then say what the case will take.
+
+    The program itself, its start, last checkpoint and report included, is the peak of a few steps of the studied size
+    less what the planner has for them.
+    """
+    said, studies = [], {}
+    for case in cases:
+        recipe, data = prepare(case, work)
+        out = work / f"calibration-{case.study.replace(' ', '-')}"
         shutil.rmtree(out, ignore_errors=True)
-        studied = [*Drawn(config.layout, **STUDIED).settings(), f"data.train={store}"]
-        throughline(
-            "study",
-            "gpt-shakespeare",
-            "--out",
-            str(out),
-            "--steps",
-            str(steps),
-            *sets(studied),
-            processes=LAYOUTS[config.layout][1],
-        )
+        length = f"train.steps={case.warm_up + case.steps}"
+        studied = [*case.studied, *data, length]
+        few = str(min(steps, max(case.steps, 4)))
+        os.environ.pop("THROUGHLINE_CALIBRATION", None)
+        throughline(case, "study", recipe, "--out", str(out), "--steps", few, *sets(studied))
         facts = json.loads((out / "calibration.json").read_text())
-        studies[config.layout] = {
+        studies[case.study] = {
             key: facts[key]
             for key in ("probes", "all_reduce", "runs", "tflops", "constants", "runtime_bytes")
         }
         os.environ["THROUGHLINE_CALIBRATION"] = str(out)
-        program = program_bytes(studied, work, LAYOUTS[config.layout][1])
-        shape, recipe = resolved((*config.settings(), f"data.train={store}"))
+        peak = train(case, recipe, [*studied, f"train.steps={case.warm_up}"], work)
+        program = peak - without_runtime(*resolved(recipe, studied))
+        shape, chosen = resolved(recipe, [*case.settings, *data, length])
         predicted = {
-            "seconds": round(predicted_step_seconds(shape, recipe), 5),
-            "bytes": program + without_runtime(shape, recipe),
+            "seconds": round(predicted_step_seconds(shape, chosen), 5),
+            "bytes": program + without_runtime(shape, chosen),
         }
-        cases.append({"name": config.name, "settings": config.settings(), "predicted": predicted})
-        print(config.name, predicted, flush=True)
+        said.append(case.facts() | {"predicted": predicted})
+        print(case.name, predicted, flush=True)
     return {
-        "what": "throughline train gpt-shakespeare with these settings, after a study of this machine in that layout",
+        "what": "throughline train RECIPE with these settings, after a study of this machine at another size",
         "prepared": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine_facts(),
-        "digest": prediction_digest(cases),
-        "cases": cases,
+        "digest": prediction_digest(said),
+        "cases": said,
         "studies": studies,
     }
 
@@ -198,35 +158,30 @@ def committed(path: Path) -> str:
     return found
 
 
-def measure(file: Path, work: Path, steps: int, repeats: int) -> None:
+def measure(file: Path, cases: list[Case], work: Path, repeats: int) -> None:
     """Train every case so many times, in turn, and add what was found."""
-    store, found = prepare(work), read_predictions(file)
+    found = read_predictions(file)
     os.environ.pop("THROUGHLINE_CALIBRATION", None)
-    seconds: dict[str, list[float]] = {case["name"]: [] for case in found["cases"]}
-    peaks: dict[str, list[int]] = {name: [] for name in seconds}
+    for case, said in zip(cases, found["cases"], strict=True):
+        if {key: said[key] for key in said if key in case.facts()} != {
+            key: value for key, value in case.facts().items() if key in said
+        }:
+            raise SystemExit(f"{file}: {said['name']} is another run now: predict anew under another --name")
+    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
+    peaks: dict[str, list[int]] = {case.name: [] for case in cases}
     for repeat in range(repeats):
-        for config, case in zip(drawn(), found["cases"], strict=True):
-            assert case["settings"] == config.settings(), "the script draws other configurations now"
-            run = work / "run"
-            shutil.rmtree(run, ignore_errors=True)
-            words = [*case["settings"], f"data.train={store}", f"train.steps={WARM_UP + steps}"]
-            peak = throughline(
-                "train",
-                "gpt-shakespeare",
-                "--run-dir",
-                str(run),
-                *sets(words),
-                processes=LAYOUTS[config.layout][1],
-            )
-            records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for case in cases:
+            recipe, data = prepare(case, work)
+            settings = [*case.settings, *data, f"train.steps={case.warm_up + case.steps}"]
+            peaks[case.name].append(train(case, recipe, settings, work))
+            lines = (work / "run" / "metrics.jsonl").read_text().splitlines()
             times = [
                 record["step_s"]
-                for record in records
-                if record.get("step", 0) > WARM_UP and "step_s" in record
+                for record in map(json.loads, lines)
+                if record.get("step", 0) > case.warm_up and "step_s" in record
             ]
-            seconds[case["name"]].append(statistics.median(times))
-            peaks[case["name"]].append(peak)
-            print(repeat, case["name"], round(seconds[case["name"]][-1], 4), peak >> 20, flush=True)
+            seconds[case.name].append(statistics.median(times))
+            print(repeat, case.name, round(seconds[case.name][-1], 4), peaks[case.name][-1] >> 20, flush=True)
     for case in found["cases"]:
         times = seconds[case["name"]]
         middle = statistics.median(times)
@@ -243,27 +198,34 @@ def main() -> None:
     """Predict, or measure and end with the claims."""
     options = parser(__doc__ or "")
     options.add_argument("what", choices=("predict", "measure"))
-    options.add_argument("--name", default="study", help="name of the file of predictions")
+    options.add_argument("--cases", choices=sorted(CASES), default="study", help="runs to predict")
+    options.add_argument("--only", action="append", help="with --quick: cases whose name has this in it")
+    options.add_argument(
+        "--name", default=None, help="name of the file of predictions (default: that of --cases)"
+    )
     options.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "prove-study", help="folder of runs"
     )
     given = options.parse_args()
-    os.environ["OMP_NUM_THREADS"] = (
-        "1"  # of each process, so that one and two processes have the same kind of cores
-    )
-    folder = given.work if given.quick else FOLDER
+    if given.only and not given.quick:
+        options.error("--only is for --quick: a file of predictions has all cases")
+    folder, cases = given.work if given.quick else FOLDER, CASES[given.cases]()
+    if given.quick:
+        cases = [replace(case, steps=min(case.steps, 3), warm_up=2) for case in cases]
+        cases = [case for case in cases if not given.only or any(part in case.name for part in given.only)]
     for made in (folder, given.work):
         made.mkdir(parents=True, exist_ok=True)
-    file, steps = folder / f"{given.name}.json", 6 if given.quick else 12
+    file = folder / f"{given.name or given.cases}.json"
     if given.what == "predict" or (given.quick and not file.exists()):
         if file.exists() and not given.quick:
             raise SystemExit(f"{file} is there; predictions are made once: choose another --name")
-        file.write_text(json.dumps(predict(given.work, steps), indent=1) + "\n", encoding="utf-8")
+        said = predict(given.work, cases, 6 if given.quick else 12)
+        file.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         print(f"{file}: commit it, then measure")
     if given.what == "predict":
         return
     commit = "" if given.quick else committed(file)
-    measure(file, given.work, steps, 1 if given.quick else REPEATS)
+    measure(file, cases, given.work, 1 if given.quick else REPEATS)
     facts, lines, _ = own_validation(folder)
     print("\n".join(lines))
     claims = []
@@ -282,7 +244,7 @@ def main() -> None:
             )
         )
     finish(
-        "prove_study",
+        f"prove_{given.cases}",
         claims,
         packages=("torch",),
         kind="proof",

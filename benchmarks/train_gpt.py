@@ -56,6 +56,22 @@ LIKE_NANOGPT = {
     "log.every_steps": "1",
 }
 
+GPT124_ROWS = ((4, 256, 1.3), (1, 1024, 1.2))  # rows, length, goal
+
+
+def gpt124(rows: int, length: int) -> dict[str, object]:
+    """Changes of RECIPE for GPT-2 124M in bf16, without the number of steps."""
+    return {
+        "model.preset": "gpt2-124m",
+        "train.sequence_length": length,
+        "train.batch_rows": rows,
+        "train.precision": "bf16",
+        "train.compile": os.environ.get("GPT124_COMPILE", "off"),
+        "optimizer.name": "adamw",
+        "data.validation_fraction": 0,
+        "log.every_steps": 1,
+    }
+
 
 def run(command: Sequence[object], cwd: Path, **environment: str) -> str:
     """Run a command to its end and give back what it printed; its errors are ours."""
@@ -285,20 +301,9 @@ def gpt124_claims(directory: Path, pairs: int, steps: int) -> list[Claim]:
     corpus = SAMPLES / "tinyshakespeare" / "input.txt"
     throughline("data", "tokenize", corpus, "--tokenizer", "tok", "--out", "tokens", cwd=directory)
     claims = []
-    for rows, length, goal in ((4, 256, 1.3), (1, 1024, 1.2)):
+    for rows, length, goal in GPT124_ROWS:
         count = iter(range(1000))
-        base = {
-            "model.preset": "gpt2-124m",
-            "train.sequence_length": length,
-            "train.batch_rows": rows,
-            "train.steps": steps,
-            "train.precision": "bf16",
-            "train.compile": os.environ.get("GPT124_COMPILE", "off"),
-            "optimizer.name": "adamw",
-            "data.validation_fraction": 0,
-            "log.every_steps": 1,
-            "schedule.decay_steps": steps,
-        }
+        base = gpt124(rows, length) | {"train.steps": steps, "schedule.decay_steps": steps}
 
         def ours(length=length, base=base, count=count) -> float:
             name = f"gpt124-{length}-{next(count)}"

@@ -17,7 +17,12 @@ Number = Any
 
 
 def group_bandwidth(cluster: Cluster, constants: Constants, ranks: Number, stride: Number) -> Number:
-    """Bytes per second that a ring of `ranks` processes reaches, neighbours `stride` ranks apart."""
+    """Bytes per second that a ring of `ranks` processes reaches, neighbours `stride` ranks apart.
+
+    Where sums were measured, those of a group of as many neighbours as this one spans: such groups share the links.
+    """
+    if cluster.sums:
+        return 1e9 * measured_sum(cluster, ranks * stride, 2)
     inner = cluster.inner_gb_s * 1e9 * constants.link_fraction
     in_node = np.clip(cluster.chips_per_node // np.maximum(stride, 1), 1, ranks)
     outer = (
@@ -28,21 +33,33 @@ def group_bandwidth(cluster: Cluster, constants: Constants, ranks: Number, strid
     return np.where(stride * ranks > cluster.chips_per_node, np.minimum(inner, outer), inner)
 
 
-def start_time(constants: Constants, ranks: Number) -> Number:
-    """Seconds before the first byte of a collective: grows with the tree's depth."""
+def measured_sum(cluster: Cluster, ranks: Number, column: int) -> Number:
+    """A column of the cluster's measured sums at this size of a group, between two measured ones by its logarithm."""
+    sizes, values = ([row[index] for row in cluster.sums] for index in (0, column))
+    return np.interp(np.log2(np.maximum(ranks, 1)), np.log2(sizes), values)
+
+
+def start_time(ranks: Number, cluster: Cluster, constants: Constants) -> Number:
+    """Seconds before the first byte of a collective: as measured, or growing with the tree's depth."""
+    if cluster.sums:
+        return measured_sum(cluster, ranks, 1)
     return constants.start_s * (1 + np.log2(np.maximum(ranks, 1)))
 
 
 def all_reduce(size: Number, ranks: Number, stride: Number, cluster: Cluster, constants: Constants) -> Number:
     """Seconds of one sum over `ranks`: a ring sends 2 (n - 1) / n of the bytes. 0 for one rank."""
     bandwidth = group_bandwidth(cluster, constants, ranks, stride)
-    return np.where(ranks > 1, start_time(constants, ranks) + 2 * (ranks - 1) / ranks * size / bandwidth, 0.0)
+    return np.where(
+        ranks > 1, start_time(ranks, cluster, constants) + 2 * (ranks - 1) / ranks * size / bandwidth, 0.0
+    )
 
 
 def gather(size: Number, ranks: Number, stride: Number, cluster: Cluster, constants: Constants) -> Number:
     """Seconds of one all-gather or reduce-scatter: half the traffic of a sum."""
     bandwidth = group_bandwidth(cluster, constants, ranks, stride)
-    return np.where(ranks > 1, start_time(constants, ranks) + (ranks - 1) / ranks * size / bandwidth, 0.0)
+    return np.where(
+        ranks > 1, start_time(ranks, cluster, constants) + (ranks - 1) / ranks * size / bandwidth, 0.0
+    )
 
 
 def hop(size: Number, stride: Number, cluster: Cluster, constants: Constants) -> Number:

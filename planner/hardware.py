@@ -33,6 +33,7 @@ class Cluster:
     node_gb_s: float = 0.0  # between the chips of a node, when not the chip's own NVLink
     network_gb_s: float = 0.0  # per chip, between nodes: all adapters of the node divided by its chips
     ports_per_node: int = 1  # network adapters that carry this traffic
+    sums: tuple[tuple[float, float, float], ...] = ()  # measured: ranks of a group, seconds to start, GB/s
     host_memory_gb: float = 0.0  # of a node
     host_gb_s: float = 12.0  # between a chip and the host's memory (PCIe 3 x16; 25 for PCIe 4)
     price_per_chip_hour: float = 0.0  # 0: not known
@@ -143,7 +144,8 @@ def _calibrated(cluster: Cluster) -> Cluster:
         bandwidth_gb_s=measured["bandwidth_gb_s"],
         achieved=1.0,
     )
-    return dataclasses.replace(cluster, chip=chip, node_gb_s=measured["node_gb_s"])
+    sums = tuple(tuple(row) for row in measured.get("sums", ()))
+    return dataclasses.replace(cluster, chip=chip, node_gb_s=measured["node_gb_s"], sums=sums)
 
 
 @cache

@@ -23,7 +23,7 @@ from ..data.samples import Dataset
 from .build import RunPlan, StepBatches, build_trainer, training_rows
 from .checkpoint import CheckpointWriter, restore
 from .engine import Engine
-from .memory import out_of_memory
+from .memory import beside, out_of_memory
 from .metrics import Metrics, PhaseMemory, Record, peak_flops, read_metrics
 from .objective import TERMS, StepBatch
 from .parallel.heartbeat import Heartbeat
@@ -369,7 +369,7 @@ class Run:
             "tokens_per_s": round(rate, 1),
             "mfu": round(rate * self.flops_per_token / self.peak, 4) if self.peak else None,
             "skipped_steps": self.trainer.skipped,
-            "memory_bytes": {"predicted": sum(self.plan.memory.values()), "measured": self.memory.peak},
+            "memory_bytes": beside(self.plan.memory, self.plan.device, self.memory.peak),
             "step_seconds": {
                 "predicted": round(predicted_step_seconds(self.plan.config, recipe), 6),
                 "measured": round(self.plan.tokens_per_step / rate, 6)

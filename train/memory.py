@@ -2,6 +2,10 @@
 not, with the cheapest changes.
 """
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import psutil
 import torch
 
@@ -10,10 +14,21 @@ from ..core.errors import Failed, Refused
 from ..core.hardware import memory_limit_bytes
 from ..models.config import ModelConfig
 from ..models.presets import preset, preset_names
-from ..planner.memory import IN_A_STEP, MOMENTS
+from ..planner.memory import IN_A_STEP
 from .parallel.mesh import processes_here
 from .predict import predicted_memory
 from .recipe import Recipe, model_config, model_family
+from .rules import RULES
+
+FEWER_ROWS, RECOMPUTE = (
+    "train.micro_batch_rows = 1 (same result)",
+    'train.recompute = "full" (a third more time)',
+)
+OF_PHASE = {  # the moments that an allocation of a phase adds to
+    "forward": ("loss",),
+    "backward": ("loss", "backward of a layer"),
+    "the optimizer": ("update",),
+}
 
 
 def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> dict[str, int]:
@@ -41,6 +56,14 @@ def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> d
     return terms
 
 
+def beside(terms: dict[str, int], device: torch.device, measured: int) -> dict[str, int]:
+    """The prediction and what a run measured, of the same things: on a GPU that is what torch's allocator gave out,
+    without the context and the libraries, which `check_memory` counts too; on a processor the whole process.
+    """
+    predicted = sum(terms.values()) - (terms.get("runtime", 0) if device.type == "cuda" else 0)
+    return {"predicted": predicted, "measured": measured}
+
+
 def out_of_memory(config: ModelConfig, recipe: Recipe, device: torch.device, phase: str) -> Failed:
     """The error for an allocation that failed in a step, with the phase, the largest consumers and the
     cheapest changes.
@@ -54,7 +77,7 @@ def out_of_memory(config: ModelConfig, recipe: Recipe, device: torch.device, pha
         f"out of memory in {phase}",
         where=f"{device.type}, {amount(total, 'B')}",
         why="predicted: " + _largest_first(predicted_memory(config, recipe, device.type, IN_A_STEP)),
-        fix="\n".join(_cheaper(recipe, config, device.type, total, started=True)),
+        fix="\n".join(_followable(recipe, config, device.type, OF_PHASE.get(phase, IN_A_STEP))),
     )
 
 
@@ -64,34 +87,28 @@ def _largest_first(terms: dict[str, int]) -> str:
     )
 
 
-def _cheaper(
-    recipe: Recipe, config: ModelConfig, device: str, total: int, started: bool = False
-) -> list[str]:
-    """The three cheapest changes that save memory, cheapest first, each with what would then be needed.
+def _changed(recipe: Recipe, train: dict[str, Any], parallel: dict[str, Any] | None = None) -> Recipe:
+    sections = {
+        "train": recipe.train.model_copy(update=train),
+        "parallel": recipe.parallel.model_copy(update=parallel or {}),
+    }
+    return recipe.model_copy(update=sections)
 
-    Of a run that has started, those with which its directory can go on.
-    """
+
+def _cheaper(recipe: Recipe, config: ModelConfig, device: str, total: int) -> list[str]:
+    """The three cheapest changes that save memory, cheapest first, each with what would then be needed."""
 
     def need(**changes: object) -> int:
-        changed = recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})
-        return sum(
-            predicted_memory(config, changed, device, IN_A_STEP if started else tuple(MOMENTS)).values()
-        )
+        return sum(predicted_memory(config, _changed(recipe, changes), device).values())
 
     now = need()
     tries: tuple[tuple[str, int], ...] = (
-        ("train.micro_batch_rows = 1 (same result)", need(micro_batch_rows=1)),
-        ('train.recompute = "full" (a third more time)', need(recompute="full")),
+        (FEWER_ROWS, need(micro_batch_rows=1)),
+        (RECOMPUTE, need(recompute="full")),
         ('both, with train.precision = "bf16"', need(micro_batch_rows=1, recompute="full", precision="bf16")),
     )
-    if started:
-        alone = recipe.parallel.layout().world == 1  # what offload asks of a layout is in the recipe's rules
-        tries = tries[:2]
-        if alone and not recipe.train.offload:
-            moved = need(micro_batch_rows=1, recompute="full", offload=True)
-            tries = (*tries, ("both, with train.offload = true", moved))
     lines = [f"{text}: {amount(size, 'B')}" for text, size in tries if size < now]
-    if not started and all(size > total for _, size in tries):  # then only a smaller model helps
+    if all(size > total for _, size in tries):  # then only a smaller model helps
         names = [
             name for name in preset_names(model_family(recipe)) if _preset_need(name, recipe, device) <= total
         ]
@@ -100,6 +117,48 @@ def _cheaper(
             size = _preset_need(largest, recipe, device)
             lines.insert(2, f'model.preset = "{largest}", the largest that fits: {amount(size, "B")}')
     return lines[:3]
+
+
+def _followable(recipe: Recipe, config: ModelConfig, device: str, moments: Sequence[str]) -> list[str]:
+    """The changes with which the directory of a run that has started can go on and which save memory at these moments,
+    cheapest first, each with what would then be needed there.
+
+    Offload, the dearest, comes with those that cost less and help.
+    """
+    layout = recipe.parallel.layout()
+    sharding = "full" if layout.pipeline == 1 else "zero1"
+    more: dict[str, Any] = {}
+    fewer: dict[str, Any] = {}
+    shared = f'parallel.sharding = "{sharding}"'
+    if layout.data == 1:
+        more = {"data": 2}
+        fewer = {
+            "micro_batch_rows": math.gcd(recipe.train.rows_per_step // 2, recipe.train.rows_per_micro_batch)
+        }
+        shared = f"parallel.data = 2, {shared} (on {2 * layout.world} processes: throughline launch)"
+    lines: list[str] = []
+    helping: dict[str, Any] = {}
+
+    def need(changed: Recipe) -> int:
+        return sum(predicted_memory(config, changed, device, moments).values())
+
+    for text, train, parallel in (
+        (FEWER_ROWS, {"micro_batch_rows": 1}, {}),
+        (RECOMPUTE, {"recompute": "full"}, {}),
+        (shared, fewer, {"sharding": sharding} | more),
+        ("train.offload = true (the update on the host)", {"offload": True}, {}),
+    ):
+        offload = "offload" in train
+        changed = _changed(recipe, (helping | train) if offload else train, parallel)
+        if any(list(rule(changed)) for rule in RULES) or (offload and recipe.train.offload):
+            continue
+        if (size := need(changed)) < need(recipe):
+            beside = " with the first changes of train" if offload and helping else ""
+            lines.append(f"{text}{beside}: {amount(size, 'B')}")
+            helping |= train if not parallel else {}
+    return lines or [
+        "more memory, or a smaller model in another directory: nothing that may change here saves any"
+    ]
 
 
 def _preset_need(name: str, recipe: Recipe, device: str) -> int:

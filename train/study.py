@@ -1,9 +1,9 @@
 """Measure this machine for a minute, so that the planner's predictions for it rest on measurements.
 
 Probes give the machine's own numbers: the best speed of a matrix product, the bandwidth of a copy, the time of the
-smallest kernel, and for a job of several processes the time and bandwidth of a sum. Short stretches of the real
-trainer at two sizes then correct two of them, speed and launch, and what the program itself takes of memory; a third
-stretch, of another depth, is left out and says how good that is.
+smallest kernel, and for a job of several processes the time and bandwidth of a sum in groups of each size. Short
+stretches of the real trainer at two sizes then correct two of them, speed and launch, and what the program itself takes
+of memory; a third stretch, of another depth, is left out and says how good that is.
 """
 
 import dataclasses
@@ -79,29 +79,49 @@ def probe_machine(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     return {"tflops": max(speeds) / 1e12, "bandwidth_gb_s": copied / 1e9, "launch_s": launch}
 
 
-def probe_all_reduce(device: torch.device) -> dict[str, float]:
-    """Start-up seconds and GB/s of a sum over all processes of the job; empty for one process."""
-    world = running_processes()[1]
+def group_sizes(world: int) -> list[int]:
+    """Sizes of groups to probe: the powers of two that divide the processes, and all of them."""
+    powers = [2**power for power in range(1, world.bit_length()) if world % 2**power == 0]
+    return sorted({*powers, world} - {1})
+
+
+def probe_all_reduce(device: torch.device) -> list[dict[str, float]]:
+    """For each size of a group of neighbours the seconds of the smallest sum and the GB/s of a large one, all groups
+    at once as in a step; empty for one process.
+    """
+    rank, world = running_processes()
     if world == 1:
-        return {}
+        return []
     start_group(device, 60)
-    seconds = []
-    for numbers in (1, 2**22):
-        values = torch.zeros(numbers, device=device)
-        times = []
-        for _ in range(2 * REPEATS):
-            start = time.perf_counter()
-            torch.distributed.all_reduce(values)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        seconds.append(statistics.median(times))
-    moved = 2 * (world - 1) / world * 4 * 2**22
-    return {
-        "ranks": world,
-        "start_s": seconds[0] / (1 + math.log2(world)),
-        "gb_s": moved / (seconds[1] - seconds[0]) / 1e9,
-    }
+    found = []
+    for size in group_sizes(world):
+        groups = [
+            torch.distributed.new_group(list(range(first, first + size))) for first in range(0, world, size)
+        ]
+        seconds = [_sum_seconds(numbers, device, groups[rank // size]) for numbers in (1, 2**22)]
+        moved = 2 * (size - 1) / size * 4 * 2**22
+        found.append(
+            {
+                "ranks": size,
+                "start_s": seconds[0],
+                "gb_s": moved / max(seconds[1] - seconds[0], 1e-9) / 1e9,
+            }
+        )
+    return found
+
+
+def _sum_seconds(numbers: int, device: torch.device, group: Any) -> float:
+    """Median seconds of a sum of so many numbers, of the slowest process."""
+    values, times = torch.zeros(numbers, device=device), []
+    for _ in range(2 * REPEATS):
+        start = time.perf_counter()
+        torch.distributed.all_reduce(values, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    median = torch.tensor([statistics.median(times)], device=device)
+    torch.distributed.all_reduce(median, torch.distributed.ReduceOp.MAX)
+    return float(median.item())
 
 
 def stretches(recipe: Recipe, steps: int) -> list[Stretch]:
@@ -165,7 +185,7 @@ def predict(stretch: Stretch, cluster: Cluster, constants: Constants) -> float:
 
 
 def probed(
-    cluster: Cluster, probes: dict[str, float], dtype: str, summed: dict[str, float]
+    cluster: Cluster, probes: dict[str, float], dtype: str, summed: list[dict[str, float]]
 ) -> tuple[Cluster, Constants]:
     """The machine by its probes: what was measured was reached, so no fraction of it is taken again."""
     chip = dataclasses.replace(
@@ -182,9 +202,11 @@ def probed(
         product_inner=0.0,
         issue_s=0.0,
     )
-    if summed:
-        constants = dataclasses.replace(constants, start_s=summed["start_s"], link_fraction=1.0)
-        cluster = dataclasses.replace(cluster, node_gb_s=summed["gb_s"])
+    if summed:  # what a send takes, which was not measured, is that of the whole group's sum
+        sums = tuple((row["ranks"], row["start_s"], row["gb_s"]) for row in summed)
+        start = sums[-1][1] / (1 + math.log2(sums[-1][0]))
+        constants = dataclasses.replace(constants, start_s=start, link_fraction=1.0)
+        cluster = dataclasses.replace(cluster, node_gb_s=sums[-1][2], sums=sums)
     return dataclasses.replace(cluster, chip=chip), constants
 
 
@@ -261,5 +283,6 @@ def study(recipe: Recipe, steps: int) -> dict[str, Any]:
         "bandwidth_gb_s": world * fitted.chip.bandwidth_gb_s,
         "runtime_bytes": runtime,
         "node_gb_s": fitted.node_gb_s,
+        "sums": fitted.sums,
         "constants": changed,
     }

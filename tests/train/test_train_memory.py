@@ -15,9 +15,11 @@ from throughline.planner.memory import device_terms
 from throughline.train import memory, objective
 from throughline.train.build import RunPlan, StepBatches, build_trainer, training_rows
 from throughline.train.loop import train
-from throughline.train.memory import check_memory
-from throughline.train.predict import described
-from throughline.train.recipe import Recipe
+from throughline.train.memory import beside, check_memory, out_of_memory
+from throughline.train.metrics import PhaseMemory
+from throughline.train.predict import described, predicted_memory
+from throughline.train.recipe import Recipe, model_config
+from throughline.train.run_directory import MAY_CHANGE
 from throughline.train.step import train_step
 
 BIG = {"layers": 4, "width": 64, "heads": 2}
@@ -130,6 +132,39 @@ def test_running_out_of_memory_names_the_phase_and_the_way_out(
     assert "train.micro_batch_rows = 1" in caught.value.fix
 
 
+class FakeCard:
+    """What the error asks of a CUDA device."""
+
+    total_memory = 2**30
+
+
+@pytest.mark.parametrize(
+    ("phase", "rows", "named"),
+    [
+        ("forward", 4, ["train.micro_batch_rows", "train.recompute", "parallel.data", "train.offload"]),
+        ("backward", 1, ["train.recompute", "train.offload"]),  # one row is for one process
+        ("the optimizer", 4, ["parallel.data", "train.offload"]),
+    ],
+)
+def test_advice_on_a_gpu_is_what_the_same_directory_can_follow(
+    make_recipe: Callable[..., Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str,
+    rows: int,
+    named: list[str],
+) -> None:
+    """A small run, whose peak is no matter of its rows over all: what helps in the phase that failed, cheapest first,
+    and all of it among the fields that a resume may change.
+    """
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: FakeCard)
+    recipe = make_recipe("gpt", model={"overrides": BIG}, train={"batch_rows": rows, "sequence_length": 64})
+    error = out_of_memory(model_config(recipe, 64), recipe, torch.device("cuda"), phase)
+    lines = error.fix.splitlines()
+    assert [line.split(" = ")[0] for line in lines] == named
+    assert all(name.startswith(MAY_CHANGE) for name in named)
+    assert "1.00 GiB" in str(error.where)
+
+
 def test_the_run_says_predicted_and_measured(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     """A small run is nearly all program: the resident memory of its process is within a factor of three of
     the prediction.
@@ -140,6 +175,27 @@ def test_the_run_says_predicted_and_measured(make_recipe: Callable[..., Recipe],
     memory = json.loads((tmp_path / "run/manifest.json").read_text())["facts"]["memory_bytes"]
     assert 1 / 3 < memory["measured"] / memory["predicted"] < 3
     assert "predicted" in (tmp_path / "run/report.html").read_text()
+
+
+def test_a_gpu_is_compared_by_what_its_allocator_gave_out(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card whose allocator holds just what the formulas say: predicted equals measured, though the prediction that a
+    run is refused by has the context in it.
+    """
+    recipe, card = make_recipe("gpt"), torch.device("cuda")
+    terms = predicted_memory(model_config(recipe, 64), recipe, "cuda")
+    tensors = sum(terms.values()) - terms["runtime"]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: tensors)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    seen = PhaseMemory(card)
+    seen.start()
+    seen.mark("forward")
+    assert terms["runtime"] > 0 and beside(terms, card, seen.peak) == {
+        "predicted": tensors,
+        "measured": tensors,
+    }
+    assert beside(terms, torch.device("cpu"), 5) == {"predicted": sum(terms.values()), "measured": 5}
 
 
 def test_what_fits_is_let_through(make_recipe: Callable[..., Recipe]) -> None:

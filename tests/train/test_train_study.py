@@ -23,7 +23,7 @@ def test_refit_finds_the_machine_that_made_the_times(make_recipe: Callable[..., 
     """
     big, small = make_recipe(train={"batch_rows": 64}), make_recipe(train={"batch_rows": 4})
     probes = {"tflops": 0.05, "bandwidth_gb_s": 10.0, "launch_s": 2e-6}
-    cluster, constants = probed(this_machine(), probes, "fp32", {})
+    cluster, constants = probed(this_machine(), probes, "fp32", [])
     chip = dataclasses.replace(cluster.chip, tflops=cluster.chip.tflops | {"fp32": 0.025})
     truth = dataclasses.replace(cluster, chip=chip), dataclasses.replace(constants, launch_s=8e-6)
     runs = [Stretch("run", recipe, model_config(recipe, 64), 1.0, 0.0) for recipe in (big, small)]
