@@ -174,10 +174,11 @@ def benchmarks() -> list[Case]:
         )
         studied = ("model.overrides.layers=4", f"train.batch_rows={bert_pretrain.TOKENS // length // 2}")
         cases.append(_case(f"bert_pretrain {part}", BERT, "base", changes, studied, slow=True))
-    for name, layout in layouts.LAYOUTS.items():
-        changes = (*as_settings(layout), *STEADY, *BOUNDED)
+    for name in ("ddp2", "fsdp2", "tp2", "pp2"):
+        changes = (*as_settings(layouts.CASES[name]), *STEADY, *BOUNDED)
         studied = ("model.overrides.layers=6", "train.batch_rows=8", "train.sequence_length=128")
-        cases.append(_case(f"layouts {name}", layouts.RECIPE, "gpt2", changes, studied, 2, slow=True))
+        text = layouts.recipe_text(layouts.SHAPE)
+        cases.append(_case(f"layouts {name}", text, "gpt2", changes, studied, layouts.PROCESSES, slow=True))
     return cases
 
 
