@@ -7,10 +7,8 @@ oneDNN, the library that torch uses for bf16 and for compiled inference. On two 
 tensors, products too small to matter) goes to torch.
 """
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,11 +57,14 @@ def one_kernel() -> Iterator[None]:
         LEAST_PRODUCTS = before
 
 
-@functools.cache
 def onednn_is_faster() -> bool:
     """Whether fp32 products are faster in oneDNN than in what torch uses: AMD with AVX-512, under a torch
     built with MKL.
     """
+    return ONEDNN_IS_FASTER
+
+
+def _ask() -> bool:
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     if (
@@ -71,8 +72,16 @@ def onednn_is_faster() -> bool:
         or torch.backends.cpu.get_cpu_capability() != "AVX512"
     ):
         return False
-    facts = Path("/proc/cpuinfo")
-    return facts.exists() and "AuthenticAMD" in facts.read_text()
+    try:
+        with open("/proc/cpuinfo") as facts:
+            return "AuthenticAMD" in facts.read(
+                1024
+            )  # of the first core; all of a large machine's take a while
+    except OSError:
+        return False
+
+
+ONEDNN_IS_FASTER = _ask()  # now: a compiler that met the question in a block would break its graph there
 
 
 def _onednn(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -50,6 +50,16 @@ def test_values_and_gradients_are_those_of_torch(through_onednn, bias: bool, com
         torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-5, atol=1e-4)
 
 
+def test_a_product_of_real_size_is_in_one_graph() -> None:
+    """Whichever library takes it: what decides is no reason to break a graph. `fullgraph` raises at a break."""
+    pytest.importorskip("torch._inductor")
+    layer, x = Linear(128, 256), torch.randn(128, 128)
+    assert x.numel() * 256 >= module.LEAST_PRODUCTS
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: layer(x), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
 def test_only_gradients_that_are_wanted_are_computed(through_onednn) -> None:
     layer, x = Linear(128, 256), torch.randn(128, 128)
     layer(x).sum().backward()
