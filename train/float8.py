@@ -7,6 +7,7 @@ as the recipe's precision says. torchao replaces the layers in place and keeps t
 """
 
 import importlib.util
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -48,6 +49,8 @@ def convert_products(model: Any, matmul: str) -> None:
     """
     if matmul == "same":
         return
+    for noisy in ("torchao", "torch.utils._pytree"):  # of kernels for other things, which fit another torch
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     # products of whole tiles only: a count of tokens that is no multiple of 16 is filled up with zeros
