@@ -11,8 +11,8 @@ and read the loss at every step. The losses of both must agree, or nothing is me
 write a peer the fastest is measured.
 
 `details` gives the share of a step in which a collective is under way on the first process, from a trace of
-each side; what is hidden behind products is in it. `--tiny` takes a model of two small layers: it shows that
-both sides agree, and its times say nothing.
+each side; what is hidden behind products is in it, and so is the wait of a pipeline's receive for its sender.
+`--tiny` takes a model of two small layers: it shows that both sides agree, and its times say nothing.
 """
 
 import json

@@ -13,11 +13,12 @@ from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
 from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
+from throughline.train.profile import ACTIVE, SKIPPED, WARMUP  # noqa: E402
 from throughline.train.recipe import Recipe, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from layouts import AGREE, CASES, PEERS_OF  # noqa: E402
+from layouts import AGREE, CASES, PEERS_OF, collective_share  # noqa: E402
 from layouts_peers import measure  # noqa: E402
 
 
@@ -37,11 +38,29 @@ def tiny(case: str, store: Path) -> Recipe:
     return resolve(build_recipe(tree, Recipe, RULES))
 
 
-def losses_of_peer(kind: str, recipe: Recipe) -> list[float]:
+@pytest.mark.parametrize("case", ["fsdp2", "tp2", "pp2"])
+def test_the_traces_of_both_sides_show_their_collectives(case: str, store: Path, tmp_path: Path) -> None:
+    """Without any the share would be 0; it is below 1, since steps compute too."""
+    warm()
+    recipe = tiny(case, store)
+    steps = {"steps": SKIPPED + WARMUP + ACTIVE}
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=steps)})
+
+    def ours() -> None:
+        torch.set_num_threads(1)
+        train(plan_run(recipe), tmp_path / "run", profile=True)
+
+    run_ranks(2, ours)
+    losses_of_peer(case, recipe, tmp_path / "theirs.json")
+    for trace in (tmp_path / "run" / "profile" / "trace.json", tmp_path / "theirs.json"):
+        assert 0.001 < collective_share(trace) < 1, trace
+
+
+def losses_of_peer(kind: str, recipe: Recipe, trace: Path | None = None) -> list[float]:
     def work() -> list[float]:
         torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo")
-        return measure(kind, recipe)[0]
+        return measure(kind, recipe, trace)[0]
 
     return run_ranks(2, work)[0]
 
