@@ -6,16 +6,22 @@ Letters: B texts, S tokens with [CLS] and [SEP], N positions asked for, H width.
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from ..core.backend import EncoderBackend
 from ..core.errors import WrongUse
+from ..core.hardware import usable_cores
 from ..data.tokenizer import Tokenizer
 
-BATCH_TOKENS = 4096  # padded tokens in one batch: 8 rows of 512
+# Padded tokens in one batch. A CPU gains nothing from more, and padding to the longest costs it as much as tokens.
+BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
+_lanes = ThreadPoolExecutor(usable_cores(), "encode")  # starts no thread before it is used
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +96,30 @@ def encode_batch(
 ) -> list[dict[str, np.ndarray]]:
     """Run texts of any lengths together; per text `sentence_embedding` and `cls_embedding` (H,), `mlm_logits`
     (N, V) of its own positions, and of a model that classifies `class_logits` (C,).
+
+    A backend that takes several calls at once (`lanes`) gets the batch in as many parts, by length: two calls wait for
+    each other once, the threads of one call after every operation.
     """
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index].ids))
+    parts = in_lanes([len(texts[index].ids) for index in order], getattr(backend, "lanes", 1))
+    chosen = [order[part] for part in parts]
+    run = partial(_encode_part, backend, pad_id=pad_id)
+    given = [[texts[index] for index in part] for part in chosen]
+    found = map(run, given) if len(given) == 1 else _lanes.map(run, given)
+    answers = {index: answer for part, answers in zip(chosen, found) for index, answer in zip(part, answers)}
+    return [answers[index] for index in range(len(texts))]
+
+
+def in_lanes(lengths: Sequence[int], lanes: int) -> list[slice]:
+    """Lengths, ascending, cut into at most so many parts of about as many tokens each, none of them empty."""
+    bounds = np.cumsum([0, *lengths])
+    cuts = {int(np.abs(bounds - bounds[-1] * lane / lanes).argmin()) for lane in range(1, lanes)}
+    return [slice(start, end) for start, end in pairwise(sorted({0, len(lengths), *cuts}))]
+
+
+def _encode_part(
+    backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int
+) -> list[dict[str, np.ndarray]]:
     lengths = np.array([len(text.ids) for text in texts])
     ids_BS = np.full((len(texts), lengths.max()), pad_id, np.int64)
     ask_BN = np.zeros((len(texts), max(len(text.ask) for text in texts)), np.int64)
@@ -112,15 +141,16 @@ def encode_batch(
     return answers
 
 
-def take_batch(texts: Sequence[Encoding]) -> list[Encoding]:
-    """The first text with those of the others that are nearest in length, up to `BATCH_TOKENS` padded tokens."""
+def take_batch(texts: Sequence[Encoding], device: str) -> list[Encoding]:
+    """The first text with those of the others that are nearest in length, up to the device's `BATCH_TOKENS`, padded."""
+    most = BATCH_TOKENS["cpu" if device == "cpu" else "cuda"]
     first = texts[0]
     nearest = sorted(texts, key=lambda text: (text is not first, abs(len(text.ids) - len(first.ids))))
     batch: list[Encoding] = []
     longest = 0
     for text in nearest:
         longest = max(longest, len(text.ids))
-        if batch and longest * (len(batch) + 1) > BATCH_TOKENS:
+        if batch and longest * (len(batch) + 1) > most:
             break
         batch.append(text)
     return batch
@@ -132,7 +162,7 @@ def embed(backend: EncoderBackend, rows: Sequence[np.ndarray], pad_id: int) -> n
     vectors: dict[int, np.ndarray] = {}
     while order:
         batch = [Encoding(rows[i]) for i in order]
-        size = len(take_batch(batch))  # sorted by length, so the nearest are the next ones
+        size = len(take_batch(batch, backend.device))  # sorted by length, so the nearest are the next ones
         answers = encode_batch(backend, batch[:size], pad_id)
         vectors |= {i: unit(answer["sentence_embedding"]) for i, answer in zip(order, answers)}
         order = order[size:]

@@ -20,6 +20,7 @@ import numpy as np
 
 from ..core.backend import Span
 from ..core.errors import Refused, WrongUse
+from ..core.hardware import usable_cores
 from ..models.config import BERTConfig, GPTConfig
 from .graph_options import ONE_PROMPT
 from .onnx_cache import OnnxCache, aligned_zeros, rows_apart, stepped
@@ -329,6 +330,9 @@ class OnnxEncoder:
     ) -> None:
         self.session = session or open_session(path, threads, device, tensorrt)
         self.device, self.dtype = device, dtype
+        self.lanes = (
+            (threads or usable_cores()) if device == "cpu" else 1
+        )  # a session may be run by several threads
         self.vocab_size, self.context = config.vocab_size, config.sequence_length
         self._inputs = {value.name for value in self.session.get_inputs()}
         self._outputs = [value.name for value in self.session.get_outputs()]

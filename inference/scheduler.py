@@ -165,7 +165,8 @@ class EncoderEngine(Engine[Reading]):
     def _turn(self) -> None:
         """The oldest text with those queued ones that are nearest in length."""
         texts = {id(job.text): job for job in self._queue}
-        self._batch = [texts[id(text)] for text in take_batch([job.text for job in self._queue])]
+        queued = [job.text for job in self._queue]
+        self._batch = [texts[id(text)] for text in take_batch(queued, self._backend.device)]
         taken = {job.number for job in self._batch}
         self._queue = deque(job for job in self._queue if job.number not in taken)
         now_s = time.monotonic()
