@@ -15,8 +15,6 @@ trained BERT.
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Claim, finish, parser
+from common import Claim, finish, parser, throughline
 from throughline.core.allocator import keep_freed_memory
 from throughline.core.files import write_atomic
 from throughline.core.recipe import build_recipe
@@ -45,13 +43,6 @@ SHAPE = {"layers": 4, "width": 128, "heads": 2, "sequence_length": 128, "dropout
 EVALUATIONS = 8  # of each run
 MARGIN = 0.96  # of the third of their time that ours is planned to take
 Curve = list[tuple[float, float]]  # seconds of training, masked-token accuracy
-
-
-def throughline(*words: object) -> None:
-    command = [sys.executable, "-m", "throughline.cli.main", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr[-4000:])
 
 
 def make_stores(folder: Path) -> None:

@@ -11,13 +11,11 @@ graph are compared for 128 tokens. GGUF is judged likewise through llama.cpp whe
 
 import bz2
 import importlib.util
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import Claim, claim, finish, parser
+from common import Claim, claim, finish, parser, throughline
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import WrongUse
 from throughline.inference.backends import open_backend
@@ -39,13 +37,6 @@ FORMS = [
 ]  # fmt: skip
 GGUF = {"f16": "fp16", "q8_0": "int8", "q4_0": "int4"}
 Figures = dict[str, Any]
-
-
-def throughline(*words: object) -> None:
-    command = [sys.executable, "-m", "throughline.cli.main", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr[-4000:])
 
 
 def train_gpt(folder: Path, text: str, steps: int) -> Path:
