@@ -28,9 +28,13 @@ MOMENTS = {
         "weights", "gradients", "gradient residuals", "optimizer", "update buffers", "checkpoint copy", "runtime",
     ),
     "evaluation": (
-        "weights", "gathered weights", "gradient residuals", "optimizer", "checkpoint copy", "evaluated", "runtime",
+        "weights", "gathered weights", "standing gradients", "gradient residuals", "optimizer", "checkpoint copy",
+        "evaluated", "runtime",
     ),
-    "save": ("weights", "gradient residuals", "optimizer", "checkpoint copy", "last checkpoint", "runtime"),
+    "save": (
+        "weights", "standing gradients", "gradient residuals", "optimizer", "checkpoint copy", "last checkpoint",
+        "runtime",
+    ),
 }  # fmt: skip
 IN_A_STEP = ("loss", "backward of a layer", "update")
 
@@ -101,16 +105,20 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     logits = logits + np.where(sliced, 4.0 * config.vocab_size * config.width / layouts.tensor, 0.0)
     width = config.width * tokens
     saved = software.on_host * held / states * (master + numbers.weight * (numbers.master == 0))
+    summed = np.where(
+        offload,
+        np.where(layouts.world == 1, np.minimum(held, block), held) * numbers.activation,
+        held * numbers.gradient / gradients,
+    )
+    # One buffer holds them from step to step but for shards, for one process's fp32 and for its offload.
+    stands = np.where(layouts.world == 1, (numbers.master > 0) & ~offload, sharding == 0)
     return {
         "weights": held * np.where(offload, numbers.activation, numbers.weight) / np.where(streamed, ranks, 1)
         + np.where((states > 1) & ~streamed & (numbers.master == 0), held * numbers.weight / states, 0.0),
         "gathered weights": np.where(streamed, software.gathered_blocks * block * numbers.sent, 0.0),
         "cast weights": np.where(offload, 0.0, held * numbers.cast / np.where(streamed, ranks, 1)),
-        "gradients": np.where(
-            offload,
-            np.where(layouts.world == 1, np.minimum(held, block), held) * numbers.activation,
-            held * numbers.gradient / gradients,
-        ),
+        "gradients": summed,
+        "standing gradients": np.where(stands, summed, 0.0),
         "gradient residuals": held * numbers.residual * (1 + 1 / layouts.data),
         "optimizer": np.where(offload, 0.0, held * master / states),
         "activations": layers * per_layer * flying,

@@ -23,6 +23,7 @@ from ..models.config import ModelConfig
 from ..planner.constants import FITTED, Constants
 from ..planner.cost import step_seconds
 from ..planner.hardware import Cluster, this_machine
+from ..planner.memory import IN_A_STEP
 from .build import StepBatches, build_trainer, plan_run, training_rows
 from .parallel.mesh import ALONE, make_mesh, running_processes, start_group
 from .precision import computing_dtype
@@ -233,9 +234,9 @@ def refit(
 
 
 def memory_without_runtime(run: Stretch, device: torch.device) -> int:
-    """The planner's peak of a stretch, less what the program itself takes."""
-    terms = predicted_memory(run.config, run.recipe, device.type)
-    return sum(terms.values()) - terms["runtime"]
+    """The planner's peak of a stretch, which saves and evaluates nothing, less what the program itself takes."""
+    terms = predicted_memory(run.config, run.recipe, device.type, IN_A_STEP)
+    return sum(terms.values()) - terms.get("runtime", 0)
 
 
 def study(recipe: Recipe, steps: int) -> dict[str, Any]:
