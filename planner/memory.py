@@ -17,9 +17,10 @@ from .work import Layouts, Work, held_parameters, layers_on
 
 Number = Any
 FRAGMENTATION = 0.04  # of the chip's memory that the allocator cannot give out
+HEAP_HOLES = 0.3  # on a processor: of activations and logits, what the heap keeps (`core.allocator`) and cannot give out
 KEPT = (
     "weights", "gathered weights", "cast weights", "gradients", "gradient residuals", "optimizer", "activations",
-    "tables", "pipeline buffers", "checkpoint copy", "runtime",
+    "tables", "pipeline buffers", "checkpoint copy", "heap holes", "runtime",
 )  # fmt: skip
 MOMENTS = {
     "loss": (*KEPT, "logits"),
@@ -112,6 +113,8 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     )
     # One buffer holds them from step to step but for shards, for one process's fp32 and for its offload.
     stands = np.where(layouts.world == 1, (numbers.master > 0) & ~offload, sharding == 0)
+    activations = layers * per_layer * flying
+    logits = np.where(has_head, logits + 2 * numbers.activation * width / whole, 0.0)
     return {
         "weights": held * np.where(offload, numbers.activation, numbers.weight) / np.where(streamed, ranks, 1)
         + np.where((states > 1) & ~streamed & (numbers.master == 0), held * numbers.weight / states, 0.0),
@@ -121,12 +124,13 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
         "standing gradients": np.where(stands, summed, 0.0),
         "gradient residuals": held * numbers.residual * (1 + 1 / layouts.data),
         "optimizer": np.where(offload, 0.0, held * master / states),
-        "activations": layers * per_layer * flying,
+        "activations": activations,
         "layer at work": at_work,
         "tables": np.where(
             alone | (place == 0), (1.0 if software.dropout else 0.0) * width * flying / whole, 0.0
         ),
-        "logits": np.where(has_head, logits + 2 * numbers.activation * width / whole, 0.0),
+        "logits": logits,
+        "heap holes": HEAP_HOLES * software.on_host * (activations + logits),
         "pipeline buffers": np.where(alone, 0.0, 2 * numbers.sent * width / whole),
         "update buffers": np.where(offload, 0.0, np.minimum(held / states, 2**28) * software.update_bytes),
         "checkpoint copy": saved * software.saves_between,
