@@ -11,11 +11,11 @@ are kept in --models, so that parts can be measured one by one; --clients 1 and 
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -46,9 +46,11 @@ GOALS = {
     "bert-int8-vs-plain": 4.0,
     "gpt-vs-llamacpp": 1.0,
 }
+BLOCK = 100  # calls through HTTP, then as many bare ones
 SLOTS = 32  # of ours: as many as clients
 THREADS = os.cpu_count() or 1
 Settings = dict[str, Any]
+_runs = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -183,9 +185,20 @@ def llama_grid(quick: bool) -> list[Settings]:
 
 
 def run(running: Running, case: Case, asks: list[Ask], clients: int) -> dict[str, Any]:
-    """Rates and latencies of a run in which every request was answered to its last token."""
+    """Rates and latencies of a run in which every request was answered to its last token. No prompt begins as one
+    of an earlier run does: ours and llama.cpp's keep what they have read.
+    """
     running.hold(False)
-    sent = [Ask(ask.body | running.extra) for ask in asks]
+    words, number = COMMON.split(), next(_runs)
+    start = f"{words[number % len(words)]} {words[number // len(words)]} "
+    sent = [
+        Ask(
+            ask.body
+            | running.extra
+            | ({"prompt": start + ask.body["prompt"]} if "prompt" in ask.body else {})
+        )
+        for ask in asks
+    ]
     seen, took_s = load(Target(running.base, case.endpoint, "model"), sent, clients)
     running.hold(True)
     bad = next((one for one in seen if one.error or one.status != 200), None)
@@ -247,8 +260,9 @@ def compare(
 
 
 def http_part(folder: Path, calls: int) -> list[Claim]:
-    """p50 and p99 of an embedding of 8 words through HTTP, at one client, less the median of the bare call; in turn.
-    The bound is what HTTP may add.
+    """p50 and p99 of an embedding of 8 words through HTTP, at one client, less the same of the bare call. Both are
+    asked in turn, BLOCK calls at a time: two copies of the weights, call by call, would drive each other out of the
+    caches. The bound is what HTTP may add.
     """
     from throughline.core.backend import BackendOptions
     from throughline.data.tokenizer import Tokenizer
@@ -260,30 +274,31 @@ def http_part(folder: Path, calls: int) -> list[Claim]:
     encoder = loaded.encoder
     assert encoder is not None
     text = " ".join(COMMON.split()[:8])
-    through, bare = [], []
+    through: list[float] = []
+    bare: list[float] = []
     with ours(path, threads=1) as running:
         target = Target(running.base, "embeddings", "model")
         connection = target.connect()
-        for _ in range(calls):
+
+        def ask() -> float:
             seen = target.ask(connection, Ask({"input": text, "encoding_format": "base64"}))
             assert seen.status == 200
-            through.append(1000 * seen.total_s)
+            return seen.total_s
+
+        def call() -> float:
             began_s = time.perf_counter()
             embed(encoder, [frame(tokenizer, text, encoder.context, encoder.vocab_size)], 0)
-            bare.append(1000 * (time.perf_counter() - began_s))
-    through, bare = through[calls // 10 :], bare[calls // 10 :]
-    bound = f"a bound; bare call p50 {np.percentile(bare, 50):.2f} ms, p99 {np.percentile(bare, 99):.2f} ms"
+            return time.perf_counter() - began_s
+
+        for _ in range(calls // BLOCK):
+            for one, times in ((ask, through), (call, bare)):
+                times += [1000 * one() for _ in range(BLOCK)][BLOCK // 10 :]
+    shares = (50, 99)
+    asked, called = ([float(np.percentile(times, share)) for share in shares] for times in (through, bare))
+    bound = f"a bound; bare call p50 {called[0]:.2f} ms, p99 {called[1]:.2f} ms"
     return [
-        claim(
-            f"http-p{share}",
-            [float(np.percentile(through, share)) - statistics.median(bare)],
-            [allowed_ms],
-            peer=bound,
-            unit="ms",
-            better="lower",
-            goal=1.0,
-        )
-        for share, allowed_ms in ((50, 1.0), (99, 3.0))
+        claim(f"http-p{share}", [ours - own], [allowed_ms], peer=bound, unit="ms", better="lower", goal=1.0)
+        for share, ours, own, allowed_ms in zip(shares, asked, called, (1.0, 3.0))
     ]
 
 

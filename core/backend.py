@@ -93,6 +93,16 @@ class CausalBackend(Protocol):
         """Put the first `tokens` tokens of a saved row over a row."""
 
 
+class OneCall:
+    """What an encoder inherits that takes one call after another."""
+
+    lanes = 1
+
+    def lane(self) -> Any:
+        """See `EncoderBackend.lane`."""
+        return self
+
+
 class EncoderBackend(Protocol):
     """A BERT: all inputs (B, S); `mask` is bool with True for real tokens, at least one in every row."""
 
@@ -101,6 +111,10 @@ class EncoderBackend(Protocol):
     dtype: str
     vocab_size: int
     context: int
+    lanes: int  # calls that `lane` takes at once, each from a thread of its own
+
+    def lane(self) -> "EncoderBackend":
+        """The same model for calls of one thread each, `lanes` of them at once."""
 
     def forward(
         self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray

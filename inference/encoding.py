@@ -98,12 +98,12 @@ def encode_batch(
     (N, V) of its own positions, and of a model that classifies `class_logits` (C,).
 
     A backend that takes several calls at once (`lanes`) gets the batch in as many parts, by length: two calls wait for
-    each other once, the threads of one call after every operation.
+    each other once, the threads of one call after every operation. Parts run where a call has one thread.
     """
     order = sorted(range(len(texts)), key=lambda index: len(texts[index].ids))
-    parts = in_lanes([len(texts[index].ids) for index in order], getattr(backend, "lanes", 1))
+    parts = in_lanes([len(texts[index].ids) for index in order], backend.lanes)
     chosen = [order[part] for part in parts]
-    run = partial(_encode_part, backend, pad_id=pad_id)
+    run = partial(_encode_part, backend if len(parts) == 1 else backend.lane(), pad_id=pad_id)
     given = [[texts[index] for index in part] for part in chosen]
     found = map(run, given) if len(given) == 1 else _lanes.map(run, given)
     answers = {index: answer for part, answers in zip(chosen, found) for index, answer in zip(part, answers)}

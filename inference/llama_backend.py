@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.backend import Span
+from ..core.backend import OneCall, Span
 from ..core.errors import Refused, WrongUse
 from ..models.config import BERTConfig, GPTConfig
 from .gguf_writer import INSTALL
@@ -171,7 +171,7 @@ class LlamaCausal(StepsByForward):
         self.library.llama_memory_seq_rm(cache.memory, row, -1, -1)
 
 
-class LlamaEncoder:
+class LlamaEncoder(OneCall):
     """A BERT in a GGUF file (`core.backend.EncoderBackend`): hidden states and embeddings; its file has no
     masked-LM head and one token type.
     """

@@ -330,12 +330,18 @@ class OnnxEncoder:
     ) -> None:
         self.session = session or open_session(path, threads, device, tensorrt)
         self.device, self.dtype = device, dtype
-        self.lanes = (
-            (threads or usable_cores()) if device == "cpu" else 1
-        )  # a session may be run by several threads
+        self.lanes = (threads or usable_cores()) if device == "cpu" else 1
+        self._again = partial(OnnxEncoder, path, config, threads=1, dtype=dtype) if self.lanes > 1 else None
+        self._lane: OnnxEncoder | None = None
         self.vocab_size, self.context = config.vocab_size, config.sequence_length
         self._inputs = {value.name for value in self.session.get_inputs()}
         self._outputs = [value.name for value in self.session.get_outputs()]
+
+    def lane(self) -> "OnnxEncoder":
+        """See `core.backend.EncoderBackend.lane`: a session of one thread with weights of its own, from here on."""
+        if self._lane is None:
+            self._lane = self._again() if self._again else self
+        return self._lane
 
     def forward(
         self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray

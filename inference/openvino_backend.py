@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.backend import OneCall
 from ..core.errors import Refused, WrongUse
 from ..models.config import BERTConfig
 from .onnx_backend import encoder_feeds
@@ -45,7 +46,7 @@ def compile_graph(path: Path | str, threads: int | None, precision: str = "f32")
         ) from error
 
 
-class OpenVinoEncoder:
+class OpenVinoEncoder(OneCall):
     """A BERT graph (`core.backend.EncoderBackend`)."""
 
     name = "openvino"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..core.artifact import Input
-from ..core.backend import EncoderBackend
+from ..core.backend import EncoderBackend, OneCall
 from ..models.config import GPTConfig
 from .backends import Loaded, torch_backend
 from .graph_options import Pooling
@@ -21,7 +21,7 @@ def reference_of(model: Any, tokenizer: Any, source: Input, pooling: Pooling = "
     return dataclasses.replace(loaded, encoder=Pooled(loaded.encoder, pooling))
 
 
-class Pooled:
+class Pooled(OneCall):
     """An encoder whose `sentence_embedding` is made in another way."""
 
     def __init__(self, encoder: EncoderBackend, pooling: Pooling) -> None:
@@ -84,7 +84,7 @@ class OptimumCausal(StepsByForward):
         return np.stack(found)
 
 
-class OptimumEncoder:
+class OptimumEncoder(OneCall):
     """A pretraining BERT graph under optimum's names: its logits are of every position."""
 
     def __init__(self, encoder: Any) -> None:

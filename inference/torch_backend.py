@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..core.backend import Span
+from ..core.backend import OneCall, Span
 from ..models.bert import BERT
 from ..models.cache import KeyValueCache
 from ..models.gpt import GPT
@@ -98,7 +98,7 @@ class TorchCausal:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._like.device)
 
 
-class TorchEncoder:
+class TorchEncoder(OneCall):
     """A BERT module (`core.backend.EncoderBackend`). `compiled`: its blocks through torch.compile."""
 
     name = "torch"
@@ -132,7 +132,7 @@ class TorchEncoder:
         return {name: value.float().cpu().numpy() for name, value in outputs.items()}
 
 
-class TorchHead:
+class TorchHead(OneCall):
     """A fine-tuned BERT behind `core.backend.EncoderBackend`; it has no masked-LM logits."""
 
     name = "torch"

@@ -216,6 +216,7 @@ def warm_up(loaded: Loaded) -> list[str]:
             one = np.zeros((1, 1), np.int64)
             loaded.causal.forward(ids, np.zeros(1, np.int64), one, loaded.causal.new_cache(1))
         elif loaded.encoder is not None:
+            loaded.encoder.lane()  # opened before somebody waits for it
             return sorted(loaded.encoder.forward(ids, ids, ids == 0, ids))
     except ThroughlineError:
         raise

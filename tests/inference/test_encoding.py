@@ -3,6 +3,8 @@
 import threading
 
 import numpy as np
+from throughline.core.backend import BackendOptions
+from throughline.inference.backends import open_backend
 from throughline.inference.encoding import BATCH_TOKENS, Encoding, encode_batch, in_lanes, take_batch
 
 
@@ -15,6 +17,9 @@ class Summing:
         self.lanes = lanes
         self.calls: list[tuple[tuple[int, int], int]] = []
         self.together = threading.Barrier(lanes)
+
+    def lane(self):
+        return self
 
     def forward(self, ids_BS, types_BS, mask_BS, ask_BN):
         self.together.wait(10)  # raises when the calls of a batch come one after the other
@@ -62,3 +67,19 @@ def test_a_batch_is_the_first_text_and_those_nearest_in_length() -> None:
     assert sorted(abs(len(text.ids) - 100) for text in batch) == near
     assert len(take_batch(texts, "cuda:0")) > len(batch)
     assert len(take_batch(texts_of([5000, 5000]), "cpu")) == 1  # one too long goes alone
+
+
+def test_lanes_of_a_graph_have_one_thread_each_and_the_same_answers(bert_onnx) -> None:
+    """The parts of a batch run in a session of one thread that is opened once; one text does not need it."""
+    encoder = open_backend(bert_onnx, BackendOptions("cpu", threads=2)).encoder
+    assert encoder is not None and encoder.lanes == 2
+    texts = [Encoding(text.ids % 50) for text in texts_of([30, 4, 17, 5])]
+    alone = [encode_batch(encoder, [text], 0)[0]["sentence_embedding"] for text in texts]
+    assert encoder._lane is None
+    together = [answer["sentence_embedding"] for answer in encode_batch(encoder, texts, 0)]
+    np.testing.assert_allclose(together, alone, atol=1e-5)  # fp32 sums in another order
+    lane = encoder.lane()
+    assert lane is encoder._lane is encoder.lane() and lane is not encoder
+    assert lane.session.get_session_options().intra_op_num_threads == 1
+    single = open_backend(bert_onnx, BackendOptions("cpu", threads=1)).encoder
+    assert single is not None and single.lane() is single
