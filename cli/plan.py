@@ -57,9 +57,7 @@ def question(function: Any) -> Any:
             click.option(
                 "--predicted",
                 type=float,
-                default=0.15,
-                show_default=True,
-                help="BERT: share of positions with logits.",
+                help="BERT: share of positions with logits (default: the recipe's masked share, or 0.15).",
             ),
             click.option(
                 "--fill",
@@ -132,7 +130,10 @@ def make_search(gpus: int, options: dict[str, Any]) -> "tuple[Search, Recipe | N
             precision = precision or loaded.train.precision
     dtypes = cluster.chip.tflops
     precision = precision or ("bf16" if "bf16" in dtypes else "fp16" if "fp16" in dtypes else "fp32")
-    work = Work(config, rows, length, options["predicted"], options["fill"])
+    predicted = options["predicted"]
+    if predicted is None:
+        predicted = recipe.objective.mask_fraction if recipe is not None and recipe.objective else 0.15
+    work = Work(config, rows, length, predicted, options["fill"])
     software = find_software(options["software"], precision)
     if software.name == "throughline":
         software = dataclasses.replace(software, dropout=config.dropout > 0)

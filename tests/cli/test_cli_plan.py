@@ -38,6 +38,15 @@ def test_plans_a_recipe_with_its_own_batch() -> None:
     assert facts["rows"] == 16 and facts["length"] == 128
 
 
+def test_plans_a_bert_recipe_with_its_masked_share() -> None:
+    """More masked places are more logits: the recipe's share counts, unless the command says another one."""
+    words = ("bert-large-phase1", "--gpus", "8", "--on", "dgx-1-32gb", "--layout", "recompute=none", "--json")
+    more = ("--set", "objective.mask_fraction=0.6")
+    asked = (words, (*words, *more), (*words, *more, "--predicted", "0.15"))
+    usual, masked, told = (json.loads(run(*one))["layouts"][0]["step_seconds"] for one in asked)
+    assert usual == told < masked
+
+
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
     text = run("gpt3-175b", "--gpus", "8", "--on", "t4", "--rows", "64", code=1)
     assert "nothing fits" in text and "GiB" in text and "recommend" in text
