@@ -123,12 +123,16 @@ def server(
         yield running
     finally:
         running.hold(False)
+        family = [child for root in running.processes if root.is_running() for child in root.children(True)]
         for one in started:
             one.terminate()
         for one in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 one.wait(10)
             one.kill()
+        for child in family:  # LitServe's stay behind, and look for work without rest
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def ours(path: Path, threads: int = THREADS) -> Any:

@@ -29,8 +29,9 @@ CPU_DTYPE_FLAGS = {
 
 @dataclass(frozen=True)
 class Chip:
-    """A row of `chips.toml`: peaks in TFLOP/s by dtype (dense), memory in GB, bandwidths in GB/s, and the share of
-    the 16-bit peak that the best large product reaches; power, process and streaming multiprocessors.
+    """A row of `chips.toml`: peaks in TFLOP/s by dtype (dense), memory in the GB that cards are sold by (2**30 bytes),
+    bandwidths in GB/s, and the share of the 16-bit peak that the best large product reaches; power, process and
+    streaming multiprocessors.
     """
 
     key: str

@@ -109,8 +109,9 @@ def this_machine(processes: int = 1) -> Cluster:
         return _calibrated(Cluster("here", chip, chip.name, len(here.gpus), host_memory_gb=memory))
     peak = here.cpu.cores * CORE_GFLOPS / 1e3
     tflops = {dtype: peak * (2 if dtype != "fp32" else 1) for dtype in here.cpu.dtypes if dtype != "int8"}
+    gib = here.cpu.memory_bytes / 2**30  # cards are sold by it, and `memory_gb` of a chip is read so
     chip = Chip(
-        "cpu", here.cpu.name, memory, 10.0 * here.cpu.cores, {"bf16": peak / 2, "fp16": peak / 2} | tflops
+        "cpu", here.cpu.name, gib, 10.0 * here.cpu.cores, {"bf16": peak / 2, "fp16": peak / 2} | tflops
     )
     found = _calibrated(Cluster("here", chip, here.cpu.name, processes, node_gb_s=4.0, host_memory_gb=memory))
     chip, share = found.chip, 1 / processes

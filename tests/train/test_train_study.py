@@ -9,9 +9,11 @@ import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.artifact import verify_artifact
+from throughline.core.hardware import machine
 from throughline.core.recipe import dump_toml
 from throughline.planner.constants import FITTED
 from throughline.planner.hardware import this_machine
+from throughline.planner.memory import capacity_bytes
 from throughline.train.predict import predicted_step_seconds
 from throughline.train.recipe import Recipe, model_config
 from throughline.train.study import Stretch, predict, probed, refit
@@ -54,3 +56,11 @@ def test_study_writes_a_calibration_that_predictions_use(
         measured, rel=1.0
     )  # the clock of a busy machine, not accuracy
     assert FITTED.launch_s != facts["constants"]["launch_s"]
+
+
+def test_a_processor_has_the_memory_of_the_machine_shared_by_its_processes() -> None:
+    """What may be planned with is all of it in GiB, as of a card, less what an allocator loses."""
+    whole = machine().cpu.memory_bytes
+    for processes in (1, 4):
+        capacity = capacity_bytes(this_machine(processes).chip.memory_gb)
+        assert capacity == pytest.approx(whole / processes * 0.96)
