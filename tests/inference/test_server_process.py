@@ -275,6 +275,7 @@ def test_ten_times_too_many_requests_are_answered_or_refused(gpt_onnx: Path, sta
         over, over_p99_s = hurl(80, 60, rest_s=72 / (9 * rate))  # those who are refused make nine tenths
         assert over["429"] > 5 * over["whole"]  # nine, less what their connections take
         assert set(full) == {"whole"} and set(over) == {"whole", "429"} and over["whole"] > 20
+        print(f"p99 at ten times too many {over_p99_s:.3f} s, at a full queue {full_p99_s:.3f} s")
         assert over_p99_s <= 4 * full_p99_s, (over_p99_s, full_p99_s)
         assert memory() - before < 200e6
         time.sleep(5)
