@@ -228,6 +228,8 @@ def main() -> None:
             raise SystemExit(f"{file} is there; predictions are made once: choose another --name")
         said = predict(given.work, cases, 6 if given.quick else 12)
         file.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        for kept in given.work.glob("predicted-*.json"):  # the next predictions are made anew
+            kept.unlink()
         print(f"{file}: commit it, then measure")
     if given.what == "predict":
         return

@@ -6,7 +6,6 @@ most a bound times the scale of the reference. Logits are compared in pieces of 
 8,192 tokens of a 128,256-word vocabulary need no more memory than 65.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,6 @@ from .slots import generate
 
 GREEDY_TOKENS = 128
 PIECE_NUMBERS = 1 << 23  # logits compared at a time: 32 MiB of each side
-LEVEL = 0.01  # chance of refusing an export that agrees as often as its bound
 AT_ONCE_TOKENS = 1024  # longer prompts are read in pieces only: attention over 8,192 tokens at once takes GBs
 
 Outputs = dict[str, np.ndarray]
@@ -203,26 +201,9 @@ class Tally:
         if self.logits:
             row["top1_agreement"] = self.agreeing / self.rows
             row["kl"] = self.kl / self.rows
-            few = self.rows - self.agreeing <= allowed_disagreements(self.rows, bounds.top1)
-            row["passed"] = row["passed"] and few
+            one_tie = self.rows - self.agreeing <= 1  # not as a share: 6/7 < 1 - 1/7 in floating point
+            row["passed"] = row["passed"] and (one_tie or row["top1_agreement"] >= bounds.top1)
         return row
-
-
-def allowed_disagreements(predictions: int, bound: float) -> int:
-    """The most disagreements among so many predictions that do not yet show, at the level of 1 %, an agreement below
-    the bound: near ties fall either way in any precision, and a thousand predictions cannot tell 99.9 % from 99.8 %.
-
-    A quantile of the binomial distribution, at least one.
-    """
-    if not 0 < bound < 1:
-        return 1 if bound >= 1 else predictions
-    chance, likely = 0.0, 0
-    for likely in range(predictions + 1):
-        ways = math.lgamma(predictions + 1) - math.lgamma(likely + 1) - math.lgamma(predictions - likely + 1)
-        chance += math.exp(ways + likely * math.log1p(-bound) + (predictions - likely) * math.log(bound))
-        if chance >= 1 - LEVEL:
-            break
-    return max(likely, 1)
 
 
 def divergence(ours_NV: np.ndarray, theirs_NV: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ calibration has seen. Random ids show whether a graph is right; only text shows 
 Letters: R rows, S tokens of a row, N positions asked for, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import numpy as np
 from ..core.errors import WrongUse
 from ..core.files import sha256_file
 from .backends import Loaded
-from .parity import PIECE_NUMBERS, Bounds, allowed_disagreements, divergence
+from .parity import PIECE_NUMBERS, Bounds, divergence
 
 ROW_TOKENS = 128
 ROWS = 128  # of each half, 16,384 tokens: agreement of 98 % is then known to about 0.3 %
 READ_BYTES = 4 << 20  # of the text, from its beginning
 MASKED = 0.15
 CERTAIN = 0.9
+LEVEL = 0.01  # chance of refusing an export that agrees as often as its bound
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +113,23 @@ def compare_on_text(reference: Loaded, candidate: Loaded, rows: TextRows, bounds
     apart = int(contested - contested_agreeing)
     enough = share is None or apart <= allowed_disagreements(int(contested), bounds.contested)
     return report | {"passed": bool(report["kl"] <= bounds.kl and enough)}
+
+
+def allowed_disagreements(predictions: int, bound: float) -> int:
+    """The most disagreements among so many predictions that do not yet show, at the level of 1 %, an agreement below
+    the bound: near ties fall either way in any precision, and a thousand predictions cannot tell 99.9 % from 99.8 %.
+
+    A quantile of the binomial distribution, at least one.
+    """
+    if not 0 < bound < 1:
+        return 1 if bound >= 1 else predictions
+    chance, likely = 0.0, 0
+    for likely in range(predictions + 1):
+        ways = math.lgamma(predictions + 1) - math.lgamma(likely + 1) - math.lgamma(predictions - likely + 1)
+        chance += math.exp(ways + likely * math.log1p(-bound) + (predictions - likely) * math.log(bound))
+        if chance >= 1 - LEVEL:
+            break
+    return max(likely, 1)
 
 
 def _log_sum(logits_NV: np.ndarray) -> np.ndarray:

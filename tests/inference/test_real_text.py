@@ -1,6 +1,8 @@
 """Precision judged on text: the rows, the calibration, the bounds; and on weights that were trained."""
 
 import json
+from fractions import Fraction
+from math import comb
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from throughline.inference.export import Judging, export_onnx
 from throughline.inference.graph_options import GraphOptions
 from throughline.inference.onnx_products import INT8_MAX
 from throughline.inference.parity import BOUNDS, Bounds
-from throughline.inference.real_text import compare_on_text, read_rows
+from throughline.inference.real_text import allowed_disagreements, compare_on_text, read_rows
 from throughline.inference.source import open_model
 
 SHAKESPEARE = Path(__file__).parents[2] / "recipes" / "samples" / "tinyshakespeare" / "input.txt"
@@ -152,6 +154,21 @@ def test_numbers_of_the_text_report(gpt_dir: Path, text: Path) -> None:
     assert report["torch_loss"] == pytest.approx(float(loss), rel=1e-5)
     assert compare_on_text(both[0], both[0], rows, BOUNDS["fp32"])["kl"] == pytest.approx(0, abs=1e-7)
     assert report["predictions"] == rows.judging.shape[0] * 127
+
+
+def test_disagreements_that_show_nothing_are_allowed() -> None:
+    """Against a sum of the binomial distribution in whole numbers; a bound of 0 allows all, of 1 a single tie."""
+    for predictions, bound in ((118, 0.98), (1163, 0.999), (400, 0.95), (50, 0.9999)):
+        allowed = allowed_disagreements(predictions, bound)
+        wrong = Fraction(1) - Fraction(str(bound))
+        chances = [
+            comb(predictions, k) * wrong**k * (1 - wrong) ** (predictions - k) for k in range(allowed + 1)
+        ]
+        assert sum(chances) >= Fraction(99, 100)
+        assert allowed == 1 or sum(chances[:-1]) < Fraction(99, 100)
+    assert allowed_disagreements(1163, 0.999) == 4
+    assert allowed_disagreements(10, 0.0) == 10
+    assert allowed_disagreements(10, 1.0) == 1
 
 
 @pytest.mark.slow
