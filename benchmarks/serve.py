@@ -195,14 +195,8 @@ def run(running: Running, case: Case, asks: list[Ask], clients: int) -> dict[str
     running.hold(False)
     words, number = COMMON.split(), next(_runs)
     start = f"{words[number % len(words)]} {words[number // len(words)]} "
-    sent = [
-        Ask(
-            ask.body
-            | running.extra
-            | ({"prompt": start + ask.body["prompt"]} if "prompt" in ask.body else {})
-        )
-        for ask in asks
-    ]
+    bodies = [ask.body | running.extra for ask in asks]
+    sent = [Ask(body | {"prompt": start + body["prompt"]} if "prompt" in body else body) for body in bodies]
     seen, took_s = load(Target(running.base, case.endpoint, "model"), sent, clients)
     running.hold(True)
     bad = next((one for one in seen if one.error or one.status != 200), None)

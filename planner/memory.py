@@ -17,9 +17,7 @@ from .work import Layouts, Work, held_parameters, layers_on
 
 Number = Any
 FRAGMENTATION = 0.04  # of the chip's memory that the allocator cannot give out
-HEAP_HOLES = (
-    0.3  # on a processor: of activations and logits, held by the heap (`core.allocator`) and of no use
-)
+HEAP_HOLES = 0.3  # on a processor: of activations and logits, held by the kept heap and of no use
 KEPT = (
     "weights", "gathered weights", "cast weights", "gradients", "gradient residuals", "optimizer", "activations",
     "tables", "pipeline buffers", "checkpoint copy", "heap holes", "runtime",
