@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..core.console import warn
 from ..core.errors import Failed, WrongUse
@@ -41,7 +43,9 @@ def maybe_compile(
 
     `on` raises WrongUse without a compiler and Failed when compilation breaks; `auto` goes on eagerly.
     """
-    return _compiled(loss, recipe.train.compile) if to_compile(recipe, config, device) else loss
+    if not to_compile(recipe, config, device):
+        return loss
+    return _compiled(loss, recipe.train.compile, lambda model, *_: model)
 
 
 def compile_blocks(model: Any, wanted: str) -> None:
@@ -49,7 +53,7 @@ def compile_blocks(model: Any, wanted: str) -> None:
     outside. Before `recompute`, which repeats the compiled forward.
     """
     for block in model.blocks.values():
-        block.forward = _compiled(block.forward, wanted)
+        block.forward = _compiled(block.forward, wanted, lambda *_, block=block: block)
 
 
 def to_compile(recipe: Recipe, config: ModelConfig, device: torch.device) -> bool:
@@ -96,15 +100,40 @@ def _not_compiled() -> type[Exception]:
     return getattr(torch._dynamo.exc, "TorchDynamoException", RuntimeError)
 
 
-def _compiled(plain: Callable[..., Any], wanted: str) -> Callable[..., Any]:
-    """A compiled function, or the plain one from the first call on when that call cannot be compiled."""
+@contextmanager
+def _without_wide_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """The compiler breaks its graph at every parameter whose gradient has another dtype, as 16-bit weights have whose
+    gradients are added up in fp32. A forward needs none of them: they are taken off and put back.
+    """
+    wide = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
+    for parameter, _ in wide:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in wide:
+            parameter.grad = gradient
+
+
+def _compiled(
+    plain: Callable[..., Any], wanted: str, module_of: Callable[..., nn.Module]
+) -> Callable[..., Any]:
+    """A compiled function, or the plain one from the first call on when that call cannot be compiled. `module_of`
+    finds the module with its weights by its arguments.
+    """
     # shapes repeat from step to step; a compiled program for free shapes is slower
-    chosen, ready = torch.compile(plain, dynamic=False), False
+    compiled, ready = torch.compile(plain, dynamic=False), False
+    parameters: list[nn.Parameter] = []
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        with _without_wide_gradients(parameters):
+            return compiled(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal chosen, ready
         if ready:
             return chosen(*args, **kwargs)
+        parameters[:] = module_of(*args).parameters()
         try:
             result = chosen(*args, **kwargs)
         except _not_compiled() as error:

@@ -3,7 +3,9 @@
 For each product both factors are scaled by their largest element and rounded, activations and weights to e4m3
 (4 significant bits), gradients to e5m2 (3 bits, a wider range), and the sum is 16 bits again (Micikevicius et
 al. 2022, "FP8 formats for deep learning", section 3). Embeddings, norms, attention, the head and its loss compute
-as the recipe's precision says. torchao replaces the layers in place and keeps their parameters.
+as the recipe's precision says. torchao replaces the layers in place and keeps their parameters. Layers cut over
+tensor processes keep their collectives and take torchao's products: a factor that each process has a part of is
+scaled by that part's largest element, which rounds no coarser.
 """
 
 import importlib.util
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from ..core.errors import MissingExtra, WrongUse
 from ..models.linear import Linear, linear
+from .parallel.tensor import ColumnLinear, Product, RowLinear, Which
 
 
 def check_products(matmul: str, device: torch.device) -> None:
@@ -44,9 +47,7 @@ def check_products(matmul: str, device: torch.device) -> None:
 
 
 def convert_products(model: Any, matmul: str) -> None:
-    """Let the linear layers of the blocks compute in fp8; nothing with "same". Layers cut over tensor processes are
-    none of torch's: the recipe's rules refuse them.
-    """
+    """Let the linear layers of the blocks compute in fp8, those cut over tensor processes too; nothing with "same"."""
     if matmul == "same":
         return
     for noisy in ("torchao", "torch.utils._pytree"):  # of kernels for other things, which fit another torch
@@ -55,8 +56,38 @@ def convert_products(model: Any, matmul: str) -> None:
 
     # products of whole tiles only: a count of tokens that is no multiple of 16 is filled up with zeros
     config = Float8LinearConfig(emulate=matmul == "fp8-emulated", pad_inner_dim=True)
+    product = _fp8_product(config)
     for block in model.blocks.values():
         convert_to_float8_training(block, config=config)
+        for module in block.modules():
+            if isinstance(module, (ColumnLinear, RowLinear)):
+                module.product = product
+
+
+def _fp8_product(config: Any) -> Product:
+    """torchao's product of two factors that it scales and rounds, without its layer around it."""
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole
+
+    kernels = Float8Linear.from_float(nn.Linear(16, 16, device="meta"), config).linear_mm_config
+    gradient, values = config.cast_config_grad_output.target_dtype, config.cast_config_input.target_dtype
+    inputs, weights, gradients = GemmInputRole.INPUT, GemmInputRole.WEIGHT, GemmInputRole.GRAD_OUTPUT
+    roles = {
+        "output": (values, inputs, weights),
+        "input": (gradient, gradients, weights),
+        "weight": (gradient, gradients, inputs),
+    }
+
+    def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, which: Which) -> Tensor:
+        dtype, role, other = roles[which]
+        x_NI = x.reshape(-1, x.shape[-1])
+        x8 = hp_tensor_to_float8_dynamic(x_NI, dtype, kernels, gemm_input_role=role)
+        weight8_IO = hp_tensor_to_float8_dynamic(weight_OI.t(), values, kernels, gemm_input_role=other)
+        y = torch.mm(x8, weight8_IO).reshape(*x.shape[:-1], -1)
+        return y if bias_O is None else y + bias_O
+
+    return torch.compiler.allow_in_graph(product)
 
 
 @contextmanager

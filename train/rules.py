@@ -219,9 +219,6 @@ def spread_rule(recipe: Recipe) -> Iterable[Problem]:
             text,
             f"train.micro_batch_rows = {rows // layout.data}; train.recompute makes room for it",
         )
-    if recipe.train.matmul != "same" and layout.tensor > 1:
-        text = "products of matrices that tensor processes share are not computed in fp8"
-        yield Problem("train.matmul", text, 'parallel.tensor = 1, or train.matmul = "same"')
     if recipe.optimizer.name == "muon" and recipe.train.offload and (layout.tensor > 1 or layout.shards > 1):
         yield Problem(
             "optimizer.name",
@@ -234,7 +231,7 @@ def spread_rule(recipe: Recipe) -> Iterable[Problem]:
 
 
 def products_rule(recipe: Recipe) -> Iterable[Problem]:
-    """fp8 products have bf16 weights, and matrices of whole tiles."""
+    """fp8 products have bf16 weights, and matrices of whole tiles on each tensor process."""
     train = recipe.train
     if train.matmul == "same":
         return
@@ -245,16 +242,22 @@ def products_rule(recipe: Recipe) -> Iterable[Problem]:
         config = model_config(recipe)
     except WrongUse:
         return  # model_rule says so
+    parts = recipe.parallel.tensor
     sizes = {
-        "width": config.width,
-        "mlp_width": config.feed_forward_size,
-        "heads": config.heads * config.head_size,
-        "kv_heads": config.key_value_heads * 2 * config.head_size,
+        "width": (config.width, 1),
+        "mlp_width": (config.feed_forward_size, parts),
+        "heads": (config.heads * config.head_size, parts),
+        "kv_heads": (
+            config.key_value_heads * 2 * config.head_size,
+            parts if config.key_value_heads > 1 else 1,
+        ),
     }
-    for name, size in sizes.items():
-        if size % FP8_TILE:
-            text = f"fp8 products are of multiples of {FP8_TILE}, and {name} makes a matrix of {size}"
-            near = max(round(size / FP8_TILE), 1) * FP8_TILE
+    for name, (size, parts) in sizes.items():
+        tile = FP8_TILE * parts
+        if size % tile:
+            cut = f" for {parts} tensor processes" if parts > 1 else ""
+            text = f"fp8 products are of multiples of {FP8_TILE}, and {name} makes a matrix of {size}{cut}"
+            near = max(round(size / tile), 1) * tile
             yield Problem(f"model.overrides.{name}", text, f'{near} fits, or train.matmul = "same"')
 
 

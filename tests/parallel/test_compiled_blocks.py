@@ -13,17 +13,20 @@ torch = pytest.importorskip("torch")
 
 from throughline.core.errors import WrongUse  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
+from throughline.models.init import build  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
-from throughline.train.compile import cpp_compiler  # noqa: E402
+from throughline.train.compile import cpp_compiler, maybe_compile  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
+from throughline.train.objective import LOSSES, prepare  # noqa: E402
 from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.proof import SEED, Case, make_trainer, own_rows  # noqa: E402
-from throughline.train.recipe import Recipe, resolve  # noqa: E402
+from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402
+from throughline.train.single_engine import SingleEngine  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
 LLAMA = {
@@ -40,7 +43,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("gpt", LLAMA),
     "bert": ("bert", {"layers": 2}),
 }
-COLLECTIVES = {"tensor": ("column_linear", "row_linear"), "context": ("ring_attention",)}
 
 
 def traced(case: Case) -> tuple[float, dict[str, int], int]:
@@ -60,29 +62,44 @@ def traced(case: Case) -> tuple[float, dict[str, int], int]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", [Layout(), Layout(data=2, sharding="full")], ids=["alone", "full"])
-def test_a_block_is_one_graph(layout: Layout, model: str) -> None:
-    """No graph break inside a block, alone and with `fully_shard`; blocks of one shape share a graph."""
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(data=2), Layout(data=2, sharding="full"), Layout(tensor=2)],
+    ids=["alone", "copies", "full", "tensor"],
+)
+def test_a_block_is_one_graph(layout: Layout, precision: str, model: str) -> None:
+    """No graph break inside a block, with tensor processes neither, whose collectives are part of the graph; blocks of one
+    shape share a graph. In bf16 gradients are fp32, at which torch's compiler would break.
+    """
     warm()
     family, fields = MODELS[model]
-    case = Case("traced", layout, family, "fp32", model=fields, rows=4)
+    case = Case("traced", layout, family, precision, model=fields, rows=4)
     for loss, breaks, graphs in run_ranks(layout.world, lambda: traced(case), 600.0):
         assert loss > 0 and breaks == {}, breaks
         assert graphs == 1
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("axis", ["tensor", "context"])
-def test_graphs_break_at_collectives_alone(axis: str, model: str) -> None:
-    """At products with their collective, and at a ring of keys: whole functions that are left as they are."""
+def test_graphs_break_at_the_ring_of_keys_alone(model: str) -> None:
+    """Context processes: a whole function that is left as it is."""
     warm()
     family, fields = MODELS[model]
-    case = Case("traced", Layout(**{axis: 2}), family, "fp32", model=fields, rows=4)
+    case = Case("traced", Layout(context=2), family, "fp32", model=fields, rows=4)
     for loss, breaks, _ in run_ranks(2, lambda: traced(case), 600.0):
         assert loss > 0 and breaks
-        assert all("disable" in why and any(name in why for name in COLLECTIVES[axis]) for why in breaks), (
-            breaks
-        )
+        assert all("disable" in why and "ring_attention" in why for why in breaks), breaks
+
+
+def test_without_functional_collectives_graphs_break_at_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a torch that lacks them: a product with its collective is left as it is."""
+    monkeypatch.setattr("throughline.train.parallel.collectives.FIT_A_GRAPH", False)
+    monkeypatch.setattr("throughline.train.parallel.tensor.FIT_A_GRAPH", False)
+    warm()
+    case = Case("traced", Layout(tensor=2), "gpt", "fp32", model={"layers": 2}, rows=4)
+    for loss, breaks, _ in run_ranks(2, lambda: traced(case), 600.0):
+        assert loss > 0 and breaks
+        assert all("disable" in why and ("column_linear" in why or "row_linear" in why) for why in breaks)
 
 
 @pytest.fixture
@@ -99,6 +116,32 @@ def make(store: Path) -> Callable[..., Recipe]:
         return resolve(build_recipe(tree, Recipe, RULES))
 
     return recipe
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_loss_of_one_process_is_one_graph(precision: str, make: Callable[..., Recipe]) -> None:
+    """Two micro-batches of a step: the second one meets the gradients of the first."""
+    warm()
+    recipe = make({}, compile="on", precision=precision, micro_batch_rows=2)
+
+    def work() -> tuple[float, dict[str, int], int]:
+        compile_as_asked = torch.compile
+        torch.compile = lambda function, **options: compile_as_asked(function, **options, backend="aot_eager")
+        device = torch.device("cpu")
+        config = model_config(recipe)
+        engine = SingleEngine(
+            build(config, SEED), precision, device, loss=maybe_compile(LOSSES["gpt"], recipe, config, device)
+        )
+        ids = torch.arange(4 * 33).view(4, 33).numpy() % config.vocab_size
+        rows = {"input_ids": ids[:, :-1].copy(), "targets": ids[:, 1:].copy()}
+        loss = 0.0
+        for step in range(2):
+            loss = engine.accumulate(prepare(rows, "gpt", 2, device, engine.wide, 0.0), step)[0].item()
+        counters = torch._dynamo.utils.counters
+        return loss, dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
+
+    ((loss, breaks, graphs),) = run_ranks(1, work, 600.0)
+    assert loss > 0 and breaks == {} and graphs == 1, (breaks, graphs)
 
 
 COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -131,6 +131,44 @@ def test_layouts_compute_what_one_process_computes(degrees: dict[str, Any]) -> N
         assert figures[:2] == pytest.approx(mine[:2], rel=1e-5), (step, figures, mine)
 
 
+def test_layers_cut_over_tensor_processes_compute_in_fp8() -> None:
+    """First gradients of two tensor processes and of one, put beside those of bf16: no further off than one process's
+    by a quarter (scales differ where a process has a part of a factor), and off by what fp8 rounds, not by nothing.
+    """
+    config = replace(CONFIG, width=64, heads=4, tied=False)
+    warm()
+
+    def gradients(tensor: int, matmul: str) -> dict[str, tuple[Any, Any]]:
+        torch.set_num_threads(1)
+        if tensor > 1:
+            start_group(CPU, 60)
+        engine = LayoutEngine(config, make_mesh(Layout(tensor=tensor), CPU), "bf16", matmul=matmul)
+        engine.fill()
+        engine.accumulate(prepare(rows(), "gpt", 4, CPU, torch.float32, 0.0), 0)
+        return {
+            local.name: (local.spec.box.slices(), local.computed.grad.double().numpy())
+            for local in engine.local_shards
+        }
+
+    (plain,) = run_ranks(1, lambda: gradients(1, "same"))
+    (alone,) = run_ranks(1, lambda: gradients(1, "fp8-emulated"))
+    parts = run_ranks(2, lambda: gradients(2, "fp8-emulated"))
+    plain_parts = run_ranks(2, lambda: gradients(2, "same"))
+    for name, (_, exact) in plain.items():
+        if not name.startswith("blocks") or exact.ndim < 2:
+            continue
+        off = [np.linalg.norm(alone[name][1] - exact) / np.linalg.norm(exact)]
+        for spread in (parts, plain_parts):
+            whole = np.zeros_like(exact)
+            for part in spread:
+                place, values = part[name]
+                whole[place] = values
+            off.append(np.linalg.norm(whole - exact) / np.linalg.norm(exact))
+        one, cut, cut_plain = off
+        print(name, off)
+        assert cut < 1.25 * one and cut > 3 * cut_plain, (name, off)
+
+
 def tree(**changes: Any) -> dict[str, Any]:
     train = {"steps": 4, "sequence_length": 16, "batch_rows": 4, "matmul": "fp8-emulated", "device": "cpu"}
     overrides = {"layers": 2, "width": 32, "heads": 2, "vocab_size": 61}
@@ -146,8 +184,8 @@ def tree(**changes: Any) -> dict[str, Any]:
     ("changes", "where"),
     [
         ({"train__precision": "fp16"}, "train.matmul"),
-        ({"parallel__tensor": 2}, "train.matmul"),
         ({"model__width": 24}, "model.overrides.width"),
+        ({"model__mlp_width": 48, "parallel__tensor": 2}, "model.overrides.mlp_width"),
     ],
 )
 def test_what_fp8_cannot_do_is_refused_with_the_field(changes: dict[str, Any], where: str) -> None:

@@ -1,5 +1,10 @@
-"""The two collectives that every axis uses inside autograd, started early and waited for late."""
+"""The collectives that every axis uses inside autograd, started early and waited for late.
 
+While a block is compiled they are torch's functional ones, which a graph may hold: the same transfers, with the wait
+as an operation of its own. Eagerly they are those of `torch.distributed`, which cost less to start.
+"""
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -9,18 +14,34 @@ from .mesh import Axis
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+_OPERATIONS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
+# what torch.distributed's own tensors call; without them a graph breaks at each collective
+FIT_A_GRAPH = all(hasattr(torch.ops._c10d_functional, name) for name in _OPERATIONS)
+
+
+def compiled() -> bool:
+    """Whether this call is becoming part of a graph."""
+    return FIT_A_GRAPH and torch.compiler.is_compiling()
+
 
 class Gathering:
     """An all-gather along a dim, in flight."""
 
     def __init__(self, x: Tensor, dim: int, axis: Axis) -> None:
-        self.dim, self.parts = dim, x.new_empty(axis.size, *x.shape)
-        self.work = _all_gather(self.parts.view(-1), x.reshape(-1), group=axis.group, async_op=True)
+        self.dim, self.shape = dim, (axis.size, *x.shape)
+        self.work: dist.Work | None = None
+        if compiled():
+            self.parts = torch.ops._c10d_functional.all_gather_into_tensor(
+                x.reshape(-1), axis.size, axis.group_name
+            )
+        else:
+            self.parts = x.new_empty(axis.size * x.numel())
+            self.work = _all_gather(self.parts, x.reshape(-1), group=axis.group, async_op=True)
 
     def wait(self) -> Tensor:
         """The whole, the parts in order along the dim; a copy unless the dims before it have size 1."""
-        self.work.wait()
-        return self.parts.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        parts = _waited(self.parts, self.work)
+        return parts.view(self.shape).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
 
 class Scattering:
@@ -30,10 +51,30 @@ class Scattering:
         self.parts = (
             x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
         )  # alive until the sum is there
-        self.out = x.new_empty(self.parts.shape[1:])
-        self.work = _reduce_scatter(self.out.view(-1), self.parts.view(-1), group=axis.group, async_op=True)
+        self.shape = self.parts.shape[1:]
+        self.work: dist.Work | None = None
+        if compiled():
+            self.out = torch.ops._c10d_functional.reduce_scatter_tensor(
+                self.parts.view(-1), "sum", axis.size, axis.group_name
+            )
+        else:
+            self.out = x.new_empty(self.shape.numel())
+            self.work = _reduce_scatter(self.out, self.parts.view(-1), group=axis.group, async_op=True)
 
     def wait(self) -> Tensor:
         """This process's part of the sum."""
-        self.work.wait()
-        return self.out
+        return _waited(self.out, self.work).view(self.shape)
+
+
+def summed(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis, in a tensor of its own."""
+    if compiled():
+        return _waited(torch.ops._c10d_functional.all_reduce(x, "sum", axis.group_name), None)
+    return axis.all_reduce(x.contiguous().clone())
+
+
+def _waited(x: Tensor, work: dist.Work | None) -> Tensor:
+    if work is None:
+        return torch.ops._c10d_functional.wait_tensor(x)
+    work.wait()
+    return x

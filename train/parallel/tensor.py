@@ -11,7 +11,8 @@ Shape letters: B batch, S positions of a row, P positions of this process (S / t
 positions, V vocabulary.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,16 @@ from torch.nn import functional as F
 
 from ...models.linear import linear
 from ...planner.tables import even_part, tensor_box, tensor_placement
-from .collectives import Gathering, Scattering
+from .collectives import FIT_A_GRAPH, Gathering, Scattering, compiled, summed
 from .mesh import Axis
+
+Which = Literal["output", "input", "weight"]  # a product, or the gradient of one of its factors
+Product = Callable[[Tensor, Tensor, Tensor | None, Which], Tensor]
+
+
+def plain_product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, which: Which) -> Tensor:
+    """(..., I) -> (..., O) in the dtype of both: all three kinds alike."""
+    return linear(x, weight_OI, bias_O)
 
 
 def _wanted(ctx: Any, index: int) -> bool:
@@ -30,6 +39,8 @@ def _wanted(ctx: Any, index: int) -> bool:
     `ctx.needs_input_grad` does not know of the pass. Without torch's private answer both are computed, which
     is right and slower.
     """
+    if compiled():  # a graph computes all of its gradients at once
+        return ctx.needs_input_grad[index]
     node = ctx.next_functions[index][0]
     if node is None or not ctx.needs_input_grad[index]:
         return False
@@ -44,38 +55,45 @@ def _wanted(ctx: Any, index: int) -> bool:
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BPW: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
-        ctx.axis, ctx.biased = axis, bias is not None
+    def forward(
+        ctx: Any, x_BPW: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, product: Product
+    ) -> Tensor:
+        ctx.axis, ctx.product, ctx.biased = axis, product, bias is not None
         ctx.save_for_backward(x_BPW, weight)
-        return linear(Gathering(x_BPW, 1, axis).wait(), weight, bias)
+        return product(Gathering(x_BPW, 1, axis).wait(), weight, bias, "output")
 
     @staticmethod
     def backward(ctx: Any, grad_BSV: Tensor) -> tuple[Tensor | None, ...]:
         x_BPW, weight = ctx.saved_tensors
         for_input, for_weight = _wanted(ctx, 0), _wanted(ctx, 1)
         gathering = Gathering(x_BPW, 1, ctx.axis) if for_weight else None  # hidden behind the product below
-        scattering = Scattering(linear(grad_BSV, weight.t()), 1, ctx.axis) if for_input else None
-        grad_weight = None
+        scattering, grad_weight = None, None
+        if for_input:
+            scattering = Scattering(ctx.product(grad_BSV, weight.t(), None, "input"), 1, ctx.axis)
         if gathering is not None:
-            grad_weight = linear(grad_BSV.flatten(0, 1).t(), gathering.wait().flatten(0, 1).t())
+            x_BSW = gathering.wait()
+            grad_weight = ctx.product(grad_BSV.flatten(0, 1).t(), x_BSW.flatten(0, 1).t(), None, "weight")
         grad_bias = grad_BSV.sum((0, 1)) if ctx.biased and _wanted(ctx, 2) else None
-        return None if scattering is None else scattering.wait(), grad_weight, grad_bias, None
+        return None if scattering is None else scattering.wait(), grad_weight, grad_bias, None, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSV: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, x_BSV: Tensor, weight: Tensor, axis: Axis, product: Product) -> Tensor:
+        ctx.axis, ctx.product = axis, product
         ctx.save_for_backward(x_BSV, weight)
-        return Scattering(linear(x_BSV, weight), 1, axis).wait()
+        return Scattering(product(x_BSV, weight, None, "output"), 1, axis).wait()
 
     @staticmethod
     def backward(ctx: Any, grad_BPW: Tensor) -> tuple[Tensor | None, ...]:
         x_BSV, weight = ctx.saved_tensors
         grad_BSW = Gathering(grad_BPW, 1, ctx.axis).wait()
-        grad_input = linear(grad_BSW, weight.t()) if _wanted(ctx, 0) else None
-        grad_weight = linear(grad_BSW.flatten(0, 1).t(), x_BSV.flatten(0, 1).t()) if _wanted(ctx, 1) else None
-        return grad_input, grad_weight, None
+        grad_input, grad_weight = None, None
+        if _wanted(ctx, 0):
+            grad_input = ctx.product(grad_BSW, weight.t(), None, "input")
+        if _wanted(ctx, 1):
+            grad_weight = ctx.product(grad_BSW.flatten(0, 1).t(), x_BSV.flatten(0, 1).t(), None, "weight")
+        return grad_input, grad_weight, None, None
 
 
 class _ScatterSequence(torch.autograd.Function):
@@ -131,23 +149,27 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.all_reduce(grad.contiguous().clone()), None
+        return summed(grad, ctx.axis), None
 
 
-def column_linear(x_BPW: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+def column_linear(
+    x_BPW: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, product: Product = plain_product
+) -> Tensor:
     """Part of the row (B, P, W) -> this process's outputs for the whole row (B, S, out / tensor)."""
-    return _Column.apply(x_BPW, weight, bias, axis)
+    return _Column.apply(x_BPW, weight, bias, axis, product)
 
 
-def row_linear(x_BSV: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+def row_linear(x_BSV: Tensor, weight: Tensor, axis: Axis, product: Product = plain_product) -> Tensor:
     """Partial sums of (B, S, in / tensor) inputs -> this process's part of their sum's row (B, P, out)."""
-    return _Row.apply(x_BSV, weight, axis)
+    return _Row.apply(x_BSV, weight, axis, product)
 
 
 def run_products_eagerly() -> None:
-    """Before blocks are compiled: a product runs with its collective as it is, between two graphs. A compiler would
-    break at each call inside it, and hide nothing behind the product.
+    """Before blocks are compiled by a torch whose graphs hold no collectives: a product runs with its collective as it
+    is, between two graphs. The compiler would break at each call inside it, and hide nothing behind the product.
     """
+    if FIT_A_GRAPH:
+        return
     global column_linear, row_linear
     column_linear, row_linear = torch.compiler.disable(column_linear), torch.compiler.disable(row_linear)
 
@@ -177,9 +199,10 @@ class ColumnLinear(nn.Module):
     def __init__(self, linear: nn.Linear, axis: Axis) -> None:
         super().__init__()
         self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+        self.product: Product = plain_product
 
     def forward(self, x_BPW: Tensor) -> Tensor:
-        return column_linear(x_BPW, self.weight, self.bias, self.axis)
+        return column_linear(x_BPW, self.weight, self.bias, self.axis, self.product)
 
 
 class RowLinear(nn.Module):
@@ -188,9 +211,10 @@ class RowLinear(nn.Module):
     def __init__(self, linear: nn.Linear, axis: Axis) -> None:
         super().__init__()
         self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+        self.product: Product = plain_product
 
     def forward(self, x_BSV: Tensor) -> Tensor:
-        y_BPW = row_linear(x_BSV, self.weight, self.axis)
+        y_BPW = row_linear(x_BSV, self.weight, self.axis, self.product)
         return y_BPW if self.bias is None else y_BPW + self.bias
 
 
