@@ -69,7 +69,7 @@ def traced(case: Case) -> tuple[float, dict[str, int], int]:
     ids=["alone", "copies", "full", "tensor"],
 )
 def test_a_block_is_one_graph(layout: Layout, precision: str, model: str) -> None:
-    """No graph break inside a block, with tensor processes neither, whose collectives are part of the graph; blocks of one
+    """No graph break inside a block, whose graph holds the collectives of tensor processes too; blocks of one
     shape share a graph. In bf16 gradients are fp32, at which torch's compiler would break.
     """
     warm()
