@@ -123,12 +123,13 @@ def main() -> None:
     options.add_argument(
         "--tiny", action="store_true", help="two small layers: agreement only; --quick has them too"
     )
+    options.add_argument("--pairs", type=int, default=3, help="paired measurements")
     chosen = options.parse_args()
     parts = chosen.parts.split(",")
     if unknown := set(parts) - set(CASES):
         options.error(f"--parts: there is no {', '.join(sorted(unknown))}; the cases are {', '.join(CASES)}")
     chosen.tiny |= chosen.quick
-    pairs, steps, skip = 3, 6 if chosen.quick else 12, 2 if chosen.quick else 3
+    steps, skip = (6, 2) if chosen.quick else (12, 3)
     os.environ["OMP_NUM_THREADS"] = "1"
     claims, details = [], {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -158,7 +159,7 @@ def main() -> None:
                 first, second = paired(
                     lambda: statistics.median(ours(place, recipe, f"{name}-{next(count)}")[1][skip:]),  # noqa: B023
                     lambda: statistics.median(theirs(place, recipe, best)[1][skip:]),  # noqa: B023
-                    pairs,
+                    chosen.pairs,
                 )
                 ours(place, traced, f"{name}-traced", "--profile")
                 theirs(place, traced, best, "--trace", place / f"{name}.json")

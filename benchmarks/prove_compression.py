@@ -6,8 +6,8 @@ python benchmarks/prove_compression.py [--quick] [--steps 500]
 A small character GPT on tiny Shakespeare, 16 rows a step however many processes share them, AdamW with the
 learning rate that is best for uncompressed gradients (of 0.006, 0.01 and 0.02), beta2 0.95, clipping at 1,
 the same for every scheme. Base: fp32 gradients by ring all-reduce. The loss is that of a fixed validation set
-after the last step. All processes must end with the same weights to the bit. `--quick` takes 40 steps and one seed instead
-of three.
+after the last step. All processes must end with the same weights to the bit. `--quick` takes one seed
+instead of three, and 40 steps.
 """
 
 import hashlib

@@ -364,6 +364,7 @@ def main() -> None:
         default=PARTS,
         help="measure only these, joined by commas",
     )
+    options.add_argument("--pairs", type=int, default=5, help="paired measurements")
     chosen = options.parse_args()
     if unknown := set(chosen.parts) - set(PARTS):
         options.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
@@ -383,7 +384,7 @@ def main() -> None:
             text = Path(folder) / f"{part}.txt"
             words = "\n".join(documents_of(files_in(paths)))[: QUICK if chosen.quick else None]
             text.write_text(words + "\n", encoding="utf-8")
-            bench = Bench(text, 1 if chosen.quick else 5, SAMPLES / "gpt2-bpe")
+            bench = Bench(text, 1 if chosen.quick else chosen.pairs, SAMPLES / "gpt2-bpe")
             suffix = "-multilingual" if part == "multilingual" else ""
             claims += bpe(bench, gpt2) if part == "bpe" else wordpiece(bench, bert, suffix)
             details[part] = bench.facts()

@@ -334,6 +334,8 @@ def main() -> None:
         "--novel", type=existing, default=SAMPLES / "novels" / "Cbronte_Jane_1847.txt.bz2", help="a .txt.bz2"
     )
     options.add_argument("--parts", default="tokens,loss,novel,gpt124", help="what to measure")
+    options.add_argument("--seeds", type=int, default=3, help="pairs of runs to a loss")
+    options.add_argument("--pairs", type=int, default=3, help="pairs of tokens a second")
     chosen = options.parse_args()
     parts, quick = chosen.parts.split(","), chosen.quick
     claims: list[Claim] = []
@@ -343,8 +345,8 @@ def main() -> None:
         novel = bz2.decompress(chosen.novel.read_bytes()).decode("utf-8").replace("\r\n", "\n")
         place = prepare(shakespeare, Path(scratch) / "shakespeare", chosen.nanogpt)
         if "tokens" in parts:
-            claims += tokens_claims(place, 1 if quick else 5, 60 if quick else 200)
-        seeds = 1 if quick else 3
+            claims += tokens_claims(place, 1 if quick else chosen.pairs, 60 if quick else 200)
+        seeds = 1 if quick else chosen.seeds
         if "loss" in parts:
             made, details["loss"] = loss_claim("gpt-time-to-loss", place, shakespeare, seeds, 3.0, quick)
             claims.append(made)
@@ -353,7 +355,7 @@ def main() -> None:
             made, details["novel"] = loss_claim("gpt-time-to-loss-novel", place, novel, seeds, 2.0, quick)
             claims.append(made)
         if "gpt124" in parts:
-            pairs, steps, kinds = (1, 5, ("eager",)) if quick else (3, 8, ("eager", "compiled"))
+            pairs, steps, kinds = (1, 5, ("eager",)) if quick else (chosen.pairs, 8, ("eager", "compiled"))
             claims += gpt124_claims(Path(scratch) / "gpt124", pairs, steps, kinds)
     finish("train_gpt", claims, packages=("transformers",), details=details)
 
