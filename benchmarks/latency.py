@@ -275,8 +275,13 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--threads", type=int, default=2)
     options.add_argument("--parts", default=",".join(PARTS), help="parts to measure")
+    options.add_argument("--pairs", type=int, default=15, help="paired measurements")
     arguments = options.parse_args()
-    threads, pairs, calls = arguments.threads, 3 if arguments.quick else 15, 5 if arguments.quick else 10
+    threads, pairs, calls = (
+        arguments.threads,
+        3 if arguments.quick else arguments.pairs,
+        5 if arguments.quick else 10,
+    )
     torch.set_num_threads(threads)
     claims: list[Claim] = []
 

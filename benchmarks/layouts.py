@@ -120,12 +120,16 @@ def collective_share(trace: Path) -> float:
 def main() -> None:
     options = parser((__doc__ or "").splitlines()[0])
     options.add_argument("--parts", default=",".join(CASES), help="cases to measure")
-    options.add_argument("--tiny", action="store_true", help="two small layers: agreement only")
+    options.add_argument(
+        "--tiny", action="store_true", help="two small layers: agreement only; --quick has them too"
+    )
+    options.add_argument("--pairs", type=int, default=3, help="paired measurements")
     chosen = options.parse_args()
     parts = chosen.parts.split(",")
     if unknown := set(parts) - set(CASES):
         options.error(f"--parts: there is no {', '.join(sorted(unknown))}; the cases are {', '.join(CASES)}")
-    pairs, steps, skip = (1, 6, 2) if chosen.quick else (3, 12, 3)
+    chosen.tiny |= chosen.quick
+    steps, skip = (6, 2) if chosen.quick else (12, 3)
     os.environ["OMP_NUM_THREADS"] = "1"
     claims, details = [], {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -140,24 +144,31 @@ def main() -> None:
             traced.write_text(recipe_text(settings | {"train.steps": SKIPPED + WARMUP + ACTIVE}))
             bound = AGREE[str(CASES[name]["train.precision"])]
             kinds = PEERS_OF.get(name, (name.partition("-")[0],))
-            tried = {kind: theirs(place, recipe, kind) for kind in kinds}
-            best = min(kinds, key=lambda kind: statistics.median(tried[kind][1][skip:]))
-            mine, _ = ours(place, recipe, f"{name}-agrees")
-            differences = {kind: agree(mine, tried[kind][0], bound, f"{name}, {kind}") for kind in kinds}
-            count = iter(range(1000))
-            first, second = paired(
-                lambda: statistics.median(ours(place, recipe, f"{name}-{next(count)}")[1][skip:]),  # noqa: B023
-                lambda: statistics.median(theirs(place, recipe, best)[1][skip:]),  # noqa: B023
-                pairs,
-            )
-            ours(place, traced, f"{name}-traced", "--profile")
-            theirs(place, traced, best, "--trace", place / f"{name}.json")
-            details[name] = {
-                "peer": best,
-                "losses_differ": differences,
-                "collectives_ours": round(collective_share(place / f"{name}-traced/profile/trace.json"), 3),
-                "collectives_theirs": round(collective_share(place / f"{name}.json"), 3),
-            }
+            tried = {kind: theirs(place, recipe, kind) for kind in kinds[: 1 if chosen.quick else None]}
+            best = min(tried, key=lambda kind: statistics.median(tried[kind][1][skip:]))
+            mine, seconds = ours(place, recipe, f"{name}-agrees")
+            differences = {kind: agree(mine, tried[kind][0], bound, f"{name}, {kind}") for kind in tried}
+            details[name] = {"peer": best, "losses_differ": differences}
+            if chosen.quick:  # the runs that agree are the pair
+                first, second = (
+                    [statistics.median(seconds[skip:])],
+                    [statistics.median(tried[best][1][skip:])],
+                )
+            else:
+                count = iter(range(1000))
+                first, second = paired(
+                    lambda: statistics.median(ours(place, recipe, f"{name}-{next(count)}")[1][skip:]),  # noqa: B023
+                    lambda: statistics.median(theirs(place, recipe, best)[1][skip:]),  # noqa: B023
+                    chosen.pairs,
+                )
+                ours(place, traced, f"{name}-traced", "--profile")
+                theirs(place, traced, best, "--trace", place / f"{name}.json")
+                details[name] |= {
+                    "collectives_ours": round(
+                        collective_share(place / f"{name}-traced/profile/trace.json"), 3
+                    ),
+                    "collectives_theirs": round(collective_share(place / f"{name}.json"), 3),
+                }
             print(name, details[name], file=sys.stderr, flush=True)
             what = f"torch's {best} over our model, {CASES[name]['train.precision']}, fused AdamW"
             claims.append(

@@ -28,7 +28,8 @@ def main() -> int:
     if not cases:
         options.error(f"no row of {TABLE.name} has {given.only!r} in its name: nothing would be proven")
     if given.quick:
-        cases = cases[::8]
+        large = [case for case in cases[1:] if case.layout.world == 32]
+        cases = cases[::24] + large[:1]
     prover, rows, start = Prover(), [], time.monotonic()
     print(
         f"{'layout':<50}{'processes':>9}{'loss':>9}{'norm':>9}{'gradient':>9}{'weights':>9}{'MiB':>7}{'s':>6}"

@@ -37,6 +37,7 @@ HERE = Path(__file__).parent
 SAMPLES = HERE.parent / "recipes" / "samples"
 DOCUMENT = 3000  # characters
 BATCH = 1000
+QUICK = 3_000_000  # characters of text with --quick
 SHORT_LINES = 20
 SMALL_BYTES = (
     10_000_000  # of a text that takes no longer than the start-up: several times each, for the noise
@@ -310,7 +311,13 @@ def bpe(bench: Bench, gpt2: Path) -> list[Claim]:
     if fast and installed("datasets"):
         claims.append(
             bench.claim(
-                "bpe-fast-vs-datasets-map", "gigatoken", "datasets", gpt2, 50, min(bench.pairs, 3), turns=5
+                "bpe-fast-vs-datasets-map",
+                "gigatoken",
+                "datasets",
+                gpt2,
+                50,
+                min(bench.pairs, 3),
+                turns=min(bench.pairs, 5),
             )
         )
     if fast and installed("tiktoken"):
@@ -357,6 +364,7 @@ def main() -> None:
         default=PARTS,
         help="measure only these, joined by commas",
     )
+    options.add_argument("--pairs", type=int, default=5, help="paired measurements")
     chosen = options.parse_args()
     if unknown := set(chosen.parts) - set(PARTS):
         options.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
@@ -374,8 +382,9 @@ def main() -> None:
                 print(f"no --{part} text: its claims are left out", file=sys.stderr)
                 continue
             text = Path(folder) / f"{part}.txt"
-            text.write_text("\n".join(documents_of(files_in(paths))) + "\n", encoding="utf-8")
-            bench = Bench(text, 3 if chosen.quick else 5, SAMPLES / "gpt2-bpe")
+            words = "\n".join(documents_of(files_in(paths)))[: QUICK if chosen.quick else None]
+            text.write_text(words + "\n", encoding="utf-8")
+            bench = Bench(text, 1 if chosen.quick else chosen.pairs, SAMPLES / "gpt2-bpe")
             suffix = "-multilingual" if part == "multilingual" else ""
             claims += bpe(bench, gpt2) if part == "bpe" else wordpiece(bench, bert, suffix)
             details[part] = bench.facts()

@@ -165,6 +165,8 @@ def train_nanogpt(place: Path, name: str, steps: int, seed: int) -> tuple[float,
         "sys.path.insert(0, '.'); runpy.run_path('train.py', run_name='__main__')"
     )
     lengths = [f"--max_iters={steps}", f"--lr_decay_iters={steps}", f"--out_dir={name}"]
+    if steps < 250:  # its own interval, after which it writes a checkpoint
+        lengths.append(f"--eval_interval={steps}")
     start = time.perf_counter()
     text = run([sys.executable, "-c", seeded, *NANOGPT, *lengths], place)
     return time.perf_counter() - start, text
@@ -267,13 +269,15 @@ def tokens_claims(place: Path, pairs: int, steps: int) -> list[Claim]:
 
 
 def loss_claim(
-    name: str, place: Path, text: str, seeds: int, steps: int, goal: float
+    name: str, place: Path, text: str, seeds: int, goal: float, quick: bool
 ) -> tuple[Claim, list[dict]]:
-    """Time to nanoGPT's final loss, one pair a seed."""
+    """Time to nanoGPT's loss after its 2,000 steps, one pair a seed; `quick` stops both early, and ours is eager."""
+    steps = 60 if quick else 2000
+    short = {"train.steps": 20, "schedule.decay_steps": 20, "train.compile": "off"} if quick else {}
     ours_s, theirs_s, details = [], [], []
     for seed in range(seeds):
         run_name = f"{name}-{seed}"
-        seconds = train_ours(place, run_name, {"train.seed": seed})
+        seconds = train_ours(place, run_name, {"train.seed": seed} | short)
         their_seconds, _ = train_nanogpt(place, f"nano-{run_name}", steps, seed)
         ours, theirs = score_ours(place / run_name, text), score_nanogpt(place, f"nano-{run_name}", text)
         details.append(
@@ -294,8 +298,8 @@ def loss_claim(
     return made, details
 
 
-def gpt124_claims(directory: Path, pairs: int, steps: int) -> list[Claim]:
-    """GPT-2 124M in bf16 on Shakespeare in GPT-2's tokens."""
+def gpt124_claims(directory: Path, pairs: int, steps: int, kinds: Sequence[str]) -> list[Claim]:
+    """GPT-2 124M in bf16 on Shakespeare in GPT-2's tokens, against the fastest of these kinds of transformers."""
     directory.mkdir()
     throughline("data", "tokenizer", SAMPLES / "gpt2-bpe", "--type", "import", "--out", "tok", cwd=directory)
     corpus = SAMPLES / "tinyshakespeare" / "input.txt"
@@ -315,8 +319,7 @@ def gpt124_claims(directory: Path, pairs: int, steps: int) -> list[Claim]:
                 run([sys.executable, PEERS, kind, rows, length, steps], directory).split()[-1]
             )
 
-        kinds = ("eager", "compiled")
-        best = max(kinds, key=transformers)
+        best = max(kinds, key=transformers) if len(kinds) > 1 else kinds[0]
         mine, theirs = paired(ours, lambda best=best, ask=transformers: ask(best), pairs)
         peer = f"transformers GPT2LMHeadModel, {best}, bf16 autocast, fused AdamW"
         name = f"gpt124-{length}-vs-transformers"
@@ -331,6 +334,8 @@ def main() -> None:
         "--novel", type=existing, default=SAMPLES / "novels" / "Cbronte_Jane_1847.txt.bz2", help="a .txt.bz2"
     )
     options.add_argument("--parts", default="tokens,loss,novel,gpt124", help="what to measure")
+    options.add_argument("--seeds", type=int, default=3, help="pairs of runs to a loss")
+    options.add_argument("--pairs", type=int, default=3, help="pairs of tokens a second")
     chosen = options.parse_args()
     parts, quick = chosen.parts.split(","), chosen.quick
     claims: list[Claim] = []
@@ -340,17 +345,18 @@ def main() -> None:
         novel = bz2.decompress(chosen.novel.read_bytes()).decode("utf-8").replace("\r\n", "\n")
         place = prepare(shakespeare, Path(scratch) / "shakespeare", chosen.nanogpt)
         if "tokens" in parts:
-            claims += tokens_claims(place, 1 if quick else 5, 60 if quick else 200)
-        seeds = 1 if quick else 3
+            claims += tokens_claims(place, 1 if quick else chosen.pairs, 60 if quick else 200)
+        seeds = 1 if quick else chosen.seeds
         if "loss" in parts:
-            made, details["loss"] = loss_claim("gpt-time-to-loss", place, shakespeare, seeds, 2000, 3.0)
+            made, details["loss"] = loss_claim("gpt-time-to-loss", place, shakespeare, seeds, 3.0, quick)
             claims.append(made)
         if "novel" in parts:
             place = prepare(novel, Path(scratch) / "novel", chosen.nanogpt)
-            made, details["novel"] = loss_claim("gpt-time-to-loss-novel", place, novel, seeds, 2000, 2.0)
+            made, details["novel"] = loss_claim("gpt-time-to-loss-novel", place, novel, seeds, 2.0, quick)
             claims.append(made)
         if "gpt124" in parts:
-            claims += gpt124_claims(Path(scratch) / "gpt124", 1 if quick else 3, 6 if quick else 8)
+            pairs, steps, kinds = (1, 5, ("eager",)) if quick else (chosen.pairs, 8, ("eager", "compiled"))
+            claims += gpt124_claims(Path(scratch) / "gpt124", pairs, steps, kinds)
     finish("train_gpt", claims, packages=("transformers",), details=details)
 
 

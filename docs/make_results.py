@@ -77,9 +77,10 @@ def results_page(found: list[Row]) -> str:
     lines = [
         "# Results",
         "",
-        "Made by `make reference` from `benchmarks/results/`; `make bench` measures all of it again, `make bench-quick` the same",
-        "claims with fewer repetitions. A ratio is oriented so that larger is better for Throughline: the median of paired",
-        "measurements, with their range. A goal that was not met stays in its table.",
+        "Made by `make reference` from `benchmarks/results/`. `make bench` measures the races again, `make bert-toy` and the",
+        "`make prove-…` targets what has one of its own, `make bench-quick` every claim in small. A ratio is oriented so that",
+        "larger is better for Throughline: the median of paired measurements, with their range. A goal that was not met stays",
+        "in its table.",
     ]
     for section, about in SECTIONS.items():
         lines += ["", f"## {section}", "", about]
