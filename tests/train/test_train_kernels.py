@@ -260,7 +260,7 @@ def test_a_compilation_that_breaks_falls_back(capsys, monkeypatch):
     model = build(preset("gpt-toy"))
     batch = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "targets": torch.zeros(1, 8, dtype=torch.long)}
     monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
-    guarded = compilation._compiled(gpt_loss, "auto")
+    guarded = compilation._compiled(gpt_loss, "auto", lambda model, *_: model)
     for _ in range(2):
         loss, _ = guarded(model, batch, torch.tensor([1 / 8]))
         assert loss.item() == gpt_loss(model, batch, torch.tensor([1 / 8]))[0].item()
