@@ -33,7 +33,7 @@ def test_the_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
 def test_every_long_training_is_shortened(page: str) -> None:
     """A page's trainings name their steps, so that the slow test can shorten them."""
     text = script(ROOT / "docs" / f"{page}.md", quick=True)
-    for line in text.splitlines():
+    for line in text.replace("\\\n", "").splitlines():
         if re.match(r"throughline (?:launch .* )?(?:train|finetune) ", line) and ">" not in line:
             assert any(name in line for name in QUICK), line
 

@@ -125,6 +125,7 @@ def test_the_loss_of_one_process_is_one_graph(precision: str, make: Callable[...
     recipe = make({}, compile="on", precision=precision, micro_batch_rows=2)
 
     def work() -> tuple[float, dict[str, int], int]:
+        torch._dynamo.utils.counters.clear()
         compile_as_asked = torch.compile
         torch.compile = lambda function, **options: compile_as_asked(function, **options, backend="aot_eager")
         device = torch.device("cpu")
