@@ -165,7 +165,6 @@ def test_layers_cut_over_tensor_processes_compute_in_fp8() -> None:
                 whole[place] = values
             off.append(np.linalg.norm(whole - exact) / np.linalg.norm(exact))
         one, cut, cut_plain = off
-        print(name, off)
         assert cut < 1.25 * one and cut > 3 * cut_plain, (name, off)
 
 
