@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 from common import Claim, claim, finish, paired, parser
-from throughline.models.attention_patterns import apply_pattern, block_table, make_attend
+from throughline.models.attention_patterns import apply_pattern, make_attend
 from throughline.models.config import AttentionPattern, GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
@@ -130,11 +130,11 @@ def main() -> int:
         facts[f"kept_mib_{length}"] = {
             name: round(kept_bytes(attend, length) / 2**20, 1) for name, attend in sides.items()
         }
-        table = block_table(PATTERN, length, causal=True)
-        facts[f"blocks_computed_{length}"] = [
-            int(table.sum()),
-            int(table.shape[0] * (table.shape[0] + 1) // 2),
-        ]
+        inside = min(PATTERN.window, length)
+        facts[f"scores_needed_{length}"] = {
+            "window": inside * (inside + 1) // 2 + (length - inside) * inside,
+            "dense": length * (length + 1) // 2,
+        }
     facts["extrapolated"] = {length: extrapolated(claims, length) for length in BEYOND}
     finish("long_attention", claims, facts=facts, threads=torch.get_num_threads())
     return 0

@@ -5,7 +5,8 @@ A config with `attention_window` set has one; it replaces `Attention.attend` fro
 into blocks; for each block of queries only the blocks of keys that hold a visible token are gathered, and one
 fused kernel runs for all query blocks that have as many. Inside a gathered block a mask keeps the pattern
 exact to the token. Documents, padding and a relative bias come as the mask that the models make anyway, and
-only its needed parts are read.
+only its needed parts are read. A plain window, with documents or without, is not gathered: on CUDA it is one
+call of torch's variable-length kernel, on a CPU a walk along the diagonal (`band.py`).
 
 | kind | a token at i sees a token at j when (causal: and j <= i) |
 |---|---|
@@ -18,7 +19,7 @@ those beyond window and global ones, one from each of as many equal stretches; o
 in BigBird, but the same for all heads, which one kernel serves. A decoder draws from the past alone, so its
 draws do not change as the text grows; an encoder's depend on the length.
 
-Cost: with B blocks of keys to a block of queries, time and the memory of gathered keys and values are B
+Cost of gathering: with B blocks of keys to a block of queries, time and the memory of gathered keys and values are B
 blocks a query block instead of S / block; a smaller block follows a window closer and gathers more copies,
 and 128 to 256 is a good compromise for windows of 512. Where memory is short the copies need not be kept for
 backward: `recompute = "selective"`.
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import AttentionPattern
-from .documents import Documents, attend_documents, has_varlen
+from .documents import Documents, attend_documents, knows_windows
 from .layers import Block, Mask, scaled_dot_product
 
 
@@ -139,7 +140,7 @@ def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Call
         if pattern.kind == "sliding" and length <= pattern.window:  # everything is near: the dense kernel
             return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, is_causal=is_causal, dropout=dropout)
         banded = pattern.kind == "sliding" and not pattern.global_blocks and not pattern.random_blocks
-        if banded and not isinstance(mask, Tensor) and has_varlen(v_BGTD, dropout):
+        if banded and not isinstance(mask, Tensor) and knows_windows(v_BGTD, dropout):
             if mask is None:
                 ends = torch.arange(len(q_BASD) + 1, dtype=torch.int32, device=q_BASD.device)
                 mask = Documents(ends * length, length)

@@ -11,6 +11,7 @@ documents.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .varlen import HALVES, equal_runs, varlen_backward, varlen_forward, wide_dtype
+from .band import band_bias, band_slices
+from .kernels import HALVES, wide_dtype
+from .varlen import equal_runs, varlen_backward, varlen_forward
 
 aten = torch.ops.aten
 SHORT = 512  # tokens of a bf16 document up to which plain products are faster on a CPU
-QUERIES = 256  # of a causal document at a time: the keys to the right of them are left out
+QUERIES = 256  # of a causal document at a time at most: the keys to the right of them are left out
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def attend_documents(
 ) -> Tensor:
     """Attention (B, A, S, D) within the documents.
 
-    `window`: to tokens less than so far away, 0 for all; only where `has_varlen`.
+    `window`: to tokens less than so far away, 0 for all; only where `knows_windows`.
     """
     rows, heads, length, _ = q_BASD.shape
     # products of the same dtype: rotary positions leave queries and keys in float32 under autocast
@@ -67,10 +70,11 @@ def attend_documents(
     if q.is_cuda:
         out = _on_cuda(q, k, v, documents, is_causal, dropout, window)
     elif dropout == 0.0 and q.device.type == "cpu":
-        out = _attend_on_cpu(q, k, v, documents.bounds_N, is_causal)[0]
+        out = _attend_on_cpu(q, k, v, documents.bounds_N, is_causal, window)[0]
     else:
         out = None
     if out is None:
+        assert not window
         return F.scaled_dot_product_attention(
             q_BASD,
             k_BGSD,
@@ -110,6 +114,11 @@ def _on_cuda(
     )[0][0]
 
 
+def knows_windows(q: Tensor, dropout: float) -> bool:
+    """Whether documents with such queries (..., D) can have a window too."""
+    return has_varlen(q, dropout) or (q.device.type == "cpu" and dropout == 0.0)
+
+
 def has_varlen(q: Tensor, dropout: float) -> bool:
     """Whether torch's variable-length kernel takes such queries (..., D)."""
     return (
@@ -124,26 +133,25 @@ def has_varlen(q: Tensor, dropout: float) -> bool:
 # One operator, so that a compiler does not look inside: the lengths of the documents are other ones in every batch.
 @torch.library.custom_op("throughline::attend_documents", mutates_args=())
 def _attend_on_cpu(
-    q_TAD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds_N: Tensor, is_causal: bool
+    q_TAD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds_N: Tensor, is_causal: bool, window: int
 ) -> tuple[Tensor, Tensor]:
     """(T, A, D), and the log-sum-exp (A, T), which products leave unset."""
-    if not _in_products(q_TAD, k_TGD, bounds_N):
+    if not _in_products(q_TAD, k_TGD, bounds_N, window):
         bounds = bounds_N.tolist()
-        return varlen_forward(q_TAD, k_TGD, v_TGD, bounds, bounds, 0, is_causal)
+        return varlen_forward(q_TAD, k_TGD, v_TGD, bounds, bounds, 0, is_causal, window)
     out = _like(q_TAD)
     for tokens, _, count in equal_runs(bounds_N, bounds_N):
         q, k, v = (_heads_first(x[tokens], count) for x in (q_TAD, k_TGD, v_TGD))
-        for start, stop in _pieces(q.shape[1], is_causal):
-            part = _shares(q[:, start:stop], k[:, :stop] if is_causal else k, start, is_causal) @ (
-                v[:, :stop] if is_causal else v
-            )
-            _view(out[tokens], count)[:, :, start:stop] = part.unflatten(0, (count, -1))
+        for here, seen in _pieces(q.shape[1], is_causal, window):
+            shares = _shares(q[:, here], k[:, seen], band_bias(here, seen, window, is_causal, q.dtype))
+            part = shares @ v[:, seen]
+            _view(out[tokens], count)[:, :, here] = part.unflatten(0, (count, -1))
     return out, _log_sums(q_TAD)
 
 
 @_attend_on_cpu.register_fake
 def _(
-    q_TAD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds_N: Tensor, is_causal: bool
+    q_TAD: Tensor, k_TGD: Tensor, v_TGD: Tensor, bounds_N: Tensor, is_causal: bool, window: int
 ) -> tuple[Tensor, Tensor]:
     return _like(q_TAD), _log_sums(q_TAD)
 
@@ -158,18 +166,19 @@ def _attend_on_cpu_backward(
     lse_AT: Tensor,
     bounds_N: Tensor,
     is_causal: bool,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _in_products(q_TAD, k_TGD, bounds_N):
+    if not _in_products(q_TAD, k_TGD, bounds_N, window):
         bounds = bounds_N.tolist()
-        return varlen_backward(grad_TAD, q_TAD, k_TGD, v_TGD, out_TAD, lse_AT, bounds, bounds, 0, is_causal)
+        tensors = (grad_TAD, q_TAD, k_TGD, v_TGD, out_TAD, lse_AT)
+        return varlen_backward(*tensors, bounds, bounds, 0, is_causal, window)
     results = _like(q_TAD), _like(k_TGD), _like(v_TGD)
     scale = 1 / math.sqrt(q_TAD.shape[-1])
     for tokens, _, count in equal_runs(bounds_N, bounds_N):
         grad, q, k, v = (_heads_first(x[tokens], count) for x in (grad_TAD, q_TAD, k_TGD, v_TGD))
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for start, stop in _pieces(q.shape[1], is_causal):
-            here, seen = slice(start, stop), slice(0, stop if is_causal else None)
-            shares = _shares(q[:, here], k[:, seen], start, is_causal)
+        for here, seen in _pieces(q.shape[1], is_causal, window):
+            shares = _shares(q[:, here], k[:, seen], band_bias(here, seen, window, is_causal, q.dtype))
             dv[:, seen] += shares.mT @ grad[:, here]
             dscores = _through_softmax(grad[:, here] @ v[:, seen].mT, shares)
             dscores *= scale
@@ -188,13 +197,14 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.is_causal = inputs
+    *tensors, ctx.is_causal, ctx.window = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _give_back(ctx: Any, grad_TAD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, bounds, out, lse = ctx.saved_tensors
-    return *_attend_on_cpu_backward(grad_TAD, q, k, v, out, lse, bounds, ctx.is_causal), None, None
+    rules = bounds, ctx.is_causal, ctx.window
+    return *_attend_on_cpu_backward(grad_TAD, q, k, v, out, lse, *rules), None, None, None
 
 
 torch.library.register_autograd("throughline::attend_documents", _give_back, setup_context=_save)
@@ -208,11 +218,12 @@ def _log_sums(q_TAD: Tensor) -> Tensor:
     return q_TAD.new_empty(q_TAD.shape[1], len(q_TAD), dtype=wide_dtype(q_TAD.dtype))
 
 
-def _in_products(q_TAD: Tensor, k_TGD: Tensor, bounds_N: Tensor) -> bool:
+def _in_products(q_TAD: Tensor, k_TGD: Tensor, bounds_N: Tensor, window: int) -> bool:
     """Whether plain products are the faster kernel of this CPU for these documents."""
     if q_TAD.dtype != torch.bfloat16 or k_TGD.shape != q_TAD.shape:
         return False
-    return int(bounds_N.diff().amax()) <= SHORT
+    longest = int(bounds_N.diff().amax())
+    return longest <= SHORT or 0 < window < longest
 
 
 def _through_softmax(grad: Tensor, shares: Tensor) -> Tensor:
@@ -224,9 +235,9 @@ def _through_softmax(grad: Tensor, shares: Tensor) -> Tensor:
     return (parts - shares.to(wide) * parts.sum(-1, keepdim=True)).to(shares.dtype)
 
 
-def _pieces(length: int, is_causal: bool) -> list[tuple[int, int]]:
-    step = QUERIES if is_causal else length
-    return [(start, min(start + step, length)) for start in range(0, length, step)]
+def _pieces(length: int, is_causal: bool, window: int) -> Iterator[tuple[slice, slice]]:
+    step = min(QUERIES, max(window // 4, 128)) if 0 < window < length else QUERIES if is_causal else length
+    return band_slices(length, window, is_causal, step)
 
 
 def _heads_first(x_TAD: Tensor, count: int) -> Tensor:
@@ -239,9 +250,6 @@ def _view(x_TAD: Tensor, count: int) -> Tensor:
     return x_TAD.unflatten(0, (count, -1)).transpose(1, 2)
 
 
-def _shares(q: Tensor, k: Tensor, start: int, is_causal: bool) -> Tensor:
-    """Softmax of the scores of the queries from `start` on."""
-    bias = q.new_zeros(())
-    if is_causal:
-        bias = torch.full((q.shape[1], k.shape[1]), -math.inf, dtype=q.dtype).triu(start + 1)
+def _shares(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    """Softmax of the scores."""
     return torch.baddbmm(bias, q, k.mT, alpha=1 / math.sqrt(q.shape[-1])).softmax(-1)

@@ -17,7 +17,7 @@ USED = {
     "torch.ops.aten._efficient_attention_forward": "attention within documents on CUDA takes a dense mask",
     "torch.ops.aten._flash_attention_backward": "as the forward",
     "torch.ops.aten._flash_attention_forward": "attention on CUDA in plain products (tests of models/varlen.py)",
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "plain products (tests of models/varlen.py)",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "plain products (tests of models/kernels.py)",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "as the forward",
     "torch.ops.aten._softmax_backward_data": "three passes (tests of models/documents.py)",
     "torch._C._will_engine_execute_node": "tensor parallel backward computes both gradients",

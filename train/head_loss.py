@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..models.kernels import wide_dtype
 from ..models.linear import linear
-from ..models.varlen import wide_dtype
 from ..planner.software import LARGE_VOCABULARY
 from .loss import CHUNK_LOGITS, IGNORED, cross_entropy_sum
 

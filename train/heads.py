@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..models.kernels import wide_dtype
 from ..models.linear import linear
-from ..models.varlen import wide_dtype
 from ..planner.tables import even_part
 from .head_loss import Shares, head_loss_sum, softmax_shares
 from .loss import cross_entropy_sum

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from throughline.models import documents as documents_module
-from throughline.models import varlen
+from throughline.models import kernels
+from throughline.models.band import band_bias, band_slices
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.documents import Documents, attend_documents
@@ -66,6 +67,47 @@ def test_bounds_equal_the_dense_mask(
     assert max(map(far, found, expected)) < ERROR[dtype]
 
 
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [2, 7, 30])
+@pytest.mark.parametrize("name", ["unequal", "whole rows"])
+def test_documents_with_a_window_equal_the_dense_mask(
+    name: str, window: int, causal: bool, kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents shorter and longer than the window, in steps of 16 queries with a rest, on every road."""
+    monkeypatch.setattr("throughline.models.documents.QUERIES", 16)
+    monkeypatch.setattr("throughline.models.band._step", lambda window: 16)
+    places = torch.arange(LENGTH)
+    near = (places[:, None] - places).abs() < window
+    mask = documents(name).mask(ROWS, LENGTH, causal) & near
+    given = inputs(dtype, kv_heads)
+    found = with_gradients(
+        lambda q, k, v: attend_documents(q, k, v, documents(name), causal, 0.0, window), given
+    )
+    expected = with_gradients(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=kv_heads < HEADS),
+        [x.double() for x in given],
+    )
+    assert max(map(far, found, expected)) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_band_reads_the_keys_that_are_seen_and_few_more(causal: bool) -> None:
+    """Every visible pair is in exactly one stretch; a stretch reads `window` - 1 keys beyond its own a side."""
+    length, window, step = 100, 13, 16
+    pairs: list[tuple[int, int]] = []
+    for queries, keys in band_slices(length, window, causal, step):
+        sides = 1 if causal else 2
+        assert keys.stop - keys.start <= queries.stop - queries.start + sides * (window - 1)
+        seen = band_bias(queries, keys, window, causal, torch.float32) == 0
+        pairs += [(queries.start + i, keys.start + j) for i, j in seen.nonzero().tolist()]
+    expected = {
+        (i, j) for i in range(length) for j in range(length) if abs(i - j) < window and (j <= i or not causal)
+    }
+    assert len(pairs) == len(set(pairs)) and set(pairs) == expected
+
+
 def test_dropout_falls_back_to_the_mask() -> None:
     """The same random numbers as the dense kernel under the same seed."""
     q, k, v, _ = inputs(torch.float32)
@@ -87,11 +129,15 @@ def test_without_torchs_private_operator_plain_products_compute_the_same(
     results = []
     for kernel in (True, False):
         if not kernel:
-            monkeypatch.setattr(varlen, "aten", object())
-            monkeypatch.setattr(varlen, "QUERIES", 16)
+            monkeypatch.setattr(kernels, "aten", object())
+            monkeypatch.setattr(kernels, "QUERIES", 16)
         out, lse = varlen_forward(q, k, v, q_bounds, k_bounds, LENGTH, causal)
         parts = varlen_backward(grad, q, k, v, out, lse, q_bounds, k_bounds, LENGTH, causal)
         results.append((out, lse, *parts))
+        if causal:
+            banded = q, k, v, q_bounds, k_bounds, LENGTH, True, 11
+            results[-1] += varlen_forward(*banded)
+            results[-1] += varlen_backward(grad, *banded[:3], *results[-1][-2:], *banded[3:])
     if not causal:
         assert not results[0][0][5:50].any() and results[0][1][:, 5:50].eq(-torch.inf).all()
     for ours, theirs in zip(*results):
@@ -138,9 +184,11 @@ def test_models_equal_their_dense_twins(family: str) -> None:
         assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
 
 
-def test_compiles_without_a_break_or_a_second_graph() -> None:
+@pytest.mark.parametrize("window", [0, 7])
+def test_compiles_without_a_break_or_a_second_graph(window: int) -> None:
     """The lengths of documents are data: other ones of the same count run the same graph, forward and backward."""
-    model = GPT(GPTConfig(vocab_size=50, sequence_length=LENGTH, layers=1, width=32, heads=4))
+    shape = {"vocab_size": 50, "sequence_length": LENGTH, "layers": 1, "width": 32, "heads": 4}
+    model = GPT(GPTConfig(**shape, attention_window=window))
     initialise(model, 3)
     ids = torch.randint(0, 50, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
     graphs = 0
@@ -161,7 +209,7 @@ def test_compiles_without_a_break_or_a_second_graph() -> None:
     # what a compiler knows of the operators: shapes, strides and gradients, checked by torch's own tool
     q, k, v, _ = (x.transpose(1, 2).flatten(0, 1).detach() for x in inputs(torch.float32))
     operator = torch.ops.throughline.attend_documents.default
-    torch.library.opcheck(operator, (q.requires_grad_(), k, v, documents("unequal").bounds_N, True))
+    torch.library.opcheck(operator, (q.requires_grad_(), k, v, documents("unequal").bounds_N, True, window))
 
 
 @pytest.mark.gpu

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from ...data.options import NO_TARGET
 from ...models.documents import Documents
-from ...models.varlen import Bounds, has_cuda_kernel, varlen_backward, varlen_forward, wide_dtype
+from ...models.kernels import wide_dtype
+from ...models.varlen import Bounds, has_cuda_kernel, varlen_backward, varlen_forward
 from .mesh import Axis
 
 ROW_DOCUMENTS = "row_documents"  # (B, S): documents of whole rows, of which a process has a part
