@@ -1,5 +1,5 @@
 """Who turns text into ids: one adapter, several engines, all checked against the reference before they are
-used.
+used and now and then while they work.
 
 Every backend has `name` and `encode_batch(list[str]) -> (ids int32 (tokens,), lengths int64 (texts,))`: flat
 arrays, because Python lists of ids cost five to eight times the encoding itself. The reference is the
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..core.console import warn
-from ..core.errors import MissingExtra, Refused, WrongUse
+from ..core.errors import Failed, MissingExtra, Refused, WrongUse
 from .tokenizer import Tokenizer
 
 CACHE_BYTES = 256 << 20  # of text per gigatoken instance: its cache of words has no limit of its own
@@ -21,6 +21,10 @@ FEW_TEXTS = (
     200_000  # gigatoken one by one: a microsecond more for each, but no half second for importing awkward
 )
 SAMPLE_BYTES = 1 << 15  # 10 ms of the reference
+WATCH_EVERY, WATCHED = (
+    1 << 24,
+    1 << 13,
+)  # characters: one stretch of at most 8,192 in 16 million, a few ms in 160
 
 # What breaks tokenizers: contractions, runs of white space, digits, scripts, marks, emoji, controls, literal
 # special text.
@@ -130,6 +134,46 @@ class Gigatoken:
         if self._left < 0:
             self._open()
         return ids.view(np.int32), lengths
+
+
+class Watched:
+    """A backend at work: of its first texts, and then once in WATCH_EVERY characters, one text is encoded by the
+    reference too. Raises Failed where they differ.
+    """
+
+    def __init__(self, backend: Backend, tokenizer: Tokenizer):
+        self.name, self._backend, self._reference = backend.name, backend, tokenizer.encode_batch
+        self._since, self._turn = WATCH_EVERY, 0
+
+    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, lengths = self._backend.encode_batch(texts)
+        self._since += sum(map(len, texts))
+        if texts and self._since >= WATCH_EVERY and not isinstance(self._backend, Reference):
+            self._since = 0
+            self._check(texts, ids, lengths)
+        return ids, lengths
+
+    def _check(self, texts: list[str], ids: np.ndarray, lengths: np.ndarray) -> None:
+        self._turn += 1
+        place = self._turn * 7919 % len(texts)  # another place each time
+        text, end = texts[place], int(lengths[: place + 1].sum())
+        found = ids[end - int(lengths[place]) : end]
+        if len(text) > WATCHED:  # of a long one, a stretch by itself
+            text = text[len(text) // 2 :][:WATCHED]
+            found = self._backend.encode_batch([text])[0]
+        expected = self._reference([text])[0]
+        if np.array_equal(found, expected):
+            return
+        at = next(
+            (i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected))
+        )
+        here = slice(max(0, at - 2), at + 5)
+        raise Failed(
+            f"backend {self.name} differs from the tokenizers library",
+            where=f"{text[:60]!r} ({len(text):,} characters)",
+            why=f"from token {here.start} on {found[here].tolist()}, the reference {expected[here].tolist()}",
+            fix="take another one: --backend tokenizers, with --overwrite where work has been done",
+        )
 
 
 class Characters:

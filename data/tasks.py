@@ -20,7 +20,7 @@ import numpy as np
 from ..core.artifact import input_record
 from ..core.errors import Failed
 from ..core.files import full_disk, read_json, sha256_file, sync, write_atomic
-from .backends import Backend
+from .backends import Backend, Watched
 from .readers import DocumentBatch
 from .sentences import split_sentences
 from .shard import token_dtype, write_index_in_blocks
@@ -48,7 +48,7 @@ class Encoder:
     """Batches of text to tokens, sequences and documents, by the plan's policy."""
 
     def __init__(self, tokenizer: Tokenizer, backend: Backend, append_eos: bool, sentences: bool):
-        self._backend, self._sentences = backend, sentences
+        self._backend, self._sentences = Watched(backend, tokenizer), sentences
         self._eos = tokenizer.eos_id if append_eos else None
         self._open = 0  # tokens of a document whose end is still to come
         self._tail, self._pieces = (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Failed, Refused, ThroughlineError
+from throughline.data import backends
 from throughline.data.backends import Reference
 from throughline.data.readers import DocumentBatch, ReadOptions
 from throughline.data.sentences import split_sentences
@@ -152,6 +153,45 @@ def test_empty_documents_and_open_documents(stage: Any) -> None:
         and lengths.tolist() == [2, 2]
         and documents.tolist() == [1, 1]
     )
+
+
+class Astray:
+    """The reference, but for texts in which an "@" stands: their last token is another."""
+
+    name = "astray"
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._reference = tokenizer.encode_batch
+
+    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, lengths = self._reference(texts)
+        ids = np.array(ids)
+        for text, end in zip(texts, np.cumsum(lengths)):
+            if "@" in text:
+                ids[end - 1] += 1
+        return ids, lengths
+
+
+@pytest.mark.parametrize("size", [100, 3 * backends.WATCHED], ids=["a short text", "a stretch of a long one"])
+def test_a_backend_that_goes_astray_at_work_is_noticed(
+    size: int, stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first batch of a task is watched, and a later one after WATCH_EVERY characters, not before."""
+    monkeypatch.setattr(backends, "WATCH_EVERY", 10 * size)
+    tokenizer = Tokenizer.load(stage.place / "bpe")
+    good, bad = "cat " * (size // 4), "@cat " * (size // 5)
+    with pytest.raises(Failed, match="astray differs from the tokenizers library") as caught:
+        Encoder(tokenizer, Astray(tokenizer), append_eos=False, sentences=False)(DocumentBatch([bad]))
+    assert "reference" in caught.value.why and "characters" in caught.value.where
+    encode = Encoder(tokenizer, Astray(tokenizer), append_eos=False, sentences=False)
+    encode(DocumentBatch([good]))
+    for _ in range(8):
+        encode(DocumentBatch([bad]))
+    with pytest.raises(Failed):
+        for _ in range(3):
+            encode(DocumentBatch([bad]))
+    plain = Encoder(tokenizer, Reference(tokenizer), append_eos=False, sentences=False)
+    assert len(plain(DocumentBatch([bad]))[0]) > 0
 
 
 def test_errors_of_workers_reach_the_caller(stage: Any, tmp_path: Path) -> None:
