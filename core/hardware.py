@@ -108,16 +108,18 @@ def machine() -> Machine:
 
 
 def _cpu() -> Cpu:
-    name, flags = platform.processor() or platform.machine(), set()
     info = Path("/proc/cpuinfo")
+    facts: dict[str, str] = {}
     if info.exists():
-        for line in info.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                name = value.strip()
-            elif key.strip() in ("flags", "Features"):
-                flags = set(value.split())
-                break
+        first = info.read_text().partition("\n\n")[0]
+        facts = {
+            key.strip(): value.strip() for key, _, value in (x.partition(":") for x in first.splitlines())
+        }
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    # a virtual machine may say "AMD EPYC" of any generation
+    if "cpu family" in facts and not any(map(str.isdigit, name)):
+        name = f"{name} (family {facts['cpu family']}, model {facts.get('model', '?')})"
+    flags = set((facts.get("flags") or facts.get("Features") or "").split())
     dtypes = ("fp32", *(dtype for dtype, needs in CPU_DTYPE_FLAGS.items() if flags.intersection(needs)))
     return Cpu(name, usable_cores(), memory_limit_bytes(), dtypes)
 

@@ -85,3 +85,6 @@ def test_a_cpu_is_what_the_kernels_files_say(
     monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: SimpleNamespace(total=2**36))
     cpu = hardware._cpu()
     assert (cpu.name, cpu.memory_bytes, cpu.dtypes) == ("Some CPU", bytes_, ("fp32", "bf16"))
+    for name, said in (("EPYC", "EPYC (family 25, model 17)"), ("EPYC 9R14", "EPYC 9R14")):
+        (tmp_path / "proc/cpuinfo").write_text(f"cpu family : 25\nmodel : 17\nmodel name : {name}\n\n" + info)
+        assert hardware._cpu().name == said
