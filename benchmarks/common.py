@@ -4,6 +4,7 @@ JSON line.
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -140,15 +141,19 @@ def existing(path: str) -> Path:
     return found
 
 
-def throughline(*words: Any) -> str:
-    """Run the command line of this checkout; its standard output. Ends the benchmark when it fails."""
-    command = [sys.executable, "-m", "throughline.cli.main", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def run(command: Sequence[object], cwd: Path | None = None, **environment: str) -> str:
+    """Run a command to its end; its standard output. Ends the benchmark when it fails."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(
-            f"throughline {' '.join(map(str, words))}: exit code {done.returncode}\n{done.stderr[-3000:]}"
-        )
+        printed = f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{printed}")
     return done.stdout
+
+
+def throughline(*words: object, cwd: Path | None = None, **environment: str) -> str:
+    """As `run`, of the command line of this checkout."""
+    return run([sys.executable, "-m", "throughline.cli.main", *words], cwd, **environment)
 
 
 def settings(changes: dict[str, Any]) -> list[str]:

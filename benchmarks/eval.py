@@ -212,13 +212,10 @@ def compare_model(
         make_model(model, shared, MODELS[size])
         asked = write_records(folder, shared, measured.records)
         write_records(few, shared, TUNED_ON)
-        batch = {}
-        for task in tasks:
-            tried = {
-                b: measured.get((size, task, "theirs", "tuned", b), model, few, b)["cpu_s"]
-                for b in (batches if len(batches) > 1 else ())
-            }
-            batch[task] = min(tried, key=lambda b: tried[b]) if tried else batches[0]
+        batch = dict.fromkeys(tasks, batches[0])
+        for task in tasks if len(batches) > 1 else ():
+            tried = {b: measured.get((size, task, "theirs", "tuned", b), model, few, b) for b in batches}
+            batch[task] = min(tried, key=lambda b: tried[b]["cpu_s"])
         ours: list[dict[str, dict[str, float]]] = []
         theirs: list[dict[str, dict[str, float]]] = []
         for pair in range(pairs):

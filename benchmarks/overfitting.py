@@ -7,12 +7,11 @@ judged on the text that follows. The curves and the epoch of the lowest validati
 
 import bz2
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from common import claim, finish, parser
+from common import claim, finish, parser, throughline
 
 ROOT = Path(__file__).resolve().parents[1]
 NOVELS = ROOT / "recipes" / "samples" / "novels"
@@ -24,14 +23,6 @@ SHAPE = {  # changes of gpt-shakespeare
     "train.batch_rows": ROWS,
     "train.sequence_length": LENGTH,
 }
-
-
-def throughline(*words: object) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "throughline.cli.main", *map(str, words)],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
 
 
 def main() -> int:

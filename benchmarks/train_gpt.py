@@ -18,7 +18,6 @@ import bz2
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from common import Claim, claim, existing, finish, paired, parser
+from common import Claim, claim, existing, finish, paired, parser, run, throughline
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLES = ROOT / "recipes" / "samples"
@@ -71,19 +70,6 @@ def gpt124(rows: int, length: int) -> dict[str, object]:
         "data.validation_fraction": 0,
         "log.every_steps": 1,
     }
-
-
-def run(command: Sequence[object], cwd: Path, **environment: str) -> str:
-    """Run a command to its end and give back what it printed; its errors are ours."""
-    words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return done.stdout
-
-
-def throughline(*words: object, cwd: Path, **environment: str) -> str:
-    return run([sys.executable, "-m", "throughline.cli.main", *words], cwd, **environment)
 
 
 def prepare(text: str, directory: Path, nanogpt: Path) -> Path:
