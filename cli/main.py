@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ..core.errors import did_you_mean
 from ..core.version import version
 
 # verb -> (file in cli/, one-line help); the help stands here so that listing the verbs imports nothing
@@ -51,11 +52,9 @@ class Verbs(click.Group):
             formatter.write_dl([(name, help_text) for name, (_, help_text) in VERBS.items()])
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        import difflib
-
         if args and not args[0].startswith("-") and args[0] not in VERBS:
-            near = difflib.get_close_matches(args[0], VERBS, 1, 0.5)
-            ctx.fail(f"no such command {args[0]!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+            near = did_you_mean(args[0], VERBS)
+            ctx.fail(f"no such command {args[0]!r}{': ' if near else ''}{near}")
         return super().resolve_command(ctx, args)
 
 

@@ -4,6 +4,8 @@ Everything that a user can cause raises one of these. The command line prints th
 `exit_code`; a traceback appears only with `--debug`. Asserts are for invariants of our own.
 """
 
+from collections.abc import Iterable
+
 EXIT_FAILED = 1
 EXIT_WRONG_USE = 2
 EXIT_REFUSED = 3
@@ -53,6 +55,20 @@ def _rebuild(kind: type["ThroughlineError"], args: tuple, state: dict) -> "Throu
     Exception.__init__(error, *args)
     error.__dict__.update(state)
     return error
+
+
+def nearest(name: str, known: Iterable[str], limit: int = 1) -> list[str]:
+    """The names that look most like one that is not there, whatever their case; at most `limit`."""
+    import difflib  # by those alone who mistyped
+
+    lowered = {one.lower(): one for one in known}
+    return [lowered[one] for one in difflib.get_close_matches(name.lower(), lowered, limit, 0.5)]
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", limit: int = 1) -> str:
+    """The fix for a name that is not there: the nearest ones, or `otherwise` where none is near."""
+    near = nearest(name, known, limit)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 class Failed(ThroughlineError):

@@ -5,7 +5,6 @@ the offending line, and `--set a.b=c` overrides any field. Rules that span field
 return problems.
 """
 
-import difflib
 import json
 import re
 import tomllib
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from .errors import WrongUse
+from .errors import WrongUse, did_you_mean
 from .files import sha256_json
 
 
@@ -109,12 +108,11 @@ def find_recipe(source: Path | str) -> Path:
     names = shipped_recipes()
     if path.suffix != ".toml" and str(source) in names:
         return names[str(source)]
-    near = difflib.get_close_matches(path.stem, names, 1, 0.5)
     raise WrongUse(
         "no such recipe",
         where=source,
         why="neither a file nor a shipped recipe",
-        fix=(f"did you mean {near[0]}? " if near else "") + "list them with: throughline recipe list",
+        fix=f"{did_you_mean(path.stem, names)} list them with: throughline recipe list".strip(),
     )
 
 
@@ -215,12 +213,8 @@ def _from_pydantic(items: Iterable[Any], model: type[Section]) -> Iterable[Probl
             continue
         if wrong[0]["type"] == "extra_forbidden":
             known = list(section.model_fields) if section else []
-            near = difflib.get_close_matches(key.rpartition(".")[2], known, 1, 0.5)
-            yield Problem(
-                key,
-                "unknown key",
-                f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(known),
-            )
+            fix = did_you_mean(key.rpartition(".")[2], known, "known here: " + ", ".join(known))
+            yield Problem(key, "unknown key", fix)
         elif wrong[0]["type"] == "missing":
             yield Problem(key, "missing")
         else:

@@ -1,13 +1,12 @@
 """Tasks by name: the shipped ones, groups and members, files of one's own; each with its records and questions."""
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import WrongUse
+from ..core.errors import WrongUse, did_you_mean
 from ..core.files import sha256_json
 from .items import Item, item_of, joined
 from .sources import KNOWN, Record, TextLayout, find_files, hub_records, read_records, unknown_files
@@ -107,8 +106,7 @@ def find_tasks(names: Sequence[str]) -> list[BoundTask]:
             continue
         known = _known()
         if name not in known:
-            near = difflib.get_close_matches(name.lower(), known, 1, 0.5)
-            fix = (f"did you mean {near[0]}? " if near else "") + "list them with: throughline eval --list"
+            fix = f"{did_you_mean(name, known)} list them with: throughline eval --list".strip()
             raise WrongUse(f"unknown task {name!r}", fix=fix)
         group = known[name]
         members = _members(group, load_task(shipped_tasks()[group]))

@@ -7,12 +7,11 @@ fields.
   `temprature` would otherwise go unnoticed.
 """
 
-import difflib
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..core.errors import WrongUse
+from ..core.errors import WrongUse, did_you_mean
 
 Text = Annotated[str, Field(max_length=1_000_000)]
 Ids = Annotated[list[int], Field(min_length=1)]
@@ -43,8 +42,8 @@ class Strict(BaseModel):
                     fix = f"leave it out{f' or give {neutral}' if neutral else ''}"
                     raise WrongUse(f"{name} is not supported by this server", where=name, fix=fix)
             else:
-                near = difflib.get_close_matches(name, [*cls.model_fields, *cls.missing], 1, 0.6)
-                fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(cls.model_fields)}"
+                fields = [*cls.model_fields, *cls.missing]
+                fix = did_you_mean(name, fields, f"known: {', '.join(cls.model_fields)}")
                 raise WrongUse(f"unknown field {name[:100]!r}", where=name[:100], fix=fix)
         return kept
 

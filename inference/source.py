@@ -1,14 +1,13 @@
 """Opening a model wherever it lies: a run, a checkpoint, a model artifact or a Hugging Face directory."""
 
 import contextlib
-import difflib
 import math
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..core.artifact import Input, input_record, is_artifact, read_manifest, verify_artifact
-from ..core.errors import WrongUse
+from ..core.errors import WrongUse, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +70,7 @@ class FoundModel(NamedTuple):
 def no_model(path: Path) -> WrongUse:
     """The error of a path that is not there, with the nearest name beside it."""
     beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, 1, 0.6)
+    near = nearest(path.name, beside)
     fix = f"did you mean {path.parent / near[0]}?" if near else "check the spelling; runs are under runs/"
     return WrongUse("no such model", where=path, fix=fix)
 

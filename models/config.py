@@ -8,11 +8,10 @@ sequence.
 """
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from ..core.errors import WrongUse
+from ..core.errors import WrongUse, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -186,8 +185,7 @@ class TransformerConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in fields:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                fix = f"did you mean {near[0]}?" if near else "the fields are: " + ", ".join(known)
+                fix = did_you_mean(key, known, "the fields are: " + ", ".join(known))
                 raise WrongUse(f"{cls.__name__} has no field {key!r}", where=f"model.{key}", fix=fix)
         config = cls(**fields)
         if problems := config.validate():

@@ -1,12 +1,11 @@
 """Named shapes: `preset("gpt2-124m")`. The shapes and their sources are in `presets.toml`."""
 
-import difflib
 import tomllib
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ..core.errors import WrongUse
+from ..core.errors import WrongUse, did_you_mean
 from .config import FAMILIES, ModelConfig
 
 
@@ -28,8 +27,7 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     """
     table = _table()
     if name not in table:
-        near = difflib.get_close_matches(name.lower(), table, n=3, cutoff=0.4)
-        fix = f"did you mean {' or '.join(near)}?" if near else "the presets are: " + ", ".join(table)
+        fix = did_you_mean(name, table, "the presets are: " + ", ".join(table), limit=3)
         raise WrongUse(f"there is no preset {name!r}", where="models/presets.toml", fix=fix)
     fields = dict(table[name])
     config = FAMILIES[fields.pop("family")]

@@ -5,7 +5,6 @@ meant), by `here` (this machine), or comes from a user's TOML file of the same f
 """
 
 import dataclasses
-import difflib
 import json
 import os
 import tomllib
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.artifact import read_manifest
-from ..core.errors import WrongUse
+from ..core.errors import WrongUse, did_you_mean
 from ..core.hardware import Chip, chips, machine
 
 # FLOP in a cycle of one core in fp32 (two 16-wide multiply-adds) and a usual clock: a guess that `study` replaces
@@ -71,12 +70,8 @@ def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
         return Cluster(name, known[name], known[name].name)
     if not key:
         names = sorted({*rows, *known, "here"})
-        near = difflib.get_close_matches(name.lower(), names, 3, 0.4)
-        raise WrongUse(
-            f"no chip or cluster {name!r}",
-            where="--on",
-            fix=f"did you mean {' or '.join(near)}?" if near else "known: " + ", ".join(names),
-        )
+        fix = did_you_mean(name, names, "known: " + ", ".join(names), limit=3)
+        raise WrongUse(f"no chip or cluster {name!r}", where="--on", fix=fix)
     row = dict(rows[key])
     chip = row.pop("chip", "")
     if chip not in known:
@@ -168,10 +163,7 @@ def _make(kind: type, fields: dict, where: str):  # type: ignore[no-untyped-def]
     names = [field.name for field in dataclasses.fields(kind)]
     for key in fields:
         if key not in names:
-            near = difflib.get_close_matches(key, names, 1)
-            raise WrongUse(
-                f"no field {key!r}", where=where, fix=f"did you mean {near[0]}?" if near else ", ".join(names)
-            )
+            raise WrongUse(f"no field {key!r}", where=where, fix=did_you_mean(key, names, ", ".join(names)))
     try:
         return kind(**fields)
     except TypeError as error:

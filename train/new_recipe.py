@@ -7,10 +7,9 @@
   them.
 """
 
-import difflib
 from dataclasses import dataclass
 
-from ..core.errors import WrongUse
+from ..core.errors import WrongUse, did_you_mean
 from ..core.hardware import chips
 from ..models.config import ModelConfig, family_of
 from ..models.presets import preset
@@ -49,8 +48,7 @@ def new_recipe(
     """
     config = preset(model)
     if machine != "cpu" and machine not in chips():
-        near = difflib.get_close_matches(machine.lower(), chips(), 3, 0.4)
-        fix = f"did you mean {' or '.join(near)}?" if near else f"one of cpu, {', '.join(chips())}"
+        fix = did_you_mean(machine, chips(), f"one of cpu, {', '.join(chips())}", limit=3)
         raise WrongUse(f"unknown machine {machine!r}", where="--machine", fix=fix)
     count, length = config.parameter_count(), config.sequence_length
     bert = family_of(config) == "bert"

@@ -43,7 +43,7 @@ def test_every_command_has_help_with_an_example(words: list[str]) -> None:
 
 def test_unknown_verb_names_the_nearest() -> None:
     done = CliRunner().invoke(main, ["trian"])
-    assert done.exit_code == 2 and "'train'" in done.output
+    assert done.exit_code == 2 and "did you mean train?" in done.output
 
 
 def test_every_stage_of_the_demo_is_a_command(tmp_path: Path) -> None:

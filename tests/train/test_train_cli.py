@@ -101,7 +101,7 @@ def test_a_run_shorter_than_what_is_profiled(recipe: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "code", "words"),
     [
-        (["train.stepz=5"], 2, "did you mean 'steps'"),
+        (["train.stepz=5"], 2, "did you mean steps"),
         (["model.preset=gtp-toy"], 2, "did you mean gpt-toy"),
         (["data.train=nowhere"], 2, "nowhere"),
         (["model.preset=gpt-1t-megatron", "model.overrides={}"], 3, "the largest that fits"),

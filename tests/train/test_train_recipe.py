@@ -78,11 +78,11 @@ def test_a_resolved_recipe_is_valid_input_and_resolves_to_itself() -> None:
             "optimizer.name",
             "offload has them on the host",
         ),
-        ({"train": {"stepz": 5}}, "train.stepz", "did you mean 'steps'"),
+        ({"train": {"stepz": 5}}, "train.stepz", "did you mean steps"),
         ({"train": {"precision": "bf17"}}, "train.precision", "bf16"),
         ({"train": {"steps": "100"}}, "train.steps", "integer"),
         ({"train": {"seed": 2**63}}, "train.seed", "less than"),
-        ({"data": {"train": [{"path": "tokens", "wait": 2}]}}, "data.train.0.wait", "did you mean 'weight'"),
+        ({"data": {"train": [{"path": "tokens", "wait": 2}]}}, "data.train.0.wait", "did you mean weight"),
         ({"model": {"overrides": {"layers": "3"}}}, "model", "layers is '3'; it must be a whole number"),
     ],
 )

@@ -33,7 +33,11 @@ class Axis:
     rank: int = 0
     ranks: tuple[int, ...] = (0,)  # global ranks of the group, in order
     group: dist.ProcessGroup | None = None
-    group_name: str = ""  # by which collectives of a compiled graph find the group
+
+    @property
+    def group_name(self) -> str:
+        """By which collectives of a compiled graph find the group."""
+        return "" if self.group is None else self.group.group_name
 
     def all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -186,4 +190,4 @@ def _axis(ranks: Sequence[int], rank: int, limit: timedelta) -> Axis:
     if len(ranks) == 1:
         return Axis(1, 0, tuple(ranks), None)
     group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
-    return Axis(len(ranks), ranks.index(rank), tuple(ranks), group, group.group_name)
+    return Axis(len(ranks), ranks.index(rank), tuple(ranks), group)
