@@ -25,9 +25,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import claim, finish, paired, parser
+from common import claim, finish, paired, parser, throughline
 from throughline.train.profile import ACTIVE, SKIPPED, WARMUP
-from train_gpt import SAMPLES, throughline
+from train_gpt import SAMPLES
 
 PEERS = Path(__file__).parent / "layouts_peers.py"
 PROCESSES = 2
@@ -123,7 +123,9 @@ def main() -> None:
     options.add_argument(
         "--tiny", action="store_true", help="two small layers: agreement only; --quick has them too"
     )
-    options.add_argument("--pairs", type=int, default=3, help="paired measurements")
+    options.add_argument(
+        "--pairs", type=int, default=3, help="paired measurements; 0: the runs that must agree are the pair"
+    )
     chosen = options.parse_args()
     parts = chosen.parts.split(",")
     if unknown := set(parts) - set(CASES):
@@ -149,7 +151,7 @@ def main() -> None:
             mine, seconds = ours(place, recipe, f"{name}-agrees")
             differences = {kind: agree(mine, tried[kind][0], bound, f"{name}, {kind}") for kind in tried}
             details[name] = {"peer": best, "losses_differ": differences}
-            if chosen.quick:  # the runs that agree are the pair
+            if chosen.quick or not chosen.pairs:
                 first, second = (
                     [statistics.median(seconds[skip:])],
                     [statistics.median(tried[best][1][skip:])],
