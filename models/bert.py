@@ -102,7 +102,8 @@ class BERT(nn.Module):
         if document_ids is not None:
             mask = (document_ids[:, :, None] == document_ids[:, None, :])[:, None]  # (B, 1, S, S)
         elif documents is not None and self.relative_bias is not None:
-            mask, documents = documents.mask(len(x_BSW), x_BSW.shape[1], is_causal=False), None
+            # with sequence parallelism x_BSW is a part of the rows, whose length the positions have
+            mask, documents = documents.mask(len(x_BSW), positions.shape[-1], is_causal=False), None
         if attention_mask is not None:
             real = attention_mask.bool()[:, None, None, :]  # (B, 1, 1, S)
             mask = real if mask is None else mask & real

@@ -26,6 +26,7 @@ from throughline.train.step import train_step  # noqa: E402
 # every axis, every schedule and every sharding at least once, with both families
 GRID = (
     "bert-tensor-2",
+    "bert-tensor-2-relative",
     "data-2-zero1",
     "pipeline-2-gpipe-data-2",
     "bert-pipeline-2-1f1b-tensor-2",
