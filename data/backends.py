@@ -21,10 +21,8 @@ FEW_TEXTS = (
     200_000  # gigatoken one by one: a microsecond more for each, but no half second for importing awkward
 )
 SAMPLE_BYTES = 1 << 15  # 10 ms of the reference
-WATCH_EVERY, WATCHED = (
-    1 << 24,
-    1 << 13,
-)  # characters: one stretch of at most 8,192 in 16 million, a few ms in 160
+WATCH_EVERY = 1 << 24  # characters of a backend at work between two looks at it
+WATCHED = 1 << 13  # characters of a look at most: a few ms of the reference
 
 # What breaks tokenizers: contractions, runs of white space, digits, scripts, marks, emoji, controls, literal
 # special text.
@@ -161,19 +159,13 @@ class Watched:
         if len(text) > WATCHED:  # of a long one, a stretch by itself
             text = text[len(text) // 2 :][:WATCHED]
             found = self._backend.encode_batch([text])[0]
-        expected = self._reference([text])[0]
-        if np.array_equal(found, expected):
-            return
-        at = next(
-            (i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected))
-        )
-        here = slice(max(0, at - 2), at + 5)
-        raise Failed(
-            f"backend {self.name} differs from the tokenizers library",
-            where=f"{text[:60]!r} ({len(text):,} characters)",
-            why=f"from token {here.start} on {found[here].tolist()}, the reference {expected[here].tolist()}",
-            fix="take another one: --backend tokenizers, with --overwrite where work has been done",
-        )
+        if why := _difference_of(text, found, self._reference([text])[0]):
+            raise Failed(
+                f"backend {self.name} differs from the tokenizers library",
+                where=f"a text of {len(text):,} characters",
+                why=why,
+                fix="take another one: --backend tokenizers, with --overwrite where work has been done",
+            )
 
 
 class Characters:
@@ -275,6 +267,17 @@ def difference(backend: Backend, tokenizer: Tokenizer, sample: Sequence[str] = (
     ends, expected_ends = np.cumsum(lengths), np.cumsum(expected_lengths)
     for text, end, length, right, right_length in zip(texts, ends, lengths, expected_ends, expected_lengths):
         ours, theirs = ids[end - length : end], expected[right - right_length : right]
-        if not np.array_equal(ours, theirs):
-            return f"{text[:60]!r} gives {ours[:12].tolist()}, the reference {theirs[:12].tolist()}"
+        if why := _difference_of(text, ours, theirs):
+            return why
     return "the number of texts differs"
+
+
+def _difference_of(text: str, ours: np.ndarray, theirs: np.ndarray) -> str:
+    """How the ids of one text differ, from shortly before the first that does; empty when they are the same."""
+    if np.array_equal(ours, theirs):
+        return ""
+    common = min(len(ours), len(theirs))
+    unequal = np.flatnonzero(ours[:common] != theirs[:common])
+    first = max(0, int(unequal[0] if len(unequal) else common) - 6)
+    here, place = slice(first, first + 12), f" from token {first} on" if first else ""
+    return f"{text[:60]!r} gives {ours[here].tolist()}{place}, the reference {theirs[here].tolist()}"

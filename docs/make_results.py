@@ -101,7 +101,8 @@ def headline_rows(found: list[Row]) -> Iterator[list[str]]:
     for name, about in HEADLINES.items():
         row = max((row for row in found if row.claim["name"] == name), key=lambda row: row.date)
         claim, unit = row.claim, row.claim["unit"].partition(",")[0]
-        ours, theirs = (f"{claim[key]:.3g} {unit}" for key in ("ours", "theirs"))
+        values = (claim["ours"], claim["theirs"])
+        ours, theirs = (f"{x:,.0f} {unit}" if x >= 1000 else f"{x:.3g} {unit}" for x in values)
         peer = re.split(r", | \{", claim["peer"])[0]  # without its settings
         yield [about, ours, f"{theirs} ({peer})", f"{claim['ratio']:.1f}", row.machine]
 

@@ -27,16 +27,18 @@ def band_slices(length: int, window: int, causal: bool, step: int) -> Iterator[t
 
 
 def band_bias(queries: slice, keys: slice, window: int, causal: bool, dtype: torch.dtype) -> Tensor:
-    """0 where a query of the stretch sees a key, -inf where not: (queries, keys)."""
+    """0 where a query of the stretch sees a key, -inf where not: (queries, keys), or one 0 where all see all."""
     count, width = queries.stop - queries.start, keys.stop - keys.start
     return _bias(count, width, queries.start - keys.start, window, causal, dtype)
 
 
 @functools.lru_cache(maxsize=16)  # all stretches of a band but the first and the last have the same
 def _bias(count: int, width: int, offset: int, window: int, causal: bool, dtype: torch.dtype) -> Tensor:
-    away = torch.arange(offset, offset + count)[:, None] - torch.arange(width)
-    seen = away.abs() < (window or math.inf)
-    return torch.where(seen & (away >= 0) if causal else seen, 0.0, -math.inf).to(dtype)
+    if not causal and not window:
+        return torch.zeros((), dtype=dtype)
+    unseen = torch.full((count, width), -math.inf, dtype=dtype)
+    right = unseen.triu(offset + (1 if causal else window))
+    return right + unseen.tril(offset - window) if window else right
 
 
 def band_forward(
