@@ -6,7 +6,8 @@ Both train BERT-Base with fused AdamW on the same sequences, whose lengths are d
 Wikipedia (wikipedia_lengths.json). transformers' BertForPreTraining gets them from its own collator, padded to the
 longest of the batch, eager or compiled, whichever is faster; ours leave the padding out. `bert-128` cuts each
 sequence into pieces of at most 128 tokens; `bert-full-rows` has rows of 512 without any padding. Each claim in bf16,
-and in fp32 as a row of its own. `--quick` has 2 layers, half the sequences and no compiled form.
+and in fp32 as a row of its own. `--quick` has 2 layers of width 128, a sixth of the sequences, one measurement of each
+side, one thread and no compiled form.
 """
 
 import json
@@ -22,6 +23,7 @@ import torch
 from common import Claim, claim, finish, paired, parser
 from throughline.core.allocator import keep_freed_memory
 from throughline.core.recipe import build_recipe
+from throughline.models.config import ModelConfig
 from throughline.models.init import build
 from throughline.models.presets import preset
 from throughline.train.attention import fit_attention
@@ -35,6 +37,8 @@ from throughline.train.step import Trainer, train_step
 GOALS = {"bert-128": 2.0, "bert-512": 2.5, "bert-full-rows": 1.3}
 PARTS = [f"{part}{end}" for part in GOALS for end in ("", "-fp32")]
 TOKENS = 3072  # real ones in a step, about
+SHAPE = {"layers": 12, "dropout": 0.0}
+QUICK_SHAPE = SHAPE | {"layers": 2, "width": 128, "heads": 2}
 CLS, SEP, MASK, FIRST_WORD = 101, 102, 103, 1000
 VOCABULARY = 30522
 MASK_RATE = 0.15
@@ -95,9 +99,8 @@ def our_batch(rows: list[dict[str, Any]], precision: str, generator: np.random.G
     return prepare(batch, "bert", count, torch.device("cpu"), dtype, MASK_RATE, True)
 
 
-def ours(layers: int, rows: list[dict[str, Any]], precision: str) -> Callable[[], float]:
+def ours(config: ModelConfig, rows: list[dict[str, Any]], precision: str) -> Callable[[], float]:
     """A function that makes one step and returns its sequences a second."""
-    config = preset("bert-base", layers=layers, dropout=0.0)
     model = build(config).train()
     device = torch.device("cpu")
     fit_attention(model, device, precision)
@@ -118,7 +121,9 @@ def ours(layers: int, rows: list[dict[str, Any]], precision: str) -> Callable[[]
     return step
 
 
-def theirs(layers: int, rows: list[dict[str, Any]], precision: str, compiled: bool) -> Callable[[], float]:
+def theirs(
+    config: ModelConfig, rows: list[dict[str, Any]], precision: str, compiled: bool
+) -> Callable[[], float]:
     """The same with transformers, its collator's batch made beforehand."""
     import tokenizers
     from transformers import (
@@ -146,7 +151,10 @@ def theirs(layers: int, rows: list[dict[str, Any]], precision: str, compiled: bo
         ]
     )
     shape = BertConfig(
-        num_hidden_layers=layers,
+        num_hidden_layers=config.layers,
+        hidden_size=config.width,
+        num_attention_heads=config.heads,
+        intermediate_size=config.feed_forward_size,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         vocab_size=VOCABULARY,
@@ -174,20 +182,21 @@ def measure(name: str, quick: bool) -> tuple[Claim, float]:
     """The claim, and the share of padding in the peer's batch."""
     generator = np.random.default_rng(7)
     part, precision = name.removesuffix("-fp32"), "fp32" if name.endswith("-fp32") else "bf16"
-    layers, tokens, pairs = (2, TOKENS // 2, 3) if quick else (12, TOKENS, 3)
+    tokens, pairs, tries = (TOKENS // 6, 1, 1) if quick else (TOKENS, 3, 2)
+    config = preset("bert-base", **(QUICK_SHAPE if quick else SHAPE))
     lengths = draw_lengths(part, tokens, generator)
     rows = sequences(lengths, generator)
     padding = 1 - lengths.sum() / (len(lengths) * lengths.max())
-    forms = {"eager": partial(theirs, layers, rows, precision, False)}
+    forms = {"eager": partial(theirs, config, rows, precision, False)}
     if not quick:
-        forms["compiled"] = partial(theirs, layers, rows, precision, True)
+        forms["compiled"] = partial(theirs, config, rows, precision, True)
     steps = {name: make() for name, make in forms.items()}
-    rates = {form: max(step() for _ in range(2)) for form, step in steps.items()}
+    rates = {form: max(step() for _ in range(tries)) for form, step in steps.items()}
     best = max(rates, key=lambda form: rates[form])
     print(
         f"{name}: transformers " + ", ".join(f"{form} {rate:.3f}" for form, rate in rates.items()), flush=True
     )
-    first, second = paired(ours(layers, rows, precision), steps[best], pairs)
+    first, second = paired(ours(config, rows, precision), steps[best], pairs)
     peer = f"transformers BertForPreTraining, {best}, padded to the longest"
     goal = GOALS[part] if precision == "bf16" else None
     return claim(name, first, second, peer=peer, unit="sequences/s", better="higher", goal=goal), padding
@@ -198,13 +207,15 @@ def main() -> None:
     arguments.add_argument("--parts", default=",".join(PARTS), help="claims to measure, by commas")
     args = arguments.parse_args()
     keep_freed_memory()  # as our runs do; the peer has it too
+    if args.quick:
+        torch.set_num_threads(1)  # another benchmark has the other core
     claims, shares = [], {}
     for name in args.parts.split(","):
         found, padding = measure(name, args.quick)
         claims.append(found)
         shares[name] = {"padding": round(float(padding), 3)}
         print(f"{name}: {found.ratio} with {padding:.0%} of the peer's batch padding", flush=True)
-    layers = 2 if args.quick else 12
+    layers = (QUICK_SHAPE if args.quick else SHAPE)["layers"]
     finish("bert_pretrain", claims, packages=("transformers",), details=shares, layers=layers)
 
 

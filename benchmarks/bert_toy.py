@@ -10,9 +10,11 @@ work on the machine counts for neither; evaluations are outside both times, and 
 beforehand. `--screen M` stops all rates but the best after M of the minutes; `--rest` takes the same directory up
 again and runs the others to their end. The second claim is accuracy over always saying the most frequent token.
 OUT/curves.json and the result have every curve, and OUT/seed-0 is the run whose checkpoint is judged elsewhere as a
-trained BERT.
+trained BERT. `--quick` gives transformers three seconds at one learning rate, has one seed of ours, and trains and
+judges both on the beginnings of two novels.
 """
 
+import bz2
 import json
 import shutil
 import time
@@ -38,6 +40,8 @@ from throughline.train.step import train_step
 NOVELS = Path(__file__).resolve().parents[1] / "recipes" / "samples" / "novels"
 HELD_OUT = ("Doyle_Hound_1902.txt.bz2", "Trollope_Warden_1855.txt.bz2")
 RATES = (3e-4, 1e-3, 3e-3)
+QUICK_RATES, QUICK_MINUTES, QUICK_STEPS = RATES[1:2], 0.05, 15
+QUICK_CHARACTERS = {"train": 300_000, "validation": 15_000}  # of one novel each
 GOAL_TIME, GOAL_BASELINE = 3.0, 2.5
 SHAPE = {"layers": 4, "width": 128, "heads": 2, "sequence_length": 128, "dropout": 0.0}
 EVALUATIONS = 8  # of each run
@@ -45,14 +49,37 @@ MARGIN = 0.96  # of the third of their time that ours is planned to take
 Curve = list[tuple[float, float]]  # seconds of training, masked-token accuracy
 
 
-def make_stores(folder: Path) -> None:
-    """Two token stores of one WordPiece tokenizer, which has seen the training novels alone."""
+def novels(folder: Path, quick: bool) -> dict[str, list[Path]]:
+    """The texts of the two stores; with `quick` the beginning of a novel for each, written to the folder."""
     kept = [path for path in sorted(NOVELS.glob("*.bz2")) if path.name not in HELD_OUT]
+    texts = {"train": kept, "validation": [NOVELS / name for name in HELD_OUT]}
+    if not quick:
+        return texts
+    for name, most in QUICK_CHARACTERS.items():
+        with bz2.open(texts[name][0], "rt", encoding="utf-8") as file:
+            text = file.read(most)
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+        texts[name] = [folder / f"{name}.txt"]
+    return texts
+
+
+def make_stores(folder: Path, quick: bool = False) -> None:
+    """Two token stores of one WordPiece tokenizer, which has seen the training novels alone."""
+    texts = novels(folder, quick)
     how = ("--documents", "file", "--unwrap")
     throughline(
-        "data", "tokenizer", *kept, *how, "--type", "wordpiece", "--vocab-size", 4096, "--out", folder / "tok"
+        "data",
+        "tokenizer",
+        *texts["train"],
+        *how,
+        "--type",
+        "wordpiece",
+        "--vocab-size",
+        4096,
+        "--out",
+        folder / "tok",
     )
-    for name, paths in (("train", kept), ("validation", [NOVELS / name for name in HELD_OUT])):
+    for name, paths in texts.items():
         made = ("--tokenizer", folder / "tok", "--sentences", "--out", folder / name)
         throughline("data", "tokenize", *paths, *how, *made)
 
@@ -248,20 +275,21 @@ def keep(folder: Path, record: dict[str, Any]) -> None:
 
 
 def best_rate(record: dict[str, Any]) -> float:
-    return max(RATES, key=lambda rate: record["transformers"][str(rate)][-1][1])
+    tried = [rate for rate in RATES if str(rate) in record["transformers"]]
+    return max(tried, key=lambda rate: record["transformers"][str(rate)][-1][1])
 
 
-def measure(folder: Path, minutes: float, screen: float, seeds: int) -> dict[str, Any]:
+def measure(folder: Path, minutes: float, screen: float, seeds: int, quick: bool) -> dict[str, Any]:
     """All runs, one of ours first; after `screen` minutes only the best of their rates goes on."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    make_stores(folder)
-    steps, pairs = our_steps(folder, minutes)
+    make_stores(folder, quick)
+    steps, pairs = our_steps(folder, minutes, QUICK_STEPS if quick else 60)
     baseline = unigram(make_plan(folder, 0, steps))
-    record = {"minutes": minutes, "screen_minutes": screen, "steps": steps, "baseline": baseline}
-    record |= {"transformers": {}, "ours": [our_curve(folder, 0, steps, pairs)]}
+    record: dict[str, Any] = {"minutes": minutes, "screen_minutes": screen, "steps": steps}
+    record |= {"baseline": baseline, "transformers": {}, "ours": [our_curve(folder, 0, steps, pairs)]}
     keep(folder, record)
-    run_theirs(folder, record, RATES, screen / minutes if screen else 1.0)
+    run_theirs(folder, record, QUICK_RATES if quick else RATES, screen / minutes if screen else 1.0)
     run_theirs(folder, record, [best_rate(record)], 1.0)
     for seed in range(1, seeds):
         record["ours"].append(our_curve(folder, seed, steps, pairs))
@@ -269,9 +297,9 @@ def measure(folder: Path, minutes: float, screen: float, seeds: int) -> dict[str
     return record
 
 
-def our_steps(folder: Path, minutes: float) -> tuple[int, float]:
+def our_steps(folder: Path, minutes: float, timed: int = 60) -> tuple[int, float]:
     """Steps of ours that fit in a third of their time, and seconds of finding the pairs, which do not count."""
-    seconds, pairs = our_seconds(make_plan(folder, 0, 1000))
+    seconds, pairs = our_seconds(make_plan(folder, 0, 1000), timed)
     return max(int(MARGIN * 60 * minutes / GOAL_TIME / seconds), 20), pairs
 
 
@@ -334,9 +362,9 @@ def main() -> None:
         if args.again:
             run_ours(args.out, record, args.seeds)
     else:
-        record = measure(
-            args.out, *((0.5, 0.25, 1) if args.quick else (args.minutes, args.screen, args.seeds))
-        )
+        if args.quick:
+            args.minutes, args.screen, args.seeds = QUICK_MINUTES, 0.0, 1
+        record = measure(args.out, args.minutes, args.screen, args.seeds, args.quick)
     facts = {name: value for name, value in record.items() if name != "baseline"}
     finish("bert_toy", claims_of(record), packages=("transformers",), threads=1, **facts)
 

@@ -3,7 +3,7 @@
 python benchmarks/checkpoints.py [--quick] [--directory DIR]. A GPT of GPT-2's width with 4 layers in fp32 (68
 million parameters, 815 MB of weights and optimizer state). Windows without a save and windows from the call
 of `save` until `latest` names the verified checkpoint take turns in one run. The pause is the longest of both
-processes.
+processes. `--quick` has 2 layers of width 192, rows of 32 tokens, short windows and one pair of them.
 """
 
 import tempfile
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from common import claim, finish, parser
+from throughline.models.config import ModelConfig
 from throughline.models.presets import preset
 from throughline.planner.layout import Layout
 from throughline.train.checkpoint import CheckpointWriter
@@ -25,37 +26,40 @@ from throughline.train.step import Trainer, train_step
 
 LAYOUT = Layout(data=2)
 CONFIG = replace(preset("gpt2-124m"), layers=4, sequence_length=128)
+QUICK_CONFIG = replace(CONFIG, layers=2, width=192, heads=3, sequence_length=32)
 ROWS = 4  # of each process
 PAUSE_BOUND_S, THROUGHPUT_BOUND = 0.2, 0.9
-QUIET_STEPS = 8  # of a window without a save; one with a save lasts as long as the writing
+QUIET_STEPS, QUICK_QUIET_STEPS = 8, 3  # of a window without a save; one with a save lasts as long as writing
 
 
-def make_trainer(ranks: Ranks) -> Trainer:
+def make_trainer(ranks: Ranks, config: ModelConfig) -> Trainer:
     """The run's model and AdamW on this process."""
-    engine = LayoutEngine(CONFIG, ranks.mesh, "fp32")
+    engine = LayoutEngine(config, ranks.mesh, "fp32")
     engine.fill()
     group = {"params": [parameter for _, parameter in engine.named_parameters()], "base_lr": 1e-4}
     optimizer = torch.optim.AdamW([group], lr=1e-4, fused=True)
     return Trainer(engine, optimizer, LossScaler(), "fp32", 1.0)
 
 
-def make_batch(ranks: Ranks) -> StepBatch:
+def make_batch(ranks: Ranks, config: ModelConfig) -> StepBatch:
     """Some rows of this process."""
     generator = torch.Generator().manual_seed(ranks.mesh.rank)
-    ids = torch.randint(0, CONFIG.vocab_size, (ROWS, CONFIG.sequence_length), generator=generator).numpy()
+    ids = torch.randint(0, config.vocab_size, (ROWS, config.sequence_length), generator=generator).numpy()
     return prepare({"input_ids": ids, "targets": ids}, "gpt", ROWS, ranks.mesh.device, torch.float32, 0.0)
 
 
-def measure(directory: Path, pairs: int) -> tuple[list[float], list[float], list[float], list[float]]:
+def measure(
+    directory: Path, config: ModelConfig, pairs: int, quiet_steps: int
+) -> tuple[list[float], list[float], list[float], list[float]]:
     """On one process: pauses, and tokens/s while writing and without, window by window, and the seconds of
     each writing.
     """
     ranks = Ranks.start(LAYOUT, torch.device("cpu"))
-    trainer, batch = make_trainer(ranks), make_batch(ranks)
+    trainer, batch = make_trainer(ranks, config), make_batch(ranks, config)
     writer = CheckpointWriter(
         directory, 1, process=ranks.mesh.rank, processes=LAYOUT.world, token=ranks.token
     )
-    tokens = ROWS * LAYOUT.data * CONFIG.sequence_length
+    tokens = ROWS * LAYOUT.data * config.sequence_length
     pauses, writing, quiet, seconds = [], [], [], []
     for _ in range(3):
         train_step(trainer, batch, 1.0)
@@ -67,7 +71,7 @@ def measure(directory: Path, pairs: int) -> tuple[list[float], list[float], list
             start, steps = time.perf_counter(), 0
             if save:
                 pauses.append(ranks.most(int(1e6 * writer.save(trainer))) / 1e6)
-            while ranks.most(int(not writer.idle) if save else int(steps < QUIET_STEPS)):
+            while ranks.most(int(not writer.idle) if save else int(steps < quiet_steps)):
                 train_step(trainer, batch, 1.0)
                 steps += 1
             spent = time.perf_counter() - start
@@ -85,10 +89,11 @@ def main() -> None:
     options.add_argument("--directory", type=Path, help="where to write; by default a temporary directory")
     chosen = options.parse_args()
     warm()
-    pairs = 2 if chosen.quick else 5
+    pairs, quiet_steps = (1, QUICK_QUIET_STEPS) if chosen.quick else (5, QUIET_STEPS)
+    config = QUICK_CONFIG if chosen.quick else CONFIG
     with tempfile.TemporaryDirectory(dir=chosen.directory) as directory:
         pauses, writing, quiet, seconds = run_ranks(
-            LAYOUT.world, lambda: measure(Path(directory), pairs), 900
+            LAYOUT.world, lambda: measure(Path(directory), config, pairs, quiet_steps), 900
         )[0]
     claims = [
         claim(
@@ -105,7 +110,7 @@ def main() -> None:
         ),
     ]
     print(
-        f"{CONFIG.parameter_count():,} parameters, {LAYOUT.describe()}; written in {[round(s, 1) for s in seconds]} s"
+        f"{config.parameter_count():,} parameters, {LAYOUT.describe()}; written in {[round(s, 1) for s in seconds]} s"
     )
     finish("checkpoints", claims)
 

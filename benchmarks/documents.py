@@ -21,7 +21,8 @@ from throughline.models.config import BERTConfig
 from throughline.models.documents import Documents, attend_documents
 from throughline.models.init import initialise
 from throughline.train.attention import fit_attention
-from throughline.train.objective import bert_hidden, prepare
+from throughline.train.objective import hidden as hidden_of
+from throughline.train.objective import prepare
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -97,7 +98,7 @@ def bert(precision: str) -> tuple[Callable[[], None], Callable[[], None]]:
 
     def ours() -> None:
         with autocast:
-            hidden = bert_hidden(model, micro_batch).flatten(0, 1)
+            hidden = hidden_of(model, micro_batch).flatten(0, 1)
             loss = hidden.index_select(0, micro_batch["predicted"]).square().sum()
         loss.backward()
 
@@ -122,7 +123,8 @@ def main() -> int:
         for precision in ("fp32", "bf16")
     ]
     for name, both, peer, goal in cases:
-        measured = paired(*map(cpu_seconds, both), pairs)
+        ours, theirs = map(cpu_seconds, both)
+        measured = paired(ours, theirs, pairs)
         claims.append(claim(name, *measured, peer=peer, unit="CPU s", better="lower", goal=goal))
     finish("documents", claims, packages=("transformers",), threads=torch.get_num_threads())
     return 0

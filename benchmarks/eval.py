@@ -12,6 +12,9 @@ is the process's peak. lm_eval runs its own task files (through tests/eval/harne
 float32 and, task by task, the batch size out of 1 and 8 that was faster on the first 24 records. SHARED is
 the directory that holds data/, by default THROUGHLINE_SHARED.
 
+`--quick` takes PIQA alone, its first 6 records, one pair, both sides with 1 layer of either width and the harness with
+batches of 8.
+
 An hour on two cores. `--keep` appends every measurement to a file and takes those that are there, so that the
 same command with `--minutes` does it in pieces.
 """
@@ -45,7 +48,7 @@ TASKS = (
     "blimp_wh_island",
     "wikitext_2",
 )
-QUICK = ("lambada_openai", "piqa")  # with --quick
+QUICK, QUICK_RECORDS, QUICK_LAYERS = ("piqa",), 6, 1  # with --quick
 ARTICLES = 3  # WikiText articles stand for 200 records: 12,000 tokens
 MODELS = {
     "7m": {"n_layer": 4, "n_head": 4, "n_embd": 128},
@@ -97,7 +100,7 @@ def write_records(folder: Path, shared: Path, limit: int | None) -> dict[str, in
     return asked
 
 
-def measure(side: str, name: str, model: Path, records: Path, batch: int) -> dict[str, float]:
+def measure(side: str, name: str, model: Path, records: Path, batch: int) -> dict[str, Any]:
     """One task in a fresh process: {"cpu_s": ..., "peak_bytes": ...}."""
     command = [
         sys.executable,
@@ -202,14 +205,20 @@ class Measured:
 
 
 def compare_model(
-    size: str, shared: Path, pairs: int, measured: Measured, tasks: Sequence[str], batches: Sequence[int]
+    size: str,
+    shape: dict[str, int],
+    shared: Path,
+    pairs: int,
+    measured: Measured,
+    tasks: Sequence[str],
+    batches: Sequence[int],
 ) -> tuple[list[Any], list[dict[str, Any]]]:
     """Both claims of one model over these tasks, the harness with the fastest of these batch sizes; a line per task."""
     with tempfile.TemporaryDirectory() as name:
         folder, few = Path(name), Path(name) / "few"
         few.mkdir()
         model = folder / "model"
-        make_model(model, shared, MODELS[size])
+        make_model(model, shared, shape)
         asked = write_records(folder, shared, measured.records)
         write_records(few, shared, TUNED_ON)
         batch = dict.fromkeys(tasks, batches[0])
@@ -299,12 +308,13 @@ def main() -> None:
         options.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
     records, pairs, tasks, batches = given.records, given.pairs, TASKS, BATCHES
     if given.quick:
-        records, pairs, tasks, batches = TUNED_ON, 1, QUICK, BATCHES[-1:]
+        records, pairs, tasks, batches = QUICK_RECORDS, 1, QUICK, BATCHES[-1:]
     measured = Measured(given.keep, given.minutes, records)
     claims: list[Any] = []
     details = {}
     for size in given.parts:
-        more, rows = compare_model(size, given.shared, pairs, measured, tasks, batches)
+        shape = MODELS[size] | ({"n_layer": QUICK_LAYERS} if given.quick else {})
+        more, rows = compare_model(size, shape, given.shared, pairs, measured, tasks, batches)
         claims += more
         details[size] = {"tasks": rows, "records": records, "pairs": pairs}
     finish("eval", claims, packages=("lm_eval", "transformers", "tokenizers"), details=details)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from throughline.benchmarks.common import Claim, claim, finish, parser
-from throughline.benchmarks.prove_scale import SCALES, Scale, flops
+from throughline.benchmarks.prove_scale import RECIPES, Scale, flops
 from throughline.core import hardware
 from throughline.models.config import BERTConfig, GPTConfig, family_of
 from throughline.models.init import empty_model
@@ -166,17 +166,19 @@ def measure_whole(device: torch.device, repeats: int) -> tuple[list[Claim], dict
 
 
 def rehearsed(scale: Scale) -> Scale:
-    """The same layout of a small model."""
-    small = replace(
-        scale.config, **SMALL, kv_heads=0, head_width=0, mlp_width=0, layers=max(scale.layout.pipeline, 2)
-    )
-    return replace(scale, config=small, rows=2, length=64)
+    """The same layout of a small model, on two short rows."""
+    layout = scale.layout
+    shape = SMALL | {"width": 8 * layout.tensor, "heads": layout.tensor, "layers": max(layout.pipeline, 2)}
+    small = replace(scale.config, **shape, kv_heads=0, head_width=0, mlp_width=0)
+    changed = {"micro_batch_rows": 2, "sequence_length": 64}
+    recipe = scale.recipe.model_copy(update={"train": scale.recipe.train.model_copy(update=changed)})
+    return replace(scale, config=small, recipe=recipe)
 
 
 def measure_stages(device: torch.device, repeats: int) -> list[dict[str, object]]:
     """A line for each layout: seconds, TFLOP/s and share of the peak of one process's kernels."""
     lines, peak = [], peak_flops(device)
-    for scale in SCALES:
+    for scale in map(Scale.of, RECIPES):
         if isinstance(scale.config, BERTConfig):
             continue
         scale = rehearsed(scale) if device.type == "cpu" else scale

@@ -10,13 +10,15 @@ transformers as it comes (sdpa, fp32, inference mode): `bert-fp32`, `bert-int8-d
 `gpt-vs-llamacpp-*` is our generation loop against llama.cpp's C interface called directly on the same weights, in
 processor time of one thread: what our loop adds. Decode
 also prints the share of the memory bandwidth, measured here, at which it reads its weights. The two sides take turns
-every few calls.
+every few calls. `--quick` takes two layers of each model, 8,192 tokens in GPT-2's vocabulary and one pair of a few
+calls, the same for both sides.
 """
 
 import importlib.util
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from throughline.inference.graph_options import GraphOptions
 from throughline.inference.llama_backend import LlamaCausal, LlamaContext
 from throughline.inference.real_text import TextRows
 from throughline.inference.slots import SlotBatch
+from throughline.models.config import ModelConfig
 from throughline.models.init import build
 from throughline.models.presets import preset
 
@@ -51,9 +54,25 @@ GOALS = {
     "gpt-quantised-q8_0": 7.0,
 }
 VS_LLAMA, VS_OPENVINO = 0.97, 1.0
+QUICK_LAYERS, QUICK_VOCABULARY = 2, 8192
 Call = Callable[[], object]
 Compare = Callable[..., float]
 Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Models:
+    """The shapes that both sides build: BERT-Base and GPT-2 124M, or smaller ones."""
+
+    bert: ModelConfig
+    gpt: ModelConfig
+
+    @staticmethod
+    def of(quick: bool) -> "Models":
+        if not quick:
+            return Models(preset("bert-base"), preset("gpt2-124m"))
+        small = preset("gpt2-124m", layers=QUICK_LAYERS, vocab_size=QUICK_VOCABULARY)
+        return Models(preset("bert-base", layers=QUICK_LAYERS), small)
 
 
 def median_ms(call: Call, calls: int, clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
@@ -71,11 +90,10 @@ def median_ms(call: Call, calls: int, clock: Callable[[], float] = time.perf_cou
     return measure
 
 
-def bert_model(folder: Path, name: str, threads: int) -> Call:
+def bert_model(folder: Path, name: str, threads: int, config: ModelConfig) -> Call:
     """Ours: one text of random ids, its hidden states and embedding."""
-    config = preset("bert-base")
     model = build(config, 0).eval()
-    ids = bert_ids()
+    ids = bert_ids(config)
     rest = (np.zeros_like(ids), np.ones(ids.shape, bool), np.zeros((1, 0), np.int64))
     runtime = "openvino" if name == "int8-best" else "onnxruntime"
     options = GraphOptions("onnxruntime", "fp32" if name == "fp32" else "int8")
@@ -91,15 +109,16 @@ def bert_model(folder: Path, name: str, threads: int) -> Call:
     return lambda: encoder.forward(ids, *rest)
 
 
-def bert_ids() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, preset("bert-base").vocab_size, (1, BERT_TOKENS))
+def bert_ids(config: ModelConfig) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, config.vocab_size, (1, BERT_TOKENS))
 
 
-def bert_transformers() -> tuple[torch.nn.Module, Call]:
+def bert_transformers(config: ModelConfig) -> tuple[torch.nn.Module, Call]:
     """transformers' model and one text through it."""
     from transformers import BertConfig, BertModel
 
-    model, ids = BertModel(BertConfig(attn_implementation="sdpa")).eval(), torch.from_numpy(bert_ids())
+    shape: dict[str, Any] = {"num_hidden_layers": config.layers, "attn_implementation": "sdpa"}
+    model, ids = BertModel(BertConfig(**shape)).eval(), torch.from_numpy(bert_ids(config))
 
     def read() -> object:
         with torch.inference_mode():
@@ -123,12 +142,16 @@ def nncf_call(model: torch.nn.Module, ids: torch.Tensor, threads: int) -> Call:
     return lambda: request.infer({"input_ids": ids.numpy()})
 
 
-def gpt_transformers() -> Call:
+def gpt_transformers(config: ModelConfig) -> Call:
     """One token with transformers' cache, cut back to the same context each time."""
     from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa")).eval()
-    ids = torch.randint(0, 50257, (1, CONTEXT))
+    shape: dict[str, Any] = {"attn_implementation": "sdpa"}
+    shape |= {"n_layer": config.layers, "vocab_size": config.vocab_size}
+    if config.vocab_size <= GPT2Config().eos_token_id:
+        shape |= {"bos_token_id": None, "eos_token_id": None}  # they lie outside a small vocabulary
+    model = GPT2LMHeadModel(GPT2Config(**shape)).eval()
+    ids = torch.randint(0, config.vocab_size, (1, CONTEXT))
     with torch.inference_mode():
         cache = model(ids, past_key_values=DynamicCache(), use_cache=True).past_key_values
 
@@ -182,31 +205,32 @@ def llama_decode(backend: LlamaCausal, threads: int) -> Call:
     return decode
 
 
-def bert_part(folder: Path, threads: int, compare: Compare) -> Facts:
+def bert_part(folder: Path, threads: int, compare: Compare, models: Models) -> Facts:
     """Three precisions against transformers."""
-    _, theirs = bert_transformers()
+    _, theirs = bert_transformers(models.bert)
     for kind in ("fp32", "int8-default", "int8-best"):
         if kind == "int8-best" and (missing := absent("openvino")):
             return missing
         goal = GOALS[f"bert-{kind}"]
-        compare(f"bert-{kind}", bert_model(folder, kind, threads), theirs, PEER, goal)
+        compare(f"bert-{kind}", bert_model(folder, kind, threads, models.bert), theirs, PEER, goal)
     return {}
 
 
-def openvino_part(folder: Path, threads: int, compare: Compare) -> Facts:
+def openvino_part(folder: Path, threads: int, compare: Compare, models: Models) -> Facts:
     """int8 with our scales against int8 of OpenVINO's own quantiser, both run by OpenVINO."""
     if missing := absent("openvino", "nncf"):
         return missing
-    theirs = nncf_call(bert_transformers()[0], torch.from_numpy(bert_ids()), threads)
-    ours = bert_model(folder, "int8-best", threads)
+    peer, ids = bert_transformers(models.bert)[0], torch.from_numpy(bert_ids(models.bert))
+    theirs = nncf_call(peer, ids, threads)
+    ours = bert_model(folder, "int8-best", threads, models.bert)
     compare("bert-int8-vs-openvino", ours, theirs, "OpenVINO + NNCF int8", VS_OPENVINO)
     return {}
 
 
-def gpt_part(folder: Path, threads: int, compare: Compare) -> Facts:
+def gpt_part(folder: Path, threads: int, compare: Compare, models: Models) -> Facts:
     """Decode with ONNX Runtime and llama.cpp behind our loop, against transformers."""
-    config = preset("gpt2-124m")
-    model, theirs, speed = build(config, 0).eval(), gpt_transformers(), bandwidth_gb_s()
+    config = models.gpt
+    model, theirs, speed = build(config, 0).eval(), gpt_transformers(config), bandwidth_gb_s()
     read = {}
     for precision, name in (("fp32", "gpt-fp32-onnxruntime"), ("int8", "gpt-int8-onnxruntime")):
         graph = folder / f"gpt-{precision}.onnx"
@@ -228,13 +252,13 @@ def gpt_part(folder: Path, threads: int, compare: Compare) -> Facts:
     return {"bandwidth_gb_s": round(speed, 1), "share_of_bandwidth": shares} | missing
 
 
-def llamacpp_part(folder: Path, threads: int, compare: Compare) -> Facts:
+def llamacpp_part(folder: Path, threads: int, compare: Compare, models: Models) -> Facts:
     """Our generation loop over llama.cpp against llama.cpp's C interface, on the same weights: processor time of one
     thread, because what is asked is what our loop adds.
     """
     if missing := absent("llama_cpp", "gguf"):
         return missing
-    config = preset("gpt2-124m")
+    config = models.gpt
     model = build(config, 0).eval()
     for precision in ("f32", "q8_0", "q4_0"):
         file = gguf_file(folder, model, precision)
@@ -279,9 +303,10 @@ def main() -> None:
     arguments = options.parse_args()
     threads, pairs, calls = (
         arguments.threads,
-        3 if arguments.quick else arguments.pairs,
+        1 if arguments.quick else arguments.pairs,
         5 if arguments.quick else 10,
     )
+    models = Models.of(arguments.quick)
     torch.set_num_threads(threads)
     claims: list[Claim] = []
 
@@ -304,7 +329,8 @@ def main() -> None:
     for part in arguments.parts.split(","):
         with tempfile.TemporaryDirectory() as name:
             details |= {
-                f"{part}_{key}": value for key, value in measures[part](Path(name), threads, compare).items()
+                f"{part}_{key}": value
+                for key, value in measures[part](Path(name), threads, compare, models).items()
             }
     packages = ["transformers", "onnxruntime", "openvino", "nncf", "llama-cpp-python"]
     finish("latency", claims, packages=packages, details=details)

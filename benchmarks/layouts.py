@@ -13,6 +13,8 @@ write a peer the fastest is measured.
 `details` gives the share of a step in which a collective is under way on the first process, from a trace of
 each side; what is hidden behind products is in it, and so is the wait of a pipeline's receive for its sender.
 `--tiny` takes a model of two small layers: it shows that both sides agree, and its times say nothing.
+`--quick` takes it too, rows of 32 tokens, fewer steps, the first way to write a peer and no traces; the
+processes of both sides are forked from this one instead of launched, because their start is most of such a run.
 """
 
 import json
@@ -26,7 +28,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import claim, finish, paired, parser, throughline
+from throughline.core.recipe import load_recipe
+from throughline.train.parallel.forked import run_ranks, warm
 from throughline.train.profile import ACTIVE, SKIPPED, WARMUP
+from throughline.train.recipe import Recipe, resolve
+from throughline.train.rules import RULES
 from train_gpt import SAMPLES
 
 PEERS = Path(__file__).parent / "layouts_peers.py"
@@ -48,6 +54,7 @@ SHAPE: dict[str, object] = {  # of every case, as keys of a recipe
     "log.every_steps": 1,
 }
 TINY: dict[str, object] = {"model.overrides.layers": 2, "model.overrides.width": 96}
+QUICK: dict[str, object] = {"train.sequence_length": 32}  # most of a tiny step is its head
 CASES: dict[str, dict[str, object]] = {
     "ddp2": {"train.precision": "fp32", "parallel.data": 2},
     "fsdp2": {"train.precision": "fp32", "parallel.data": 2, "parallel.sharding": "full"},
@@ -76,7 +83,12 @@ def ours(place: Path, recipe: Path, name: str, *flags: str) -> tuple[list[float]
     """Losses, and seconds of the steps, of a run in place/name."""
     command = ("launch", "--nproc", PROCESSES, "--", "train", recipe, "--run-dir", name, *flags)
     throughline(*command, cwd=place)
-    lines = map(json.loads, (place / name / "metrics.jsonl").read_text().splitlines())
+    return steps_of(place / name)
+
+
+def steps_of(run: Path) -> tuple[list[float], list[float]]:
+    """Losses, and seconds of the steps, that a run of ours wrote down."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     records = [record for record in lines if "step_s" in record]
     return [record["loss"] for record in records], [record["step_s"] for record in records]
 
@@ -89,6 +101,30 @@ def theirs(place: Path, recipe: Path, kind: str, *flags: object) -> tuple[list[f
         raise SystemExit(f"{' '.join(words)}\n{done.stderr[-6000:]}")
     told = json.loads(done.stdout.splitlines()[-1])
     return told["losses"], told["step_s"]
+
+
+def forked(
+    place: Path, file: Path, name: str, kind: str
+) -> tuple[tuple[list[float], list[float]], tuple[list[float], list[float]]]:
+    """What `ours` and `theirs` return, from processes forked from this one."""
+    import torch
+    from layouts_peers import measure
+    from throughline.train.build import plan_run
+    from throughline.train.loop import train
+
+    recipe = resolve(load_recipe(file, Recipe, (), RULES), place)
+
+    def our_rank() -> None:
+        torch.set_num_threads(1)
+        train(plan_run(recipe), place / name)
+
+    def their_rank() -> tuple[list[float], list[float]]:
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group("gloo")
+        return measure(kind, recipe)
+
+    run_ranks(PROCESSES, our_rank)
+    return steps_of(place / name), run_ranks(PROCESSES, their_rank)[0]
 
 
 def agree(mine: Sequence[float], peer: Sequence[float], bound: float, name: str) -> float:
@@ -131,8 +167,10 @@ def main() -> None:
     if unknown := set(parts) - set(CASES):
         options.error(f"--parts: there is no {', '.join(sorted(unknown))}; the cases are {', '.join(CASES)}")
     chosen.tiny |= chosen.quick
-    steps, skip = (6, 2) if chosen.quick else (12, 3)
+    steps, skip = (4, 1) if chosen.quick else (12, 3)
     os.environ["OMP_NUM_THREADS"] = "1"
+    if chosen.quick:
+        warm()
     claims, details = [], {}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
@@ -140,15 +178,19 @@ def main() -> None:
         text = SAMPLES / "tinyshakespeare" / "input.txt"
         throughline("data", "tokenize", text, "--tokenizer", "tok", "--out", "tokens", cwd=place)
         for name in parts:
-            settings = SHAPE | (TINY if chosen.tiny else {}) | CASES[name]
+            settings = SHAPE | (TINY if chosen.tiny else {}) | (QUICK if chosen.quick else {}) | CASES[name]
             recipe, traced = place / f"{name}.toml", place / f"{name}-traced.toml"
             recipe.write_text(recipe_text(settings | {"train.steps": steps}))
             traced.write_text(recipe_text(settings | {"train.steps": SKIPPED + WARMUP + ACTIVE}))
             bound = AGREE[str(CASES[name]["train.precision"])]
             kinds = PEERS_OF.get(name, (name.partition("-")[0],))
-            tried = {kind: theirs(place, recipe, kind) for kind in kinds[: 1 if chosen.quick else None]}
+            if chosen.quick:
+                (mine, seconds), peer = forked(place, recipe, f"{name}-agrees", kinds[0])
+                tried = {kinds[0]: peer}
+            else:
+                tried = {kind: theirs(place, recipe, kind) for kind in kinds}
+                mine, seconds = ours(place, recipe, f"{name}-agrees")
             best = min(tried, key=lambda kind: statistics.median(tried[kind][1][skip:]))
-            mine, seconds = ours(place, recipe, f"{name}-agrees")
             differences = {kind: agree(mine, tried[kind][0], bound, f"{name}, {kind}") for kind in tried}
             details[name] = {"peer": best, "losses_differ": differences}
             if chosen.quick or not chosen.pairs:

@@ -5,7 +5,7 @@ python benchmarks/long_attention.py [--quick]
 The attention of one layer of GPT-2's width (12 heads of 64), causal, one row, fp32. Both sides call torch's
 fused kernel: dense with `is_causal`, which already skips the upper triangle. The claim is the attention core;
 the facts give the whole attention module with its projections too, and the memory that each keeps for
-backward.
+backward. `--quick` takes 2 heads of 64, one pair and one thread, at the same lengths.
 """
 
 import math
@@ -24,14 +24,15 @@ from throughline.models.layers import scaled_dot_product
 LENGTHS = (1024, 2048, 4096, 8192)
 BEYOND = (16384, 32768)  # extrapolated: a pass of dense attention over 32,768 tokens takes minutes of a CPU
 HEADS, HEAD_SIZE = 12, 64
+QUICK_HEADS = 2
 PATTERN = AttentionPattern(window=512)
 GOAL_AT_8K = 4.0
 
 
-def core_seconds(attend: Callable[..., torch.Tensor], length: int) -> Callable[[], float]:
+def core_seconds(attend: Callable[..., torch.Tensor], length: int, heads: int) -> Callable[[], float]:
     """A measurement: CPU seconds of one forward and backward through `attend`."""
     # queries, keys and values as the model hands them over: views of one product, (B, S, A, 3, D)
-    qkv = torch.randn(1, length, HEADS, 3, HEAD_SIZE, requires_grad=True)
+    qkv = torch.randn(1, length, heads, 3, HEAD_SIZE, requires_grad=True)
 
     def measure() -> float:
         start = time.process_time()
@@ -42,21 +43,21 @@ def core_seconds(attend: Callable[..., torch.Tensor], length: int) -> Callable[[
     return measure
 
 
-def module_seconds(pattern: AttentionPattern | None, length: int) -> Callable[[], float]:
+def module_seconds(pattern: AttentionPattern | None, length: int, heads: int) -> Callable[[], float]:
     """The same of a whole attention module: projections and core."""
     shape = {
         "vocab_size": 8,
         "sequence_length": length,
         "layers": 1,
-        "width": HEADS * HEAD_SIZE,
-        "heads": HEADS,
+        "width": heads * HEAD_SIZE,
+        "heads": heads,
     }
     model = GPT(GPTConfig(**shape))
     initialise(model)
     if pattern is not None:
         apply_pattern(model.blocks, pattern, causal=True)
     attention = model.blocks["0"].attention
-    x = torch.randn(1, length, HEADS * HEAD_SIZE)
+    x = torch.randn(1, length, heads * HEAD_SIZE)
 
     def measure() -> float:
         start = time.process_time()
@@ -66,9 +67,9 @@ def module_seconds(pattern: AttentionPattern | None, length: int) -> Callable[[]
     return measure
 
 
-def kept_bytes(attend: Callable[..., torch.Tensor], length: int) -> int:
+def kept_bytes(attend: Callable[..., torch.Tensor], length: int, heads: int) -> int:
     """Bytes of distinct storages that autograd keeps for the backward of one call, the inputs' own left out."""
-    q, k, v = (torch.randn(1, HEADS, length, HEAD_SIZE, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, heads, length, HEAD_SIZE, requires_grad=True) for _ in range(3))
     own = {x.untyped_storage().data_ptr() for x in (q, k, v)}
     kept: dict[int, int] = {}
 
@@ -97,11 +98,13 @@ def extrapolated(claims: list[Claim], length: int) -> float:
 
 def main() -> int:
     chosen = parser(__doc__ or "").parse_args()
-    pairs = 3 if chosen.quick else 5
+    pairs, heads = (1, QUICK_HEADS) if chosen.quick else (5, HEADS)
+    if chosen.quick:
+        torch.set_num_threads(1)  # two quick benchmarks share the cores; a waiting thread counts as CPU time
     windowed = make_attend(PATTERN, causal=True)
     claims, facts = [], {}
     for length in LENGTHS:
-        ours, theirs = core_seconds(windowed, length), core_seconds(scaled_dot_product, length)
+        ours, theirs = core_seconds(windowed, length, heads), core_seconds(scaled_dot_product, length, heads)
         ours(), theirs()  # warm up: the kernel's buffers and the pattern's index tables
         goal = GOAL_AT_8K if length == max(LENGTHS) else None
         claims.append(
@@ -114,7 +117,7 @@ def main() -> int:
                 goal=goal,
             )
         )
-        ours, theirs = module_seconds(PATTERN, length), module_seconds(None, length)
+        ours, theirs = module_seconds(PATTERN, length, heads), module_seconds(None, length, heads)
         ours(), theirs()
         claims.append(
             claim(
@@ -128,7 +131,7 @@ def main() -> int:
         )
         sides = {"window": windowed, "dense": scaled_dot_product}
         facts[f"kept_mib_{length}"] = {
-            name: round(kept_bytes(attend, length) / 2**20, 1) for name, attend in sides.items()
+            name: round(kept_bytes(attend, length, heads) / 2**20, 1) for name, attend in sides.items()
         }
         inside = min(PATTERN.window, length)
         facts[f"scores_needed_{length}"] = {

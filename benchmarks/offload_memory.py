@@ -25,6 +25,7 @@ from throughline.train.build import StepBatches, build_trainer, plan_run, traini
 from throughline.train.parallel.mesh import ALONE
 from throughline.train.predict import described
 from throughline.train.recipe import Recipe, resolve
+from throughline.train.single_engine import SingleEngine
 from throughline.train.step import Trainer, train_step
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -83,6 +84,7 @@ def host_side(trainer: Trainer, before: set[int]) -> set[int]:
     offload = trainer.engine.offload
     if offload is None:
         return before
+    assert isinstance(trainer.engine, SingleEngine)
     offload.wait()
     kept = [value for slots in trainer.optimizer.state.values() for value in slots.values()]
     kept += [value for _, value in offload.named_parameters()]

@@ -86,22 +86,22 @@ def main() -> None:
     arguments = parser.parse_args()
     quick = arguments.quick
     if arguments.serve:
-        constants, inside, outside, every = serve_errors()
+        constants, median, left_out, every = serve_errors()
         print(
             json.dumps(
                 {
                     "benchmark": "planner_fit",
                     "constants": asdict(constants),
-                    "median": inside,
-                    "left out": outside,
+                    "median": median,
+                    "left out": left_out,
                     "left out, all rows": every,
                 }
             )
         )
         return
     cases = [case for case in published_cases() if not case.left_out]
-    constants = fit(cases, 20)
-    inside, shipped = table_medians(cases, constants), table_medians(cases, FITTED)
+    fitted = fit(cases, 20)
+    inside, shipped = table_medians(cases, fitted), table_medians(cases, FITTED)
     outside = {}
     for table in [] if quick else inside:
         others = fit([case for case in cases if case.table != table], 12)
@@ -119,7 +119,7 @@ def main() -> None:
         json.dumps(
             {
                 "benchmark": "planner_fit",
-                "constants": asdict(constants),
+                "constants": asdict(fitted),
                 "mean of medians": mean,
                 "tables": {name: [shipped[name], inside[name], outside.get(name)] for name in inside},
             }

@@ -156,7 +156,7 @@ def main() -> int:
     # a quick run keeps no figure, so that two may share the machine
     with ThreadPool(2 if chosen.quick else 1) as pool:
         for name, code, output, seconds in pool.imap(run_one, commands.items()):
-            print(output, flush=True)
+            print(output, f"{name}: {duration(seconds)}", sep="\n", flush=True)
             spent[name] = seconds
             if code:
                 failed.append(name)

@@ -8,6 +8,7 @@ set our int8 graph beside the peer's fp32, and beside q8_0 for llama.cpp, whose 
 in $LLAMA_SERVER, else the faster of the packages xllamacpp and llama-cpp-python[server]) is said to be missing where
 there is none. `http-*` is what HTTP adds to a bare call of the backend at one client. Models and settings
 are kept in --models, so that parts can be measured one by one; --clients 1 and 8 show the same with fewer clients.
+`--quick` takes small models, few requests with short answers, one pair, and one setting of each peer without a search.
 """
 
 import contextlib
@@ -47,6 +48,7 @@ GOALS = {
     "gpt-vs-llamacpp": 1.0,
 }
 BLOCK = 100  # calls through HTTP, then as many bare ones
+QUICK_TOKENS = 16  # at most, of an answer with --quick
 SLOTS = 32  # of ours: as many as clients
 THREADS = os.cpu_count() or 1
 Settings = dict[str, Any]
@@ -66,10 +68,12 @@ def cases(quick: bool) -> dict[str, Case]:
     """The committed requests, by the kind of their model; some of them where answers take long."""
     bodies = [json.loads(line) for line in REQUESTS.read_text().splitlines()]
     gpt = [Ask(body) for body in bodies if "prompt" in body]
+    if quick:
+        gpt = [Ask(ask.body | {"max_tokens": min(ask.body["max_tokens"], QUICK_TOKENS)}) for ask in gpt]
     bert = [Ask(body) for body in bodies if "input" in body]
     return {
-        "gpt": Case("gpt", "completions", gpt[: 16 if quick else 32]),
-        "bert": Case("bert", "embeddings", bert[: 32 if quick else None]),
+        "gpt": Case("gpt", "completions", gpt[: 8 if quick else 32]),
+        "bert": Case("bert", "embeddings", bert[: 16 if quick else None]),
     }
 
 
@@ -99,9 +103,9 @@ def server(
     """Processes of one server at a free port. They are ready when this path is answered with 200, or, where it is
     no path, when each of them has written this word.
     """
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     with log.open("w") as file:
         words = [*words, "--port", str(port)]
         started = [subprocess.Popen(words, stdout=file, stderr=file) for _ in range(copies)]
@@ -305,14 +309,15 @@ def peer_part(
 ) -> tuple[list[Claim], dict[str, Any]]:
     """Our graphs against plain or litserve."""
     if name == "plain":
-        at = ((2, 1), (1, 2)) if chosen.quick else ((2, 1), (1, 2), (1, 1), (2, 2), (4, 1))
+        at = ((1, 2),) if chosen.quick else ((2, 1), (1, 2), (1, 1), (2, 2), (4, 1))
         grid: list[Settings] = [{"workers": w, "threads": t} for w, t in at]
     else:
-        sizes = ((8, 0.01), (32, 0.01)) if chosen.quick else ((8, 0.01), (32, 0.01), (32, 0.1))
+        sizes = ((8, 0.01),) if chosen.quick else ((8, 0.01), (32, 0.01), (32, 0.1))
         grid = [{"threads": THREADS, "batch": batch, "wait": wait} for batch, wait in sizes]
     start = partial(peer, name, folder, case)
     print(f"{kind}, settings of {name}:", file=sys.stderr)
-    best = best_of(folder / f"{kind}-{name}.json", grid, start, case, chosen.clients)
+    kept = folder / f"{kind}-{name}.json"
+    best = grid[0] if chosen.quick else best_of(kept, grid, start, case, chosen.clients)
     names = {f"{kind}-vs-{name}": folder / f"{kind}-fp32", f"{kind}-int8-vs-{name}": folder / f"{kind}-int8"}
     wanted = {claimed: path for claimed, path in names.items() if claimed in GOALS}
     return compare(wanted, partial(start, best), f"{name} {best}", case, chosen.clients, chosen.pairs)
@@ -326,7 +331,8 @@ def llama_part(folder: Path, case: Case, chosen: Any) -> tuple[list[Claim], dict
         print(f"gpt-vs-llamacpp: {why}", file=sys.stderr)
         return [], {"gpt-vs-llamacpp": why}
     start = partial(llama, folder)
-    best = best_of(folder / "gpt-llamacpp.json", grid, start, case, chosen.clients)
+    kept = folder / "gpt-llamacpp.json"
+    best = grid[0] if chosen.quick else best_of(kept, grid, start, case, chosen.clients)
     names = {"gpt-vs-llamacpp": folder / "gpt-int8"}
     return compare(names, partial(start, best), f"q8_0 {best}", case, chosen.clients, chosen.pairs)
 
@@ -353,7 +359,7 @@ def main() -> int:
     for part in chosen.parts.split(","):
         kind, _, name = part.partition("-")
         if part == "http":
-            claims += http_part(folder, 300 if chosen.quick else 3000)
+            claims += http_part(folder, BLOCK if chosen.quick else 3000)
             continue
         for one in [name] if name else ["plain", "litserve"]:
             if one == "llamacpp":

@@ -10,7 +10,7 @@ from throughline.inference.load import COMMON
 
 
 def write_models(folder: Path, quick: bool) -> None:
-    """A GPT of 27M parameters (quick: 7M) and a BERT like it, random, with tokenizers that have no end of text;
+    """A GPT of 27M parameters (quick: 2.5M) and a BERT like it, random, with tokenizers that have no end of text;
     as ONNX graphs in fp32 and int8, the GPT as GGUF too.
     """
     from safetensors.torch import save_file
@@ -21,7 +21,7 @@ def write_models(folder: Path, quick: bool) -> None:
     from throughline.models.huggingface import to_huggingface
     from throughline.models.init import build
 
-    width, layers = (256, 4) if quick else (512, 6)
+    width, layers = (128, 2) if quick else (512, 6)
     shape: dict[str, Any] = {"sequence_length": 640, "layers": layers, "width": width, "heads": width // 64}
     configs = {
         "gpt": GPTConfig(vocab_size=16384, **shape),

@@ -12,7 +12,7 @@ times in turn with them; the rate is of the last less the second. `with_startup_
 in it. Each peer writes a flat uint16 file with an end-of-text token per document, at its best settings here:
 tokenizers `encode_batch_fast` 1,000 texts at a time, datasets.map batched over 2 processes with the same,
 tiktoken `encode_to_numpy`, tokie `encode_batch_flat`; all single-threaded in a process. Ours is `throughline
-data tokenize` with one worker.
+data tokenize` with one worker. `--quick` takes one pair over the first 2,000,000 characters, read once.
 """
 
 import bz2
@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from common import Claim, claim, existing, finish, paired, parser
@@ -37,8 +38,9 @@ HERE = Path(__file__).parent
 SAMPLES = HERE.parent / "recipes" / "samples"
 DOCUMENT = 3000  # characters
 BATCH = 1000
-QUICK = 3_000_000  # characters of text with --quick
+QUICK = 2_000_000  # characters of text with --quick
 SHORT_LINES = 20
+CLOCK = 0.001  # seconds: no time is told to be shorter
 SMALL_BYTES = (
     10_000_000  # of a text that takes no longer than the start-up: several times each, for the noise
 )
@@ -51,7 +53,7 @@ def documents_of(paths: list[Path]) -> Iterator[str]:
     characters, one line each.
     """
     for path in paths:
-        opened = {".bz2": bz2.open, ".gz": gzip.open}.get(path.suffix, open)
+        opened: Any = {".bz2": bz2.open, ".gz": gzip.open}.get(path.suffix, open)
         with opened(path, "rb") as file:
             text = file.read().decode("utf-8-sig", "replace").replace("\r\n", "\n")
         if ".json" in path.name:
@@ -77,6 +79,17 @@ def files_in(paths: list[Path]) -> list[Path]:
     return [
         file for file in found if file.is_file() and (".txt" in file.suffixes or ".json" in file.suffixes)
     ]
+
+
+def first_characters(documents: Iterator[str], limit: int | None) -> str:
+    """Documents joined by newlines, cut to `limit` characters; no more of them are read than that takes."""
+    held, length = [], 0
+    for document in documents:
+        held.append(document)
+        length += len(document) + 1
+        if limit is not None and length >= limit:
+            break
+    return "\n".join(held)[:limit]
 
 
 def lines_of(path: str) -> Iterator[list[str]]:
@@ -180,7 +193,7 @@ def with_tiktoken(tokenizer: str, text: str, out: str) -> int:
 def with_tokie(tokenizer: str, text: str, out: str) -> int:
     import tokie
 
-    loaded = tokie.Tokenizer.from_json(str(Path(tokenizer) / "tokenizer.json"))
+    loaded: Any = tokie.Tokenizer.from_json(str(Path(tokenizer) / "tokenizer.json"))
     flat = Flat(out)
     for batch in lines_of(text):
         ids = loaded.encode_batch_flat(batch, add_special_tokens=False)
@@ -188,8 +201,8 @@ def with_tokie(tokenizer: str, text: str, out: str) -> int:
     return flat.close()
 
 
-def measure(who: str, tokenizer: str, text: str, short: str) -> None:
-    """One measurement in this process: prints CPU seconds and tokens as JSON."""
+def measure(who: str, tokenizer: str, text: str, short: str, times: int) -> None:
+    """One measurement in this process, of the text so many times: prints CPU seconds and tokens as JSON."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     peers = {
         "tokenizers-peer": with_tokenizers,
@@ -197,7 +210,6 @@ def measure(who: str, tokenizer: str, text: str, short: str) -> None:
         "tiktoken": with_tiktoken,
         "tokie": with_tokie,
     }
-    times = SMALL_TIMES if os.path.getsize(text) < SMALL_BYTES else 1
     done = []
     with tempfile.TemporaryDirectory() as folder:
         for turn, path in enumerate(
@@ -211,7 +223,7 @@ def measure(who: str, tokenizer: str, text: str, short: str) -> None:
             )
             done.append(spent())
     each = np.diff(done)
-    text_s = float(each[1::2].sum() - each[::2].sum()) / times
+    text_s = max(float(each[1::2].sum() - each[::2].sum()) / times, CLOCK)
     print(json.dumps({"startup_s": done[0], "text_s": text_s, "tokens": tokens}))
 
 
@@ -224,9 +236,10 @@ def spent() -> float:
 class Bench:
     """Rates of measurements over one text."""
 
-    def __init__(self, text: Path, pairs: int, gpt2: Path):
+    def __init__(self, text: Path, pairs: int, gpt2: Path, quick: bool = False):
         self.text, self.pairs = text, pairs
         self.bytes = text.stat().st_size
+        self._times = SMALL_TIMES if self.bytes < SMALL_BYTES and not quick else 1
         self._environment = {**os.environ, "BENCH_GPT2": str(gpt2), "RAYON_NUM_THREADS": "1"}
         self.tokens: dict[str, int] = {}
         self._rates: dict[str, list[float]] = {}
@@ -245,6 +258,7 @@ class Bench:
             tokenizer,
             self.text,
             self._short,
+            self._times,
         ]
         done = subprocess.run(list(map(str, command)), env=self._environment, capture_output=True, text=True)
         if done.returncode:
@@ -341,7 +355,8 @@ def wordpiece(bench: Bench, bert: Path, suffix: str) -> list[Claim]:
 
 def main() -> None:
     if sys.argv[1:2] == ["--measure"]:
-        measure(*sys.argv[2:6])
+        who, tokenizer, whole, short, times = sys.argv[2:7]
+        measure(who, tokenizer, whole, short, int(times))
         return
     options = parser(__doc__ or "")
     options.add_argument(
@@ -382,9 +397,10 @@ def main() -> None:
                 print(f"no --{part} text: its claims are left out", file=sys.stderr)
                 continue
             text = Path(folder) / f"{part}.txt"
-            words = "\n".join(documents_of(files_in(paths)))[: QUICK if chosen.quick else None]
+            words = first_characters(documents_of(files_in(paths)), QUICK if chosen.quick else None)
             text.write_text(words + "\n", encoding="utf-8")
-            bench = Bench(text, 1 if chosen.quick else chosen.pairs, SAMPLES / "gpt2-bpe")
+            pairs = 1 if chosen.quick else chosen.pairs
+            bench = Bench(text, pairs, SAMPLES / "gpt2-bpe", chosen.quick)
             suffix = "-multilingual" if part == "multilingual" else ""
             claims += bpe(bench, gpt2) if part == "bpe" else wordpiece(bench, bert, suffix)
             details[part] = bench.facts()

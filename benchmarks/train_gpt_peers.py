@@ -1,8 +1,8 @@
 """The transformers side of train_gpt.py: prints the median seconds of a step.
 
 python train_gpt_peers.py trainer DATA_DIR STEPS SKIP       the Trainer on nanoGPT's shape and data, fp32
-python train_gpt_peers.py eager|compiled ROWS LENGTH STEPS  GPT-2 124M, bf16 autocast, fused AdamW, no Trainer
-around it
+python train_gpt_peers.py eager|compiled ROWS LENGTH STEPS [LAYERS WIDTH HEADS]  GPT-2 124M or of the shape given, bf16
+autocast, fused AdamW, no Trainer around it
 """
 
 import statistics
@@ -59,9 +59,12 @@ def trainer_seconds(data: str, steps: int, skip: int) -> float:
     return statistics.median(np.diff(clock.times)[skip:].tolist())
 
 
-def gpt124_seconds(kind: str, rows: int, length: int, steps: int) -> float:
+def gpt124_seconds(
+    kind: str, rows: int, length: int, steps: int, layers: int = 12, width: int = 768, heads: int = 12
+) -> float:
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**NO_DROPOUT)).train()
+    shape = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, **NO_DROPOUT)
+    model = GPT2LMHeadModel(shape).train()
     forward = torch.compile(model) if kind == "compiled" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     times = []
@@ -83,4 +86,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "trainer":
         print(trainer_seconds(sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
     else:
-        print(gpt124_seconds(sys.argv[1], *map(int, sys.argv[2:5])))
+        print(gpt124_seconds(sys.argv[1], *map(int, sys.argv[2:])))
