@@ -1,12 +1,15 @@
 """The matrix product with a weight, on the kernel that is fastest for it here.
 
-torch sends fp32 products on a CPU to MKL, which on AMD processors with AVX-512 computes at half the rate of
-oneDNN, the library that torch uses for bf16 and for compiled inference. On two cores of an EPYC, 768 x 128 by
-128 x 512: MKL 180 GFLOP/s, oneDNN 370; the gradients of the input and of the weight alike; at GPT-2's sizes
-1.5 to 3 times from one row upwards. Everything else (GPUs, other processors and dtypes, autocast, sharded
-tensors, products too small to matter) goes to torch.
+torch sends fp32 products on a CPU to MKL, which takes AMD processors for ones of 256 bits. From Zen 5 on they add and
+multiply 512 at a time, and oneDNN, the library that torch uses for bf16 and for compiled inference, computes at twice
+the rate of MKL: 370 against 180 GFLOP/s on two cores, 768 x 128 by 128 x 512, and the gradients of the input and of the
+weight alike; at GPT-2's sizes 1.5 to 3 times from one row upwards. Zen 4 knows AVX-512 but takes two turns for it:
+there both compute at 80 to 100 GFLOP/s a core, and the copy that oneDNN makes of a transposed gradient is lost time.
+Everything else (GPUs, other processors and dtypes, autocast, sharded tensors, products too small to matter) goes to
+torch.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 LEAST_PRODUCTS = (
     1 << 21
 )  # rows x in x out below which the start of a oneDNN primitive (20 us) costs more than it saves
+ZEN_5 = 26  # its family
 
 
 class Linear(nn.Linear):
@@ -58,8 +62,8 @@ def one_kernel() -> Iterator[None]:
 
 
 def onednn_is_faster() -> bool:
-    """Whether fp32 products are faster in oneDNN than in what torch uses: AMD with AVX-512, under a torch
-    built with MKL.
+    """Whether fp32 products are faster in oneDNN than in what torch uses: AMD from Zen 5 on, under a torch built
+    with MKL.
     """
     return ONEDNN_IS_FASTER
 
@@ -74,11 +78,17 @@ def _ask() -> bool:
         return False
     try:
         with open("/proc/cpuinfo") as facts:
-            return "AuthenticAMD" in facts.read(
-                1024
+            return _multiplies_512_bits(
+                facts.read(1024)
             )  # of the first core; all of a large machine's take a while
     except OSError:
         return False
+
+
+def _multiplies_512_bits(cpu_facts: str) -> bool:
+    """Whether these lines of /proc/cpuinfo are of an AMD processor from Zen 5 (family 26) on."""
+    family = re.search(r"^cpu family\s*: (\d+)$", cpu_facts, re.MULTILINE)
+    return "AuthenticAMD" in cpu_facts and family is not None and int(family[1]) >= ZEN_5
 
 
 ONEDNN_IS_FASTER = _ask()  # now: a compiler that met the question in a block would break its graph there

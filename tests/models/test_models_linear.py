@@ -87,3 +87,18 @@ def test_a_processor_on_which_mkl_is_fast_keeps_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "onednn_is_faster", lambda: False)
     wide, x = torch.randn(256, 128), torch.randn(128, 128)
     assert torch.equal(linear(x, wide), F.linear(x, wide))
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "wide"),
+    [
+        ("AuthenticAMD", 26, True),
+        ("AuthenticAMD", 25, False),
+        ("GenuineIntel", 6, False),
+        ("GenuineIntel", 30, False),
+    ],
+)
+def test_onednn_is_for_amd_from_zen_5_on(vendor: str, family: int, wide: bool) -> None:
+    """Zen 4 (family 25) knows AVX-512 too, and gains nothing by it."""
+    facts = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
+    assert module._multiplies_512_bits(facts) is wide
