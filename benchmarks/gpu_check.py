@@ -251,6 +251,10 @@ def main() -> int:
                 continue
             checks.check(f"gpt: {name}", lambda name=name: checks.variant(name))
         checks.check("fully_shard over a group of one", checks.grouped)
+        layout = ("--set", "parallel.data=2", "--set", "parallel.tensor=2")
+        checks.check(
+            "prove, in processes forked on the CPU", lambda: checks.run("prove", "gpt-shakespeare", *layout)
+        )
     good = sum(said == "ok" for _, _, said in checks.results)
     made = claim(
         "gpu-check" if chosen.device == "cuda" else "gpu-check-rehearsed-on-cpu",

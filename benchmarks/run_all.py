@@ -52,11 +52,12 @@ BENCHMARKS: dict[str, list[str]] = {
 IN_AN_HOUR: dict[str, list[str]] = {
     "tokenization": ["--pairs", "2"],
     "train_gpt": ["--pairs", "1", "--seeds", "1"],
-    "eval": ["--pairs", "1", "--parts", "7m"],
+    "eval": ["--pairs", "1", "--parts", "7m", "--records", "100"],
     "layouts": ["--pairs", "0", "--parts", "ddp2-bf16,fsdp2-bf16,tp2-bf16,pp2-bf16"],
     "latency": ["--pairs", "7"],
     "bert_pretrain": ["--parts", "bert-128,bert-512,bert-full-rows"],
     "serve": ["--pairs", "1"],
+    "faults": ["--kills", "6"],
 }
 MINUTES, MINUTES_QUICK = 60, 10  # that all of them may take
 PARTED = (

@@ -46,6 +46,15 @@ def interruptible() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forkable() -> None:
+    """Tests that fork ranks come after others that compile and train in the same process."""
+    if importlib.util.find_spec("torch"):
+        from throughline.train.parallel.forked import keep_forkable
+
+        keep_forkable()
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository root."""

@@ -32,10 +32,22 @@ def warm() -> None:
     import torch.distributed.tensor
 
     torch.set_num_threads(1)
+    keep_forkable()
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     gc.collect()
     gc.freeze()
+
+
+def keep_forkable() -> None:
+    """Run a backward while no device is known, where there is none. In a CUDA build of torch without a GPU the
+    compiler registers a stand-in for one; were the first backward to come after that, it would start a thread for the
+    device, and a process forked later could run none.
+    """
+    import torch
+
+    if torch.cuda.device_count() == 0:  # unlike is_available it does not start CUDA, which no fork survives
+        torch.zeros((), requires_grad=True).backward()
 
 
 def run_ranks(world: int, function: Callable[[], Any], timeout_s: float = 120.0) -> list[Any]:
