@@ -69,7 +69,7 @@ lint: $(VENV)/.installed-test
 bench: $(VENV)/.installed-test
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/run_all.py $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(SHARED),--shared $(SHARED)) $(BENCHFLAGS)
 
-bench-quick: BENCHFLAGS += --quick --results build/bench-quick.json
+bench-quick: override BENCHFLAGS += --quick --results build/bench-quick.json
 bench-quick: bench
 
 bert-toy: $(VENV)/.installed-test

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import Claim, claim, finish, paired, parser, run, throughline
-from gpu_scale import MASKED, SMALL, made_rows, peak_flops, seconds, whole_step
+from gpu_scale import SMALL, flops_per_token, made_rows, peak_flops, seconds, whole_step
 from throughline.models.config import BERTConfig, GPTConfig, family_of
 from throughline.models.presets import preset
 from torch import Tensor, nn
@@ -170,6 +170,8 @@ def nanogpt_claim(checkout: Path, device: torch.device, pairs: int) -> Claim:
         throughline("data", "tokenize", text, "--tokenizer", "tok", "--out", "tokens", cwd=place)
         command = ("data", "export", "tokens", "--to", "nanogpt", "--val-fraction", 0.1, "--out", "data/gpt2")
         throughline(*command, cwd=place)
+        for file in ("train.py", "model.py", "configurator.py"):
+            (place / file).write_bytes((checkout / file).read_bytes())
         given = {
             "model.preset": "gpt2-124m",
             "model.overrides.layers": config.layers,
@@ -216,8 +218,6 @@ def nanogpt_claim(checkout: Path, device: torch.device, pairs: int) -> Claim:
 
         def nanogpt() -> float:
             words = [f"--{name}={value}" for name, value in theirs.items()]
-            for file in ("train.py", "model.py", "configurator.py"):
-                (place / file).write_bytes((checkout / file).read_bytes())
             return tokens / step_seconds_nanogpt(run([sys.executable, "train.py", *words], place), skip)
 
         how = {"peer": "nanoGPT train.py, compiled", "unit": "tokens/s", "better": "higher"}
@@ -240,8 +240,7 @@ def main() -> int:
         claims += made
         if peak is not None:
             config, _, length = shape_of(name, device)
-            share = {"predicted": round(MASKED * length) / length} if isinstance(config, BERTConfig) else {}
-            facts[f"{name}_mfu"] = round(config.flops_per_token(length, **share) * rate / peak, 3)
+            facts[f"{name}_mfu"] = round(flops_per_token(config, length) * rate / peak, 3)
     if chosen.nanogpt is None:
         print("gpt2-124m-vs-nanogpt: left out, it needs --nanogpt PATH_OF_CHECKOUT", file=sys.stderr)
     else:

@@ -135,6 +135,12 @@ def peak_flops(device: torch.device) -> float | None:
     return gpus[0].chip.tflops["bf16"] * 1e12 if gpus and gpus[0].chip else None
 
 
+def flops_per_token(config: GPTConfig | BERTConfig, length: int) -> float:
+    """Of a step on `made_rows`."""
+    share = {"predicted": round(MASKED * length) / length} if isinstance(config, BERTConfig) else {}
+    return config.flops_per_token(length, **share)
+
+
 def measure_whole(device: torch.device, repeats: int) -> tuple[list[Claim], dict[str, float]]:
     """The claims of whole models, and tokens a second."""
     claims, facts, peak = [], {}, peak_flops(device)
@@ -145,9 +151,8 @@ def measure_whole(device: torch.device, repeats: int) -> tuple[list[Claim], dict
         times = seconds(whole_step(config, rows, micro_rows, length, device), device, repeats)
         tokens = rows * length
         facts[name.replace("mfu", "tokens-per-s")] = round(tokens / statistics.median(times))
-        share = {"predicted": round(MASKED * length) / length} if isinstance(config, BERTConfig) else {}
         if peak is not None:
-            model_flops = config.flops_per_token(length, **share) * tokens
+            model_flops = flops_per_token(config, length) * tokens
             mfu = [model_flops / taken / peak for taken in times]
             claims.append(
                 claim(

@@ -68,10 +68,14 @@ def rows() -> list[Row]:
     found = []
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         for name, line in json.loads(file.read_text()).items():
-            facts = line["machine"]
-            machine = f"{(facts['gpus'] or [facts['cpu']])[0]}, {facts['cores']} cores"
-            found += [Row(name, claim, machine, line["date"]) for claim in line["claims"]]
+            found += [Row(name, claim, machine_of(line), line["date"]) for claim in line["claims"]]
     return found
+
+
+def machine_of(line: dict[str, Any]) -> str:
+    """The machine of a benchmark's line, as the tables name it."""
+    facts = line["machine"]
+    return f"{(facts['gpus'] or [facts['cpu']])[0]}, {facts['cores']} cores"
 
 
 def results_page(found: list[Row]) -> str:
@@ -115,19 +119,22 @@ def lines_of(benchmark: str) -> Iterator[dict[str, Any]]:
 
 
 def latency_rows(found: list[Row]) -> Iterator[list[str]]:
-    """docs/inference.md: what was measured, ours, the peer, the ratio, the goal; the share of the bandwidth."""
-    shares: dict[str, float] = {}
-    for line in lines_of("latency"):
-        shares |= line.get("details", {}).get("gpt_share_of_bandwidth", {})
+    """docs/inference.md: what was measured, ours, the peer, the ratio, the goal; the share of that machine's
+    bandwidth.
+    """
+    shares = {
+        machine_of(line): line.get("details", {}).get("gpt_share_of_bandwidth", {})
+        for line in lines_of("latency")
+    }
     names = {
         "gpt-fp32-onnxruntime": "onnxruntime fp32", "gpt-int8-onnxruntime": "onnxruntime int8",
         "gpt-fp32": "llama.cpp f32", "gpt-quantised-q8_0": "llama.cpp q8_0", "gpt-quantised": "llama.cpp q4_0",
     }  # fmt: skip
     for row in found:
         if row.benchmark == "latency":
-            share = shares.get(names.get(row.claim["name"], ""))
-            name, ours, theirs, ratio, goal, met, _ = row.cells()
-            yield [name, ours, theirs, ratio, goal, met, "-" if share is None else f"{share:.0%}"]
+            share = shares[row.machine].get(names.get(row.claim["name"], ""))
+            *cells, measured = row.cells()
+            yield [*cells, "-" if share is None else f"{share:.0%}", measured]
 
 
 def precision_rows() -> Iterator[list[str]]:
@@ -155,7 +162,16 @@ def block(name: str, text: str, header: tuple[str, ...], cells: list[list[str]])
 def inference_page(found: list[Row]) -> str:
     """docs/inference.md with its two measured tables."""
     text = (ROOT / "docs" / "inference.md").read_text()
-    columns = ("claim", "Throughline", "peer", "ratio (range)", "goal", "met", "share of bandwidth")
+    columns = (
+        "claim",
+        "Throughline",
+        "peer",
+        "ratio (range)",
+        "goal",
+        "met",
+        "share of bandwidth",
+        "machine, date",
+    )
     text = block("latency", text, columns, list(latency_rows(found)))
     columns = ("model, form", "mean KL", "top-1", "where right with p < 0.9", "loss (torch)")
     return block("precision", text, columns, list(precision_rows()))
