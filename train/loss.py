@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ..models.kernels import wide_dtype
 from ..planner.software import LARGE_VOCABULARY
 
 IGNORED = -100
@@ -25,14 +26,13 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         large and type(logits_NV) is Tensor and not torch.compiler.is_compiling()
     ):  # a compiler fuses the plain form itself
         return _CrossEntropySum.apply(logits_NV, targets_N)
-    if logits_NV.dtype in (torch.bfloat16, torch.float16):
-        logits_NV = logits_NV.float()
+    logits_NV = logits_NV.to(wide_dtype(logits_NV.dtype))
     return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Keeps the logits and each row's log of the sum of exponentials; backward turns the logits into their
-    gradient in place.
+    """Keeps the logits and each row's log of the sum of exponentials; backward makes the gradient from them, a few
+    rows at a time.
     """
 
     @staticmethod
@@ -40,7 +40,7 @@ class _CrossEntropySum(torch.autograd.Function):
         rows = max(CHUNK_LOGITS // logits_NV.shape[1], 1)
         kept = targets_N != IGNORED
         safe_N = targets_N.where(kept, 0)
-        wide = torch.float32 if logits_NV.dtype in (torch.bfloat16, torch.float16) else logits_NV.dtype
+        wide = wide_dtype(logits_NV.dtype)
         log_sum_N = torch.cat([chunk.to(wide).logsumexp(-1) for chunk in logits_NV.split(rows)])
         right_N = logits_NV.gather(1, safe_N[:, None]).squeeze(1).to(wide)
         ctx.save_for_backward(logits_NV, log_sum_N, safe_N, kept)
