@@ -17,6 +17,8 @@ from .common import backend_options, throughline_command
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
 
+MADE = (16, 256)  # words of a made prompt, and tokens of its answer
+
 
 @click.group()
 def command() -> None:
@@ -39,7 +41,7 @@ def command() -> None:
     help="Measure every backend that runs the model here (default: the one that --backend names).",
 )
 @click.option(
-    "--plot", type=click.Path(path_type=Path), help="File for the medians as an SVG picture (default: none)."
+    "--plot", type=click.Path(path_type=Path), help="HTML file for medians and table (default: none)."
 )
 @backend_options
 @throughline_command
@@ -55,7 +57,7 @@ def latency(
     Example:  throughline bench latency runs/my-gpt my/gpt-onnx
     """
     from ..inference.backends import open_backend, runtimes_of
-    from ..inference.bench import latency_lines, latency_plot, latency_table, verdicts
+    from ..inference.bench import latency_lines, latency_page, latency_table, verdicts
 
     rows = []
     for path in paths:
@@ -64,12 +66,9 @@ def latency(
             loaded = open_backend(path, replace(options, runtime=name))
             rows += [{"model": path} | row for row in latency_table(loaded, seconds)]
     if plot is not None:
-        write_atomic(plot, latency_plot(rows))
-    header, cells = latency_lines(rows)
-    if len(paths) > 1:
-        header, cells = ["model", *header], [[row["model"], *line] for row, line in zip(rows, cells)]
+        write_atomic(plot, latency_page(rows))
     said = verdicts(rows)
-    console.result({"latency": rows, "verdicts": said}, [*console.table(header, cells), *said])
+    console.result({"latency": rows, "verdicts": said}, [*console.table(*latency_lines(rows)), *said])
 
 
 @command.command()
@@ -104,12 +103,11 @@ def latency(
 )
 @click.option(
     "--prompt-words",
-    default="16-256",
-    show_default=True,
-    help="Range of the number of words in a made prompt.",
+    help="Range of the number of words in a made prompt (default: 16-256, at most a quarter of the model's context).",
 )
 @click.option(
-    "--max-tokens", default="16-256", show_default=True, help="Range of the number of tokens to generate."
+    "--max-tokens",
+    help="Range of the number of tokens to generate (default: 16-256, at most a quarter of the model's context).",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the made requests.")
 @click.option(
@@ -129,8 +127,8 @@ def serve(
     clients: str,
     count: int,
     file: Path | None,
-    prompt_words: str,
-    max_tokens: str,
+    prompt_words: str | None,
+    max_tokens: str | None,
     seed: int,
     api_key_variable: str,
     plot: Path | None,
@@ -143,20 +141,28 @@ def serve(
     \b
     Example:  throughline bench serve http://127.0.0.1:8000 --clients 1,8,32 --plot load.html
     """
-    from ..inference.load import Target, load, load_lines, plotted, read_asks, seeded, summary
+    from ..inference.load import Target, fitting, load, load_lines, plotted, read_asks, seeded, summary
 
     numbers = [_range(part, "--clients")[0] for part in clients.split(",")]
-    made = (_range(prompt_words, "--prompt-words"), _range(max_tokens, "--max-tokens"))
-    asks = read_asks(file) if file else seeded(endpoint, count, seed, *made)
-    asks = (asks * (count // len(asks) + 1))[:count]
+    options = {"--prompt-words": prompt_words, "--max-tokens": max_tokens}
+    given = {name: _range(text, name) for name, text in options.items() if text is not None}
+    read = read_asks(file) if file else None
     target = Target(url, endpoint, model, os.environ.get(api_key_variable))
+    made = (given.get(name) or fitting(MADE, target.context) for name in options)
+    asks = read or seeded(endpoint, count, seed, *made)
+    asks = (asks * (count // len(asks) + 1))[:count]
     rows = []
     for number in numbers:
         with console.progress(f"{number} clients", total=len(asks), unit="requests") as bar:
             seen, took_s = load(target, asks, number, lambda: bar.advance(1))
         rows.append(summary(seen, took_s, number))
+        if rows[-1]["first_error"]:
+            console.warn(
+                f"{number} clients: {sum(rows[-1]['not'].values())} of {len(asks)} requests failed, "
+                f"the first with: {rows[-1]['first_error']}"
+            )
     if plot is not None:
-        plot.write_text(plotted(rows, f"{target.model} at {url}"), encoding="utf-8")
+        write_atomic(plot, plotted(rows, f"{target.model} at {url}"))
     console.result({"load": rows, "model": target.model}, console.table(*load_lines(rows)))
 
 

@@ -58,7 +58,7 @@ def stream(text: str) -> None:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Aligned lines of a table; numbers to the right."""
-    cells = [[_cell(value) for value in row] for row in rows]
+    cells = [[cell(value) for value in row] for row in rows]
     widths = [
         max(len(str(h)), *(len(row[i]) for row in cells)) if cells else len(str(h))
         for i, h in enumerate(header)
@@ -74,7 +74,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     return [line([str(h) for h in header]), line(["-" * w for w in widths]), *(line(row) for row in cells)]
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as the tables show it."""
     if value is None:
         return "-"
     if isinstance(value, bool):

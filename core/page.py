@@ -18,11 +18,14 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over a common x: (name, points) each. Series without points are left out."""
+    """Lines over a common x: (name, points) each. Series without points are left out. `logarithmic`: both axes, which
+    takes positive numbers.
+    """
 
     title: str
     series: Sequence[tuple[str, Points]]
     x: str = "step"
+    logarithmic: bool = False
 
     @property
     def drawn(self) -> list[tuple[str, list[tuple[float, float]]]]:
@@ -36,7 +39,8 @@ class Chart:
         """
         xs = sorted({x for _, points in self.drawn for x, _ in points})
         columns = [[dict(points).get(x) for x in xs] for _, points in self.drawn]
-        found = {"x": self.x, "names": [name for name, _ in self.drawn], "data": [xs, *columns]}
+        names = [name for name, _ in self.drawn]
+        found = {"x": self.x, "names": names, "data": [xs, *columns], "log": self.logarithmic}
         return json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
 
 

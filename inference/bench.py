@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from html import escape
 from typing import Any
 
 import numpy as np
 
 from ..core.backend import CausalBackend
+from ..core.console import cell
 from ..core.hardware import machine
+from ..core.page import Bar, Part, page
 from .choice import measure
 from .loaded import Loaded
 from .roofline import floor_ms, reported
@@ -61,21 +62,19 @@ def _beside(loaded: Loaded, what: str, batch: int, tokens: int) -> dict[str, Any
     return found
 
 
-def latency_plot(rows: list[dict[str, Any]]) -> str:
-    """The medians as horizontal bars, an SVG of its own."""
+def latency_page(rows: list[dict[str, Any]]) -> str:
+    """The medians as bars, and the whole table, as an HTML page."""
     longest = max(row["p50_ms"] for row in rows)
-    height, left, width = 22, 330, 480
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 90}" height="{height * len(rows) + 30}" '
-        'font-family="sans-serif" font-size="12" role="img"><title>Median latency in milliseconds</title>'
-    ]
-    for number, row in enumerate(rows):
-        top, size = 10 + number * height, max(1.0, width * row["p50_ms"] / longest)
+    several = len({row["model"] for row in rows}) > 1
+    bars = []
+    for row in rows:
         name = f"{row['backend']} {row['what']} {row['batch']} x {row['tokens']}"
-        parts.append(f'<text x="{left - 8}" y="{top + 14}" text-anchor="end">{escape(name)}</text>')
-        parts.append(f'<rect x="{left}" y="{top + 3}" width="{size:.1f}" height="14" fill="#3b6ea5"/>')
-        parts.append(f'<text x="{left + size + 6:.1f}" y="{top + 14}">{row["p50_ms"]:.2f} ms</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        if several:
+            name = f"{row['model']}: {name}"
+        bars.append(Bar(name, row["p50_ms"] / longest, text=f"{row['p50_ms']:.2f} ms"))
+    header, cells = latency_lines(rows)
+    shown = [[cell(value) for value in row] for row in cells]
+    return page("Latency", [Part("Medians", bars=bars), Part("All figures", header=header, rows=shown)])
 
 
 def _cases(loaded: Loaded) -> Iterator[tuple[str, int, int, Callable[[], object]]]:
@@ -144,4 +143,6 @@ def latency_lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]
     for key, title in (("floor_ms", "floor ms"), ("t4_tensorrt_fp16_ms", "T4 TensorRT ms")):
         if any(row.get(key) for row in rows):
             header, keys = [*header, title], [*keys, key]
+    if len({row.get("model") for row in rows}) > 1:
+        header, keys = ["model", *header], ["model", *keys]
     return header, [[row.get(key) for key in keys] for row in rows]

@@ -123,10 +123,16 @@ def check_fit(request: Request, context: int) -> None:
         raise WrongUse("the prompt is empty", where="prompt", fix="give at least one token of text")
     if request.max_tokens < (request.prompt_logprobs is None):
         raise WrongUse("max_tokens must be at least 1", where="max_tokens", why=f"it is {request.max_tokens}")
-    if prompt + request.max_tokens > context:
+    check_length(prompt, request.max_tokens, context)
+
+
+def check_length(prompt: int, max_tokens: int, context: int) -> None:
+    """Refuse more tokens, read and made, than the model's context."""
+    if prompt + max_tokens > context:
+        room = context - prompt
         raise WrongUse(
             "the request is longer than the model's context",
             where="max_tokens",
-            why=f"{prompt} prompt tokens + {request.max_tokens} new ones > {context}",
-            fix=f"ask for at most {max(context - prompt, 0)} tokens or shorten the prompt",
+            why=f"{prompt} prompt tokens + {max_tokens} new ones > {context}",
+            fix=f"ask for at most {room} tokens or shorten the prompt" if room > 0 else "shorten the prompt",
         )

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from ..core.console import cell
 from ..core.errors import Failed, WrongUse
 from ..core.page import Chart, Part, page
 
@@ -82,8 +83,17 @@ def read_asks(path: Path) -> list[Ask]:
     return asks
 
 
+def fitting(span: tuple[int, int], context: int | None) -> tuple[int, int]:
+    """The range, cut to a quarter of the context: words are one to three tokens, and the answer takes its part."""
+    most = max(context // 4, 1) if context else span[1]
+    return min(span[0], most), min(span[1], most)
+
+
 class Target:
-    """A server: where it is, which model, which key. Raises WrongUse for an address that is none."""
+    """A server: where it is, which model, which key. Raises WrongUse for an address that is none.
+
+    `context`: tokens that the model reads and writes, None where the server does not list them.
+    """
 
     def __init__(self, url: str, kind: str, model: str | None = None, key: str | None = None) -> None:
         parts = urlsplit(url)
@@ -96,7 +106,9 @@ class Target:
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
-        self.model = model or self._only_model()
+        listed = self._listed(model)
+        self.model = str(listed["id"])
+        self.context: int | None = listed.get("max_model_len")
 
     def connect(self) -> http.client.HTTPConnection:
         """A connection, not opened yet."""
@@ -106,8 +118,8 @@ class Target:
             )
         return http.client.HTTPConnection(self._host, self._port, timeout=600)
 
-    def _only_model(self) -> str:
-        """The first model that the server lists."""
+    def _listed(self, name: str | None) -> dict[str, Any]:
+        """What the server lists of this model, or of the first that fits; of a name that it does not list, the name."""
         try:
             connection = self.connect()
             connection.request("GET", f"{self._base}/v1/models", headers=self._headers)
@@ -115,13 +127,14 @@ class Target:
             listed = json.loads(answer.read())
             if answer.status != 200:
                 raise ValueError(f"{answer.status}: {listed['error']['message']}")
-            fitting = [
-                model
-                for model in listed["data"]
-                if self._path.removeprefix(self._base) in model.get("endpoints", [self._path])
-            ]
-            return str((fitting or listed["data"])[0]["id"])
+            if name is not None:
+                return next((model for model in listed["data"] if model["id"] == name), {"id": name})
+            endpoint = self._path.removeprefix(self._base)
+            able = [model for model in listed["data"] if endpoint in model.get("endpoints", [endpoint])]
+            return dict((able or listed["data"])[0])
         except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+            if name is not None:  # a server need not list; what is wrong is told by the first answer
+                return {"id": name}
             where = f"{self._host}:{self._port}"
             fix = "check the address; give the model's name with --model and a key with --api-key-variable"
             raise WrongUse(
@@ -138,7 +151,7 @@ class Target:
         answer = connection.getresponse()
         seen = Seen(answer.status, 0.0)
         if answer.status != 200:
-            seen.error = answer.read()[:300].decode("utf-8", "replace")
+            seen.error = _message(answer.read())
         elif answer.headers.get_content_type() == "text/event-stream":
             self._read_stream(answer, seen, began_s)
         else:  # a server that cannot stream: its first token comes with the last
@@ -164,6 +177,14 @@ class Target:
                 else:
                     seen.gaps_s.append(now_s - last_s)
                 last_s = now_s
+
+
+def _message(body: bytes) -> str:
+    """What an error answer says: OpenAI's message, or the beginning of what came."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:300].decode("utf-8", "replace")
 
 
 def load(
@@ -213,8 +234,10 @@ def summary(seen: Sequence[Seen], took_s: float, clients: int) -> dict[str, Any]
         raise Failed("no request was answered", why=next((one.error for one in seen if one.error), ""))
     gaps_s = [gap for one in good for gap in one.gaps_s]
     firsts_s = [one.first_s for one in good if one.first_s is not None]
-    refused = Counter(str(one.status or "broken") for one in seen if one not in good)
+    failed = [one for one in seen if one.status != 200 or one.error]
+    refused = Counter(str(one.status or "broken") for one in failed)
     found: dict[str, Any] = {"clients": clients, "answered": len(good), "not": dict(refused)}
+    found |= {"first_error": failed[0].error if failed else None}
     found |= {"requests_per_s": len(good) / took_s}
     found |= {"generated_per_s": sum(one.generated for one in good) / took_s}
     found |= {"tokens_per_s": sum(one.generated + one.read for one in good) / took_s}
@@ -253,9 +276,6 @@ def plotted(rows: Sequence[dict[str, Any]], title: str) -> str:
         "ms of an answer": [curve("p50", "total_p50_ms"), curve("p99", "total_p99_ms")],
     }
     header, cells = load_lines(rows)
-    shown = [
-        [f"{cell:,.1f}" if isinstance(cell, float) else "-" if cell is None else cell for cell in row]
-        for row in cells
-    ]
+    shown = [[cell(value) for value in row] for row in cells]
     charts = [Chart(name, curves, "clients") for name, curves in drawn.items()]
     return page(title, [Part(charts=charts), Part("All figures", header=header, rows=shown)])

@@ -20,7 +20,7 @@ from ..data.tokenizer import Tokenizer
 from .api_types import CompletionBody, Generation
 from .chat import ChatTemplate
 from .encoding import check_ids, frame
-from .generation import TextDelta, Token
+from .generation import TextDelta, Token, check_length
 from .remote import Answer, Made, Read, Remote
 from .source import no_model
 from .telemetry import Telemetry, Watch
@@ -191,12 +191,7 @@ class ServedModel:
         if most is not None and max_tokens > most:
             why = f"{max_tokens} > {most}"
             raise WrongUse("max_tokens is above this server's limit", where="max_tokens", why=why)
-        context = self.facts["context"]
-        if len(ids) + max_tokens > context:
-            why = f"{len(ids)} prompt tokens + {max_tokens} new ones > {context}"
-            fix = f"ask for at most {max(context - len(ids), 0)} tokens or shorten the prompt"
-            what = "the request is longer than the model's context"
-            raise WrongUse(what, where="max_tokens", why=why, fix=fix)
+        check_length(len(ids), max_tokens, self.facts["context"])
 
     def _prompt_ids(self, prompt: Prompt) -> np.ndarray:
         if isinstance(prompt, str):

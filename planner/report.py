@@ -48,7 +48,8 @@ def ranked(found: Found, tokens: float) -> tuple[dict[str, Any], list[str]]:
         "neighbours": [{"step": a, "reason": b} for a, b in reasons],
     }
     lines = [
-        f"{search.world} x {search.cluster.name}; {search.work.rows} rows of {search.work.length} tokens a step; "
+        f"{search.world:,} chips of {search.cluster.name}; "
+        f"{search.work.rows} rows of {search.work.length} tokens a step; "
         f"{len(found.seconds):,} legal layouts, {int(found.fits.sum()):,} fit in {amount(found.capacity, 'B')}",
         "",
     ]
@@ -106,7 +107,11 @@ def explain(search: Search, candidate: Candidate, tokens: float) -> tuple[dict[s
     """Where the time and the memory of one layout go. Both lists sum to what the table says."""
     facts = candidate_facts(search, candidate, tokens)
     facts["memory"] = stage_memory(search.work, candidate.layouts, search.software)
-    lines = [f"{candidate.describe()} on {search.world} x {search.cluster.name}", "", "seconds of a step"]
+    lines = [
+        f"{candidate.describe()} on {search.world:,} chips of {search.cluster.name}",
+        "",
+        "seconds of a step",
+    ]
     rows = [
         (name, f"{value:,.4f}", f"{value / candidate.seconds:.1%}")
         for name, value in candidate.parts.items()

@@ -1,19 +1,17 @@
 """A plan to look at: one self-contained HTML page with drawings, and beside it JSON, CSV and a Chrome trace.
 
-Drawn here as SVG: stacked memory with the capacity line, the parts of a step, days against chips on logarithmic
-scales with the band, and the pipeline's timeline from the same simulation whose
-trace a browser's tracing view opens next to a measured one.
+It shows the parts of a step and of the memory, days against chips with the band, and the pipeline's timeline, the one
+drawing of its own: from the same simulation whose trace a browser's tracing view opens next to a measured one.
 """
 
 import dataclasses
-import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.artifact import create_artifact
-from ..core.page import Part, page
+from ..core.page import Bar, Chart, Part, page
 from .actions import Action
 from .cost import kernel_times, targets
 from .kernels import Share, head_kernels, layer_kernels
@@ -23,10 +21,6 @@ from .report import as_csv, halvings, ranked_cells
 from .schedule import Event, simulate
 from .search import Candidate, Found, band, find_layouts, run_days
 
-COLOURS = (
-    "#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2",
-    "#eeca3b", "#9d755d", "#ff9da6", "#bab0ac", "#6b6ecf", "#8ca252",
-)  # fmt: skip
 MOST_EVENTS = 4000  # drawn; a page with more is slow to open
 WIDTH = 900
 
@@ -113,7 +107,8 @@ def plan_page(
     best, search = found.best[0], found.search
     parts = {name: value for name, value in best.parts.items() if value}
     note = (
-        f"{search.world:,} x {search.cluster.name}, {search.work.rows:,} rows of {search.work.length:,} tokens a step; "
+        f"{search.world:,} chips of {search.cluster.name}; "
+        f"{search.work.rows:,} rows of {search.work.length:,} tokens a step; "
         f"{facts['legal']:,} legal layouts, {facts['fit']:,} fit. "
         f"Band: {band(search):.0%} either way, four predictions in five."
     )
@@ -125,10 +120,10 @@ def plan_page(
             Part("Layouts", header=header, rows=cells),
             Part(
                 f"Step of {best.describe()}: {best.seconds:,.4g} s",
-                svg=stacked([("step", parts)], "s", best.seconds, None),
+                bars=shares(parts, best.seconds, 1, "s"),
             ),
-            Part("Memory at the worst moment", svg=_memory(memory, found.capacity)),
-            Part("Days against chips", svg=days_drawing(points, band(search)) if points else "", note=fewest),
+            *memory_parts(memory, found.capacity),
+            Part("Days against chips", charts=[days_chart(points, band(search))], note=fewest),
             Part("Pipeline, first micro-batches", svg=pipeline_drawing(events) if events else ""),
             Part(
                 "Why its neighbours lost",
@@ -140,76 +135,29 @@ def plan_page(
     )
 
 
-def _memory(memory: list[dict[str, Any]], capacity: float) -> str:
-    bars = []
+def memory_parts(memory: list[dict[str, Any]], capacity: float) -> list[Part]:
+    """For each process that is listed its terms at its worst moment, as shares of the chip's memory (bytes)."""
+    found = []
     for stage in memory:
-        names = MOMENTS[stage["peak"]]
-        terms = {name: stage["terms"][name] / 2**30 for name in names if stage["terms"][name]}
-        bars.append((f"{stage['stage']}: {stage['peak']}", terms))
-    most = max(capacity / 2**30, *(sum(terms.values()) for _, terms in bars))
-    return stacked(bars, "GiB", most, capacity / 2**30)
+        terms = {name: stage["terms"][name] for name in MOMENTS[stage["peak"]] if stage["terms"][name]}
+        title = f"Memory of the {stage['stage']} process in its worst moment ({stage['peak']})"
+        used = f"{sum(terms.values()) / 2**30:,.4g} of a capacity of {capacity / 2**30:,.1f} GiB"
+        found.append(Part(f"{title}: {used}", bars=shares(terms, capacity, 2**30, "GiB")))
+    return found
 
 
-def stacked(bars: Sequence[tuple[str, dict[str, float]]], unit: str, most: float, line: float | None) -> str:
-    """Horizontal stacked bars on one scale, with a legend of every part's value and an optional capacity line."""
-    out, y, scale = [], 10, (WIDTH - 20) / (most * 1.02)
-    names = list(dict.fromkeys(name for _, parts in bars for name in parts))
-    for title, parts in bars:
-        x = 10.0
-        out.append(
-            f'<text x="10" y="{y + 10}">{html.escape(title)}, {sum(parts.values()):,.4g} {unit}</text>'
-        )
-        for name, value in parts.items():
-            colour = COLOURS[names.index(name) % len(COLOURS)]
-            label = f"<title>{html.escape(name)}: {value:,.4g} {unit}</title>"
-            out.append(
-                f'<rect x="{x:.2f}" y="{y + 15}" width="{value * scale:.2f}" height="24" fill="{colour}">{label}</rect>'
-            )
-            x += value * scale
-        y += 50
-    if line is not None:
-        at = 10 + line * scale
-        out.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="5" y2="{y - 5}" stroke="#d00" stroke-width="2"/>')
-        out.append(
-            f'<text x="{at - 4:.1f}" y="{y + 6}" text-anchor="end" fill="#d00">capacity {line:,.1f} {unit}</text>'
-        )
-        y += 16
-    for index, name in enumerate(names):
-        x, row = 10 + index % 3 * 300, y + 14 + index // 3 * 18
-        values = ", ".join(f"{parts[name]:,.3g}" for _, parts in bars if name in parts)
-        out.append(
-            f'<rect x="{x}" y="{row - 9}" width="10" height="10" fill="{COLOURS[index % len(COLOURS)]}"/>'
-        )
-        out.append(f'<text x="{x + 15}" y="{row}">{html.escape(name)} {values} {unit}</text>')
-    height = y + 24 + -(-len(names) // 3) * 18
-    return f'<svg viewBox="0 0 {WIDTH} {height}">{"".join(out)}</svg>'
+def shares(parts: dict[str, float], whole: float, unit: float, name: str) -> list[Bar]:
+    """A bar for each part, as long as its share; beside it its size in the unit."""
+    return [Bar(part, value / whole, text=f"{value / unit:,.3g} {name}") for part, value in parts.items()]
 
 
-def days_drawing(points: Sequence[tuple[int, float]], wide: float) -> str:
+def days_chart(points: Sequence[tuple[int, float]], wide: float) -> Chart:
     """Days against chips, both logarithmic, with the prediction's band; the leftmost point is the fewest that fit."""
-    from math import log
-
-    chips, days = [log(world) for world, _ in points], [log(value) for _, value in points]
-    low, high = min(days) - wide - 0.1, max(days) + wide + 0.1
-    span = (max(chips) - min(chips)) or 1.0
-
-    def at(chip: float, day: float) -> str:
-        return f"{70 + (chip - min(chips)) / span * (WIDTH - 130):.1f},{20 + (high - day) / (high - low) * 240:.1f}"
-
-    upper = [at(chip, day + log(1 + wide)) for chip, day in zip(chips, days, strict=True)]
-    lower = [at(chip, day + log(1 - wide)) for chip, day in zip(chips, days, strict=True)]
-    out = [f'<polygon points="{" ".join([*upper, *reversed(lower)])}" fill="#4c78a8" opacity="0.2"/>']
-    out.append(
-        f'<polyline points="{" ".join(map(at, chips, days))}" fill="none" stroke="#4c78a8" stroke-width="2"/>'
-    )
-    for (world, value), chip, day in zip(points, chips, days, strict=True):
-        x, y = at(chip, day).split(",")
-        out.append(
-            f'<circle cx="{x}" cy="{y}" r="4" fill="#4c78a8"/>'
-            f'<text x="{x}" y="{float(y) - 9:.1f}">{value:,.3g} d</text>'
-        )
-        out.append(f'<text x="{x}" y="285" text-anchor="middle">{world:,}</text>')
-    return f'<svg viewBox="0 0 {WIDTH} 300">{"".join(out)}</svg>'
+    series = [
+        (name, [(float(world), days * factor) for world, days in points])
+        for name, factor in (("days", 1.0), ("at least", 1 - wide), ("at most", 1 + wide))
+    ]
+    return Chart("days of the run", series, "chips", logarithmic=True)
 
 
 def pipeline_drawing(events: Sequence[Event]) -> str:

@@ -26,7 +26,7 @@
     const points = chart.data[0].length;
     const options = {
       width: Math.max(box.clientWidth - 16, 200), height: 220,
-      scales: { x: { time: false } },
+      scales: chart.log ? { x: { time: false, distr: 3, log: 2 }, y: { distr: 3, log: 2 } } : { x: { time: false } },
       cursor: { points: { size: 6 }, drag: { x: true, y: false } },
       axes: [{ ...axis, values: labels, label: chart.x, labelFont: font, labelSize: 18, size: 34, space: 60 }, { ...axis, values: labels, size: room }],
       series: [{ label: chart.x, value: (_, v) => v == null ? "" : short(v) }, ...chart.names.map((name, i) => ({

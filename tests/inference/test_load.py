@@ -54,6 +54,14 @@ def test_a_load_counts_what_was_answered(
         )
         assert embedded["model"] == "bert" and embedded["load"][0]["answered"] == 6
         assert embedded["load"][0]["first_p50_ms"] is None
+        made = bench(
+            "--requests", "8", "--clients", "2", "--model", "gpt"
+        )  # as long as the model's context allows
+        assert made["load"][0]["answered"] == 8 and made["load"][0]["first_error"] is None
+        words = ["--requests", "8", "--clients", "2", "--prompt-words", "1-60", "--max-tokens", "1-150"]
+        told = CliRunner().invoke(main, ["bench", "serve", base, *words])
+        assert told.exit_code == 0 and "requests failed, the first with: " in told.stderr, told.output
+        assert "context" in told.stderr
     refused = CliRunner().invoke(main, ["bench", "serve", base])
     assert refused.exit_code == 2 and "does not list its models" in refused.output
     assert CliRunner().invoke(main, ["bench", "serve", base, "--clients", "0"]).exit_code == 2
@@ -105,7 +113,7 @@ def test_the_page_shows_every_row_and_curve() -> None:
     from throughline.inference.load import plotted
 
     figures = {f"{name}_p{share}_ms": 1.5 for name in ("first", "gap", "total") for share in (50, 99)}
-    rates = {"requests_per_s": 1.0, "generated_per_s": 2.0, "tokens_per_s": 1234.5}
+    rates = {"requests_per_s": 1.0, "generated_per_s": 2.0, "tokens_per_s": 1234.6}
     rows = [{"clients": n, "answered": 3, "not": {}, **rates, **figures} for n in (1, 2)]
     html = plotted(rows, "a & b")
-    assert html.count('class="plot"') == 4 and html.count("1,234.5") == 2 and "a &amp; b" in html
+    assert html.count('class="plot"') == 4 and html.count("1,235") == 2 and "a &amp; b" in html

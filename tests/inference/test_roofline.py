@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from throughline.core.hardware import chips
-from throughline.inference.bench import latency_plot, verdicts
+from throughline.inference.bench import latency_page, verdicts
 from throughline.inference.roofline import floor_ms, reported
 from throughline.models.presets import preset
 
@@ -30,9 +30,13 @@ def test_reported_rows_are_those_of_the_shape() -> None:
 
 
 def test_the_plot_has_a_bar_for_every_row() -> None:
-    row = {"backend": "a<b", "what": "encode", "batch": 1, "tokens": 8, "p50_ms": 2.0}
-    plot = latency_plot([row, row | {"p50_ms": 1.0}])
-    assert plot.count("<rect") == 2 and "a&lt;b" in plot and "1.00 ms" in plot
+    row = {"model": "m", "backend": "a<b", "what": "encode", "batch": 1, "tokens": 8, "p50_ms": 2.0}
+    row |= {"p95_ms": 2.0, "p99_ms": 2.0, "tokens_per_s": 4000.0}
+    plot = latency_page([row, row | {"p50_ms": 1.0}])
+    assert (
+        plot.count('class="bar" style="width:50.0%"') == plot.count('class="bar" style="width:100.0%"') == 1
+    )
+    assert "a&lt;b" in plot and "a<b" not in plot and "1.00 ms" in plot
 
 
 def test_what_is_not_worth_it_is_said() -> None:

@@ -13,7 +13,7 @@ from throughline.planner.hardware import find_cluster
 from throughline.planner.report import ranked
 from throughline.planner.search import Search, find_layouts
 from throughline.planner.software import find_software
-from throughline.planner.view import MOST_EVENTS, stacked, write_plan
+from throughline.planner.view import MOST_EVENTS, days_chart, shares, write_plan
 from throughline.planner.work import Work
 
 
@@ -42,7 +42,13 @@ def test_plan_is_an_artifact_to_look_at(tmp_path: Path, model: str, chips: int) 
         assert text.count("of micro-batch") == min(len(events), MOST_EVENTS)
 
 
-def test_bars_are_as_long_as_their_values() -> None:
-    drawing = stacked([("one", {"a": 1.0, "b": 3.0})], "s", 4.0, None)
-    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)" height="24"', drawing)]
-    assert widths[1] == pytest.approx(3 * widths[0], rel=1e-3)
+def test_bars_are_as_long_as_their_share() -> None:
+    bars = shares({"a": 2.0**30, "b": 3 * 2.0**30}, 4 * 2.0**30, 2**30, "GiB")
+    assert [(bar.name, bar.value, bar.shown) for bar in bars] == [("a", 0.25, "1 GiB"), ("b", 0.75, "3 GiB")]
+
+
+def test_the_band_is_about_the_days() -> None:
+    chart = days_chart([(8, 10.0), (16, 6.0)], 0.2)
+    drawn = {name: [round(days, 9) for _, days in points] for name, points in chart.series}
+    assert drawn == {"days": [10.0, 6.0], "at least": [8.0, 4.8], "at most": [12.0, 7.2]}
+    assert not days_chart([], 0.2).drawn
