@@ -85,10 +85,9 @@ class _HeadLoss(torch.autograd.Function):
             loss, gradient = shares(logits_NA[:, : ctx.vocabulary], targets, wanted)
             if gradient is None or gradient.shape == logits_NA.shape:
                 return loss, gradient
-            logits_NA[:, ctx.vocabulary :] = 0
             if gradient.data_ptr() != logits_NA.data_ptr():
                 logits_NA[:, : ctx.vocabulary] = gradient
-            return loss, logits_NA
+            return loss, logits_NA  # 0 in the columns of the rows that were put below
 
         if ctx.whole:
             total, gradient = slice_loss(hidden_NW, targets_N)

@@ -269,6 +269,31 @@ def test_random_blocks_are_drawn_beyond_window_and_global_ones(causal: bool) -> 
         )
 
 
+@pytest.mark.parametrize("name", ["window across blocks", "window and global", "wider than the sequence"])
+def test_dropout_has_its_rate(name: str) -> None:
+    """Over values of one, a query's result is the share of its weight that was kept, over 1 - rate."""
+    shape = (4, 4, LENGTH, 8)
+    q, k = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    attend, rate = make_attend(PATTERNS[name], causal=False), 0.25
+    ones = torch.ones(shape)
+    assert torch.allclose(attend(q, k, ones), ones)
+    torch.manual_seed(4)
+    found = attend(q, k, ones, dropout=rate)
+    assert found.mean().item() == pytest.approx(1.0, abs=0.05)
+    assert 0.05 < found.std() < 1 and found[..., 0].unique().numel() > LENGTH
+
+
+def test_every_layer_draws_its_own_blocks() -> None:
+    """A model's layers attend as layers of these numbers do."""
+    model, pattern = small_model("gpt"), PATTERNS["random"]
+    apply_pattern(model.blocks, pattern, causal=True)
+    q, k, v = (torch.randn(1, 4, LENGTH, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    found = [block.attention.attend(q, k, v, is_causal=True) for block in model.blocks.values()]
+    for layer, ours in enumerate(found):
+        assert torch.equal(ours, make_attend(pattern, True, layer)(q, k, v, is_causal=True))
+    assert not torch.equal(*found[:2])
+
+
 def test_compiles_without_a_break() -> None:
     """The pattern's tables are constants of the graph: one graph, the same numbers."""
     model = small_model("gpt")

@@ -108,13 +108,15 @@ def test_a_band_reads_the_keys_that_are_seen_and_few_more(causal: bool) -> None:
     assert len(pairs) == len(set(pairs)) and set(pairs) == expected
 
 
-def test_dropout_falls_back_to_the_mask() -> None:
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+def test_dropout_falls_back_to_the_mask(kv_heads: int) -> None:
     """The same random numbers as the dense kernel under the same seed."""
-    q, k, v, _ = inputs(torch.float32)
+    q, k, v, _ = inputs(torch.float32, kv_heads)
     torch.manual_seed(3)
     found = attend_documents(q, k, v, documents("unequal"), True, 0.3)
     torch.manual_seed(3)
-    mask = documents("unequal").mask(ROWS, LENGTH, True)
+    mask, every = documents("unequal").mask(ROWS, LENGTH, True), HEADS // kv_heads
+    k, v = (x.repeat_interleave(every, 1) for x in (k, v))
     assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.3))
 
 

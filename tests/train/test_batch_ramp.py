@@ -89,6 +89,9 @@ def test_the_rate_is_a_function_of_the_rows_read(make_recipe: Callable[..., Reci
     assert learning_rate_factor(0, grown) == pytest.approx(0.5 / 4)
     for step in range(4, 22):
         assert learning_rate_factor(step, grown) == learning_rate_factor(step - 2, fixed)
+    ramp = {"start_rows": 6, "step_rows": 2, "over_rows": 6}  # the step that ends the warm-up goes beyond it
+    beyond = make_recipe("gpt", train={"steps": 22, "batch_rows": 8, "batch_ramp": ramp}, schedule=schedule)
+    assert max(learning_rate_factor(step, beyond) for step in range(22)) == 1.0
 
 
 def test_a_resume_changes_no_bit_and_the_log_has_the_sizes(

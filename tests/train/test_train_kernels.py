@@ -59,6 +59,15 @@ def test_lean_cross_entropy_equals_the_plain_one(dtype, bound, monkeypatch):
     assert results[0][1][2].abs().max() == 0
 
 
+def test_a_small_vocabulary_is_summed_in_float32_too():
+    """800 losses of bf16 logits: a bf16 sum would be off by a thousandth or more."""
+    logits = torch.randn(800, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    targets = torch.arange(800) % 50
+    found = losses.cross_entropy_sum(logits, targets)
+    expected = F.cross_entropy(logits.double(), targets, reduction="sum")
+    assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_no_targets_is_no_loss():
     logits = torch.randn(4, losses.LARGE_VOCABULARY, requires_grad=True)
     total = losses.cross_entropy_sum(logits, torch.full((4,), losses.IGNORED))

@@ -10,7 +10,7 @@ from throughline.train.schedule import learning_rate_factor
 
 def factors(steps: int = 100, **schedule: object) -> list[float]:
     recipe = build_recipe(
-        {"train": {"steps": steps, "sequence_length": 8, "batch_rows": 1}, "schedule": schedule}, Recipe
+        {"train": {"steps": steps, "sequence_length": 8, "batch_rows": 4}, "schedule": schedule}, Recipe
     )
     return [learning_rate_factor(step, recipe) for step in range(steps)]
 
@@ -36,6 +36,13 @@ def test_the_middle_of_the_decay(kind: str, middle: float) -> None:
     assert 0 < values[99] < 0.04  # a decay to zero spends no step on a rate of zero
 
 
+def test_the_shape_of_the_decay() -> None:
+    """A quarter of the way down, where the shapes differ most; a constant rate does not go down."""
+    at = {kind: factors(kind=kind, warmup_steps=20, final_fraction=0.0)[40] for kind in ("cosine", "linear")}
+    assert at == {"cosine": pytest.approx((1 + 0.5**0.5) / 2), "linear": pytest.approx(0.75)}
+    assert factors(kind="constant", warmup_steps=20, final_fraction=0.1)[20:] == [1.0] * 80
+
+
 def test_a_shorter_decay_stays_at_its_end() -> None:
     values = factors(kind="linear", decay_steps=40, final_fraction=0.2)
     assert values[40:] == [pytest.approx(0.2)] * 60
@@ -45,6 +52,13 @@ def test_wsd_is_stable_until_its_decay() -> None:
     values = factors(kind="wsd", warmup_steps=10, decay_steps=20, final_fraction=0.0)
     assert values[10:80] == [1.0] * 70
     assert values[90] == pytest.approx(0.5)
+
+
+def test_wsd_decays_over_a_fifth_of_the_run() -> None:
+    """In whole steps, and over one at least."""
+    values = factors(104, kind="wsd", warmup_steps=10, final_fraction=0.0)
+    assert values[84] == 1.0 and values[85:] == pytest.approx([1 - step / 20 for step in range(1, 20)])
+    assert factors(4, kind="wsd", warmup_steps=0, final_fraction=0.0) == [1.0] * 4
 
 
 def test_wsd_after_a_long_warm_up_decays_over_what_is_left() -> None:
@@ -57,6 +71,8 @@ def test_the_inverse_root_goes_on_from_the_warm_up() -> None:
     values = factors(kind="inverse-sqrt", warmup_steps=25)
     assert values[24] == 1.0
     assert values[99] == pytest.approx(0.5)  # four times the warm-up's steps
+    values = factors(kind="inverse-sqrt", warmup_steps=25, warmup_start_step=-5)
+    assert values[19] == 1.0 and values[94] == pytest.approx(0.5)
 
 
 def test_nvidias_and_mlperfs_schedules() -> None:
@@ -70,3 +86,4 @@ def test_nvidias_and_mlperfs_schedules() -> None:
     values = factors(kind="linear", warmup_steps=40, warmup_start_step=-10, final_fraction=0.0)
     assert values[0] == pytest.approx(11 / 40)
     assert values[29] == values[30] == 1.0
+    assert values[65] == pytest.approx(0.5)  # half of the 70 steps that are left
