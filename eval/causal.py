@@ -23,10 +23,11 @@ from ..core.errors import Failed, WrongUse
 from ..core.files import sha256_json
 from ..core.scorer import Question, Score, Scored, check_question
 from ..models.gpt import GPT
+from ..models.layers import Attention, attending
 from ..models.linear import one_kernel
 from .causal_text import CausalText
 from .logits import computed_by, token_logprobs, whole_blocks
-from .tree import Tree, TreeAttention, attending, plant
+from .tree import Tree, TreeAttention, plant
 from .written import greedy_texts
 
 BATCH_TOKENS = 16384  # of a GPU
@@ -136,9 +137,9 @@ class CausalScorer(CausalText):
         packed[0, :tokens] = np.concatenate([tree.ids for tree in trees])
         packed[1, :tokens] = np.concatenate([tree.positions for tree in trees])
         ids, positions = torch.from_numpy(packed).to(self.device)
-        with attending(
-            self.model, TreeAttention(trees, self.device, self.dtype, self.model.config.attention_pattern)
-        ):
+        attend = TreeAttention(trees, self.device, self.dtype, self.model.config.attention_pattern)
+        modules = (module for module in self.model.modules() if isinstance(module, Attention))
+        with attending(modules, attend.of_layer):
             return self.model.hidden(ids[None], positions[None])[0]
 
 

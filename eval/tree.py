@@ -11,8 +11,7 @@ batch: a matrix product on the CPU gives each line the same bits however many li
 on (measured, MKL), so the sequence is filled up to whole blocks a thread (`logits.whole_blocks`).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ..core.scorer import Question
 from ..models.config import AttentionPattern
-from ..models.layers import Attention, scaled_dot_product
+from ..models.layers import scaled_dot_product
 
 ONE_CALL_TOKENS = 64  # up to this length one masked attention call beats a causal and a masked one
 
@@ -150,17 +149,3 @@ def _mask(
         seen &= pattern.sees(tree.positions[first:, None], tree.positions, causal=True, layer=layer)
     mask = torch.zeros(seen.shape, dtype=dtype, device=device)
     return mask.masked_fill_(torch.from_numpy(~seen).to(device), float("-inf"))
-
-
-@contextmanager
-def attending(model: torch.nn.Module, attend: TreeAttention) -> Iterator[None]:
-    """Give every attention module of `model` another `attend` for the length of the block."""
-    modules = [module for module in model.modules() if isinstance(module, Attention)]
-    before = [module.attend for module in modules]
-    for layer, module in enumerate(modules):
-        module.attend = attend.of_layer(layer)
-    try:
-        yield
-    finally:
-        for module, old in zip(modules, before):
-            module.attend = old

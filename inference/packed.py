@@ -10,7 +10,6 @@ width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..core.backend import Span
 from ..models.cache import KeyValueCache
 from ..models.gpt import GPT
-from ..models.layers import Attention, scaled_dot_product
+from ..models.layers import Attention, attending, scaled_dot_product
 
 # Places that a group may read in vain before another call of the kernel is cheaper. On a CPU the call costs
 # about 15 us, the time to read 200 places of 12 heads of 64; on a GPU 5 to 10 us, in which it reads 10 MB.
@@ -111,25 +110,12 @@ class Packed:
         return attend
 
 
-@contextmanager
-def attending(modules: Sequence[Attention], packed: Packed) -> Iterator[None]:
-    """Give every attention module the attention of this step."""
-    before = [module.attend for module in modules]
-    for layer, module in enumerate(modules):
-        module.attend = packed.attend_in(layer)
-    try:
-        yield
-    finally:
-        for module, old in zip(modules, before):
-            module.attend = old
-
-
 def packed_logits(
     model: GPT, modules: Sequence[Attention], spans: Sequence[Span], cache: KeyValueCache
 ) -> Tensor:
     """Run a step; the logits asked for, float32 (N, V), span after span."""
     packed = Packed(spans, cache)
-    with attending(modules, packed):
+    with attending(modules, packed.attend_in):
         hidden_1TW = model.hidden(packed.ids_1T, packed.places_1T)
     hidden_TW = hidden_1TW[0]
     wanted = hidden_TW if len(packed.wanted_N) == len(hidden_TW) else None

@@ -7,7 +7,8 @@ Shape letters: B batch, S query positions, T key positions, W width, A heads, G 
 F feed-forward width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -138,6 +139,21 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         heads_BASD = self.attend(q, k, v, mask=mask, is_causal=is_causal, dropout=dropout)
         return self.out(heads_BASD.transpose(1, 2).flatten(2))
+
+
+@contextmanager
+def attending(
+    modules: Iterable[Attention], attend_in: Callable[[int], Callable[..., Tensor]]
+) -> Iterator[None]:
+    """Give attention modules, numbered as they come, another `attend` for the length of the block."""
+    before = [(module, module.attend) for module in modules]
+    for layer, (module, _) in enumerate(before):
+        module.attend = attend_in(layer)
+    try:
+        yield
+    finally:
+        for module, old in before:
+            module.attend = old
 
 
 class FeedForward(nn.Module):
