@@ -4,7 +4,8 @@
 #   docker build --target serve -t throughline:serve .   an endpoint for ONNX artifacts on the CPU, without torch
 # Beside the base image, serve installs 221 MB of packages (du -sm of pip install --target with containers/serve.txt,
 # 2026-11-22, onnxruntime most of them) and cpu 1,372 MiB (files of all that ".[fast]" requires, 2026-11-23, torch 722 of
-# them); cuda adds the CUDA libraries of torch's wheels. Sizes of built images are to be added where an engine built them.
+# them); cuda adds what torch's default wheel brings (of torch 2.15.0, by du -sm: torch 1,188 MB, NVIDIA's libraries 3,055,
+# Triton 999). Sizes of built images are to be added where an engine built them.
 # Each runs as a user without rights; models are mounted at /models.
 
 FROM python:3.11.13-slim-bookworm AS base
