@@ -120,13 +120,14 @@ class Target:
 
     def _listed(self, name: str | None) -> dict[str, Any]:
         """What the server lists of this model, or of the first that fits; of a name that it does not list, the name."""
+        connection = self.connect()
         try:
-            connection = self.connect()
             connection.request("GET", f"{self._base}/v1/models", headers=self._headers)
             answer = connection.getresponse()
-            listed = json.loads(answer.read())
+            body = answer.read()
             if answer.status != 200:
-                raise ValueError(f"{answer.status}: {listed['error']['message']}")
+                raise ValueError(f"{answer.status}: {_message(body)}")
+            listed = json.loads(body)
             if name is not None:
                 return next((model for model in listed["data"] if model["id"] == name), {"id": name})
             endpoint = self._path.removeprefix(self._base)
@@ -140,6 +141,8 @@ class Target:
             raise WrongUse(
                 "the server does not list its models", where=where, why=str(error), fix=fix
             ) from error
+        finally:
+            connection.close()
 
     def ask(self, connection: http.client.HTTPConnection, asked: Ask) -> Seen:
         """Send one request and read its answer to the end."""
