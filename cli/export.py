@@ -18,7 +18,7 @@ TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", 
 @click.argument("path", type=click.Path())
 @click.option("--to", "target", type=click.Choice(TARGETS), required=True, help="What to write.")
 @click.option("--out", required=True, type=click.Path(), help="Directory to write.")
-@click.option("--overwrite", is_flag=True, help="Replace an artifact that is already there.")
+@click.option("--overwrite", is_flag=True, help="Replace the artifact that is already at --out.")
 @click.option(
     "--precision",
     type=click.Choice(get_args(Precision)),
@@ -69,9 +69,17 @@ TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", 
     show_default=True,
     help="Compute capability that --to tensorrt-rtx compiles for; TensorRT builds for the GPU that is there.",
 )
-@click.option("--batches", default="1,8", show_default=True, help="Batch buckets of an engine.")
 @click.option(
-    "--lengths", default="128,512", show_default=True, help="Length buckets of an engine, in tokens."
+    "--batches",
+    default="1,8",
+    show_default=True,
+    help="Batch sizes that an engine is built for, separated by commas.",
+)
+@click.option(
+    "--lengths",
+    default="128,512",
+    show_default=True,
+    help="Lengths in tokens that an engine is built for, separated by commas.",
 )
 @click.option(
     "--timing-cache", type=click.Path(), help="File of TensorRT's kernel timings, read and written."

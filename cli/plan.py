@@ -45,46 +45,53 @@ def question(function: Any) -> Any:
                 help="Chip or cluster, for example a100-80gb, dgx-2h, aws-p5.48xlarge or here.",
             ),
             click.option(
-                "--rows", type=int, help="Rows of one optimizer step (default: the recipe's, or 512)."
+                "--rows",
+                type=int,
+                help="Number of rows in an optimizer step (default: the recipe's, or 512).",
             ),
             click.option(
-                "--length", type=int, help="Tokens of a row (default: the recipe's, or the model's)."
+                "--length",
+                type=int,
+                help="Number of tokens in a row (default: the recipe's, or the model's).",
             ),
             click.option(
                 "--precision",
-                help="fp32, tf32, fp16, bf16 (default: the recipe's, or 16 bits as the chip can).",
+                help="Precision of products: fp32, tf32, fp16 or bf16 (default: the recipe's, or the chip's 16 bits).",
             ),
             click.option(
                 "--predicted",
                 type=float,
-                help="BERT: share of positions with logits (default: the recipe's masked share, or 0.15).",
+                help="For a BERT: share of positions that get logits (default: the recipe's masked share, or 0.15).",
             ),
             click.option(
                 "--fill",
                 type=float,
                 default=1.0,
                 show_default=True,
-                help="Share of a row that is computed, where rows are unpadded.",
+                help="Share of a row's tokens that are no padding, where padding is left out.",
             ),
             click.option(
                 "--layout",
                 "fixed",
                 default="",
-                help="Axes to hold fixed, for example tensor=8,data=64,recompute=full.",
+                help="Parts of the layout to hold fixed, for example tensor=8,data=64,recompute=full (default: none).",
             ),
             click.option(
                 "--software",
                 default="throughline",
                 show_default=True,
-                help="Training program, as planner/software.toml describes it.",
+                help="Name of the training program, as planner/software.toml describes it.",
             ),
             click.option(
                 "--hardware",
                 type=click.Path(exists=True, path_type=Path),
-                help="TOML file with own [chips.KEY] and [clusters.KEY].",
+                help="TOML file with chips and clusters of your own, [chips.KEY] and [clusters.KEY].",
             ),
             click.option(
-                "--target-tokens", type=float, default=0.0, help="Tokens of the whole run, for days and cost."
+                "--target-tokens",
+                type=float,
+                default=0.0,
+                help="Number of tokens in the whole run, for its days and cost.",
             ),
             click.option(
                 "--set",
@@ -261,9 +268,11 @@ def explain(gpus: int, **options: Any) -> None:
     default=0.0,
     help="Days that --target-tokens may take (default: any, the model only has to fit).",
 )
-@click.option("--most", type=int, default=8192, show_default=True, help="Largest number of chips to try.")
+@click.option(
+    "--max-gpus", "--most", type=int, default=8192, show_default=True, help="Maximum number of chips to try."
+)
 @throughline_command
-def recommend(target_days: float, most: int, **options: Any) -> None:
+def recommend(target_days: float, max_gpus: int, **options: Any) -> None:
     """The fewest chips on which MODEL fits, or that meet --target-days for --target-tokens.
 
     \b
@@ -276,13 +285,13 @@ def recommend(target_days: float, most: int, **options: Any) -> None:
         raise WrongUse("days of how many tokens?", where="--target-days", fix="--target-tokens 300e9")
     search, _ = make_search(1, options)
     node = search.cluster.chips_per_node
-    worlds = [*(n for n in (1, 2, 4, 8, 16) if n < node), *range(node, most + 1, node)]
+    worlds = [*(n for n in (1, 2, 4, 8, 16) if n < node), *range(node, max_gpus + 1, node)]
     found = fewest_chips(search, worlds, target_days, options["target_tokens"])
     if found is None:
         raise Failed(
-            f"not on up to {most} chips",
+            f"not on up to {max_gpus} chips",
             where=search.cluster.name,
-            fix="--most a larger number, or other chips: --on",
+            fix="--max-gpus a larger number, or other chips: --on",
         )
     facts, lines = ranked(found, options["target_tokens"])
     console.result(facts, [f"fewest: {found.search.world} chips, in whole machines of {node}", *lines])
@@ -295,7 +304,7 @@ def recommend(target_days: float, most: int, **options: Any) -> None:
     type=click.Path(path_type=Path),
     is_flag=False,
     flag_value="benchmarks/results/predictions",
-    help="Instead: predictions written before their measurement, in this folder "
+    help="Replay instead the predictions in this folder, which were written before their measurement "
     "(default: benchmarks/results/predictions).",
 )
 @throughline_command
@@ -319,23 +328,29 @@ def validate(all_rows: bool, own: Path | None) -> None:
 @click.argument("model")
 @click.option("--on", required=True, help="Chip or rented machine, for example t4, l4 or aws-g4dn.xlarge.")
 @click.option(
-    "--length", type=int, help="Tokens of a request (default: 128, or the model's if it has fewer)."
+    "--length", type=int, help="Number of tokens in a request (default: 128, or the model's if it has fewer)."
 )
-@click.option("--new-tokens", type=int, default=0, help="GPT: tokens generated for each request.")
+@click.option("--new-tokens", type=int, default=0, help="For a GPT: number of tokens generated per request.")
 @click.option(
     "--precision",
     type=click.Choice(["int8", "fp8", "fp16", "bf16", "fp32"]),
     default="fp16",
     show_default=True,
+    help="Precision of the weights and products.",
 )
 @click.option(
-    "--p99", type=float, default=0.0, help="Milliseconds within which 99 of 100 requests are answered."
+    "--p99",
+    type=float,
+    default=0.0,
+    help="Milliseconds within which 99 of 100 requests must be answered (default: any).",
 )
-@click.option("--qps", type=float, default=0.0, help="Requests a second.")
+@click.option(
+    "--qps", type=float, default=0.0, help="Number of requests per second that must be served (default: any)."
+)
 @click.option(
     "--hardware",
     type=click.Path(exists=True, path_type=Path),
-    help="TOML file with own [chips.KEY] and [clusters.KEY].",
+    help="TOML file with chips and clusters of your own, [chips.KEY] and [clusters.KEY].",
 )
 @throughline_command
 def serve(
