@@ -144,12 +144,12 @@ def serve(
     from ..inference.load import Target, fitting, load, load_lines, plotted, read_asks, seeded, summary
 
     numbers = [_range(part, "--clients")[0] for part in clients.split(",")]
-    options = {"--prompt-words": prompt_words, "--max-tokens": max_tokens}
-    given = {name: _range(text, name) for name, text in options.items() if text is not None}
+    words = None if prompt_words is None else _range(prompt_words, "--prompt-words")
+    tokens = None if max_tokens is None else _range(max_tokens, "--max-tokens")
     read = read_asks(file) if file else None
     target = Target(url, endpoint, model, os.environ.get(api_key_variable))
-    made = (given.get(name) or fitting(MADE, target.context) for name in options)
-    asks = read or seeded(endpoint, count, seed, *made)
+    room = fitting(MADE, target.context)
+    asks = read or seeded(endpoint, count, seed, words or room, tokens or room)
     asks = (asks * (count // len(asks) + 1))[:count]
     rows = []
     for number in numbers:

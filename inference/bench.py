@@ -65,15 +65,13 @@ def _beside(loaded: Loaded, what: str, batch: int, tokens: int) -> dict[str, Any
 def latency_page(rows: list[dict[str, Any]]) -> str:
     """The medians as bars, and the whole table, as an HTML page."""
     longest = max(row["p50_ms"] for row in rows)
-    several = len({row["model"] for row in rows}) > 1
-    bars = []
-    for row in rows:
-        name = f"{row['backend']} {row['what']} {row['batch']} x {row['tokens']}"
-        if several:
-            name = f"{row['model']}: {name}"
-        bars.append(Bar(name, row["p50_ms"] / longest, text=f"{row['p50_ms']:.2f} ms"))
     header, cells = latency_lines(rows)
     shown = [[cell(value) for value in row] for row in cells]
+    bars = []
+    for row in rows:
+        model = f"{row['model']}: " if "model" in header else ""
+        name = f"{model}{row['backend']} {row['what']} {row['batch']} x {row['tokens']}"
+        bars.append(Bar(name, row["p50_ms"] / longest, text=f"{row['p50_ms']:.2f} ms"))
     return page("Latency", [Part("Medians", bars=bars), Part("All figures", header=header, rows=shown)])
 
 

@@ -51,6 +51,11 @@ class Seen:
     read: int = 0
     error: str = ""
 
+    @property
+    def answered(self) -> bool:
+        """Whether the answer came, to its end."""
+        return self.status == 200 and not self.error
+
 
 def seeded(kind: str, count: int, seed: int, prompt: tuple[int, int], output: tuple[int, int]) -> list[Ask]:
     """Requests that a seed determines: prompts of so many words, answers of so many tokens (at temperature 0,
@@ -232,12 +237,11 @@ def load(
 
 def summary(seen: Sequence[Seen], took_s: float, clients: int) -> dict[str, Any]:
     """Rates and percentiles of a run. Raises Failed when no request was answered."""
-    good = [one for one in seen if one.status == 200 and not one.error]
+    good, failed = ([one for one in seen if one.answered == wanted] for wanted in (True, False))
     if not good:
-        raise Failed("no request was answered", why=next((one.error for one in seen if one.error), ""))
+        raise Failed("no request was answered", why=next((one.error for one in failed if one.error), ""))
     gaps_s = [gap for one in good for gap in one.gaps_s]
     firsts_s = [one.first_s for one in good if one.first_s is not None]
-    failed = [one for one in seen if one.status != 200 or one.error]
     refused = Counter(str(one.status or "broken") for one in failed)
     found: dict[str, Any] = {"clients": clients, "answered": len(good), "not": dict(refused)}
     found |= {"first_error": failed[0].error if failed else None}

@@ -33,6 +33,12 @@ def candidate_facts(search: Search, candidate: Candidate, tokens: float) -> dict
     }
 
 
+def asked(search: Search) -> str:
+    """What a plan is for, in a line."""
+    work = search.work
+    return f"{search.world:,} chips of {search.cluster.name}; {work.rows:,} rows of {work.length:,} tokens a step"
+
+
 def ranked(found: Found, tokens: float) -> tuple[dict[str, Any], list[str]]:
     """The table of the best layouts and one line for each neighbour of the first, as facts and as lines."""
     search, best = found.search, found.best
@@ -48,8 +54,7 @@ def ranked(found: Found, tokens: float) -> tuple[dict[str, Any], list[str]]:
         "neighbours": [{"step": a, "reason": b} for a, b in reasons],
     }
     lines = [
-        f"{search.world:,} chips of {search.cluster.name}; "
-        f"{search.work.rows} rows of {search.work.length} tokens a step; "
+        f"{asked(search)}; "
         f"{len(found.seconds):,} legal layouts, {int(found.fits.sum()):,} fit in {amount(found.capacity, 'B')}",
         "",
     ]

@@ -17,7 +17,7 @@ from .cost import kernel_times, targets
 from .kernels import Share, head_kernels, layer_kernels
 from .layout import Layout
 from .memory import MOMENTS, stage_memory
-from .report import as_csv, halvings, ranked_cells
+from .report import as_csv, asked, halvings, ranked_cells
 from .schedule import Event, simulate
 from .search import Candidate, Found, band, find_layouts, run_days
 
@@ -107,9 +107,7 @@ def plan_page(
     best, search = found.best[0], found.search
     parts = {name: value for name, value in best.parts.items() if value}
     note = (
-        f"{search.world:,} chips of {search.cluster.name}; "
-        f"{search.work.rows:,} rows of {search.work.length:,} tokens a step; "
-        f"{facts['legal']:,} legal layouts, {facts['fit']:,} fit. "
+        f"{asked(search)}; {facts['legal']:,} legal layouts, {facts['fit']:,} fit. "
         f"Band: {band(search):.0%} either way, four predictions in five."
     )
     fewest = f"Fewest chips that fit: {points[0][0]:,}." if points else ""
@@ -140,7 +138,7 @@ def memory_parts(memory: list[dict[str, Any]], capacity: float) -> list[Part]:
     found = []
     for stage in memory:
         terms = {name: stage["terms"][name] for name in MOMENTS[stage["peak"]] if stage["terms"][name]}
-        title = f"Memory of the {stage['stage']} process in its worst moment ({stage['peak']})"
+        title = f"Memory of the {stage['stage']} process at its worst moment ({stage['peak']})"
         used = f"{sum(terms.values()) / 2**30:,.4g} of a capacity of {capacity / 2**30:,.1f} GiB"
         found.append(Part(f"{title}: {used}", bars=shares(terms, capacity, 2**30, "GiB")))
     return found
