@@ -27,15 +27,15 @@ import torch
 from common import Claim, claim, finish, paired, parser
 from throughline.core.artifact import Input
 from throughline.core.backend import BackendOptions
-from throughline.inference.backends import onnx_backend
-from throughline.inference.calibration import calibrate
-from throughline.inference.export import write_graph
-from throughline.inference.generation import Request
-from throughline.inference.gguf_writer import write_gguf
-from throughline.inference.graph_options import GraphOptions
-from throughline.inference.llama_backend import LlamaCausal, LlamaContext
-from throughline.inference.real_text import TextRows
-from throughline.inference.slots import SlotBatch
+from throughline.inference.exports.export import write_graph
+from throughline.inference.exports.gguf_writer import write_gguf
+from throughline.inference.graphs.calibration import calibrate
+from throughline.inference.graphs.graph_options import GraphOptions
+from throughline.inference.graphs.real_text import TextRows
+from throughline.inference.runtimes.backends import onnx_backend
+from throughline.inference.runtimes.llama_backend import LlamaCausal, LlamaContext
+from throughline.inference.serving.generation import Request
+from throughline.inference.serving.slots import SlotBatch
 from throughline.models.config import ModelConfig
 from throughline.models.init import build
 from throughline.models.presets import preset

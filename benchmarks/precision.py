@@ -18,14 +18,14 @@ from typing import Any
 from common import Claim, claim, finish, parser, throughline
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import WrongUse
-from throughline.inference.backends import open_backend
-from throughline.inference.export import Judging, export_onnx
-from throughline.inference.gguf_export import export_gguf
-from throughline.inference.graph_options import GraphOptions
-from throughline.inference.parity import BOUNDS, Bounds
-from throughline.inference.real_text import compare_on_text, read_rows
-from throughline.inference.reference import reference_of
-from throughline.inference.source import open_model
+from throughline.inference.exports.export import Judging, export_onnx
+from throughline.inference.exports.gguf_export import export_gguf
+from throughline.inference.graphs.graph_options import GraphOptions
+from throughline.inference.graphs.parity import BOUNDS, Bounds
+from throughline.inference.graphs.real_text import compare_on_text, read_rows
+from throughline.inference.graphs.reference import reference_of
+from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.runtimes.source import open_model
 
 SAMPLES = Path(__file__).resolve().parents[1] / "recipes" / "samples"
 HELD_OUT = ("Doyle_Hound_1902.txt.bz2", "Trollope_Warden_1855.txt.bz2")

@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 from common import Claim, claim, finish, parser
 from serve_models import write_models
-from throughline.inference.load import COMMON, Ask, Target, load, summary
+from throughline.inference.serving.load import COMMON, Ask, Target, load, summary
 
 HERE = Path(__file__).parent
 REQUESTS = HERE / "serve_requests.jsonl"
@@ -268,8 +268,8 @@ def http_part(folder: Path, calls: int) -> list[Claim]:
     """
     from throughline.core.backend import BackendOptions
     from throughline.data.tokenizer import Tokenizer
-    from throughline.inference.backends import open_backend
-    from throughline.inference.encoding import embed, frame
+    from throughline.inference.runtimes.backends import open_backend
+    from throughline.inference.serving.encoding import embed, frame
 
     path = folder / "bert-fp32"
     loaded, tokenizer = open_backend(path, BackendOptions("cpu", threads=1)), Tokenizer.load(path)

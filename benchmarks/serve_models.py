@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from throughline.inference.load import COMMON
+from throughline.inference.serving.load import COMMON
 
 
 def write_models(folder: Path, quick: bool) -> None:
@@ -14,9 +14,9 @@ def write_models(folder: Path, quick: bool) -> None:
     as ONNX graphs in fp32 and int8, the GPT as GGUF too.
     """
     from safetensors.torch import save_file
-    from throughline.inference.export import Judging, export_onnx
-    from throughline.inference.gguf_export import export_gguf
-    from throughline.inference.graph_options import GraphOptions
+    from throughline.inference.exports.export import Judging, export_onnx
+    from throughline.inference.exports.gguf_export import export_gguf
+    from throughline.inference.graphs.graph_options import GraphOptions
     from throughline.models.config import BERTConfig, GPTConfig
     from throughline.models.huggingface import to_huggingface
     from throughline.models.init import build

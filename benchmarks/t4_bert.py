@@ -21,14 +21,14 @@ from throughline.core.artifact import Input
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import ThroughlineError
 from throughline.core.hardware import chips, machine
-from throughline.inference.backends import onnx_backend, torch_backend
-from throughline.inference.choice import measure
-from throughline.inference.engine_report import engine_facts, kernels_of_log
-from throughline.inference.export import write_graph
-from throughline.inference.graph_options import GraphOptions
-from throughline.inference.loaded import Loaded
-from throughline.inference.roofline import floor_ms, reported
-from throughline.inference.tensorrt_build import Profile, build_engine, load_library
+from throughline.inference.exports.engine_report import engine_facts, kernels_of_log
+from throughline.inference.exports.export import write_graph
+from throughline.inference.exports.tensorrt_build import Profile, build_engine, load_library
+from throughline.inference.graphs.graph_options import GraphOptions
+from throughline.inference.runtimes.backends import onnx_backend, torch_backend
+from throughline.inference.runtimes.choice import measure
+from throughline.inference.runtimes.loaded import Loaded
+from throughline.inference.runtimes.roofline import floor_ms, reported
 from throughline.models.init import build
 from throughline.models.presets import preset
 

@@ -56,8 +56,8 @@ def latency(
     \b
     Example:  throughline bench latency runs/my-gpt my/gpt-onnx
     """
-    from ..inference.backends import open_backend, runtimes_of
-    from ..inference.bench import latency_lines, latency_page, latency_table, verdicts
+    from ..inference.runtimes.backends import open_backend, runtimes_of
+    from ..inference.runtimes.bench import latency_lines, latency_page, latency_table, verdicts
 
     rows = []
     for path in paths:
@@ -141,7 +141,16 @@ def serve(
     \b
     Example:  throughline bench serve http://127.0.0.1:8000 --clients 1,8,32 --plot load.html
     """
-    from ..inference.load import Target, fitting, load, load_lines, plotted, read_asks, seeded, summary
+    from ..inference.serving.load import (
+        Target,
+        fitting,
+        load,
+        load_lines,
+        plotted,
+        read_asks,
+        seeded,
+        summary,
+    )
 
     numbers = [_range(part, "--clients")[0] for part in clients.split(",")]
     words = None if prompt_words is None else _range(prompt_words, "--prompt-words")

@@ -37,7 +37,7 @@ def command(path: str, file: str, out: str | None, truncate: bool, options: "Bac
     \b
     Example:  throughline embed runs/my-bert my/sentences.txt --out my/embeddings.jsonl
     """
-    from ..inference.texts import embed_texts
+    from ..inference.serving.texts import embed_texts
 
     if file != "-" and not Path(file).is_file():
         raise WrongUse(
@@ -46,7 +46,7 @@ def command(path: str, file: str, out: str | None, truncate: bool, options: "Bac
     if file.endswith(".jsonl"):
         if out is None:
             raise WrongUse("a .jsonl file is answered in a file", where=file, fix="give --out FILE")
-        from ..inference.offline import embed_file
+        from ..inference.serving.offline import embed_file
 
         facts = embed_file(path, Path(file), Path(out), options, truncate=truncate)
         said = "{lines} lines embedded ({resumed} by an earlier run, {errors} refused)".format(**facts)

@@ -8,7 +8,7 @@ import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from ..inference.graph_options import OPSETS, GraphOptions, Names, Pooling, Precision, Variant
+from ..inference.graphs.graph_options import OPSETS, GraphOptions, Names, Pooling, Precision, Variant
 from .common import throughline_command
 
 TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", "calibration")
@@ -107,7 +107,7 @@ def command(
               throughline export runs/my-bert --to onnx --variant onnxruntime --precision int8 \\
                   --text my.txt --out my/bert-int8
     """
-    from ..inference.export import Judging, export_onnx
+    from ..inference.exports.export import Judging, export_onnx
 
     text, calibration, bench = given.pop("text"), given.pop("calibration"), given.pop("bench")
     device = given.pop("device")
@@ -121,7 +121,7 @@ def command(
             f"--to {target} runs on the CPU", where=f"--device {device}", why=why, fix="--device cpu"
         )
     if target == "calibration":
-        from ..inference.calibration import write_calibration
+        from ..inference.graphs.calibration import write_calibration
 
         if text is None:
             raise WrongUse("a calibration needs text", where="--text", fix="give a plain text file")
@@ -141,7 +141,7 @@ def command(
     judging = Judging(text, calibration, score, bench, device=device)
     engine = {name: given.pop(name) for name in ("capability", "batches", "lengths", "timing_cache")}
     if target.startswith("tensorrt"):
-        from ..inference.export_engine import export_engine
+        from ..inference.exports.export_engine import export_engine
 
         report = export_engine(
             path,
@@ -156,11 +156,11 @@ def command(
             None if engine["timing_cache"] is None else Path(engine["timing_cache"]),
         )
     elif target == "triton":
-        from ..inference.triton import export_triton
+        from ..inference.exports.triton import export_triton
 
         report = export_triton(path, out, GraphOptions(**given), judging, overwrite)
     elif target == "huggingface":
-        from ..inference.handover import export_huggingface
+        from ..inference.exports.handover import export_huggingface
 
         report = export_huggingface(path, out, judging, overwrite, given["pooling"])
     else:
@@ -170,7 +170,7 @@ def command(
 
 
 def _export_gguf(path: str, out: str, precision: str, overwrite: bool) -> None:
-    from ..inference.gguf_export import export_gguf
+    from ..inference.exports.gguf_export import export_gguf
 
     named: dict[str, Any] = {"fp32": "f32", "fp16": "f16", "int8": "q8_0", "int4": "q4_0"}
     report = export_gguf(path, out, named[precision], overwrite)
@@ -191,7 +191,7 @@ def _numbers(text: str, where: str) -> tuple[int, ...]:
 
 def _lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
-    from ..inference.bench import latency_lines
+    from ..inference.runtimes.bench import latency_lines
 
     header = ["output", "max error", "mean error", "largest value", "top-1 agreement"]
     rows = [

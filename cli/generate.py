@@ -86,9 +86,9 @@ def command(
     \b
     Example:  throughline generate runs/my-gpt --prompt "ROMEO:" --max-tokens 200 --seed 1
     """
-    from ..inference.offline import generate_file
-    from ..inference.sampling import Sampling
-    from ..inference.texts import continue_text
+    from ..inference.runtimes.sampling import Sampling
+    from ..inference.serving.offline import generate_file
+    from ..inference.serving.texts import continue_text
 
     if not all(stop):
         raise WrongUse("a stop text is empty", where="--stop", fix="give at least one character")

@@ -130,10 +130,10 @@ def command(
     Then:     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
                 -d '{"model": "gpt", "prompt": "To be", "max_tokens": 40}'
     """
-    from ..inference.listen import Doors, bind, read_keys, run
-    from ..inference.served import Limits, served_models
-    from ..inference.server import Server
-    from ..inference.telemetry import Telemetry, standard_log
+    from ..inference.serving.listen import Doors, bind, read_keys, run
+    from ..inference.serving.served import Limits, served_models
+    from ..inference.serving.server import Server
+    from ..inference.serving.telemetry import Telemetry, standard_log
 
     if (tls_cert is None) != (tls_key is None):
         raise WrongUse("TLS needs a certificate and its key", where="--tls-cert, --tls-key", fix="give both")

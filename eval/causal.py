@@ -104,7 +104,7 @@ class CausalScorer(CausalText):
         """Greedy text, through the batching that serving uses; contexts are cut from the left to leave room
         for the answer.
         """
-        from ..inference.torch_backend import TorchCausal
+        from ..inference.runtimes.torch_backend import TorchCausal
 
         yield from greedy_texts(TorchCausal(self.model), self, contexts, until, max_tokens)
 

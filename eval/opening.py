@@ -52,14 +52,14 @@ class Opened:
 def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> Opened:
     """The scorer of the model at `path`. Raises WrongUse when there is none, or it has no tokenizer."""
     from ..data.tokenizer import Tokenizer
-    from ..inference.backends import kind_of
+    from ..inference.runtimes.backends import kind_of
     from ..models.config import family_of
 
     path = Path(path)
     if kind_of(path) in ("onnx", "engine", "gguf"):
         return _open_exported(path, options)
-    from ..inference.devices import pick_dtype
-    from ..inference.source import find_model
+    from ..inference.runtimes.devices import pick_dtype
+    from ..inference.runtimes.source import find_model
 
     found = find_model(path)
     file = _tokenizer_of(found.tokenizer, path)
@@ -104,7 +104,7 @@ def own_gpu(device: str) -> str:
     """The device as torch names it; under a launcher `cuda` and `auto` are the GPU of this process. Raises
     WrongUse for a device that the machine has not, or has fewer of than processes.
     """
-    from ..inference.devices import pick_device
+    from ..inference.runtimes.devices import pick_device
 
     picked = pick_device(device)
     if picked == "cpu" or ":" in device:
@@ -132,7 +132,7 @@ def _check_tokenizer(tokenizer: Any, vocab_size: int, file: Path) -> None:
 
 def _open_exported(path: Path, options: ScorerOptions) -> Opened:
     from ..data.tokenizer import Tokenizer
-    from ..inference.backends import open_backend, pick_onnx_device
+    from ..inference.runtimes.backends import open_backend, pick_onnx_device
     from .exported import ExportedMaskedScorer, ExportedScorer
 
     on_cpu = pick_onnx_device(options.device) == "cpu"

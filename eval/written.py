@@ -7,9 +7,9 @@ import numpy as np
 
 from ..core.backend import Cache, CausalBackend, Span
 from ..core.errors import Failed, WrongUse
-from ..inference.generation import Request
-from ..inference.sampling import Sampling
-from ..inference.slots import generate
+from ..inference.runtimes.sampling import Sampling
+from ..inference.serving.generation import Request
+from ..inference.serving.slots import generate
 from .causal_text import CausalText
 
 SLOTS = 16

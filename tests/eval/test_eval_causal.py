@@ -12,7 +12,7 @@ from throughline.eval.causal import CausalScorer, batches
 from throughline.eval.exported import ExportedScorer
 from throughline.eval.logits import token_logprobs
 from throughline.eval.tree import plant
-from throughline.inference.torch_backend import TorchCausal
+from throughline.inference.runtimes.torch_backend import TorchCausal
 
 MAT = "The cat sat on the mat and"
 QUESTIONS = [
@@ -112,8 +112,8 @@ def test_an_onnx_graph_scores_like_the_module(gpt, gpt2_tokenizer, tmp_path) -> 
     """The graph that `export` writes, through ONNX Runtime: 1e-4 nats a token, as between two float32
     programs.
     """
-    from throughline.inference.export import write_graph
-    from throughline.inference.onnx_backend import OnnxCausal
+    from throughline.inference.exports.export import write_graph
+    from throughline.inference.runtimes.onnx_backend import OnnxCausal
 
     write_graph(gpt, tmp_path / "model.onnx", {})
     native = CausalScorer(gpt, gpt2_tokenizer, keep_tokens=True)

@@ -84,8 +84,8 @@ def test_an_exported_bert_scores_like_the_module(bert, bert_tokenizer, tmp_path)
     """The graph that `export` writes, through ONNX Runtime: 1e-4 nats a token, as between two float32
     programs.
     """
-    from throughline.inference.export import write_graph
-    from throughline.inference.onnx_backend import OnnxEncoder
+    from throughline.inference.exports.export import write_graph
+    from throughline.inference.runtimes.onnx_backend import OnnxEncoder
 
     write_graph(bert, tmp_path / "model.onnx", {})
     backend = OnnxEncoder(tmp_path / "model.onnx", bert.config, 1)
@@ -109,7 +109,7 @@ def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, gpt_directory, s
     """
     from safetensors.torch import save_file
     from throughline.eval.session import Request, evaluate_one
-    from throughline.inference.export import export_onnx
+    from throughline.inference.exports.export import export_onnx
     from throughline.models.huggingface import to_huggingface
 
     config, state = to_huggingface(bert)

@@ -263,7 +263,7 @@ def test_a_model_of_nans_has_no_score(gpt_directory: Path, gpt2_tokenizer) -> No
     """Every comparison with a NaN is false, so the first choice would win, which in BLiMP is the right one:
     100 percent.
     """
-    from throughline.inference.source import open_model
+    from throughline.inference.runtimes.source import open_model
 
     model = open_model(gpt_directory).model
     with torch.no_grad():
@@ -379,7 +379,7 @@ def test_kept_answers_are_said_and_belong_to_one_program(
 
 def test_a_model_of_nans_writes_no_answer(gpt_directory: Path, gpt2_tokenizer, tmp_path: Path) -> None:
     """Its first token would be id 0, an answer like any other."""
-    from throughline.inference.source import open_model
+    from throughline.inference.runtimes.source import open_model
 
     model = open_model(gpt_directory).model
     with torch.no_grad():

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 from throughline.core.backend import Span
-from throughline.inference.generation import Request
-from throughline.inference.sampling import GREEDY, Sampling
-from throughline.inference.slots import generate
-from throughline.inference.torch_backend import TorchCausal, TorchEncoder
+from throughline.inference.runtimes.sampling import GREEDY, Sampling
+from throughline.inference.runtimes.torch_backend import TorchCausal, TorchEncoder
+from throughline.inference.serving.generation import Request
+from throughline.inference.serving.slots import generate
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 
 pytestmark = pytest.mark.gpu
 GPT_SHAPE = GPTConfig(vocab_size=512, sequence_length=128, layers=4, width=128, heads=4, tied=False)
 BERT_SHAPE = BERTConfig(vocab_size=512, sequence_length=128, layers=4, width=128, heads=4)
-BOUND = 1e-4  # fp32 sums in another order, as inference/parity.py explains
+BOUND = 1e-4  # fp32 sums in another order, as inference/graphs/parity.py explains
 
 
 @pytest.fixture(autouse=True)
@@ -120,8 +120,8 @@ def test_onnx_runtime_on_cuda_equals_the_cpu(tmp_path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         pytest.skip("this ONNX Runtime was built without CUDA")
-    from throughline.inference.export import write_graph
-    from throughline.inference.onnx_backend import OnnxCausal
+    from throughline.inference.exports.export import write_graph
+    from throughline.inference.runtimes.onnx_backend import OnnxCausal
 
     model, _ = pair(GPT_SHAPE)
     write_graph(model, tmp_path / "model.onnx", {})

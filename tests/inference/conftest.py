@@ -106,7 +106,7 @@ def opinionated(model):
 @pytest.fixture(scope="session")
 def gpt_onnx(gpt_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The GPT as an ONNX artifact."""
-    from throughline.inference.export import export_onnx
+    from throughline.inference.exports.export import export_onnx
 
     out = tmp_path_factory.mktemp("onnx") / "gpt-onnx"
     export_onnx(gpt_dir, out)
@@ -116,7 +116,7 @@ def gpt_onnx(gpt_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def bert_onnx(bert_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The BERT as an ONNX artifact."""
-    from throughline.inference.export import export_onnx
+    from throughline.inference.exports.export import export_onnx
 
     out = tmp_path_factory.mktemp("onnx") / "bert-onnx"
     export_onnx(bert_dir, out)

@@ -15,10 +15,10 @@ import httpx
 import pytest
 import uvicorn
 from throughline.core.backend import BackendOptions
-from throughline.inference import listen, remote, worker
-from throughline.inference.served import Limits, served_models
-from throughline.inference.server import Server, build_app
-from throughline.inference.telemetry import Telemetry
+from throughline.inference.serving import listen, remote, worker
+from throughline.inference.serving.served import Limits, served_models
+from throughline.inference.serving.server import Server, build_app
+from throughline.inference.serving.telemetry import Telemetry
 
 
 class ThreadProcess:

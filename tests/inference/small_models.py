@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from throughline.core.artifact import Input
 from throughline.core.backend import BackendOptions
-from throughline.inference.backends import Loaded, onnx_backend
-from throughline.inference.graph_options import PLAIN, GraphOptions
-from throughline.inference.onnx_bert import bert_graph
-from throughline.inference.onnx_gpt import gpt_graph
+from throughline.inference.graphs.graph_options import PLAIN, GraphOptions
+from throughline.inference.graphs.onnx_bert import bert_graph
+from throughline.inference.graphs.onnx_gpt import gpt_graph
+from throughline.inference.runtimes.backends import Loaded, onnx_backend
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 

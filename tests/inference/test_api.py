@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from throughline.data.tokenizer import Tokenizer
-from throughline.inference.served import Limits
-from throughline.inference.server import Server, build_app
-from throughline.inference.source import open_model
-from throughline.inference.telemetry import Telemetry
+from throughline.inference.runtimes.source import open_model
+from throughline.inference.serving.served import Limits
+from throughline.inference.serving.server import Server, build_app
+from throughline.inference.serving.telemetry import Telemetry
 
 
 @pytest.fixture
@@ -285,7 +285,7 @@ def test_classify_and_rerank_with_a_fine_tuned_head(
     """Probabilities equal transformers' on the same directory: fp32 sums in another order."""
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import save_file
-    from throughline.inference.export import export_onnx
+    from throughline.inference.exports.export import export_onnx
     from throughline.models.heads import Head, build_with_head
     from throughline.models.huggingface_heads import head_to_huggingface
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import Refused, WrongUse
-from throughline.inference.backends import open_backend
-from throughline.inference.devices import pick_device, pick_dtype
-from throughline.inference.onnx_backend import open_session
+from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.runtimes.devices import pick_device, pick_dtype
+from throughline.inference.runtimes.onnx_backend import open_session
 
 
 @pytest.mark.parametrize("fixture", ["gpt_dir", "gpt_onnx", "bert_dir", "bert_onnx"])
@@ -93,7 +93,7 @@ def test_openvino_answers_what_onnx_runtime_answers(bert_onnx: Path) -> None:
 
 
 def test_the_fastest_is_chosen_and_said(bert_onnx: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    from throughline.inference import choice
+    from throughline.inference.runtimes import choice
 
     monkeypatch.setattr(choice, "SECONDS", 0.1)
     loaded = open_backend(bert_onnx, BackendOptions(device="cpu", runtime="auto", threads=1))

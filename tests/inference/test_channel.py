@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from throughline.inference.channel import Inbox, Parts, pack
+from throughline.inference.serving.channel import Inbox, Parts, pack
 
 SENT = [
     ({"do": "read", "job": 1}, b"\x01\x02"),

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from throughline.data.tokenizer import Tokenizer
-from throughline.inference.api_types import ChatMessage
-from throughline.inference.chat import ChatTemplate
+from throughline.inference.serving.api_types import ChatMessage
+from throughline.inference.serving.chat import ChatTemplate
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n"

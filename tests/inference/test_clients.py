@@ -59,7 +59,7 @@ def test_lm_evals_loglikelihoods_through_the_server_equal_ours(
     api = pytest.importorskip("lm_eval.models.openai_completions", reason="needs lm_eval")
     from lm_eval.api.instance import Instance
     from throughline.eval.causal import CausalScorer
-    from throughline.inference.source import open_model
+    from throughline.inference.runtimes.source import open_model
 
     tokenizer_dir = tmp_path / "tokenizer"
     tokenizer_dir.mkdir()

@@ -4,8 +4,8 @@ import threading
 
 import numpy as np
 from throughline.core.backend import BackendOptions
-from throughline.inference.backends import open_backend
-from throughline.inference.encoding import BATCH_TOKENS, Encoding, encode_batch, in_lanes, take_batch
+from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.serving.encoding import BATCH_TOKENS, Encoding, encode_batch, in_lanes, take_batch
 
 
 class Summing:

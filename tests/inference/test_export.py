@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Refused, WrongUse
-from throughline.inference.backends import open_backend
-from throughline.inference.export import Judging, export_onnx
-from throughline.inference.handover import export_huggingface
-from throughline.inference.parity import Bounds
-from throughline.inference.source import open_model
+from throughline.inference.exports.export import Judging, export_onnx
+from throughline.inference.exports.handover import export_huggingface
+from throughline.inference.graphs.parity import Bounds
+from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.runtimes.source import open_model
 
 
 def test_onnx_artifact_is_complete(gpt_dir: Path, gpt_onnx: Path) -> None:
@@ -39,7 +39,7 @@ def test_onnx_artifact_is_complete(gpt_dir: Path, gpt_onnx: Path) -> None:
 def test_above_the_bound_nothing_is_left(
     export, gpt_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("throughline.inference.parity.greedy_agreement", lambda *_: (0, 0))
+    monkeypatch.setattr("throughline.inference.graphs.parity.greedy_agreement", lambda *_: (0, 0))
     with pytest.raises(Refused) as caught:
         export(gpt_dir, tmp_path / "out", judging=Judging(bench=False, bounds=Bounds(-1.0, 0, 0, 0, 0)))
     assert caught.value.exit_code == 3 and "largest error" in caught.value.why
@@ -50,9 +50,9 @@ FULL = """
 import resource, sys
 from importlib import import_module
 from throughline.core.errors import Failed
-from throughline.inference.export import Judging
+from throughline.inference.exports.export import Judging
 module, name, limit, *rest = sys.argv[1:]
-export = getattr(import_module("throughline.inference." + module), name)
+export = getattr(import_module("throughline.inference.exports." + module), name)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
 try:
     export(*rest, **({} if module == "gguf_export" else {"judging": Judging(bench=False)}))
@@ -135,7 +135,7 @@ def test_damaged_artifact_is_refused(bert_dir: Path, tmp_path: Path) -> None:
 
 def test_cut_files_are_refused(bert_onnx: Path, tmp_path: Path) -> None:
     """A copy that ended early: by the manifest, and by ONNX Runtime where there is none."""
-    from throughline.inference.onnx_backend import open_session
+    from throughline.inference.runtimes.onnx_backend import open_session
 
     (tmp_path / "out").mkdir()
     for file in bert_onnx.iterdir():
@@ -160,8 +160,8 @@ def test_transformers_loads_the_exported_gpt(gpt_dir: Path, tmp_path: Path) -> N
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, ours(ids), atol=1e-4, rtol=0)
         generated = theirs.generate(ids[:1, :10], max_new_tokens=30, do_sample=False, pad_token_id=0)[0, 10:]
-    from throughline.inference.generation import Request
-    from throughline.inference.slots import generate
+    from throughline.inference.serving.generation import Request
+    from throughline.inference.serving.slots import generate
 
     backend = open_backend(tmp_path / "out").causal
     request = Request(ids[0, :10].numpy(), 30, eos_id=0)

@@ -10,10 +10,10 @@ import tokenizers
 from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import WrongUse
 from throughline.data.tokenizer import Tokenizer
-from throughline.inference.backends import open_backend
-from throughline.inference.generation import Request, TextDelta, TextStream, open_stop
-from throughline.inference.sampling import Sampling
-from throughline.inference.slots import SlotBatch, generate
+from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.runtimes.sampling import Sampling
+from throughline.inference.serving.generation import Request, TextDelta, TextStream, open_stop
+from throughline.inference.serving.slots import SlotBatch, generate
 from tokenizers import decoders, models
 
 

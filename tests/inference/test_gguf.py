@@ -14,11 +14,11 @@ from throughline.core.artifact import Input
 from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import Refused, WrongUse
 from throughline.data.tokenizer import Tokenizer
-from throughline.inference.backends import open_backend
-from throughline.inference.gguf_export import BOUNDS, compare_gguf, export_gguf
-from throughline.inference.gguf_writer import architecture_of, write_gguf
-from throughline.inference.slots import generate
-from throughline.inference.source import OpenedModel
+from throughline.inference.exports.gguf_export import BOUNDS, compare_gguf, export_gguf
+from throughline.inference.exports.gguf_writer import architecture_of, write_gguf
+from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.runtimes.source import OpenedModel
+from throughline.inference.serving.slots import generate
 from throughline.models.config import BERTConfig, GPTConfig
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -64,7 +64,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused() -> None:
 
 def test_an_artifact_tokenises_generates_and_shares_prompts(gpt_dir: Path, tmp_path: Path) -> None:
     """The tokens of llama.cpp's own tokenizer are ours, greedy text is torch's, alone and in a batch."""
-    from throughline.inference.generation import Request
+    from throughline.inference.serving.generation import Request
 
     report = export_gguf(gpt_dir, tmp_path / "gguf", "f32")
     assert report["mean_kl"] <= BOUNDS["f32"]

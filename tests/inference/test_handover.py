@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from throughline.core.artifact import verify_artifact
 from throughline.core.errors import WrongUse
-from throughline.inference.export import Judging
-from throughline.inference.graph_options import GraphOptions
-from throughline.inference.handover import export_huggingface
-from throughline.inference.source import open_model
-from throughline.inference.triton import export_triton
+from throughline.inference.exports.export import Judging
+from throughline.inference.exports.handover import export_huggingface
+from throughline.inference.exports.triton import export_triton
+from throughline.inference.graphs.graph_options import GraphOptions
+from throughline.inference.runtimes.source import open_model
 
 QUIET = Judging(bench=False)
 
@@ -97,7 +97,7 @@ def test_a_gpt_has_no_triton_repository(gpt_dir: Path, tmp_path: Path) -> None:
 def test_onnxruntime_genai_generates_what_torch_generates(gpt_dir: Path, tmp_path: Path) -> None:
     """Its own loop on a graph under optimum's names: the same greedy tokens until the end of the text."""
     import torch
-    from throughline.inference.export import export_onnx
+    from throughline.inference.exports.export import export_onnx
 
     genai = pytest.importorskip("onnxruntime_genai")
     export_onnx(gpt_dir, tmp_path / "out", GraphOptions(names="optimum", opset=21), QUIET)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
-from throughline.inference.load import Target, load, seeded
-from throughline.inference.served import Limits
-from throughline.inference.server import Server, build_app
-from throughline.inference.telemetry import Telemetry
+from throughline.inference.serving.load import Target, load, seeded
+from throughline.inference.serving.served import Limits
+from throughline.inference.serving.server import Server, build_app
+from throughline.inference.serving.telemetry import Telemetry
 
 
 def test_a_load_counts_what_was_answered(
@@ -109,7 +109,7 @@ def test_made_requests_depend_on_the_seed_alone() -> None:
 
 
 def test_the_page_shows_every_row_and_curve() -> None:
-    from throughline.inference.load import plotted
+    from throughline.inference.serving.load import plotted
 
     figures = {f"{name}_p{share}_ms": 1.5 for name in ("first", "gap", "total") for share in (50, 99)}
     rates = {"requests_per_s": 1.0, "generated_per_s": 2.0, "tokens_per_s": 1234.6}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import WrongUse
-from throughline.inference import offline
-from throughline.inference.offline import embed_file, generate_file
-from throughline.inference.sampling import GREEDY, Sampling
-from throughline.inference.texts import continue_text, embed_texts
+from throughline.inference.runtimes.sampling import GREEDY, Sampling
+from throughline.inference.serving import offline
+from throughline.inference.serving.offline import embed_file, generate_file
+from throughline.inference.serving.texts import continue_text, embed_texts
 
 CPU = BackendOptions(device="cpu", threads=1)
 PROMPTS = ["The quick", "jumps over the lazy dog", "", "again and", "x" * 2000, "The quick brown"]

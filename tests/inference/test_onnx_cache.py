@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from throughline.core.backend import BackendOptions, Span
-from throughline.inference import onnx_cache
-from throughline.inference.backends import open_backend
-from throughline.inference.onnx_cache import rows_apart
+from throughline.inference.runtimes import onnx_cache
+from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.runtimes.onnx_cache import rows_apart
 
 
 def read_bytes(rooms: dict[int, int], apart: set[int], token_bytes: int, weight_bytes: int) -> int:
@@ -67,7 +67,7 @@ def test_where_a_row_lies_changes_no_logits(gpt_onnx: Path, monkeypatch: pytest.
             text = texts[span.row][None]
             ask = np.array([[text.shape[1] - 1]])
             alone = backend.forward(text, np.zeros(1, np.int64), ask, backend.new_cache(1))[0, 0]
-            # fp32 sums in another order, as inference/parity.py explains
+            # fp32 sums in another order, as inference/graphs/parity.py explains
             np.testing.assert_allclose(logits, alone, atol=1e-4 * np.abs(alone).max())
         apart = set(cache.apart)
         parted += len(apart - before)

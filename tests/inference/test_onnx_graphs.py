@@ -11,11 +11,11 @@ import torch
 from small_models import BERT, GPT, LLAMA, NOWHERE, exported, opinionated_model
 from throughline.core.backend import Span
 from throughline.core.errors import Refused
-from throughline.inference.backends import torch_backend
-from throughline.inference.export import write_graph
-from throughline.inference.graph_options import GraphOptions, Variant
-from throughline.inference.onnx_backend import OnnxCausal
-from throughline.inference.parity import compare, require
+from throughline.inference.exports.export import write_graph
+from throughline.inference.graphs.graph_options import GraphOptions, Variant
+from throughline.inference.graphs.parity import compare, require
+from throughline.inference.runtimes.backends import torch_backend
+from throughline.inference.runtimes.onnx_backend import OnnxCausal
 from throughline.models.init import build
 
 

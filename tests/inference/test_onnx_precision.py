@@ -9,16 +9,16 @@ import pytest
 import torch
 from small_models import BERT, GPT, LLAMA, NOWHERE, exported, opinionated_model
 from throughline.core.errors import Refused, WrongUse
-from throughline.inference.backends import Loaded
-from throughline.inference.export import check_fusion
-from throughline.inference.graph_options import GraphOptions
-from throughline.inference.graph_probe import first_bad_node, layer_errors
-from throughline.inference.onnx_bert import bert_graph
-from throughline.inference.onnx_gpt import gpt_graph
-from throughline.inference.onnx_products import BLOCK, int8_by_output, pack_blocks
-from throughline.inference.onnx_writer import Graph
-from throughline.inference.parity import BOUNDS, compare, require
-from throughline.inference.reference import OptimumCausal, reference_of
+from throughline.inference.exports.export import check_fusion
+from throughline.inference.graphs.graph_options import GraphOptions
+from throughline.inference.graphs.graph_probe import first_bad_node, layer_errors
+from throughline.inference.graphs.onnx_bert import bert_graph
+from throughline.inference.graphs.onnx_gpt import gpt_graph
+from throughline.inference.graphs.onnx_products import BLOCK, int8_by_output, pack_blocks
+from throughline.inference.graphs.onnx_writer import Graph
+from throughline.inference.graphs.parity import BOUNDS, compare, require
+from throughline.inference.graphs.reference import OptimumCausal, reference_of
+from throughline.inference.runtimes.backends import Loaded
 from throughline.models.config import GPTConfig
 from throughline.models.heads import Head, build_with_head
 

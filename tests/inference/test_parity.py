@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from throughline.inference.parity import (
+from throughline.inference.graphs.parity import (
     BOUNDS,
     Tally,
     compare_scores,
@@ -21,10 +21,10 @@ import sys
 from pathlib import Path
 from throughline.core.artifact import Input
 from throughline.core.backend import BackendOptions
-from throughline.inference.backends import onnx_backend
-from throughline.inference.export import write_graph
-from throughline.inference.parity import compare
-from throughline.inference.reference import reference_of
+from throughline.inference.runtimes.backends import onnx_backend
+from throughline.inference.exports.export import write_graph
+from throughline.inference.graphs.parity import compare
+from throughline.inference.graphs.reference import reference_of
 from throughline.models.config import GPTConfig
 from throughline.models.init import build
 

@@ -11,15 +11,15 @@ from contextlib import suppress
 
 import pytest
 from starlette.responses import StreamingResponse
-from throughline.inference import listen
-from throughline.inference.server import Server, build_app
+from throughline.inference.serving import listen
+from throughline.inference.serving.server import Server, build_app
 
 
 @pytest.fixture
 def address(in_thread, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """A server without models whose deadlines are short."""
-    from throughline.inference.served import Limits
-    from throughline.inference.telemetry import Telemetry
+    from throughline.inference.serving.served import Limits
+    from throughline.inference.serving.telemetry import Telemetry
 
     monkeypatch.setattr(listen, "HEADER_S", 0.3)
     limits = Limits(body_s=0.3)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from throughline.core.artifact import Input, read_manifest, verify_artifact
 from throughline.core.errors import Refused, WrongUse
-from throughline.inference.backends import Loaded, open_backend
-from throughline.inference.calibration import best_clip, calibrate, read_calibration, write_calibration
-from throughline.inference.export import Judging, export_onnx
-from throughline.inference.graph_options import GraphOptions
-from throughline.inference.onnx_products import INT8_MAX
-from throughline.inference.parity import BOUNDS, Bounds
-from throughline.inference.real_text import allowed_disagreements, compare_on_text, read_rows
-from throughline.inference.source import open_model
+from throughline.inference.exports.export import Judging, export_onnx
+from throughline.inference.graphs.calibration import best_clip, calibrate, read_calibration, write_calibration
+from throughline.inference.graphs.graph_options import GraphOptions
+from throughline.inference.graphs.onnx_products import INT8_MAX
+from throughline.inference.graphs.parity import BOUNDS, Bounds
+from throughline.inference.graphs.real_text import allowed_disagreements, compare_on_text, read_rows
+from throughline.inference.runtimes.backends import Loaded, open_backend
+from throughline.inference.runtimes.source import open_model
 
 SHAKESPEARE = Path(__file__).parents[2] / "recipes" / "samples" / "tinyshakespeare" / "input.txt"
 LOOSE = Bounds(

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 from throughline.core.hardware import chips
-from throughline.inference.bench import latency_page, verdicts
-from throughline.inference.roofline import floor_ms, reported
+from throughline.inference.runtimes.bench import latency_page, verdicts
+from throughline.inference.runtimes.roofline import floor_ms, reported
 from throughline.models.presets import preset
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import WrongUse
-from throughline.inference.served import Limits, served_models
-from throughline.inference.telemetry import Telemetry
+from throughline.inference.serving.served import Limits, served_models
+from throughline.inference.serving.telemetry import Telemetry
 
 
 async def stream(client: httpx.AsyncClient, **fields) -> list[dict]:

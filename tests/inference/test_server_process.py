@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from throughline.inference import listen
+from throughline.inference.serving import listen
 
 
 def call(
@@ -115,7 +115,7 @@ def test_onnx_graphs_are_served_without_torch(
     """What the image for serving alone leaves out of our dependencies, torch among it, fails to be imported in
     both processes.
     """
-    root = Path(listen.__file__).parents[1]
+    root = Path(listen.__file__).parents[2]
     needed = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
     absent = {re.match("[a-z-]+", line)[0] for line in needed} - set(
         (root / "containers" / "serve.txt").read_text().split()

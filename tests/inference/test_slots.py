@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from throughline.core.backend import BackendOptions, CausalBackend, Span
-from throughline.inference.backends import open_backend
-from throughline.inference.generation import Request, TextDelta
-from throughline.inference.sampling import Sampling, log_softmax
-from throughline.inference.slots import SlotBatch, common
+from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.runtimes.sampling import Sampling, log_softmax
+from throughline.inference.serving.generation import Request, TextDelta
+from throughline.inference.serving.slots import SlotBatch, common
 
 CPU = BackendOptions(device="cpu", threads=1)
 
@@ -80,7 +80,7 @@ def test_a_step_of_many_rows_equals_each_row_alone(backend: CausalBackend) -> No
         expected.append(backend.forward(ids, np.zeros(1, np.int64), ask, backend.new_cache(1))[0])
     whole = np.concatenate(expected)
     assert found.shape == whole.shape == (22, backend.vocab_size)
-    # fp32 sums in another order, as inference/parity.py explains
+    # fp32 sums in another order, as inference/graphs/parity.py explains
     np.testing.assert_allclose(found, whole, atol=1e-4 * np.abs(whole).max())
     late = backend.step([Span(1, 2, texts[1][2:], 1)], cache)  # row 1 took no part, and lost nothing
     alone = backend.forward(texts[1][None], np.zeros(1, np.int64), np.array([[2]]), backend.new_cache(1))[0]
@@ -187,7 +187,7 @@ def test_a_long_row_leaves_no_capacity_behind(gpt_onnx: Path) -> None:
     """ONNX Runtime attends over the capacity: it shrinks when the longest row goes, and keeps the others."""
     backend = open_backend(gpt_onnx, CPU).causal
     assert backend is not None
-    import throughline.inference.onnx_cache as module
+    import throughline.inference.runtimes.onnx_cache as module
 
     batch = SlotBatch(backend, nothing, 2)
     cache = batch._cache

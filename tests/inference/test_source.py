@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.artifact import chain
 from throughline.core.errors import Refused
-from throughline.inference.backends import open_backend
-from throughline.inference.export import export_onnx
-from throughline.inference.handover import export_huggingface
-from throughline.inference.source import open_model
+from throughline.inference.exports.export import export_onnx
+from throughline.inference.exports.handover import export_huggingface
+from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.runtimes.source import open_model
 
 
 @pytest.fixture(scope="module")

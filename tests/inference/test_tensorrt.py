@@ -15,19 +15,19 @@ import onnxruntime
 import pytest
 from throughline.core.artifact import Input, read_manifest, verify_artifact
 from throughline.core.errors import Failed, MissingExtra, Refused, WrongUse
-from throughline.inference import export_engine as module
-from throughline.inference import tensorrt_backend as backend_module
-from throughline.inference.backends import Loaded, open_backend
-from throughline.inference.engine_report import kernels_of_inspector
-from throughline.inference.export import Judging, write_graph
-from throughline.inference.export_engine import export_engine
-from throughline.inference.graph_options import GraphOptions
-from throughline.inference.onnx_backend import OnnxCausal, OnnxEncoder
-from throughline.inference.parity import BOUNDS, compare, require
-from throughline.inference.reference import reference_of
-from throughline.inference.source import open_model
-from throughline.inference.tensorrt_backend import EngineSession
-from throughline.inference.tensorrt_build import Profile, buckets, check_engine, load_library
+from throughline.inference.exports import export_engine as module
+from throughline.inference.exports.engine_report import kernels_of_inspector
+from throughline.inference.exports.export import Judging, write_graph
+from throughline.inference.exports.export_engine import export_engine
+from throughline.inference.exports.tensorrt_build import Profile, buckets, check_engine, load_library
+from throughline.inference.graphs.graph_options import GraphOptions
+from throughline.inference.graphs.parity import BOUNDS, compare, require
+from throughline.inference.graphs.reference import reference_of
+from throughline.inference.runtimes import tensorrt_backend as backend_module
+from throughline.inference.runtimes.backends import Loaded, open_backend
+from throughline.inference.runtimes.onnx_backend import OnnxCausal, OnnxEncoder
+from throughline.inference.runtimes.source import open_model
+from throughline.inference.runtimes.tensorrt_backend import EngineSession
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 

@@ -8,12 +8,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from throughline.inference.engine_report import engine_facts, kernels_of_log
-from throughline.inference.export_engine import export_engine
-from throughline.inference.graph_options import GraphOptions
-from throughline.inference.onnx_bert import bert_graph
-from throughline.inference.onnx_gpt import gpt_graph
-from throughline.inference.tensorrt_build import Profile, build_engine, load_library
+from throughline.inference.exports.engine_report import engine_facts, kernels_of_log
+from throughline.inference.exports.export_engine import export_engine
+from throughline.inference.exports.tensorrt_build import Profile, build_engine, load_library
+from throughline.inference.graphs.graph_options import GraphOptions
+from throughline.inference.graphs.onnx_bert import bert_graph
+from throughline.inference.graphs.onnx_gpt import gpt_graph
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 
@@ -61,7 +61,7 @@ def test_grouped_queries_are_fused(tmp_path: Path) -> None:
 
 def test_an_engine_is_an_artifact(bert_dir: Path, tmp_path: Path) -> None:
     from throughline.core.artifact import verify_artifact
-    from throughline.inference.export import Judging
+    from throughline.inference.exports.export import Judging
 
     report = export_engine(bert_dir, tmp_path / "out", "tensorrt_rtx", judging=Judging(bench=False))
     facts = verify_artifact(tmp_path / "out").facts

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 from throughline.core.errors import Refused, WrongUse
-from throughline.inference.export import write_graph
+from throughline.inference.exports.export import write_graph
 from throughline.models import attention_patterns
 from throughline.models.attention_patterns import apply_pattern, block_table, make_attend
 from throughline.models.bert import BERT

@@ -342,7 +342,7 @@ def test_the_best_span_ends_after_it_starts_and_is_not_too_long() -> None:
 
 def test_embeddings_trained_are_embeddings_given(bases: dict[str, Path]) -> None:
     """What the loss compares is what `throughline embed` gives."""
-    from throughline.inference.texts import embed_texts
+    from throughline.inference.serving.texts import embed_texts
     from throughline.train.finetune.tasks import Retrieval
 
     tokenizer = Tokenizer.load(bases["bert"] / "tokenizer.json")

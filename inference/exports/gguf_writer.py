@@ -1,0 +1,260 @@
+"""A model as one GGUF file, the format of llama.cpp and of the tools built on it: GPT-2, Llama and BERT, with
+tokenizer and metadata.
+
+Layouts, as llama.cpp's loaders expect them:
+
+- matrices are (out, in); GPT-2's query, key and value are one matrix, one after another;
+- Llama's query and key rows are reordered, because ggml rotates neighbours where Hugging Face rotates halves;
+- BERT's first row of token types is all that is ever used; its heads are not stored;
+- vectors and positions are f32. Of the matrices in q4_0 the output is q8_0, as llama.cpp keeps it finer.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ...core.errors import Refused, WrongUse
+from ...data.tokenizer import Tokenizer
+from ...models.config import BERTConfig, GPTConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from ...models.bert import BERT
+    from ...models.gpt import GPT
+
+GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
+INSTALL = "pip install 'throughline[llamacpp]'"
+LAYERS = {
+    "gpt2": {
+        "ln_1": "attn_norm",
+        "attn.c_attn": "attn_qkv",
+        "attn.c_proj": "attn_output",
+        "ln_2": "ffn_norm",
+        "mlp.c_fc": "ffn_up",
+        "mlp.c_proj": "ffn_down",
+    },
+    "llama": {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    },
+    "bert": {
+        "attention.self.query": "attn_q",
+        "attention.self.key": "attn_k",
+        "attention.self.value": "attn_v",
+        "attention.output.dense": "attn_output",
+        "attention.output.LayerNorm": "attn_output_norm",
+        "intermediate.dense": "ffn_up",
+        "output.dense": "ffn_down",
+        "output.LayerNorm": "layer_output_norm",
+    },
+}
+AROUND = {
+    "gpt2": {
+        "transformer.wte": "token_embd",
+        "transformer.wpe": "position_embd",
+        "transformer.ln_f": "output_norm",
+        "lm_head": "output",
+    },
+    "llama": {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
+    "bert": {
+        "bert.embeddings.word_embeddings": "token_embd",
+        "bert.embeddings.position_embeddings": "position_embd",
+        "bert.embeddings.token_type_embeddings": "token_types",
+        "bert.embeddings.LayerNorm": "token_embd_norm",
+    },
+}
+PREFIX = {"gpt2": "transformer.h.", "llama": "model.layers.", "bert": "bert.encoder.layer."}
+
+
+def architecture_of(config: ModelConfig) -> str:
+    """The name that llama.cpp has for this shape. Raises Refused for one that it computes differently."""
+    if isinstance(config, BERTConfig):
+        return "bert"
+    if config.positions == "rotary":
+        return "llama"
+    if config.activation != "gelu_tanh":
+        raise Refused(
+            "llama.cpp computes GPT-2 with tanh-GELU alone",
+            where="activation",
+            why=f"this model has {config.activation}",
+            fix="export to ONNX or Hugging Face",
+        )
+    return "gpt2"
+
+
+def write_gguf(
+    model: "GPT | BERT", tokenizer: Path | None, path: Path, precision: GGUFPrecision = "f16"
+) -> None:
+    """Write the model to `path`. Raises WrongUse without the gguf library, Refused for a model that llama.cpp
+    does not compute.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise WrongUse("the gguf library is not installed", fix=INSTALL) from error
+    from ...models.huggingface import to_huggingface
+
+    config = model.config
+    architecture = architecture_of(config)
+    _, state = to_huggingface(model)
+    writer = gguf.GGUFWriter(path, architecture)
+    _describe(writer, config, precision)
+    _write_tokenizer(writer, tokenizer, config)
+    for name, values in _tensors(architecture, config, state):
+        kind = _kind(name, values, precision)
+        raw = gguf.quants.quantize(values, kind)
+        writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _describe(writer: Any, config: ModelConfig, precision: GGUFPrecision) -> None:
+    import gguf
+
+    writer.add_file_type(
+        {
+            "f32": gguf.LlamaFileType.ALL_F32,
+            "f16": gguf.LlamaFileType.MOSTLY_F16,
+            "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+            "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
+        }[precision]
+    )
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.sequence_length)
+    writer.add_embedding_length(config.width)
+    writer.add_block_count(config.layers)
+    writer.add_feed_forward_length(config.feed_forward_size)
+    writer.add_head_count(config.heads)
+    if isinstance(config, GPTConfig):
+        writer.add_head_count_kv(config.key_value_heads)
+    if isinstance(config, GPTConfig) and config.positions == "rotary":
+        writer.add_layer_norm_rms_eps(config.norm_epsilon)
+        writer.add_rope_dimension_count(config.head_size)
+        writer.add_key_length(config.head_size)
+        writer.add_value_length(config.head_size)
+        writer.add_rope_freq_base(config.rope_theta)
+    else:
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    if isinstance(config, BERTConfig):
+        writer.add_causal_attention(False)
+        writer.add_token_type_count(config.token_types)
+        writer.add_pooling_type(gguf.PoolingType.MEAN)
+
+
+def _tensors(
+    architecture: str, config: ModelConfig, state: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor under its GGUF name, float32 and contiguous, in the layout of llama.cpp."""
+    for name, tensor in state.items():
+        values = tensor.detach().float().cpu().numpy()
+        base, kind = name.rsplit(".", 1)
+        if base.startswith(PREFIX[architecture]):
+            number, rest = base.removeprefix(PREFIX[architecture]).split(".", 1)
+            mine = f"blk.{number}.{LAYERS[architecture][rest]}"
+        elif base in AROUND[architecture]:
+            mine = AROUND[architecture][base]
+        else:  # a pretraining head or pooler, which llama.cpp has no place for
+            continue
+        if architecture == "gpt2" and ".h." in base and values.ndim == 2:
+            values = values.T  # Hugging Face stores GPT-2's matrices (in, out)
+        if isinstance(config, GPTConfig) and mine.endswith((".attn_q", ".attn_k")):
+            heads = config.heads if mine.endswith("q") else config.key_value_heads
+            values = _neighbours(values, heads)
+        yield f"{mine}.{kind}", np.ascontiguousarray(values, np.float32)
+
+
+def _neighbours(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from (first half, second half) to pairs of neighbours."""
+    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return split.swapaxes(1, 2).reshape(values.shape)
+
+
+def _kind(name: str, values: np.ndarray, precision: GGUFPrecision) -> Any:
+    """How a tensor is stored: blocks of 32 along a row, or f16 where rows are no multiple of 32."""
+    from gguf import GGMLQuantizationType as Kind
+
+    if precision == "f32" or values.ndim == 1 or name.startswith(("position_embd", "token_types")):
+        return Kind.F32
+    if precision == "f16" or values.shape[1] % 32:
+        return Kind.F16
+    if precision == "q8_0" or name.startswith(("token_embd", "output.")):
+        return Kind.Q8_0
+    return Kind.Q4_0
+
+
+def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> None:
+    """The vocabulary as llama.cpp reads it. Without a tokenizer that it knows the model takes ids alone."""
+    from gguf import TokenType
+
+    parts = None if file is None else _vocabulary(Tokenizer.load(file))
+    if parts is None:
+        writer.add_tokenizer_model("none")
+        return
+    model, pre, texts, merges, tokenizer = parts
+    special = set(tokenizer.special.values())
+    kinds = [TokenType.CONTROL if i in special else TokenType.NORMAL for i in range(len(texts))]
+    padding = config.vocab_size - len(texts)
+    texts += [f"[PAD{number}]" for number in range(padding)]
+    kinds += [TokenType.UNUSED] * padding
+    writer.add_tokenizer_model(model)
+    if pre:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    if merges:
+        writer.add_token_merges(merges)
+    roles = {
+        "bos": "bos",
+        "eos": "eos",
+        "unk": "unk",
+        "pad": "pad",
+        "cls": "bos",
+        "sep": "sep",
+        "mask": "mask",
+    }
+    for role, i in tokenizer.special.items():
+        if role in roles and not (role == "bos" and "cls" in tokenizer.special):
+            getattr(writer, f"add_{roles[role]}_token_id")(i)
+    if model == "gpt2":
+        writer.add_add_bos_token(tokenizer.puts_bos)
+
+
+def _vocabulary(tokenizer: Tokenizer) -> tuple[str, str, list[str], list[str], Tokenizer] | None:
+    """llama.cpp's names of the tokenizer's kind and of its pre-tokenizer, the tokens by id, and the merges."""
+    config = tokenizer.config
+    texts = [f"[UNUSED{i}]" for i in range(tokenizer.vocab_size)]
+    for text, i in tokenizer.vocab.items():
+        texts[i] = text
+    kind = config["model"]["type"]
+    if kind == "BPE" and (pre := _pre_tokenizer(config)):
+        merges = config["model"]["merges"]
+        pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+        return "gpt2", pre, texts, pairs, tokenizer
+    if kind == "WordPiece":
+        special = set(tokenizer.special.values())
+        phantom = [
+            text if i in special else text[2:] if text.startswith("##") else "\u2581" + text
+            for i, text in enumerate(texts)
+        ]
+        return "bert", "", phantom, [], tokenizer
+    return None
+
+
+def _pre_tokenizer(config: dict[str, Any]) -> str | None:
+    """llama.cpp's name of a byte-level pre-tokenizer: GPT-2's own pattern, or none that it knows."""
+    found = config.get("pre_tokenizer") or {}
+    steps = found.get("pretokenizers", [found])
+    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
+    alone = len(steps) == 1 and bool(byte_level)
+    return "gpt-2" if alone and byte_level[0].get("use_regex", True) else None

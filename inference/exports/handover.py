@@ -1,0 +1,122 @@
+"""Hugging Face directories, as transformers, vLLM and Text Embeddings Inference (TEI) read them.
+
+A directory (kind `model`) holds config.json, model.safetensors, tokenizer.json, their small companions and
+parity.json. It is read back by our own importer and compared with the torch model. The file conditions of vLLM
+and TEI are written in `conditions`, and tests assert them; neither server was run.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...core.artifact import check_free, create_artifact
+from ...models.config import GPTConfig, family_of
+from ..graphs.graph_options import Pooling
+from ..graphs.parity import BOUNDS, compare, require
+from ..graphs.reference import reference_of
+from ..runtimes.bench import latency_table
+from ..runtimes.devices import pick_device
+from ..runtimes.source import open_model
+from .export import ALONE, Judging, Report, copy_tokenizer, parity_facts, write_json
+
+
+def export_huggingface(
+    path: Path | str,
+    out: Path | str,
+    judging: Judging = ALONE,
+    overwrite: bool = False,
+    pooling: Pooling = "mean",
+) -> Report:
+    """Write the model at `path` as a Hugging Face directory that transformers loads; returns what parity.json
+    holds.
+
+    Raises Refused for a shape that Hugging Face's classes cannot express and when an output differs by more
+    than the bound.
+    """
+    from safetensors.torch import save_file
+
+    from ...models.heads import BERTWithHead
+    from ...models.huggingface import to_huggingface
+    from ...models.huggingface_heads import head_to_huggingface, load_huggingface
+
+    check_free(out, overwrite)
+    opened = open_model(path)
+    model: Any = opened.model
+    config = model.config
+    fields, state = head_to_huggingface(model) if isinstance(model, BERTWithHead) else to_huggingface(model)
+    with create_artifact(out, "model", inputs=[opened.input], overwrite=overwrite) as draft:
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        save_file(state, draft.path / "model.safetensors", metadata={"format": "pt"})
+        special = copy_tokenizer(opened, draft.path)
+        ids = {f"{name}_token_id": value for name, value in special.items() if name in ("bos", "eos", "pad")}
+        if isinstance(config, GPTConfig):
+            if "eos_token_id" in ids:  # GPT-2 begins with the token that it ends with; vLLM wants it written
+                ids.setdefault("bos_token_id", ids["eos_token_id"])
+            write_json(draft.path / "generation_config.json", ids)
+        elif not isinstance(model, BERTWithHead):
+            _write_sentence_transformers(draft.path, config.width, config.sequence_length, pooling)
+        write_json(draft.path / "config.json", fields | ids)
+        bounds = judging.bounds or BOUNDS["fp32"]
+        device = pick_device(judging.device)
+        reference = reference_of(model.to(device), None, opened.input)
+        read_back = reference_of(load_huggingface(draft.path).to(device), None, opened.input)
+        report = compare(reference, read_back, bounds)
+        require(report, "the Hugging Face directory")
+        report["latency"] = latency_table(reference) if judging.bench else []
+        report["conditions"] = conditions(draft.path, fields | ids)
+        write_json(draft.path / "parity.json", report)
+        facts = {"family": family_of(config), "architecture": fields["architectures"][0]}
+        draft.facts |= facts | parity_facts(report)
+    return report
+
+
+def _write_sentence_transformers(directory: Path, width: int, longest: int, pooling: Pooling) -> None:
+    """The files by which sentence-transformers, TEI and vLLM know how to pool."""
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    if pooling.endswith("normalised"):
+        modules.append(("2_Normalize", "Normalize"))
+        (directory / "2_Normalize").mkdir()
+    listed = [
+        {"idx": i, "name": str(i), "path": place, "type": f"sentence_transformers.models.{kind}"}
+        for i, (place, kind) in enumerate(modules)
+    ]
+    (directory / "modules.json").write_text(json.dumps(listed, indent=1) + "\n")
+    (directory / "1_Pooling").mkdir()
+    cls = pooling.startswith("cls")
+    modes = {
+        "word_embedding_dimension": width,
+        "pooling_mode_cls_token": cls,
+        "pooling_mode_mean_tokens": not cls,
+        "pooling_mode_max_tokens": False,
+        "pooling_mode_mean_sqrt_len_tokens": False,
+    }
+    write_json(directory / "1_Pooling" / "config.json", modes)
+    write_json(directory / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
+    write_json(directory / "config_sentence_transformers.json", {"prompts": {}, "default_prompt_name": None})
+
+
+def conditions(directory: Path, fields: dict[str, Any]) -> dict[str, list[str]]:
+    """What vLLM and TEI would miss in this directory; an empty list: nothing that is known.
+
+    By their documentation and source (vLLM: GPT-2 and Llama model files, supported pooling models; TEI:
+    router/src/lib.rs and the BERT back end). *Not run* here.
+    """
+    there = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    needed = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    problems: dict[str, list[str]] = {"vllm": [], "tei": []}
+    kind = fields["model_type"]
+    if kind == "bert":
+        needed |= {"modules.json", "1_Pooling/config.json", "sentence_bert_config.json"}
+        problems["tei"] = [f"{name} is missing" for name in sorted(needed - there)]
+        if fields.get("position_embedding_type", "absolute") != "absolute":
+            problems["tei"].append("positions are not absolute")
+    else:
+        needed |= {"generation_config.json"}
+        problems["tei"] = [f"{kind} is no text embedding model that TEI serves"]
+        problems["vllm"] += [
+            f"config.json has no {name}" for name in ("bos_token_id", "eos_token_id") if name not in fields
+        ]
+    problems["vllm"] += [f"{name} is missing" for name in sorted(needed - there)]
+    if kind == "gpt2" and not fields["tie_word_embeddings"]:
+        problems["vllm"].append("the output matrix is not tied to the token table")
+    return problems

@@ -1,0 +1,140 @@
+"""Looking into a written graph: errors layer by layer, the first node that is not finite, what was fused."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+
+from ...models.config import GPTConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PROBE = "probe.onnx"
+TYPES = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
+ROWS, TOKENS, REAL = 2, 16, 9  # what is looked at: two rows, the second of 9 real tokens
+
+
+@contextmanager
+def opened(graph: Path, outputs: Sequence[str]) -> Iterator[Any]:
+    """A session that also returns these tensors of the graph. Its file stands beside the graph's for a while,
+    so that both read the same external weights.
+    """
+    import onnxruntime
+
+    model = onnx.load(str(graph), load_external_data=False)
+    named = {output.name for output in model.graph.output}
+    model.graph.output.extend(
+        onnx.helper.make_empty_tensor_value_info(name) for name in outputs if name not in named
+    )
+    path = graph.with_name(PROBE)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        onnx.save_model(model, str(path))
+        yield onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _feeds(session: Any, config: ModelConfig) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Inputs for a batch of two rows, and which of its tokens are real."""
+    length = min(TOKENS, config.sequence_length)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length))
+    real = np.arange(length) < np.array([[length], [min(REAL, length)]])
+    places = np.tile(np.arange(length), (ROWS, 1))
+    values = {
+        "input_ids": ids,
+        "attention_mask": real.astype(np.int64),
+        "token_type_ids": np.zeros_like(ids),
+        "logit_positions": places,
+        "past_length": np.zeros(ROWS, np.int64),
+        "position_ids": places,
+    }
+    feeds = {}
+    for given in session.get_inputs():
+        if given.name in values:
+            feeds[given.name] = values[given.name]
+            continue
+        capacity = 0 if given.name.startswith("past_key") else config.sequence_length
+        shape = (ROWS, config.key_value_heads, capacity, config.head_size)
+        feeds[given.name] = np.zeros(shape, TYPES[given.type])
+    return feeds, np.ones_like(real) if isinstance(config, GPTConfig) else real
+
+
+def layer_errors(model: "nn.Module", graph: Path, config: ModelConfig) -> list[dict[str, Any]]:
+    """Largest and mean error of what each block returns, against the torch module."""
+    import torch
+
+    names = [f"hidden.{layer}" for layer in range(config.layers)]
+    with opened(graph, names) as session:
+        feeds, real = _feeds(session, config)
+        theirs = session.run(names, feeds)
+    found: list[np.ndarray] = []
+    body: Any = getattr(model, "encoder", model)
+    hooks = [
+        block.register_forward_hook(lambda _m, _i, output: found.append(output.float().cpu().numpy()))
+        for block in body.blocks.values()
+    ]
+    try:
+        with torch.inference_mode():
+            ids = torch.from_numpy(feeds["input_ids"])
+            if isinstance(config, GPTConfig):
+                body.hidden(ids)
+            else:
+                types = torch.zeros_like(ids) if config.token_types else None
+                body.hidden(ids, types, torch.from_numpy(real))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    rows = []
+    for layer, (ours, other) in enumerate(zip(found, theirs)):
+        error = np.abs(ours[real] - other[real].astype(np.float32))
+        scale = float(np.abs(ours[real]).max())
+        rows.append(
+            {
+                "layer": layer,
+                "max_abs": float(error.max()),
+                "mean_abs": float(error.mean(dtype=np.float64)),
+                "scale": scale,
+            }
+        )
+    return rows
+
+
+def first_bad_node(graph: Path, config: ModelConfig) -> str:
+    """The first node of the graph whose output is not finite, in a sentence; "" when all are."""
+    model = onnx.load(str(graph), load_external_data=False)
+    nodes = [(node, name) for node in model.graph.node for name in node.output]
+    with opened(graph, [name for _, name in nodes]) as session:
+        feeds, _ = _feeds(session, config)
+        values = session.run([name for _, name in nodes], feeds)
+    for (node, name), value in zip(nodes, values):
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
+            bad = value[~np.isfinite(value)][0]
+            return f"the first of them is {bad} in the output {name} of node {node.name} ({node.op_type})"
+    return ""
+
+
+def optimised_operators(graph: Path) -> Counter[str]:
+    """How often each operator stands in the graph that ONNX Runtime makes of this one on a CPU."""
+    import onnxruntime
+
+    path = graph.with_name(PROBE)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(path)
+    options.add_session_config_entry(
+        "session.optimized_model_external_initializers_file_name", PROBE + ".data"
+    )
+    try:
+        onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        nodes = onnx.load(str(path), load_external_data=False).graph.node
+        return Counter(f"{node.domain}.{node.op_type}".lstrip(".") for node in nodes)
+    finally:
+        path.unlink(missing_ok=True)
+        path.with_name(PROBE + ".data").unlink(missing_ok=True)

@@ -1,0 +1,219 @@
+"""The ONNX graph of a BERT with its heads.
+
+Inputs: `input_ids`, `attention_mask` (1 = real token) and, when the model has segments, `token_type_ids`, all
+int64 (batch, sequence). Outputs: `last_hidden_state` (batch, sequence, width) and `sentence_embedding`
+(batch, width), pooled as the options say, and by head:
+
+    pretraining              `mlm_logits` (batch, asked, vocabulary) at the input `logit_positions`
+                             (batch, asked), which may ask for nothing; with a next-sentence head
+                             `pooler_output` (batch, width) and `nsp_logits` (batch, 2)
+    sequence-classification  `logits` (batch, labels)
+    token-classification     `logits` (batch, sequence, labels)
+    question-answering       `start_logits`, `end_logits` (batch, sequence)
+
+Under optimum's names a pretraining model gives `logits` (batch, sequence, vocabulary) and is asked for nothing.
+
+The mask is expanded to (batch, 1, sequence, sequence): ONNX Runtime's Attention does not broadcast over the
+query. For ONNX Runtime the blocks are its fused Attention, SkipLayerNormalization and Gelu, written as such.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...models.config import BERTConfig
+from .graph_options import PLAIN, GraphOptions, Pooling
+from .onnx_blocks import HIDDEN_BY_MASK, Blocks
+from .onnx_products import int8_by_output
+from .onnx_writer import BOOL, CONTRIB, FLOAT, INT32, INT64, Graph
+
+if TYPE_CHECKING:
+    from ...models.bert import BERT
+    from ...models.heads import BERTWithHead
+
+
+def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> Graph:
+    """The graph of this model with its heads."""
+    head = getattr(model, "head", None)
+    encoder: BERT = model.encoder if head is not None else model  # type: ignore[assignment, union-attr]
+    config = encoder.config
+    parts = Blocks(encoder, config, options)
+    graph = parts.graph
+    ids = graph.input("input_ids", INT64, ["batch", "sequence"])
+    mask = graph.input("attention_mask", INT64, ["batch", "sequence"])
+    length = graph.length(ids, 1)
+    steps = graph.steps(length)
+    x = parts.rows("token_table.weight", ids)
+    if config.token_types:
+        types = graph.input("token_type_ids", INT64, ["batch", "sequence"])
+        x = graph.node("Add", x, graph.node("Gather", parts.weight("type_table.weight"), types))
+    x = graph.node("Add", x, graph.node("Gather", parts.weight("position_table.weight"), steps))
+    if not config.norm_first:
+        x = parts.norm(x, "norm")
+    write_block = (
+        _fused_block(parts, mask) if _fusable(parts) else _block(parts, encoder, mask, length, steps)
+    )
+    for layer in range(config.layers):
+        x = write_block(x, layer)
+    if config.norm_first:
+        x = parts.norm(x, "norm")
+    graph.result(x, "last_hidden_state", ["batch", "sequence", config.width])
+    _embedding(graph, x, mask, config.width, options.pooling)
+    if head is None:
+        _pretraining_heads(parts, config, x, ids)
+    else:
+        parts.state |= {
+            f"output.{name}": value.detach().float().cpu().numpy()
+            for name, value in model.output.named_parameters()  # type: ignore[union-attr]
+        }
+        _fine_tuned_head(parts, head.kind, len(head.labels), x)
+    return graph
+
+
+def _block(parts: Blocks, model: "BERT", mask: str, length: str, steps: str) -> Any:
+    """The blocks in standard operators."""
+    graph, config = parts.graph, parts.config
+    assert isinstance(config, BERTConfig)
+    keys = graph.node("Unsqueeze", graph.node("Cast", mask, to=BOOL), graph.ints(1, 2))
+    square = graph.node("Concat", graph.length(mask, 0), graph.ints(1), length, length, axis=0)
+    allowed = graph.node(
+        "Expand", keys, square
+    )  # (batch, 1, sequence, sequence): what each query may look at
+    if config.relative_buckets:
+        bias = _relative_bias(parts, model, steps)
+        hidden = graph.node("Where", allowed, bias, graph.number(HIDDEN_BY_MASK))
+    elif graph.half or graph.opset < 23:
+        hidden = parts.hidden_where_not(allowed)
+    else:
+        hidden = allowed
+    softmax: dict[str, Any] = (
+        {"softmax_precision": 1} if graph.half and parts.options.variant != "tensorrt" else {}
+    )
+
+    def core(query: str, key: str, value: str) -> str:
+        if graph.opset < 23:
+            return parts.explicit_attention(query, key, value, hidden)
+        return graph.node("Attention", query, key, value, hidden, **softmax)
+
+    return lambda x, layer: parts.block(x, layer, config.norm_first, core)
+
+
+def _fusable(parts: Blocks) -> bool:
+    """Whether ONNX Runtime's fused operators express this model's blocks."""
+    config = parts.config
+    assert isinstance(config, BERTConfig)
+    plain = config.bias and not config.gated and config.key_value_heads == config.heads
+    return (
+        parts.fused
+        and plain
+        and not config.norm_first
+        and not config.relative_buckets
+        and config.heads * config.head_size == config.width
+    )
+
+
+def _fused_block(parts: Blocks, mask: str) -> Any:
+    """The blocks in ONNX Runtime's fused operators; with int8, QAttention on an input rounded when it runs."""
+    graph, heads = parts.graph, parts.config.heads
+    mask = graph.node("Cast", mask, to=INT32)
+
+    def attention(x: str, name: str) -> str:
+        weight, bias = parts.reordered(f"{name}.qkv", heads, 3)
+        assert bias is not None
+        if parts.options.precision != "int8":
+            inputs = [x, parts.products.constant(f"{name}.qkv.weight.T", weight.T)]
+            inputs += [parts.products.constant(f"{name}.qkv.bias", bias), mask]
+            return graph.node("Attention", *inputs, domain=CONTRIB, num_heads=heads)
+        small, scale = int8_by_output(weight)
+        rounded = graph.node("DynamicQuantizeLinear", x, outputs=3)
+        inputs = [rounded, graph.weight(f"{name}.qkv.int8.T", small), graph.weight(f"{name}.qkv.bias", bias)]
+        inputs += [f"{rounded}:1", graph.weight(f"{name}.qkv.scale", scale), mask, f"{rounded}:2"]
+        inputs += [graph.weight(f"{name}.qkv.zero", np.zeros(len(scale), np.int8))]
+        return graph.node("QAttention", *inputs, domain=CONTRIB, num_heads=heads)
+
+    def block(x: str, layer: int) -> str:
+        name = f"blocks.{layer}"
+        graph.scope = f"{name}/"
+        attended = parts.linear(attention(x, f"{name}.attention"), f"{name}.attention.out")
+        x = parts.sum_norm(x, attended, f"{name}.attention_norm")
+        branch = parts.feed_forward(x, f"{name}.mlp")
+        x = parts.sum_norm(x, branch, f"{name}.mlp_norm", out=f"hidden.{layer}")
+        graph.scope = ""
+        return x
+
+    return block
+
+
+def _relative_bias(parts: Blocks, model: "BERT", steps: str) -> str:
+    """The bias (1, heads, sequence, sequence), looked up by distance in a table made from the model's own
+    function.
+    """
+    import torch
+
+    longest = parts.config.sequence_length
+    assert model.relative_bias is not None
+    with torch.no_grad():
+        square = (
+            model.relative_bias(torch.arange(longest))[0].float().cpu().numpy()
+        )  # (A, S, S) by query, key
+    # by key - query, from 1 - S to S - 1
+    by_distance = np.concatenate((square[:, 1:, 0][:, ::-1], square[:, 0, :]), axis=1)
+    graph = parts.graph
+    table = parts.products.constant("relative_bias.by_distance", by_distance)
+    offset = graph.node("Sub", steps, graph.node("Unsqueeze", steps, graph.ints(1)))
+    index = graph.node("Add", offset, graph.scalar(longest - 1))
+    return graph.node("Unsqueeze", graph.node("Gather", table, index, axis=1), graph.ints(0))
+
+
+def _embedding(graph: Graph, hidden: str, mask: str, width: int, pooling: Pooling) -> None:
+    """One vector for each row: the mean over its real tokens or its first token, of length 1 if asked."""
+    wide = graph.node("Cast", hidden, to=FLOAT) if graph.half else hidden
+    if pooling.startswith("cls"):
+        vector = graph.node("Gather", wide, graph.scalar(0), axis=1)
+    else:
+        real = graph.node(
+            "Unsqueeze", graph.node("Cast", mask, to=FLOAT), graph.ints(-1)
+        )  # (batch, sequence, 1)
+        total = graph.node("ReduceSum", graph.node("Mul", wide, real), graph.ints(1), keepdims=0)
+        count = graph.node("ReduceSum", real, graph.ints(1), keepdims=0)
+        vector = graph.node("Div", total, count)
+    if pooling.endswith("normalised"):
+        vector = graph.node("LpNormalization", vector, axis=-1, p=2)
+    graph.node("Identity", vector, out="sentence_embedding")
+    graph.output("sentence_embedding", FLOAT, ["batch", width])
+
+
+def _pretraining_heads(parts: Blocks, config: BERTConfig, hidden: str, ids: str) -> None:
+    graph, features, ask = parts.graph, hidden, ids
+    plain = parts.options.names == "throughline"
+    if plain:
+        ask = graph.input("logit_positions", INT64, ["batch", "asked"])
+        features = graph.take(hidden, ask)
+    if config.mlm_transform:
+        features = parts.norm(parts.activation(parts.linear(features, "mlm_transform")), "mlm_norm")
+    bias = "mlm_bias" if parts.has("mlm_bias") else ""
+    parts.vocabulary_logits(
+        features, ask, "token_table.weight", bias, out="mlm_logits" if plain else "logits"
+    )
+    if config.nsp:
+        pooled = _pooled(parts, hidden)
+        graph.result(pooled, "pooler_output", ["batch", config.width])
+        graph.result(parts.linear(pooled, "nsp"), "nsp_logits", ["batch", 2])
+
+
+def _pooled(parts: Blocks, hidden: str) -> str:
+    first = parts.graph.node("Gather", hidden, parts.graph.scalar(0), axis=1)
+    return parts.graph.node("Tanh", parts.linear(first, "pooler"))
+
+
+def _fine_tuned_head(parts: Blocks, kind: str, labels: int, hidden: str) -> None:
+    graph = parts.graph
+    if kind == "sequence-classification":
+        graph.result(parts.linear(_pooled(parts, hidden), "output"), "logits", ["batch", labels])
+    elif kind == "token-classification":
+        graph.result(parts.linear(hidden, "output"), "logits", ["batch", "sequence", labels])
+    else:
+        both = parts.linear(hidden, "output")
+        for i, name in enumerate(("start_logits", "end_logits")):
+            part = graph.node("Gather", both, graph.scalar(i), axis=2)
+            graph.result(part, name, ["batch", "sequence"])

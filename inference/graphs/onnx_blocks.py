@@ -1,0 +1,237 @@
+"""The transformer parts that the GPT and the BERT graph share: norms, projections, feed-forward; weights by
+our names.
+
+Shape letters as in models/layers.py: A heads, G key-value heads, D head width, W width.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...models.config import GPTConfig, TransformerConfig
+from .graph_options import GraphOptions
+from .onnx_products import Products, int8_by_output
+from .onnx_writer import CONTRIB, FLOAT, Graph
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# query, key, value, each (batch, heads, sequence, head) -> the same shape; with `Blocks.grouped` (batch, sequence,
+# heads x head)
+AttentionCore = Callable[[str, str, str], str]
+HIDDEN_BY_MASK = -30000.0  # as good as -inf after softmax and, unlike finfo.min, finite in float16
+
+
+def grouped(config: TransformerConfig, options: GraphOptions) -> bool:
+    """Whether attention is ONNX Runtime's GroupQueryAttention, which takes heads of a multiple of 8."""
+    slots = isinstance(config, GPTConfig) and options.names == "throughline"
+    return options.variant == "onnxruntime" and slots and config.head_size % 8 == 0
+
+
+class Blocks:
+    """Writes parts of a model into a graph; `x` is always (batch, sequence, width)."""
+
+    def __init__(self, model: "nn.Module", config: TransformerConfig, options: GraphOptions) -> None:
+        self.config, self.options = config, options
+        self.graph = Graph(options.opset, options.half)
+        self.products = Products(self.graph, options)
+        self.state = {
+            name: value.detach().float().cpu().numpy() for name, value in model.state_dict().items()
+        }
+        self.fused = options.variant == "onnxruntime" and config.norm == "layernorm"
+        self.grouped = grouped(config, options)
+
+    def has(self, name: str) -> bool:
+        return name in self.state
+
+    def weight(self, name: str) -> str:
+        """A parameter in the type of the products."""
+        return self.products.constant(name, self.state[name])
+
+    def rows(self, table: str, ids: str) -> str:
+        """Rows of an embedding table. With int8 for ONNX Runtime it is stored in int8, a scale for each row."""
+        graph = self.graph
+        if self.options.precision not in ("int8", "int4") or self.options.static:
+            return graph.node("Gather", self.weight(table), ids)
+        small_WV, scale_V = int8_by_output(self.state[table])
+        rows = graph.node("Gather", graph.weight(f"{table}.int8", np.ascontiguousarray(small_WV.T)), ids)
+        scale = graph.node("Gather", graph.weight(f"{table}.scale", scale_V[:, None]), ids)
+        return graph.node("Mul", graph.node("Cast", rows, to=FLOAT), scale)
+
+    def linear(self, x: str, name: str, out: str = "") -> str:
+        """A linear layer with its bias, if it has one."""
+        weight, bias = self.state[f"{name}.weight"], self.state.get(f"{name}.bias")
+        return self.products.linear(x, name, weight, bias, out)
+
+    def norm(self, x: str, name: str, out: str = "") -> str:
+        """The config's norm over the last dim. The operators compute it in float32 whatever x is
+        (`stash_type` 1) and scale the result in the type of x.
+        """
+        graph, epsilon = self.graph, self.config.norm_epsilon
+        scale = self.weight(f"{name}.weight")
+        bias = [self.weight(f"{name}.bias")] if self.has(f"{name}.bias") else []
+        if self.config.norm == "layernorm" or graph.opset >= 23:
+            op = "LayerNormalization" if self.config.norm == "layernorm" else "RMSNormalization"
+            return graph.node(op, x, scale, *bias, out=out, axis=-1, epsilon=epsilon, stash_type=1)
+        wide = graph.wide(x)
+        square = graph.node("ReduceMean", graph.node("Mul", wide, wide), *self._axes(), **self._axis())
+        small = graph.weight("epsilon", np.array(epsilon, np.float32))
+        root = graph.node("Sqrt", graph.node("Add", square, small))
+        return graph.node("Mul", graph.narrow(graph.node("Div", wide, root)), scale, out=out)
+
+    def _axes(self) -> list[str]:
+        return [self.graph.ints(-1)] if self.graph.opset >= 18 else []
+
+    def _axis(self) -> dict[str, Any]:
+        return {} if self.graph.opset >= 18 else {"axes": [-1]}
+
+    def sum_norm(self, x: str, branch: str, name: str, out: str = "") -> str:
+        """The norm of x + branch."""
+        if not self.fused or self.graph.half or not self.has(f"{name}.bias"):
+            return self.norm(self.graph.node("Add", x, branch), name, out)
+        weights = (self.weight(f"{name}.weight"), self.weight(f"{name}.bias"))
+        return self.graph.node(
+            "SkipLayerNormalization",
+            x,
+            branch,
+            *weights,
+            out=out,
+            domain=CONTRIB,
+            epsilon=self.config.norm_epsilon,
+        )
+
+    def activation(self, x: str) -> str:
+        """The config's activation function."""
+        graph = self.graph
+        if self.config.activation == "silu":
+            return graph.node("Mul", x, graph.node("Sigmoid", x))
+        tanh = self.config.activation == "gelu_tanh"
+        if graph.opset >= 20:
+            return graph.node("Gelu", x, approximate="tanh" if tanh else "none")
+        half, one = graph.number(0.5), graph.number(1.0)
+        if tanh:
+            cube = graph.node("Mul", graph.node("Mul", x, x), graph.node("Mul", x, graph.number(0.044715)))
+            scaled = graph.node("Mul", graph.node("Add", x, cube), graph.number(math.sqrt(2 / math.pi)))
+            share = graph.node("Tanh", scaled)
+        else:
+            share = graph.node("Erf", graph.node("Mul", x, graph.number(math.sqrt(0.5))))
+        return graph.node("Mul", graph.node("Mul", x, half), graph.node("Add", share, one))
+
+    def project(self, x: str, name: str) -> tuple[str, str, str]:
+        """Query (batch, A, sequence, D), key and value (batch, G, sequence, D) of the attention called
+        `name`, whose rows are put in the order (parts, heads, D).
+
+        Between product and attention stands the form that TensorRT fuses best: one transposition and slices
+        for a BERT (9 kernels a layer against 10 or 11), a split for a GPT with its cache (8 against 10). ONNX
+        Runtime runs both equally fast.
+        """
+        heads, groups, size = self.config.heads, self.config.key_value_heads, self.config.head_size
+        if self.has(f"{name}.qkv.weight"):
+            query, key, value = self._projected(x, f"{name}.qkv", heads, 3)
+            return query, key, value
+        key, value = self._projected(x, f"{name}.kv", groups, 2)
+        query = self.linear(x, f"{name}.q")
+        return query if self.grouped else self.graph.split_heads(query, heads, size), key, value
+
+    def _projected(self, x: str, name: str, heads: int, parts: int) -> list[str]:
+        graph, size = self.graph, self.config.head_size
+        flat = self.products.linear(x, name, *self.reordered(name, heads, parts))
+        if isinstance(self.config, GPTConfig):
+            more: dict[str, Any] = {"num_outputs": parts} if graph.opset >= 18 else {}
+            first = graph.node("Split", flat, outputs=parts, axis=-1, **more)
+            names = [first, *(f"{first}:{i}" for i in range(1, parts))]
+            return names if self.grouped else [graph.split_heads(part, heads, size) for part in names]
+        apart = graph.node("Reshape", flat, graph.ints(0, 0, parts, heads, size))
+        stacked = graph.node("Transpose", apart, perm=[2, 0, 3, 1, 4])  # (parts, batch, heads, sequence, D)
+        return [graph.node("Gather", stacked, graph.scalar(i), axis=0) for i in range(parts)]
+
+    def reordered(self, name: str, heads: int, parts: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """A projection whose rows are ordered (heads, parts, D) as (parts, heads, D): weight and bias."""
+        weight, bias = self.state[f"{name}.weight"], self.state.get(f"{name}.bias")
+        shape = (heads, parts, self.config.head_size)
+        weight = weight.reshape(*shape, -1).swapaxes(0, 1).reshape(weight.shape)
+        return weight, None if bias is None else bias.reshape(shape).swapaxes(0, 1).reshape(-1)
+
+    def explicit_attention(self, query: str, key: str, value: str, hidden: str) -> str:
+        """Attention from standard parts, softmax in float32. `hidden` (batch, 1 or A, sequence, keys) is added
+        to the scores: 0 or `HIDDEN_BY_MASK`, and a bias.
+        """
+        graph, size = self.graph, self.config.head_size
+        query = graph.node("Mul", query, graph.number(1 / math.sqrt(size)))
+        key = self._repeated(graph.node("Transpose", key, perm=[0, 1, 3, 2]), (size, -1))
+        scores = graph.node("Add", graph.node("MatMul", query, key), hidden)
+        share = graph.narrow(graph.node("Softmax", graph.wide(scores), axis=-1))
+        return graph.node("MatMul", share, self._repeated(value, (-1, size)))
+
+    def _repeated(self, x: str, last: tuple[int, int]) -> str:
+        """A key or value (batch, G, ...) once for each query of its group: (batch, A, *last)."""
+        graph, heads, groups = self.graph, self.config.heads, self.config.key_value_heads
+        if groups == heads:
+            return x
+        apart = graph.node("Unsqueeze", x, graph.ints(2))
+        apart = graph.node("Expand", apart, graph.ints(1, 1, heads // groups, 1, 1))
+        return graph.node("Reshape", apart, graph.ints(0, heads, *last))
+
+    def hidden_where_not(self, allowed: str) -> str:
+        """A bool mask as what is added to the scores: 0 where it is true, `HIDDEN_BY_MASK` elsewhere."""
+        graph = self.graph
+        return graph.node("Where", allowed, graph.number(0.0), graph.number(HIDDEN_BY_MASK))
+
+    def attention(self, x: str, name: str, core: AttentionCore) -> str:
+        """Self-attention; `core` computes it between the projections."""
+        attended = core(*self.project(x, name))
+        if not self.grouped:
+            attended = self.graph.join_heads(attended, self.config.heads * self.config.head_size)
+        return self.linear(attended, f"{name}.out")
+
+    def feed_forward(self, x: str, name: str) -> str:
+        """The block's MLP, gated or not."""
+        up = self.linear(x, f"{name}.up")
+        if self.config.gated:
+            up = self.graph.node("Mul", self.activation(self.linear(x, f"{name}.gate")), up)
+        else:
+            up = self.activation(up)
+        return self.linear(up, f"{name}.down")
+
+    def block(self, x: str, layer: int, norm_first: bool, core: AttentionCore) -> str:
+        """One block with its residual branches, the norm before each branch or after each sum.
+
+        Its output is called `hidden.<layer>`, by which the parity report finds it.
+        """
+        graph, name, out = self.graph, f"blocks.{layer}", f"hidden.{layer}"
+        graph.scope = f"{name}/"
+        x = self._block(x, name, out, norm_first, core)
+        graph.scope = ""
+        return x
+
+    def _block(self, x: str, name: str, out: str, norm_first: bool, core: AttentionCore) -> str:
+        graph = self.graph
+        if norm_first:
+            attended = self.attention(self.norm(x, f"{name}.attention_norm"), f"{name}.attention", core)
+            x = graph.node("Add", x, attended)
+            return graph.node(
+                "Add", x, self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp"), out=out
+            )
+        x = self.sum_norm(x, self.attention(x, f"{name}.attention", core), f"{name}.attention_norm")
+        return self.sum_norm(x, self.feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm", out=out)
+
+    def vocabulary_logits(self, hidden: str, at: str, table: str, bias: str, out: str) -> None:
+        """float32 logits (batch, asked, V) of the hidden states (batch, asked, W); `at` (batch, asked) gives
+        their shape.
+
+        Gemm with a transposed second operand reads the token table as it is stored, so a tied table is stored
+        once; with 8 or fewer bits the product has a copy of its own.
+        """
+        graph, config = self.graph, self.config
+        flat = graph.node("Reshape", hidden, graph.ints(-1, config.width))
+        if self.options.precision in ("int8", "int4") and not self.options.static:
+            offset = self.state[bias] if bias else None
+            logits = self.products.linear(flat, "output", self.state[table], offset, bits=8)
+        else:
+            offsets = [self.weight(bias)] if bias else []
+            logits = graph.node("Gemm", flat, self.weight(table), *offsets, transB=1)
+        shape = graph.node("Concat", graph.node("Shape", at), graph.ints(config.vocab_size), axis=0)
+        logits = graph.node("Reshape", logits, shape, allowzero=1)  # nothing asked gives (batch, 0, V)
+        graph.result(logits, out, ["batch", "asked", config.vocab_size])

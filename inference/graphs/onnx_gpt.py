@@ -1,0 +1,216 @@
+"""The ONNX graph of a GPT: one graph for prefill, chunked prefill and decode, each row with its own past.
+
+Inputs: `input_ids` (batch, sequence), `past_length` (batch), `logit_positions` (batch, asked), and per layer
+i `past.i.key`, `past.i.value` (batch, kv heads, capacity, head). Outputs: `logits` (batch, asked, vocabulary)
+after the asked positions of `input_ids`, and `present.i.key`, `present.i.value`, the caches with the new
+tokens written at `past_length`. Binding a past and its present to the same memory makes the write happen in
+place. Caches are float16 in fp16 graphs.
+
+A token attends to the places up to its own: `TensorScatter` writes, and `Attention` with `nonpad_kv_seqlen` =
+past_length + sequence aligns the causal triangle at the end of that length, row by row. TensorRT fuses that
+from an explicit softmax (8 kernels a layer against 9), and opsets before 24 have neither operator: there the
+mask is written out and `ScatterElements` writes. For ONNX Runtime on a CPU one operator does all of it,
+`GroupQueryAttention`: it reads of each row what that row holds, where `Attention` reads the whole capacity of all.
+It takes several prompts in a call only where none has a past (`ONE_PROMPT` in the graph's metadata says so).
+
+Under optimum's names the inputs are `input_ids`, `attention_mask` (batch, past + sequence), `position_ids`
+and `past_key_values.i.key`, which grow by concatenation; `logits` are of every position.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...models.config import GPTConfig
+from .graph_options import ONE_PROMPT, PLAIN, GraphOptions
+from .onnx_blocks import AttentionCore, Blocks
+from .onnx_writer import BOOL, CONTRIB, INT32, INT64, Graph
+
+if TYPE_CHECKING:
+    from ...models.gpt import GPT
+
+
+def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
+    """The graph of this model."""
+    config = model.config
+    parts = Blocks(model, config, options)
+    graph = parts.graph
+    ids = graph.input("input_ids", INT64, ["batch", "sequence"])
+    memory: _Slots | _Growing = _Slots(parts, ids) if options.names == "throughline" else _Growing(parts, ids)
+    x = parts.rows("token_table.weight", ids)
+    if config.positions == "learned":
+        x = graph.node(
+            "Add", x, graph.node("Gather", parts.weight("position_table.weight"), memory.positions)
+        )
+    rotary = _rotary_tables(parts) if config.positions == "rotary" else None
+    for layer in range(config.layers):
+        if isinstance(memory, _Slots) and parts.grouped:
+            core = _grouped(parts, memory, layer, rotary)
+        else:
+            core = _cached(parts, memory, layer, rotary)
+        x = parts.block(x, layer, norm_first=True, core=core)
+    if memory.ask:
+        x = graph.take(x, memory.ask)  # norm and head only where logits are asked for
+    table = "token_table.weight" if config.tied else "output.weight"
+    parts.vocabulary_logits(parts.norm(x, "norm"), memory.ask or ids, table, bias="", out="logits")
+    for name in memory.presents:
+        graph.output(name, graph.kind, memory.shape())
+    return graph
+
+
+class _Slots:
+    """The cache with room for whole rows: new keys and values are written at each row's own length."""
+
+    def __init__(self, parts: Blocks, ids: str) -> None:
+        graph, self.parts = parts.graph, parts
+        self.past = graph.input("past_length", INT64, ["batch"])
+        self.ask = graph.input("logit_positions", INT64, ["batch", "asked"])
+        length = graph.length(ids, 1)
+        self.total = graph.node("Add", self.past, length)  # (batch): tokens in each row after this call
+        start = graph.node("Unsqueeze", self.past, graph.ints(1))
+        self.positions = graph.node("Add", start, graph.steps(length))  # (batch, sequence)
+        self.presents: list[str] = []
+        self.ends: tuple[str, ...] = ()  # int32: last place of each row, tokens of the longest
+        self._standard = graph.opset >= 24 and parts.options.variant != "tensorrt"
+        self._hidden = ""
+
+    def shape(self) -> list[int | str]:
+        config = self.parts.config  # TensorRT wants to know the capacity, which is the whole context then
+        capacity = config.sequence_length if self.parts.options.variant == "tensorrt" else "capacity"
+        return ["batch", config.key_value_heads, capacity, config.head_size]
+
+    def extend(self, layer: int, kind: str, new: str) -> str:
+        """Everything that a layer remembers with the new tokens (batch, kv heads, capacity, head)."""
+        graph = self.parts.graph
+        store = graph.input(f"past.{layer}.{kind}", graph.kind, self.shape())
+        out = f"present.{layer}.{kind}"
+        self.presents.append(out)
+        if graph.opset >= 24:
+            return graph.node("TensorScatter", store, new, self.past, out=out, axis=-2)
+        at = graph.node("Unsqueeze", self.positions, graph.ints(1, 3))  # (batch, 1, sequence, 1)
+        at = graph.node("Expand", at, graph.node("Shape", new))
+        return graph.node("ScatterElements", store, at, new, out=out, axis=2)
+
+    def attend(self, query: str, key: str, value: str) -> str:
+        """The new tokens over what a layer remembers."""
+        graph = self.parts.graph
+        if self._standard:
+            return graph.node(
+                "Attention", query, key, value, "", "", "", self.total, is_causal=1, **_softmax(graph)
+            )
+        if not self._hidden:
+            places = graph.steps(graph.length("past.0.key", 2))
+            last = graph.node("Unsqueeze", self.positions, graph.ints(1, 3))  # (batch, 1, sequence, 1)
+            allowed = graph.node("LessOrEqual", places, last)  # (batch, 1, sequence, capacity)
+            self._hidden = self.parts.hidden_where_not(allowed)
+        return self.parts.explicit_attention(query, key, value, self._hidden)
+
+
+class _Growing:
+    """The cache as optimum and onnxruntime-genai pass it: exactly what was read, padding marked by a mask."""
+
+    ask = ""
+
+    def __init__(self, parts: Blocks, ids: str) -> None:
+        graph, self.parts = parts.graph, parts
+        mask = graph.input("attention_mask", INT64, ["batch", "past_sequence + sequence"])
+        self.positions = graph.input("position_ids", INT64, ["batch", "sequence"])
+        self.presents: list[str] = []
+        total, new = graph.length(mask, 1), graph.length(ids, 1)
+        own = graph.node(
+            "Add", graph.steps(new), graph.node("Sub", total, new)
+        )  # (sequence): place of a token
+        before = graph.node("LessOrEqual", graph.steps(total), graph.node("Unsqueeze", own, graph.ints(1)))
+        real = graph.node("Unsqueeze", graph.node("Cast", mask, to=BOOL), graph.ints(1, 2))
+        self._hidden = parts.hidden_where_not(graph.node("And", before, real))  # (batch, 1, sequence, total)
+
+    def shape(self, name: str = "past_sequence + sequence") -> list[int | str]:
+        return ["batch", self.parts.config.key_value_heads, name, self.parts.config.head_size]
+
+    def extend(self, layer: int, kind: str, new: str) -> str:
+        """Everything that a layer remembers with the new tokens (batch, kv heads, past + sequence, head)."""
+        graph = self.parts.graph
+        store = graph.input(f"past_key_values.{layer}.{kind}", graph.kind, self.shape("past_sequence"))
+        out = f"present.{layer}.{kind}"
+        self.presents.append(out)
+        return graph.node("Concat", store, new, axis=2, out=out)
+
+    def attend(self, query: str, key: str, value: str) -> str:
+        """The new tokens over what a layer remembers."""
+        return self.parts.explicit_attention(query, key, value, self._hidden)
+
+
+def _softmax(graph: Graph) -> dict[str, Any]:
+    return {"softmax_precision": 1} if graph.half else {}  # 1: float32
+
+
+def _cached(
+    parts: Blocks, memory: _Slots | _Growing, layer: int, rotary: tuple[np.ndarray, np.ndarray] | None
+) -> AttentionCore:
+    """The attention of one layer over its cache."""
+
+    def core(query: str, key: str, value: str) -> str:
+        if rotary is not None:
+            query, key = (_rotate(parts, x, memory.positions, rotary) for x in (query, key))
+        return memory.attend(query, memory.extend(layer, "key", key), memory.extend(layer, "value", value))
+
+    return core
+
+
+def _grouped(
+    parts: Blocks, memory: _Slots, layer: int, rotary: tuple[np.ndarray, np.ndarray] | None
+) -> AttentionCore:
+    """The attention of one layer over its cache as one operator, which also writes the cache."""
+    graph, config = parts.graph, parts.config
+    heads, groups = config.heads, config.key_value_heads
+    graph.metadata[ONE_PROMPT] = "true"
+    if not memory.ends:
+        least = graph.node("Sub", memory.total, graph.ints(1))
+        most = graph.node("ReduceMax", memory.total, keepdims=0)
+        memory.ends = (graph.node("Cast", least, to=INT32), graph.node("Cast", most, to=INT32))
+
+    def core(query: str, key: str, value: str) -> str:
+        if rotary is not None:
+            tables = [parts.products.constant(f"rotary.{name}", t) for name, t in zip(("cos", "sin"), rotary)]
+            query, key = (
+                graph.node("RotaryEmbedding", x, memory.positions, *tables, domain=CONTRIB, num_heads=count)
+                for x, count in ((query, heads), (key, groups))
+            )
+        stores = [
+            graph.input(f"past.{layer}.{kind}", graph.kind, memory.shape()) for kind in ("key", "value")
+        ]
+        presents = [f"present.{layer}.{kind}" for kind in ("key", "value")]
+        memory.presents += presents
+        inputs = (query, key, value, *stores, *memory.ends)
+        counts: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups}
+        return graph.node("GroupQueryAttention", *inputs, more=presents, domain=CONTRIB, **counts)
+
+    return core
+
+
+def _rotate(parts: Blocks, x: str, positions: str, tables: tuple[np.ndarray, np.ndarray]) -> str:
+    """Rotary positions of x (batch, heads, sequence, D)."""
+    graph, size = parts.graph, parts.config.head_size
+    cos, sin = (parts.products.constant(f"rotary.{name}", t) for name, t in zip(("cos", "sin"), tables))
+    if graph.opset >= 23:
+        return graph.node("RotaryEmbedding", x, cos, sin, positions)
+    found = [graph.node("Gather", table, positions) for table in (cos, sin)]  # (batch, sequence, D / 2)
+    cos, sin = (graph.node("Unsqueeze", part, graph.ints(1)) for part in found)
+    ends = (graph.ints(0), graph.ints(size // 2), graph.ints(size))
+    first = graph.node("Slice", x, ends[0], ends[1], graph.ints(3))
+    second = graph.node("Slice", x, ends[1], ends[2], graph.ints(3))
+    turned = (
+        graph.node("Sub", graph.node("Mul", first, cos), graph.node("Mul", second, sin)),
+        graph.node("Add", graph.node("Mul", second, cos), graph.node("Mul", first, sin)),
+    )
+    return graph.node("Concat", *turned, axis=-1)
+
+
+def _rotary_tables(parts: Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines (sequence_length, D / 2), computed as models/layers.py does, in float32."""
+    config = parts.config
+    assert isinstance(config, GPTConfig)
+    steps = np.arange(0, config.head_size, 2, dtype=np.float32) / np.float32(config.head_size)
+    frequencies = 1.0 / np.float32(config.rope_theta) ** steps
+    angles = np.arange(config.sequence_length, dtype=np.float32)[:, None] * frequencies
+    return np.cos(angles), np.sin(angles)

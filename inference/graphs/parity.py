@@ -1,0 +1,314 @@
+"""Does an exported model compute what the torch model computes? The report that every export ends with.
+
+Both are driven through the same protocol over a sweep of shapes: length 1, odd lengths, the whole context,
+ragged batches, prompts in pieces, decoding on ragged pasts. An output passes when its largest error is at
+most a bound times the scale of the reference. Logits are compared in pieces of `PIECE_NUMBERS`, so that
+8,192 tokens of a 128,256-word vocabulary need no more memory than 65.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...core.backend import CausalBackend, EncoderBackend
+from ...core.errors import Refused
+from ..runtimes.backends import Loaded
+from ..serving.generation import Request
+from ..serving.slots import generate
+
+GREEDY_TOKENS = 128
+PIECE_NUMBERS = 1 << 23  # logits compared at a time: 32 MiB of each side
+AT_ONCE_TOKENS = 1024  # longer prompts are read in pieces only: attention over 8,192 tokens at once takes GBs
+
+Outputs = dict[str, np.ndarray]
+Score = Callable[[Loaded], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What an export may differ by: `error` as a share of the output's scale, `top1` agreement of the logits.
+
+    `kl` (nats), `contested` and `score` are for real text: mean divergence, agreement where the reference is
+    right with a probability below 0.9, and how much a task's score may fall.
+    """
+
+    error: float
+    top1: float
+    kl: float
+    contested: float
+    score: float
+
+
+# fp32 rounds at 6e-8; the same sums of 10^3 to 10^4 terms in another order differ by about 1e-6 of their
+# scale after tens of layers. A wrong weight, mask or position shows at 1e-2 and above: 1e-4 is a hundred
+# times from both. fp16 rounds at 5e-4, so 3e-2 is the same sixty roundings. Rounded weights change every
+# output by per cents, more so on the random ids of the sweep: there the sweep is for shapes, real text judges.
+BOUNDS = {
+    "fp32": Bounds(error=1e-4, top1=0.99, kl=1e-6, contested=0.9999, score=0.001),
+    "fp16": Bounds(error=3e-2, top1=0.9, kl=1e-4, contested=0.999, score=0.005),
+    "int8": Bounds(error=0.5, top1=0.0, kl=0.01, contested=0.98, score=0.01),
+    "int4": Bounds(error=1.0, top1=0.0, kl=0.05, contested=0.95, score=0.02),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of the sweep: its name and what to compute with a loaded model."""
+
+    name: str
+    ids_BS: np.ndarray
+    lengths_B: np.ndarray  # real tokens per row; the rest is padding
+
+
+def sweep(vocab_size: int, context: int, seed: int = 0) -> list[Case]:
+    """Random ids in the shapes that break exports; nothing is longer than the context."""
+    rng = np.random.default_rng(seed)
+    cases = []
+    for batch, length in ((1, 1), (1, 2), (1, 7), (2, 16), (3, 33), (1, context), (5, min(context, 65))):
+        length = min(length, context)
+        ids = rng.integers(0, vocab_size, (batch, length))
+        cases.append(Case(f"{batch} x {length}", ids, np.full(batch, length)))
+        if batch > 1:
+            ragged = rng.integers(1, length + 1, batch)
+            ragged[0] = length
+            cases.append(Case(f"{batch} x {length} ragged", ids, ragged))
+    return cases
+
+
+def compare(reference: Loaded, candidate: Loaded, bounds: Bounds = BOUNDS["fp32"]) -> dict[str, Any]:
+    """The parity report: per case and output, and over all of them; `passed` says whether every bound holds."""
+    rows = []
+    for case in sweep(reference.config.vocab_size, reference.config.sequence_length):
+        tallies: dict[str, Tally] = {}
+        for name, ours, theirs in outputs_of(reference, candidate, case):
+            tallies.setdefault(name, Tally("logits" in name)).add(ours, theirs)
+        rows += [tally.row(case.name, name, bounds) for name, tally in tallies.items()]
+    summary = {
+        name: summarise([row for row in rows if row["output"] == name])
+        for name in {row["output"]: None for row in rows}
+    }
+    report = {
+        "bound": bounds.error,
+        "bound_of": "the reference's largest absolute value, at least 1",
+        "outputs": summary,
+    }
+    report["passed"] = all(row["passed"] for row in rows)
+    if reference.causal is not None and candidate.causal is not None:
+        same, asked = greedy_agreement(reference.causal, candidate.causal)
+        report["greedy_tokens"] = {"equal": same, "asked": asked}
+    return report | {"cases": rows}
+
+
+def outputs_of(
+    reference: Loaded, candidate: Loaded, case: Case
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Both models' outputs for a case in pieces, one row per real token where an output has one per token."""
+    if reference.causal is not None and candidate.causal is not None:
+        yield from _causal_outputs((reference.causal, candidate.causal), case)
+        return
+    assert reference.encoder is not None and candidate.encoder is not None
+    ours, theirs = (_encoder_outputs(backend, case) for backend in (reference.encoder, candidate.encoder))
+    for name in ours:
+        yield name, ours[name], theirs[name]
+
+
+def _causal_outputs(
+    backends: tuple[CausalBackend, CausalBackend], case: Case
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Logits of real tokens: of one call, of calls with a piece each, and with ragged pasts token by token."""
+    batch, length = case.ids_BS.shape
+    most = max(1, PIECE_NUMBERS // (batch * backends[0].vocab_size))
+    zeros = np.zeros(batch, np.int64)
+    if length <= AT_ONCE_TOKENS:
+        asked = np.unique(np.linspace(0, length - 1, min(most, length)).astype(np.int64))
+        ask = np.tile(asked, (batch, 1))
+        real = ask < case.lengths_B[:, None]
+        ours, theirs = (b.forward(case.ids_BS, zeros, ask, b.new_cache(batch))[real] for b in backends)
+        yield "logits at once", ours, theirs
+    if length == 1:
+        return
+    caches = [b.new_cache(batch) for b in backends]
+    step = min(most, length // 2)
+    for start in range(0, length, step):
+        ids = case.ids_BS[:, start : start + step]
+        ask = np.tile(np.arange(ids.shape[1]), (batch, 1))
+        real = start + ask < case.lengths_B[:, None]
+        ours, theirs = (b.forward(ids, zeros + start, ask, c)[real] for b, c in zip(backends, caches))
+        if real.any():
+            yield "logits in pieces", ours, theirs
+    # Two single tokens of each row on top of its own past, which the pieces above have left in the caches.
+    past = np.maximum(case.lengths_B - 2, 0)
+    for number in range(min(2, int(case.lengths_B.min()))):
+        at = (past + number)[:, None]
+        ids = np.take_along_axis(case.ids_BS, at, 1)
+        ours, theirs = (
+            b.forward(ids, past + number, np.zeros_like(at), c)[:, 0] for b, c in zip(backends, caches)
+        )
+        yield "logits of ragged decode", ours, theirs
+
+
+def _encoder_outputs(backend: EncoderBackend, case: Case) -> Outputs:
+    batch, length = case.ids_BS.shape
+    everywhere = np.tile(np.arange(length), (batch, 1))
+    real = everywhere < case.lengths_B[:, None]
+    types = (everywhere * 2 >= case.lengths_B[:, None]).astype(np.int64)
+    most = max(1, PIECE_NUMBERS // (batch * backend.vocab_size))
+    asked = np.unique(np.linspace(0, length - 1, min(most, length)).astype(np.int64))
+    outputs = backend.forward(case.ids_BS, types, real, np.tile(asked, (batch, 1)))
+    found = {}
+    for name, value in outputs.items():
+        if name == "mlm_logits":
+            value = value[real[:, asked]]
+        elif name in ("start_logits", "end_logits"):
+            value = np.where(real, value, value[:, :1])  # one distribution over the places of each row
+        elif value.ndim == 3:
+            value = value[real]
+        found[name] = value
+    return found
+
+
+class Tally:
+    """Errors of one output, added up over pieces."""
+
+    def __init__(self, logits: bool) -> None:
+        self.logits = logits
+        self.max_abs = self.scale = self.total = self.kl = 0.0
+        self.numbers = self.rows = self.agreeing = 0
+
+    def add(self, ours: np.ndarray, theirs: np.ndarray) -> None:
+        """A piece: rows of the reference and of the candidate."""
+        error = ours - theirs  # fp32 is enough: near values subtract exactly
+        np.abs(error, out=error)
+        self.max_abs = float(np.maximum(self.max_abs, error.max()))  # NaN stays NaN
+        self.scale = float(np.max([self.scale, -ours.min(), ours.max()]))
+        self.total += float(error.sum(dtype=np.float64))
+        self.numbers += error.size
+        self.rows += len(ours)
+        del error
+        if self.logits:
+            self.agreeing += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+            if ours.ndim == 2 and ours.shape[-1] > 1:
+                self.kl += float(divergence(ours, theirs).sum(dtype=np.float64))
+
+    def row(self, case: str, output: str, bounds: Bounds) -> dict[str, Any]:
+        """One line of the report."""
+        scale = float(np.maximum(1.0, self.scale))  # infinity is no bound
+        row: dict[str, Any] = {"case": case, "output": output, "scale": scale, "max_abs": self.max_abs}
+        row["mean_abs"] = self.total / self.numbers
+        row["passed"] = bool(self.max_abs <= bounds.error * scale < np.inf)  # false for NaN
+        if self.logits:
+            row["top1_agreement"] = self.agreeing / self.rows
+            row["kl"] = self.kl / self.rows
+            one_tie = self.rows - self.agreeing <= 1  # not as a share: 6/7 < 1 - 1/7 in floating point
+            row["passed"] = row["passed"] and (one_tie or row["top1_agreement"] >= bounds.top1)
+        return row
+
+
+def divergence(ours_NV: np.ndarray, theirs_NV: np.ndarray) -> np.ndarray:
+    """KL(ours || theirs) in nats of each row's distribution (N,)."""
+    with np.errstate(invalid="ignore"):
+        ours, theirs = (x - x.max(-1, keepdims=True) for x in (ours_NV, theirs_NV))
+        weights = np.exp(ours)
+        totals = (weights.sum(-1), np.exp(theirs).sum(-1))
+        ours -= theirs
+        return np.einsum("nv,nv->n", weights, ours) / totals[0] - np.log(totals[0]) + np.log(totals[1])
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The worst of an output's lines."""
+    summary = {
+        "max_abs": float(np.max([row["max_abs"] for row in rows])),
+        "mean_abs": float(np.max([row["mean_abs"] for row in rows])),
+        "scale": max(row["scale"] for row in rows),
+        "passed": all(row["passed"] for row in rows),
+    }
+    if "top1_agreement" in rows[0]:
+        summary["top1_agreement"] = min(row["top1_agreement"] for row in rows)
+        summary["kl"] = float(np.max([row["kl"] for row in rows]))
+    return summary
+
+
+def greedy_agreement(reference: CausalBackend, candidate: CausalBackend) -> tuple[int, int]:
+    """How many greedy tokens are equal before the first difference, and how many were compared."""
+    prompt = np.arange(min(4, reference.context - 1)) % reference.vocab_size
+    asked = min(GREEDY_TOKENS, reference.context - len(prompt))
+    answers = []
+    for backend in (reference, candidate):
+        request = Request(prompt, asked)
+        answers.append(
+            [piece.token.id for _, piece in generate(backend, lambda ids: "", [request]) if piece.token]
+        )
+    same = next((i for i, (a, b) in enumerate(zip(*answers)) if a != b), asked)
+    return same, asked
+
+
+def compare_scores(reference: Loaded, candidate: Loaded, score: Score, bounds: Bounds) -> dict[str, Any]:
+    """What a scorer passed in says of both models, by name, and the difference; higher scores are better."""
+    ours, theirs = score(reference), score(candidate)
+    differences = {name: theirs[name] - ours[name] for name in ours}
+    passed = all(change >= -bounds.score for change in differences.values())
+    return {
+        "torch": ours,
+        "exported": theirs,
+        "difference": differences,
+        "bound": bounds.score,
+        "passed": passed,
+    }
+
+
+def require(report: dict[str, Any], what: str, bad_node: Callable[[], str] = lambda: "") -> None:
+    """Raise Refused when a report did not pass, naming the first line above its bound.
+
+    `bad_node` says where the first number that is not finite appears in the graph, if any does.
+    """
+    _require_scores(report, what)
+    if report["passed"]:
+        return
+    bad = next(row for row in report["cases"] if not row["passed"])
+    where = f"{bad['output']}, case {bad['case']}"
+    if not np.isfinite(bad["scale"]):
+        fix = "export an earlier checkpoint; metrics.jsonl of its run says where the loss left the finite numbers"
+        raise Refused("the torch model itself gives numbers that are not finite", where=where, fix=fix)
+    if not np.isfinite(bad["max_abs"]):
+        fix = "export with --precision fp32: its numbers do not overflow"
+        raise Refused(f"{what} gives numbers that are not finite", where=where, why=bad_node(), fix=fix)
+    numbers = f"largest error {bad['max_abs']:.3g} > {report['bound']:g} x {bad['scale']:.3g}"
+    if bad["max_abs"] <= report["bound"] * bad["scale"]:
+        numbers = f"largest error {bad['max_abs']:.3g}"
+    if "top1_agreement" in bad:
+        numbers += f", top-1 agreement {bad['top1_agreement']:.2%}"
+    raise Refused(
+        f"{what} does not compute what the torch model computes",
+        where=where,
+        why=numbers,
+        fix="nothing was written; report this with the model's model.json",
+    )
+
+
+def _require_scores(report: dict[str, Any], what: str) -> None:
+    scores = report.get("scores")
+    if scores and not scores["passed"]:
+        name, change = min(scores["difference"].items(), key=lambda item: item[1])
+        before, after = scores["torch"][name], scores["exported"][name]
+        raise Refused(
+            f"{what} scores lower than the torch model",
+            where=name,
+            why=f"{before:.4f} became {after:.4f}: {change:.4f}, the bound is -{scores['bound']:g}",
+            fix="choose a higher precision",
+        )
+    text = report.get("text")
+    if text and not text["passed"]:
+        why = f"mean KL {text['kl']:.2g} nats (bound {text['kl_bound']:g})"
+        if text["contested"] is not None:
+            why += (
+                f", agreement where the torch model is right with a probability below 0.9: {text['contested']:.2%} "
+                f"(bound {text['contested_bound']:.2%})"
+            )
+        raise Refused(
+            f"{what} says other things than the torch model on real text",
+            where=f"{text['tokens']:,} tokens of {text['source']}",
+            why=why,
+            fix="choose a higher precision, or calibrate on text that is nearer to the model's own",
+        )

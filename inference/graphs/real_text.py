@@ -1,0 +1,178 @@
+"""What real text says of an export: how far its predictions are from the torch model's, on rows that no
+calibration has seen. Random ids show whether a graph is right; only text shows whether a precision is enough.
+
+Letters: R rows, S tokens of a row, N positions asked for, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import WrongUse
+from ...core.files import sha256_file
+from ..runtimes.backends import Loaded
+from .parity import PIECE_NUMBERS, Bounds, divergence
+
+ROW_TOKENS = 128
+ROWS = 128  # of each half, 16,384 tokens: agreement of 98 % is then known to about 0.3 %
+READ_BYTES = 4 << 20  # of the text, from its beginning
+MASKED = 0.15
+CERTAIN = 0.9
+LEVEL = 0.01  # chance of refusing an export that agrees as often as its bound
+
+
+@dataclass(frozen=True, eq=False)
+class TextRows:
+    """A text cut into rows (R, S): even ones are for calibration, odd ones for judging."""
+
+    source: str
+    sha256: str
+    ids_RS: np.ndarray
+    mask_id: int | None
+    special: frozenset[int]
+
+    @property
+    def calibration(self) -> np.ndarray:
+        return self.ids_RS[0::2]
+
+    @property
+    def judging(self) -> np.ndarray:
+        return self.ids_RS[1::2]
+
+
+def read_rows(path: Path | str, tokenizer: Path | None, context: int) -> TextRows:
+    """A plain text file as rows of tokens, framed by the tokenizer's [CLS] and [SEP] if it has them.
+
+    Raises WrongUse when there is no tokenizer, no such file, or too little text for two rows.
+    """
+    from ...data.tokenizer import Tokenizer
+
+    path = Path(path)
+    if tokenizer is None:
+        fix = "put the tokenizer.json that it was trained with into its directory"
+        raise WrongUse("the model has no tokenizer, so no text can be read", where="--text", fix=fix)
+    if not path.is_file():
+        raise WrongUse("no such text file", where=path, fix="give a plain text file with --text")
+    loaded = Tokenizer.load(tokenizer)
+    with open(path, "rb") as file:
+        text = file.read(READ_BYTES).decode("utf-8", errors="ignore")
+    ids = loaded.encode(" ".join(text.split())) if loaded.cls_id is not None else loaded.encode(text)
+    framed = loaded.cls_id is not None and loaded.sep_id is not None
+    length = min(ROW_TOKENS, context) - 2 * framed
+    count = len(ids) // length
+    if count < 2:
+        why = f"{len(ids):,} tokens, two rows are {2 * length:,}"
+        raise WrongUse("the text is too short", where=path, why=why, fix="give a longer one")
+    chosen = np.unique(np.linspace(0, count - 1, min(count, 2 * ROWS)).astype(np.int64))
+    rows = ids[: count * length].reshape(count, length)[chosen].astype(np.int64)
+    if framed:
+        ends = [np.full((len(rows), 1), end, np.int64) for end in (loaded.cls_id, loaded.sep_id)]
+        rows = np.concatenate((ends[0], rows, ends[1]), axis=1)
+    return TextRows(str(path), sha256_file(path), rows, loaded.mask_id, loaded.special_ids)
+
+
+def compare_on_text(reference: Loaded, candidate: Loaded, rows: TextRows, bounds: Bounds) -> dict[str, Any]:
+    """Mean KL divergence and top-1 agreement on the judging rows, and whether they are within the bounds.
+
+    A GPT predicts every next token, a BERT the 15 % of tokens that are masked here, one with a fine-tuned
+    head its labels. `contested`: agreement where the reference is right with a probability below 0.9 (its
+    arg-max is the truth, or for labels: its arg-max is uncertain), None where there is no such prediction.
+    """
+    kl = agreeing = contested = contested_agreeing = count = 0.0
+    losses = np.zeros(2)
+    for ours_NV, theirs_NV, truth_N in _predictions(reference, candidate, rows):
+        same = ours_NV.argmax(-1) == theirs_NV.argmax(-1)
+        count += len(same)
+        kl += float(divergence(ours_NV, theirs_NV).sum(dtype=np.float64))
+        agreeing += float(same.sum())
+        best = np.exp(ours_NV.max(-1) - _log_sum(ours_NV))
+        decided = (ours_NV.argmax(-1) == truth_N if truth_N is not None else True) & (best < CERTAIN)
+        contested += float(np.sum(decided))
+        contested_agreeing += float((same & decided).sum())
+        if truth_N is not None:
+            for side, logits in enumerate((ours_NV, theirs_NV)):
+                right = np.take_along_axis(logits, truth_N[:, None], -1)[:, 0]
+                losses[side] += float((_log_sum(logits) - right).sum(dtype=np.float64))
+    share = contested_agreeing / contested if contested else None
+    report: dict[str, Any] = {
+        "source": rows.source,
+        "tokens": int(rows.judging.size),
+        "predictions": int(count),
+        "kl": kl / count,
+        "kl_bound": bounds.kl,
+        "top1_agreement": agreeing / count,
+        "contested": share,
+        "contested_predictions": int(contested),
+        "contested_bound": bounds.contested,
+    }
+    if losses.any():
+        report |= {"torch_loss": losses[0] / count, "exported_loss": losses[1] / count}
+    apart = int(contested - contested_agreeing)
+    enough = share is None or apart <= allowed_disagreements(int(contested), bounds.contested)
+    return report | {"passed": bool(report["kl"] <= bounds.kl and enough)}
+
+
+def allowed_disagreements(predictions: int, bound: float) -> int:
+    """The most disagreements among so many predictions that do not yet show, at the level of 1 %, an agreement below
+    the bound: near ties fall either way in any precision, and a thousand predictions cannot tell 99.9 % from 99.8 %.
+
+    A quantile of the binomial distribution, at least one.
+    """
+    if not 0 < bound < 1:
+        return 1 if bound >= 1 else predictions
+    chance, likely = 0.0, 0
+    for likely in range(predictions + 1):
+        ways = math.lgamma(predictions + 1) - math.lgamma(likely + 1) - math.lgamma(predictions - likely + 1)
+        chance += math.exp(ways + likely * math.log1p(-bound) + (predictions - likely) * math.log(bound))
+        if chance >= 1 - LEVEL:
+            break
+    return max(likely, 1)
+
+
+def _log_sum(logits_NV: np.ndarray) -> np.ndarray:
+    largest = logits_NV.max(-1)
+    return largest + np.log(np.exp(logits_NV - largest[:, None]).sum(-1))
+
+
+def _predictions(reference: Loaded, candidate: Loaded, rows: TextRows) -> Any:
+    """Logits of both models (N, V) and the true ids (N,), None where there is no truth; a few rows at a time."""
+    tokens = rows.judging.shape[1]
+    step = max(1, PIECE_NUMBERS // (tokens * reference.config.vocab_size))
+    for start in range(0, len(rows.judging), step):
+        ids = rows.judging[start : start + step]
+        if reference.causal is not None and candidate.causal is not None:
+            ask = np.tile(np.arange(tokens - 1), (len(ids), 1))
+            past = np.zeros(len(ids), np.int64)
+            both = [
+                b.forward(ids, past, ask, b.new_cache(len(ids))) for b in (reference.causal, candidate.causal)
+            ]
+            truth = ids[:, 1:].reshape(-1)
+            yield both[0].reshape(len(truth), -1), both[1].reshape(len(truth), -1), truth
+            continue
+        assert reference.encoder is not None and candidate.encoder is not None
+        yield from _encoder_predictions((reference.encoder, candidate.encoder), ids, rows, start)
+
+
+def _encoder_predictions(encoders: Any, ids: np.ndarray, rows: TextRows, seed: int) -> Any:
+    real, types = np.ones(ids.shape, bool), np.zeros_like(ids)
+    count = max(1, int(MASKED * ids.shape[1]))
+    rng = np.random.default_rng(seed)
+    inner = np.arange(1, ids.shape[1] - 1) if ids.shape[1] > 2 else np.arange(ids.shape[1])
+    ask = np.sort(np.stack([rng.choice(inner, min(count, len(inner)), replace=False) for _ in ids]), axis=1)
+    truth = np.take_along_axis(ids, ask, 1).reshape(-1)
+    masked = ids.copy()
+    if rows.mask_id is not None:
+        np.put_along_axis(masked, ask, rows.mask_id, 1)
+    found = [encoder.forward(masked, types, real, ask) for encoder in encoders]
+    if "mlm_logits" in found[0]:
+        ours, theirs = (f["mlm_logits"].reshape(len(truth), -1) for f in found)
+        yield ours, theirs, truth
+        return
+    found = [encoder.forward(ids, types, real, ask) for encoder in encoders]
+    for name in ("logits", "start_logits", "end_logits"):
+        if name in found[0]:
+            ours, theirs = (f[name].reshape(-1, f[name].shape[-1]) for f in found)
+            yield ours, theirs, None

@@ -1,0 +1,138 @@
+"""A GGUF file of anybody's: its shape, its precision and its tokenizer, read from its metadata.
+
+Decoders of every architecture that llama.cpp runs, and BERT encoders. The tokenizer is rebuilt as a tokenizer.json
+for GPT-2's byte-level BPE and for WordPiece; for another kind a tokenizer.json beside the file is used.
+"""
+
+import atexit
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import Refused, WrongUse
+from ...models.config import BERTConfig, GPTConfig, ModelConfig
+from ..exports.gguf_writer import INSTALL
+from .source import no_model
+
+PRECISIONS = {0: "f32", 1: "f16", 2: "q4_0", 7: "q8_0"}  # by llama.cpp's number of the file type
+CONTEXT_MOST = 8192  # tokens; a cache of every row takes this much memory
+
+
+def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None]:
+    """Config, precision and tokenizer.json. Raises WrongUse without the gguf library or the file, Refused for a file
+    that is cut or of a shape that is not known.
+    """
+    if not path.is_file():
+        raise no_model(path)
+    try:
+        import gguf
+    except ImportError as error:
+        raise WrongUse("the gguf library is not installed", where=path, fix=INSTALL) from error
+    try:
+        reader = gguf.GGUFReader(path)
+        given = {name: field.contents() for name, field in reader.fields.items()}
+        config = config_of(given, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
+    except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise Refused(
+            "this is no whole GGUF model", where=path, why=why, fix="fetch or export it again"
+        ) from error
+    number = given.get("general.file_type", -1)
+    return config, PRECISIONS.get(number, f"gguf-{number}"), _tokenizer_file(path, given)
+
+
+def config_of(given: dict[str, Any], tied: bool) -> ModelConfig:
+    """The shape that the metadata describe. Raises KeyError for a field that is missing."""
+    name = given["general.architecture"]
+    size = {key: given[f"{name}.{key}"] for key in ("context_length", "embedding_length", "block_count")}
+    heads, texts = given[f"{name}.attention.head_count"], given.get("tokenizer.ggml.tokens", [])
+    shape: dict[str, Any] = {
+        "vocab_size": given.get(f"{name}.vocab_size", len(texts)),
+        "sequence_length": min(size["context_length"], CONTEXT_MOST),
+        "layers": size["block_count"],
+        "width": size["embedding_length"],
+        "heads": heads,
+        "mlp_width": given[f"{name}.feed_forward_length"],
+    }
+    if name == "bert":
+        return BERTConfig(**shape, nsp=False)
+    shape |= {"kv_heads": given.get(f"{name}.attention.head_count_kv", heads)}
+    shape |= {"head_width": given.get(f"{name}.attention.key_length", size["embedding_length"] // heads)}
+    if name == "gpt2":
+        return GPTConfig(**shape, tied=tied)
+    llama: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "activation": "silu", "gated": True}
+    theta = given.get(f"{name}.rope.freq_base", 10000.0)
+    return GPTConfig(**shape, **llama, bias=False, tied=tied, rope_theta=theta)
+
+
+def _tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
+    """A tokenizer.json: the one beside the file, or one made of the metadata, which lasts as long as this process."""
+    if (beside := path.with_name("tokenizer.json")).is_file():
+        return beside
+    kind = given.get("tokenizer.ggml.model", "none")
+    if kind == "none":
+        return None
+    made = _byte_level(given) if kind == "gpt2" else _wordpiece(given) if kind == "bert" else None
+    if made is None:
+        named = f"{kind}, {given.get('tokenizer.ggml.pre', 'no pre-tokenizer named')}"
+        fix = "put its tokenizer.json beside the file"
+        raise Refused("a tokenizer of this kind is not rebuilt from GGUF", where=path, why=named, fix=fix)
+    folder = Path(tempfile.mkdtemp(prefix="throughline-gguf-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    made.save(str(folder / "tokenizer.json"))
+    roles = ("bos", "eos", "unknown", "padding", "cls", "seperator", "mask")
+    texts, names = given["tokenizer.ggml.tokens"], {"unknown": "unk", "padding": "pad", "seperator": "sep"}
+    names |= {"bos": "cls"} if kind == "bert" else {}
+    config = {
+        f"{names.get(role, role)}_token": texts[given[f"tokenizer.ggml.{role}_token_id"]]
+        for role in roles
+        if f"tokenizer.ggml.{role}_token_id" in given
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder / "tokenizer.json"
+
+
+def _named(given: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
+    """The tokens by text without padding, and those of them that control."""
+    from gguf import TokenType
+
+    texts, kinds = given["tokenizer.ggml.tokens"], given.get("tokenizer.ggml.token_type", [])
+    kinds = [*kinds, *[TokenType.NORMAL] * (len(texts) - len(kinds))]
+    last = max((i for i, kind in enumerate(kinds) if kind != TokenType.UNUSED), default=-1)
+    vocab = {text: i for i, text in enumerate(texts[: last + 1])}
+    return vocab, [text for text, i in vocab.items() if kinds[i] == TokenType.CONTROL]
+
+
+def _byte_level(given: dict[str, Any]) -> Any:
+    """GPT-2's BPE; None where the text is cut by another pattern than GPT-2's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    if given.get("tokenizer.ggml.pre", "gpt-2") != "gpt-2":
+        return None
+    vocab, control = _named(given)
+    merges = [tuple(merge.split(" ")) for merge in given["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(control)
+    return tokenizer
+
+
+def _wordpiece(given: dict[str, Any]) -> Any:
+    """BERT's WordPiece, in lower case as llama.cpp reads it."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    phantom, control = _named(given)
+    vocab = {
+        text if text in control else text[1:] if text.startswith("\u2581") else "##" + text: i
+        for text, i in phantom.items()
+    }
+    unknown = given["tokenizer.ggml.tokens"][given["tokenizer.ggml.unknown_token_id"]]
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(control)
+    return tokenizer

@@ -1,0 +1,206 @@
+"""The llama.cpp backends: GGUF files behind the protocols, on the CPU or a GPU that its build knows.
+
+llama.cpp takes tokens of many sequences in one batch, each with its own position, and its cache has rows that
+can be copied and cut: a step is one call of its C interface.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.backend import OneCall, Span
+from ...core.errors import Refused, WrongUse
+from ...models.config import BERTConfig, GPTConfig
+from ..exports.gguf_writer import INSTALL
+from .spans import StepsByForward
+
+BATCH_TOKENS = 512  # most tokens of one call, and of one matrix product
+
+
+def open_model(path: Path, device: str) -> tuple[Any, Any]:
+    """The library and the model. Raises WrongUse without the library or its GPU, Refused for a bad file."""
+    try:
+        import llama_cpp
+    except ImportError as error:
+        raise WrongUse("llama-cpp-python is not installed", fix=INSTALL) from error
+    on_gpu = device != "cpu"
+    if on_gpu and not llama_cpp.llama_supports_gpu_offload():
+        fix = "build llama-cpp-python with CUDA (CMAKE_ARGS=-DGGML_CUDA=on), or --device cpu"
+        raise WrongUse("this llama.cpp was built without a GPU", where=f"--device {device}", fix=fix)
+    params = llama_cpp.llama_model_default_params()
+    params.n_gpu_layers = -1 if on_gpu else 0
+    params.main_gpu = int(device.partition(":")[2] or 0)
+    _silence(llama_cpp)
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    if not model:
+        fix = "export it again; `throughline verify` says whether the file is damaged"
+        raise Refused("llama.cpp cannot load this file", where=path, fix=fix)
+    return llama_cpp, model
+
+
+def has_gpu() -> bool:
+    """Whether llama.cpp is installed and was built for GPUs."""
+    try:
+        import llama_cpp
+    except ImportError:
+        return False
+    return bool(llama_cpp.llama_supports_gpu_offload())
+
+
+@functools.cache
+def _silence(library: Any) -> Any:
+    """Pages about each load go nowhere; the callback is kept because the library holds its address."""
+    callback = library.llama_log_callback(lambda level, text, data: None)
+    library.llama_log_set(callback, ctypes.c_void_p(0))
+    return callback
+
+
+class LlamaContext:
+    """A llama.cpp context: the memory of `rows` sequences and the batch that is filled for each call."""
+
+    def __init__(self, library: Any, model: Any, rows: int, context: int, threads: int, **settings: Any):
+        self.library = library
+        params = library.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.kv_unified = rows * context, rows, True
+        params.n_batch = params.n_ubatch = BATCH_TOKENS
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = settings.pop("cache_type", params.type_k)
+        for name, value in settings.items():
+            setattr(params, name, value)
+        self.pointer = library.llama_init_from_model(model, params)
+        if not self.pointer:
+            raise Refused(
+                "llama.cpp has no room for this many sequences", why=f"{rows} of {context:,} tokens"
+            )
+        self.memory = library.llama_get_memory(self.pointer)
+        self._seen: tuple[tuple[int, int], np.ndarray] | None = None
+        self.batch = library.llama_batch_init(max(BATCH_TOKENS, context), 0, 1)
+
+    def fill(self, lines: Sequence[tuple[int, int, int, bool]]) -> None:
+        """Tokens as (id, place, row, whether it has an output)."""
+        batch = self.batch
+        batch.n_tokens = len(lines)
+        for at, (token_id, place, row, wanted) in enumerate(lines):
+            batch.token[at], batch.pos[at], batch.logits[at] = token_id, place, wanted
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
+
+    def run(self) -> None:
+        """Compute what the batch holds."""
+        code = self.library.llama_decode(self.pointer, self.batch)
+        if code:
+            raise RuntimeError(f"llama.cpp could not decode this batch (code {code})")
+
+    def logits(self, count: int, vocab_size: int) -> np.ndarray:
+        """The logits (count, V) of the last run, in llama.cpp's own memory, which moves when it needs more."""
+        pointer = self.library.llama_get_logits(self.pointer)
+        key = (ctypes.addressof(pointer.contents), count)
+        if self._seen is None or self._seen[0] != key:
+            self._seen = key, np.ctypeslib.as_array(pointer, (count, vocab_size))
+        return self._seen[1]
+
+    def __del__(self) -> None:
+        if getattr(self, "pointer", None):
+            self.library.llama_batch_free(self.batch)
+            self.library.llama_free(self.pointer)
+
+
+class LlamaCausal(StepsByForward):
+    """A GPT in a GGUF file (`core.backend.CausalBackend`)."""
+
+    name = "llamacpp"
+
+    def __init__(
+        self, path: Path, config: GPTConfig, threads: int, device: str = "cpu", dtype: str = "f16"
+    ) -> None:
+        self.library, self.model = open_model(path, device)
+        self.device, self.dtype, self._threads = "cpu", dtype, threads  # logits come to the host
+        self.vocab_size, self.context = config.vocab_size, config.sequence_length
+        self._settings = {"cache_type": 0} if dtype == "f32" else {}  # keys and values in f32, else f16
+
+    def new_cache(self, rows: int) -> LlamaContext:
+        """A context of its own; a row costs what its tokens cost."""
+        return LlamaContext(
+            self.library, self.model, rows, self.context, self._threads, **dict(self._settings)
+        )
+
+    def step(self, spans: Sequence[Span], cache: LlamaContext) -> Any:
+        """See `core.backend.CausalBackend.step`; what one call gives is memory that the next writes again."""
+        lines: list[tuple[int, int, int, bool]] = []
+        for span in spans:
+            self.library.llama_memory_seq_rm(cache.memory, span.row, span.past, -1)
+            first = len(span.ids) - span.asked
+            lines += [
+                (int(token_id), span.past + place, span.row, place >= first)
+                for place, token_id in enumerate(span.ids)
+            ]
+        found = []
+        for at in range(0, len(lines), BATCH_TOKENS):
+            part = lines[at : at + BATCH_TOKENS]
+            cache.fill(part)
+            cache.run()
+            if wanted := sum(line[3] for line in part):
+                logits = cache.logits(wanted, self.vocab_size)
+                found.append(logits if len(lines) <= BATCH_TOKENS else logits.copy())
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if found else np.zeros((0, self.vocab_size), np.float32)
+
+    def forward(  # type: ignore[override]
+        self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: Any, first_row: int = 0
+    ) -> np.ndarray:
+        """See `core.backend.CausalBackend.forward`: rows one after another, all positions."""
+        spans = [
+            Span(first_row + line, int(past), ids, len(ids))
+            for line, (ids, past) in enumerate(zip(ids_BS, past_B))
+        ]
+        logits = self.step(spans, cache).reshape(*ids_BS.shape, self.vocab_size)
+        return np.take_along_axis(logits, ask_BN[..., None], 1)
+
+    def copy_row(self, cache: LlamaContext, source: int, target: int, tokens: int) -> None:
+        """See `core.backend.CausalBackend.copy_row`; the cells are shared, not copied."""
+        self.library.llama_memory_seq_rm(cache.memory, target, -1, -1)
+        self.library.llama_memory_seq_cp(cache.memory, source, target, 0, tokens)
+
+    def free_row(self, cache: LlamaContext, row: int) -> None:
+        """See `core.backend.CausalBackend.free_row`."""
+        self.library.llama_memory_seq_rm(cache.memory, row, -1, -1)
+
+
+class LlamaEncoder(OneCall):
+    """A BERT in a GGUF file (`core.backend.EncoderBackend`): hidden states and embeddings; its file has no
+    masked-LM head and one token type.
+    """
+
+    name = "llamacpp"
+
+    def __init__(
+        self, path: Path, config: BERTConfig, threads: int, device: str = "cpu", dtype: str = "f16"
+    ) -> None:
+        self.library, self.model = open_model(path, device)
+        self.device, self.dtype = "cpu", dtype
+        self.vocab_size, self.context, self._width = config.vocab_size, config.sequence_length, config.width
+        settings = {"embeddings": True, "pooling_type": 0, "n_ubatch": self.context, "n_batch": self.context}
+        self._context = LlamaContext(self.library, self.model, 1, self.context, threads, **settings)
+
+    def forward(
+        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """See `core.backend.EncoderBackend.forward`; rows one after another, without `mlm_logits`."""
+        hidden = np.zeros((*ids_BS.shape, self._width), np.float32)
+        for line, (ids, real) in enumerate(zip(ids_BS, mask_BS)):
+            places = np.flatnonzero(real)
+            tokens = [(int(ids[place]), at, 0, True) for at, place in enumerate(places)]
+            self._context.fill(tokens)
+            code = self.library.llama_encode(self._context.pointer, self._context.batch)
+            if code:
+                raise RuntimeError(f"llama.cpp could not encode this text (code {code})")
+            pointer = self.library.llama_get_embeddings(self._context.pointer)
+            pointer = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
+            hidden[line, places] = np.ctypeslib.as_array(pointer, (len(places), self._width))
+        mean = hidden.sum(1) / mask_BS.sum(1, keepdims=True)
+        return {"last_hidden_state": hidden, "sentence_embedding": mean}

@@ -1,0 +1,127 @@
+"""A step of many sequences as calls with rectangular inputs, for runtimes whose graphs take (batch, sequence).
+
+Single tokens of answers go in one call over the rows from the first to the last of them; rows in between that
+take no part get a token that nobody reads, behind their own. Parts of prompts follow, adjacent rows of nearly
+the same length together.
+
+Letters: B rows of a call, S its longest span, N the most positions asked of one of its rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...core.backend import Span
+from .sampler import library
+
+FILLED = 0.8  # share of real tokens that several prompts in one call must have
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: spans by their place in the step (None: a row that takes no part), and its first row."""
+
+    owners: tuple[int | None, ...]
+    first_row: int
+    ids_BS: np.ndarray
+    past_B: np.ndarray
+    ask_BN: np.ndarray
+
+    @property
+    def arguments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.ids_BS, self.past_B, self.ask_BN
+
+
+def rectangles(
+    spans: Sequence[Span],
+    context: int,
+    length_of: Callable[[int], int] | None = None,
+    one_prompt: bool = False,
+) -> list[Call]:
+    """The calls of a step; no padding reaches behind `context`.
+
+    `length_of` tells how many tokens a row that takes no part holds; without it, rows of single tokens that
+    are not adjacent go in calls of their own. `one_prompt`: parts of prompts go alone.
+    """
+    order = sorted(range(len(spans)), key=lambda i: spans[i].row)
+    single = [i for i in order if len(spans[i].ids) == 1]
+    groups: list[list[int]] = []
+    for i in single:
+        if groups and (length_of is not None or spans[groups[-1][-1]].row + 1 == spans[i].row):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    calls = [_call(spans, group, length_of) for group in groups]
+    prompts: list[list[int]] = []
+    for i in (i for i in order if len(spans[i].ids) > 1):
+        if prompts and not one_prompt and _joins(spans, prompts[-1], i, context):
+            prompts[-1].append(i)
+        else:
+            prompts.append([i])
+    return calls + [_call(spans, group, None) for group in prompts]
+
+
+def _joins(spans: Sequence[Span], group: list[int], new: int, context: int) -> bool:
+    """Whether a part of a prompt suits a call: the next row, and little padding."""
+    lengths = [len(spans[i].ids) for i in (*group, new)]
+    adjacent = spans[group[-1]].row + 1 == spans[new].row
+    fits = max(spans[i].past for i in (*group, new)) + max(lengths) <= context
+    return adjacent and fits and sum(lengths) >= FILLED * max(lengths) * len(lengths)
+
+
+def _call(spans: Sequence[Span], group: list[int], length_of: Callable[[int], int] | None) -> Call:
+    by_row = {spans[i].row: i for i in group}
+    first, last = spans[group[0]].row, spans[group[-1]].row
+    owners = tuple(by_row.get(row) for row in range(first, last + 1))
+    longest = max(len(spans[i].ids) for i in group)
+    ids = np.zeros((len(owners), longest), np.int64)
+    past = np.zeros(len(owners), np.int64)
+    ask = np.zeros((len(owners), max(spans[i].asked for i in group)), np.int64)
+    for line, owner in enumerate(owners):
+        if owner is None:
+            assert length_of is not None
+            past[line] = length_of(first + line)
+            continue
+        span = spans[owner]
+        ids[line, : len(span.ids)], past[line] = span.ids, span.past
+        ask[line, : span.asked] = np.arange(len(span.ids) - span.asked, len(span.ids))
+    return Call(owners, first, ids, past, ask)
+
+
+def scatter_logits(spans: Sequence[Span], calls: Sequence[Call], logits_BNV: Sequence[Any]) -> Any:
+    """What the calls returned as one array (N, V), span after span."""
+    in_order = len(calls) == 1 and calls[0].owners == tuple(range(len(spans)))
+    if in_order and all(span.asked == 1 for span in spans):
+        return logits_BNV[0][:, 0]
+    found: dict[int, Any] = {}
+    for call, logits in zip(calls, logits_BNV):
+        for line, owner in enumerate(call.owners):
+            if owner is not None:
+                found[owner] = logits[line, : spans[owner].asked]
+    return library(logits_BNV[0]).concatenate([found[i] for i in range(len(spans))])
+
+
+class StepsByForward:
+    """`step` for a backend that has `forward` alone and keeps no rows for later."""
+
+    context: int
+    token_bytes = 0
+    forward: Callable[..., np.ndarray]
+
+    def step(self, spans: Sequence[Span], cache: Any) -> Any:
+        """See `core.backend.CausalBackend.step`."""
+        calls = rectangles(spans, self.context)
+        found = [self.forward(*call.arguments, cache, call.first_row) for call in calls]
+        return scatter_logits(spans, calls, found)
+
+    def free_row(self, cache: Any, row: int) -> None:
+        """See `core.backend.CausalBackend.free_row`."""
+
+    def save_row(self, cache: Any, row: int, tokens: int) -> None:
+        """See `core.backend.CausalBackend.save_row`."""
+
+    def load_row(self, cache: Any, row: int, saved: Any, tokens: int) -> None:
+        """Never called: nothing is saved."""
+        raise NotImplementedError

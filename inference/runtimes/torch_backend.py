@@ -1,0 +1,166 @@
+"""The torch backends: the modules themselves behind the protocols, and the reference that every export is
+compared with.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...core.backend import OneCall, Span
+from ...models.bert import BERT
+from ...models.cache import KeyValueCache
+from ...models.gpt import GPT
+from ...models.heads import BERTWithHead
+from ...models.layers import Attention
+from .packed import packed_logits
+from .spans import rectangles, scatter_logits
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+
+
+class TorchCausal:
+    """A GPT module with its key-value cache (`core.backend.CausalBackend`)."""
+
+    name = "torch"
+
+    def __init__(self, model: GPT) -> None:
+        self.model = model.eval()
+        self.vocab_size, self.context = model.config.vocab_size, model.config.sequence_length
+        self._like = model.token_table.weight
+        self.device, self.dtype = str(self._like.device), DTYPE_NAMES[self._like.dtype]
+        config = model.config
+        self.token_bytes = (
+            2 * config.layers * config.key_value_heads * config.head_size * self._like.element_size()
+        )
+        self._attentions = [module for module in model.modules() if isinstance(module, Attention)]
+        self._packs = config.attention_pattern is None  # a pattern has an attention of its own
+
+    def new_cache(self, rows: int) -> KeyValueCache:
+        """Room for whole contexts; memory that no token has reached is not touched."""
+        return KeyValueCache(self.model.config, rows, device=self._like.device, dtype=self._like.dtype)
+
+    @torch.inference_mode()
+    def step(self, spans: Sequence[Span], cache: KeyValueCache) -> torch.Tensor | np.ndarray:
+        """See `core.backend.CausalBackend.step`."""
+        if self._packs:
+            logits_NV = packed_logits(self.model, self._attentions, spans, cache)
+        else:
+            calls = rectangles(spans, self.context)
+            found = [self._logits(*call.arguments, cache, call.first_row) for call in calls]
+            logits_NV = scatter_logits(spans, calls, found)
+        return logits_NV.numpy() if self.device == "cpu" else logits_NV
+
+    def forward(
+        self,
+        ids_BS: np.ndarray,
+        past_B: np.ndarray,
+        ask_BN: np.ndarray,
+        cache: KeyValueCache,
+        first_row: int = 0,
+    ) -> np.ndarray:
+        """See `core.backend.CausalBackend.forward`."""
+        return self._logits(ids_BS, past_B, ask_BN, cache, first_row).cpu().numpy()
+
+    @torch.inference_mode()
+    def _logits(
+        self,
+        ids_BS: np.ndarray,
+        past_B: np.ndarray,
+        ask_BN: np.ndarray,
+        cache: KeyValueCache,
+        first_row: int,
+    ) -> torch.Tensor:
+        rows = cache.take(first_row, first_row + len(ids_BS))
+        rows.lengths.copy_(torch.from_numpy(past_B))
+        hidden_BSH = self.model.hidden(self._tensor(ids_BS), cache=rows)
+        at_BN1 = self._tensor(ask_BN)[..., None]
+        return self.model.head(hidden_BSH.take_along_dim(at_BN1, dim=1)).float()
+
+    def copy_row(self, cache: KeyValueCache, source: int, target: int, tokens: int) -> None:
+        """See `core.backend.CausalBackend.copy_row`."""
+        for store in (cache.keys_LBGTD, cache.values_LBGTD):
+            store[:, target, :, :tokens] = store[:, source, :, :tokens]
+
+    def free_row(self, cache: KeyValueCache, row: int) -> None:
+        """See `core.backend.CausalBackend.free_row`; the memory is used again by the next sequence."""
+
+    def save_row(self, cache: KeyValueCache, row: int, tokens: int) -> list[torch.Tensor]:
+        """See `core.backend.CausalBackend.save_row`."""
+        return [store[:, row, :, :tokens].clone() for store in (cache.keys_LBGTD, cache.values_LBGTD)]
+
+    def load_row(self, cache: KeyValueCache, row: int, saved: list[torch.Tensor], tokens: int) -> None:
+        """See `core.backend.CausalBackend.load_row`."""
+        for store, kept in zip((cache.keys_LBGTD, cache.values_LBGTD), saved):
+            store[:, row, :, :tokens] = kept[:, :, :tokens]
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._like.device)
+
+
+class TorchEncoder(OneCall):
+    """A BERT module (`core.backend.EncoderBackend`). `compiled`: its blocks through torch.compile."""
+
+    name = "torch"
+
+    def __init__(self, model: BERT, compiled: bool = False) -> None:
+        self.model = model.eval()
+        self.vocab_size, self.context = model.config.vocab_size, model.config.sequence_length
+        weight = model.token_table.weight
+        self._device, self.device, self.dtype = weight.device, str(weight.device), DTYPE_NAMES[weight.dtype]
+        self._hidden = model.hidden
+        if compiled:
+            self.name = "torch-compiled"
+            self._hidden = torch.compile(model.hidden, dynamic=None)
+
+    @torch.inference_mode()
+    def forward(
+        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """See `core.backend.EncoderBackend.forward`."""
+        arrays = (ids_BS, types_BS, mask_BS, ask_BN)
+        ids, types, mask, ask = (torch.from_numpy(np.ascontiguousarray(x)).to(self._device) for x in arrays)
+        hidden = self._hidden(ids, types if self.model.type_table is not None else None, mask)
+        real = mask[..., None].to(hidden.dtype)
+        outputs = {
+            "last_hidden_state": hidden,
+            "mlm_logits": self.model.mlm_head(hidden.take_along_dim(ask[..., None], dim=1)),
+            "sentence_embedding": (hidden * real).sum(1) / real.sum(1),
+        }
+        if (pooled := self.model.pooled(hidden[:, 0])) is not None and self.model.nsp is not None:
+            outputs |= {"pooler_output": pooled, "nsp_logits": self.model.nsp(pooled)}
+        return {name: value.float().cpu().numpy() for name, value in outputs.items()}
+
+
+class TorchHead(OneCall):
+    """A fine-tuned BERT behind `core.backend.EncoderBackend`; it has no masked-LM logits."""
+
+    name = "torch"
+
+    def __init__(self, model: BERTWithHead) -> None:
+        self.model = model.eval()
+        self.vocab_size, self.context = model.config.vocab_size, model.config.sequence_length
+        weight = model.output.weight
+        self.device, self.dtype = str(weight.device), DTYPE_NAMES[weight.dtype]
+
+    @torch.inference_mode()
+    def forward(
+        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """float32 `last_hidden_state`, `sentence_embedding` (the mean), and `logits`, or for a span
+        `start_logits` and `end_logits`. `ask_BN` is not used.
+        """
+        place = self.model.output.weight.device
+        ids, types, mask = (
+            torch.from_numpy(np.ascontiguousarray(x)).to(place) for x in (ids_BS, types_BS, mask_BS)
+        )
+        encoder = self.model.encoder
+        hidden = encoder.hidden(ids, types if encoder.type_table is not None else None, mask)
+        real = mask[..., None].to(hidden.dtype)
+        outputs = {"last_hidden_state": hidden, "sentence_embedding": (hidden * real).sum(1) / real.sum(1)}
+        logits = self.model.classify(hidden)
+        if self.model.head.kind == "question-answering":
+            outputs |= {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}
+        else:
+            outputs["logits"] = logits
+        return {name: value.float().cpu().numpy() for name, value in outputs.items()}

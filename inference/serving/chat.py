@@ -1,0 +1,113 @@
+"""Chat templates: a conversation becomes the ids that a model was trained to answer.
+
+The template is the model's own (`chat_template.jinja`, or `chat_template` in `tokenizer_config.json`), run in
+jinja's sandbox. Special tokens count only where the template writes them: the text of a message that spells
+one is read as those characters, so that nobody can forge the end of a turn.
+"""
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import WrongUse
+from ...data.tokenizer import CONFIG, Tokenizer
+from .api_types import ChatMessage
+
+FILE = "chat_template.jinja"
+BREAK = "\ufdd0"  # a noncharacter, put into special tokens that a message spells and taken out again
+
+
+class ChatTemplate:
+    """A compiled template with the tokenizer it belongs to. Raises WrongUse when it cannot be compiled."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer, names: dict[str, str]) -> None:
+        from jinja2 import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(
+            value, ensure_ascii=False, **{k: v for k, v in options.items() if k == "indent"}
+        )
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = time.strftime
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise WrongUse("the chat template is broken", where=FILE, why=str(error)) from error
+        self._tokenizer, self._names = tokenizer, names
+        added = tokenizer.config.get("added_tokens") or []
+        self._special = {token["content"]: int(token["id"]) for token in added}
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._any_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.ends = self._ends()
+
+    @classmethod
+    def find(cls, directory: Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
+        """The template beside a tokenizer; None when there is none."""
+        config: dict[str, Any] = {}
+        if (directory / CONFIG).is_file():
+            config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several by name
+            source = next((one["template"] for one in source if one.get("name") == "default"), None)
+        if (directory / FILE).is_file():
+            source = (directory / FILE).read_text(encoding="utf-8")
+        if not isinstance(source, str):
+            return None
+        names = {}
+        for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            token = config.get(role)
+            names[role] = token.get("content", "") if isinstance(token, dict) else token or ""
+        return cls(source, tokenizer, names)
+
+    def ids(self, messages: Sequence[ChatMessage]) -> np.ndarray:
+        """The ids of a conversation up to where the answer begins, int64 (S,). Raises WrongUse."""
+        from jinja2 import TemplateError
+
+        given = [
+            {"role": message.role, "content": self._plain(message.text())}
+            | ({"name": self._plain(message.name)} if message.name else {})
+            for message in messages
+        ]
+        try:
+            text = self._template.render(messages=given, add_generation_prompt=True, **self._names)
+        except (TemplateError, TypeError, ValueError, OverflowError) as error:
+            why = f"the model's chat template says: {error}"
+            raise WrongUse("the messages do not fit the chat template", where="messages", why=why) from error
+        parts: list[np.ndarray] = []
+        start = 0
+        for found in self._any_special.finditer(text):
+            parts += [self._encode(text[start : found.start()]), np.array([self._special[found[0]]])]
+            start = found.end()
+        parts.append(self._encode(text[start:]))
+        return np.concatenate(parts).astype(np.int64)
+
+    def _plain(self, text: str) -> str:
+        return self._any_special.sub(
+            lambda found: found[0][0] + BREAK + found[0][1:], text.replace(BREAK, "")
+        )
+
+    def _encode(self, text: str) -> np.ndarray:
+        text = text.replace(BREAK, "")
+        return self._tokenizer.encode(text) if text else np.zeros(0, np.int32)
+
+    def _ends(self) -> tuple[str, ...]:
+        """Special tokens that end a turn besides the tokenizer's end-of-text token, by name: an answer that
+        writes one has ended.
+        """
+        usual = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", self._names["eos_token"])
+        return tuple(name for name in dict.fromkeys(usual) if name in self._special)
+
+
+def _refuse(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)

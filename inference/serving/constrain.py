@@ -1,0 +1,62 @@
+"""Answers that fit a JSON schema or a regular expression, by the grammar compiler llguidance (an extra)."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import MissingExtra, WrongUse
+from ...data.tokenizer import Tokenizer
+
+
+class Grammars:
+    """Grammars over one tokenizer's vocabulary. Raises MissingExtra and WrongUse."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise MissingExtra("llguidance", "constrained output", "'throughline[constrained]'") from error
+        self._library, self._vocab_size = llguidance, tokenizer.vocab_size
+        try:
+            self._tokens = llguidance.LLTokenizer(
+                tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=tokenizer.eos_id
+            )
+        except ValueError as error:
+            why = str(error).splitlines()[0]
+            raise WrongUse(
+                "this model's tokenizer cannot be constrained", where="response_format", why=why
+            ) from error
+
+    def guide(self, constraint: dict[str, Any]) -> "GrammarGuide":
+        """What keeps one answer to {"json": schema} or {"regex": expression}."""
+        matcher = self._library.LLMatcher
+        if "regex" in constraint:
+            where, grammar = "guided_regex", matcher.grammar_from_regex(constraint["regex"])
+        else:
+            where = "response_format"
+            # White space is left to the writer of the schema: a model may otherwise go on with it for ever.
+            compact: Any = {"whitespace_flexible": False}
+            grammar = matcher.grammar_from_json_schema(json.dumps(constraint["json"]), overrides=compact)
+        guide = matcher(self._tokens, grammar)
+        if guide.is_error():
+            why = guide.get_error().splitlines()[0]
+            raise WrongUse("the constraint cannot be compiled", where=where, why=why)
+        return GrammarGuide(guide, self._vocab_size)
+
+
+class GrammarGuide:
+    """One answer on its way through a grammar (`generation.Guide`)."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def allowed(self) -> np.ndarray:
+        """Which tokens may come next, bool (V,)."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+
+    def accept(self, token_id: int) -> bool:
+        """Take a token in; True when nothing may follow it."""
+        self._matcher.consume_token(token_id)
+        return bool(self._matcher.is_stopped())

@@ -1,0 +1,216 @@
+"""Reading texts with a BERT: special tokens, batches by length, embeddings, fill-mask. The synchronous half
+of the server.
+
+Letters: B texts, S tokens with [CLS] and [SEP], N positions asked for, H width.
+"""
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ...core.backend import EncoderBackend
+from ...core.errors import WrongUse
+from ...core.hardware import usable_cores
+from ...data.tokenizer import Tokenizer
+
+# Padded tokens in one batch. A CPU gains nothing from more, and padding to the longest costs it as much as tokens.
+BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
+_lanes = ThreadPoolExecutor(usable_cores(), "encode")  # starts no thread before it is used
+
+
+@dataclass(frozen=True, eq=False)
+class Encoding:
+    """One text for an encoder: its ids with special tokens and the positions whose MLM logits are asked for."""
+
+    ids: np.ndarray  # (S,)
+    ask: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # (N,)
+    first_tokens: int | None = None  # those of the first of two texts; None = there is one
+
+
+def frame(
+    tokenizer: Tokenizer, text: str | Sequence[int], context: int, vocab_size: int, where: str = "input"
+) -> np.ndarray:
+    """Ids of a text (or the given ids) with [CLS] before and [SEP] behind, int64 (S,). `where` is named in
+    errors.
+
+    Raises WrongUse for a text that is empty or longer than the context and for ids outside the vocabulary.
+    """
+    ids = tokenizer.encode(text) if isinstance(text, str) else text
+    check_ids(ids, vocab_size, where)
+    before, behind = _framing(tokenizer)
+    return _fitting(np.array([*before, *ids, *behind], np.int64), context, where)
+
+
+def shortened(tokenizer: Tokenizer, text: str, context: int) -> list[int]:
+    """Ids of as much of the text as fits the context with its special tokens."""
+    before, behind = _framing(tokenizer)
+    return list(tokenizer.encode(text)[: context - len(before) - len(behind)])
+
+
+def frame_pair(
+    tokenizer: Tokenizer, first: str, second: str, context: int, vocab_size: int
+) -> tuple[np.ndarray, int]:
+    """Ids of two texts, [CLS] first [SEP] second [SEP], int64 (S,), and how many belong to the first one.
+
+    Raises as `frame`.
+    """
+    before, behind = _framing(tokenizer)
+    ids_of = [tokenizer.encode(text) for text in (first, second)]
+    for ids, where in zip(ids_of, ("query", "documents")):
+        check_ids(ids, vocab_size, where)
+    head = [*before, *ids_of[0], *behind]
+    return _fitting(np.array([*head, *ids_of[1], *behind], np.int64), context, "documents"), len(head)
+
+
+def _framing(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    before = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
+    return before, [] if tokenizer.sep_id is None else [tokenizer.sep_id]
+
+
+def _fitting(ids: np.ndarray, context: int, where: str) -> np.ndarray:
+    if len(ids) > context:
+        why = f"{len(ids)} tokens with the special ones > {context}"
+        raise WrongUse(
+            "the text is longer than the model's context", where=where, why=why, fix="split the text"
+        )
+    return ids
+
+
+def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "input") -> None:
+    """Refuse an empty text and ids that the model has no embedding for."""
+    if len(ids) == 0:
+        raise WrongUse("the text is empty", where=where, fix="give at least one token of text")
+    if outside := [int(i) for i in ids if not 0 <= i < vocab_size]:
+        why = f"{outside[0]} is not in 0 … {vocab_size - 1}"
+        raise WrongUse("a token id is outside the vocabulary", where=where, why=why)
+
+
+def encode_batch(
+    backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int
+) -> list[dict[str, np.ndarray]]:
+    """Run texts of any lengths together; per text `sentence_embedding` and `cls_embedding` (H,), `mlm_logits`
+    (N, V) of its own positions, and of a model that classifies `class_logits` (C,).
+
+    A backend that takes several calls at once (`lanes`) gets the batch in as many parts, by length: two calls wait for
+    each other once, the threads of one call after every operation. Parts run where a call has one thread.
+    """
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index].ids))
+    parts = in_lanes([len(texts[index].ids) for index in order], backend.lanes)
+    chosen = [order[part] for part in parts]
+    run = partial(_encode_part, backend if len(parts) == 1 else backend.lane(), pad_id=pad_id)
+    given = [[texts[index] for index in part] for part in chosen]
+    found = map(run, given) if len(given) == 1 else _lanes.map(run, given)
+    answers = {index: answer for part, answers in zip(chosen, found) for index, answer in zip(part, answers)}
+    return [answers[index] for index in range(len(texts))]
+
+
+def in_lanes(lengths: Sequence[int], lanes: int) -> list[slice]:
+    """Lengths, ascending, cut into at most so many parts of about as many tokens each, none of them empty."""
+    bounds = np.cumsum([0, *lengths])
+    cuts = {int(np.abs(bounds - bounds[-1] * lane / lanes).argmin()) for lane in range(1, lanes)}
+    return [slice(start, end) for start, end in pairwise(sorted({0, len(lengths), *cuts}))]
+
+
+def _encode_part(
+    backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int
+) -> list[dict[str, np.ndarray]]:
+    lengths = np.array([len(text.ids) for text in texts])
+    ids_BS = np.full((len(texts), lengths.max()), pad_id, np.int64)
+    ask_BN = np.zeros((len(texts), max(len(text.ask) for text in texts)), np.int64)
+    for row, text in enumerate(texts):
+        ids_BS[row, : len(text.ids)] = text.ids
+        ask_BN[row, : len(text.ask)] = text.ask
+    mask_BS = np.arange(ids_BS.shape[1]) < lengths[:, None]
+    firsts_B1 = np.array([[text.first_tokens or len(text.ids)] for text in texts])
+    types_BS = (mask_BS & (np.arange(ids_BS.shape[1]) >= firsts_B1)).astype(np.int64)
+    outputs = backend.forward(ids_BS, types_BS, mask_BS, ask_BN)
+    found = {"sentence_embedding": outputs["sentence_embedding"]}
+    found["cls_embedding"] = outputs["last_hidden_state"][:, 0]
+    if "logits" in outputs:
+        found["class_logits"] = outputs["logits"]
+    answers = [{name: values[row] for name, values in found.items()} for row in range(len(texts))]
+    if "mlm_logits" in outputs:
+        for row, text in enumerate(texts):
+            answers[row]["mlm_logits"] = outputs["mlm_logits"][row, : len(text.ask)]
+    return answers
+
+
+def take_batch(texts: Sequence[Encoding], device: str) -> list[Encoding]:
+    """The first text with those of the others that are nearest in length, up to the device's `BATCH_TOKENS`, padded."""
+    most = BATCH_TOKENS["cpu" if device == "cpu" else "cuda"]
+    first = texts[0]
+    nearest = sorted(texts, key=lambda text: (text is not first, abs(len(text.ids) - len(first.ids))))
+    batch: list[Encoding] = []
+    longest = 0
+    for text in nearest:
+        longest = max(longest, len(text.ids))
+        if batch and longest * (len(batch) + 1) > most:
+            break
+        batch.append(text)
+    return batch
+
+
+def embed(backend: EncoderBackend, rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
+    """Embeddings of texts given by their ids, each of length 1, float32 (B, H); batched by length."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    vectors: dict[int, np.ndarray] = {}
+    while order:
+        batch = [Encoding(rows[i]) for i in order]
+        size = len(take_batch(batch, backend.device))  # sorted by length, so the nearest are the next ones
+        answers = encode_batch(backend, batch[:size], pad_id)
+        vectors |= {i: unit(answer["sentence_embedding"]) for i, answer in zip(order, answers)}
+        order = order[size:]
+    return np.stack([vectors[i] for i in range(len(rows))])
+
+
+def unit(vector_H: np.ndarray) -> np.ndarray:
+    """The vector scaled to length 1, float32."""
+    return (vector_H / max(math.sqrt(float(vector_H @ vector_H)), 1e-12)).astype(np.float32, copy=False)
+
+
+def mask_text(tokenizer: Tokenizer, text: str, context: int, vocab_size: int) -> Encoding:
+    """A text in which the mask token's name stands for missing words, ready to be encoded.
+
+    Raises WrongUse when the tokenizer has no mask or the text none.
+    """
+    mask_id = tokenizer.mask_id
+    if mask_id is None:
+        raise WrongUse("this model's tokenizer has no mask token", where="input")
+    name = tokenizer.decode([mask_id])
+    first, *others = text.split(name)
+    if not others:
+        raise WrongUse(
+            "there is no mask in the text", where="input", fix=f"write {name} where a word is missing"
+        )
+    ids = [int(i) for i in tokenizer.encode(first)]
+    for part in others:
+        ids += [mask_id, *(int(i) for i in tokenizer.encode(part))]
+    framed = frame(tokenizer, ids, context, vocab_size)
+    return Encoding(framed, np.flatnonzero(framed == mask_id))
+
+
+def fill(
+    tokenizer: Tokenizer, text: Encoding, ids_NK: np.ndarray, probabilities_NK: np.ndarray
+) -> dict[str, Any]:
+    """For every mask its most probable tokens with probabilities, best first, and the text with the best ones
+    in place.
+    """
+    data = []
+    for index, (ids, probabilities) in enumerate(zip(ids_NK.tolist(), probabilities_NK.tolist())):
+        candidates = [
+            {"id": i, "text": tokenizer.decode([i]), "probability": probability}
+            for i, probability in zip(ids, probabilities)
+        ]
+        data.append(
+            {"object": "mask", "index": index, "position": int(text.ask[index]), "candidates": candidates}
+        )
+    filled = text.ids.copy()
+    filled[text.ask] = ids_NK[:, 0]
+    framing = (tokenizer.cls_id, tokenizer.sep_id)
+    return {"data": data, "text": tokenizer.decode([i for i in filled if i not in framing])}

@@ -1,0 +1,138 @@
+"""Requests for text and what each has said so far.
+
+`TextStream` gives out text as it becomes certain: never half a character, never a part of a stop string. The
+whole answer is by definition the sum of its deltas. The batch in which requests take turns is `slots`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ...core.errors import WrongUse
+from ..runtimes.sampling import GREEDY, Sampling
+
+REPLACEMENT = "\ufffd"
+
+
+class Guide(Protocol):
+    """What constrains an answer to a grammar; called on the thread that runs the model."""
+
+    def allowed(self) -> np.ndarray | None:
+        """Which tokens may come next: bool (V,) of the tokenizer's vocabulary, None = all."""
+
+    def accept(self, token_id: int) -> bool:
+        """Take a token in; True when the answer is complete with it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to make. `logprobs`: also the k most probable tokens of every step; None = no probabilities
+    at all. `prompt_logprobs`: the same for the tokens of the prompt, which is then read anew (no prefix is
+    reused); with it `max_tokens` may be 0.
+    """
+
+    prompt_ids: np.ndarray  # (S,), at least one token
+    max_tokens: int
+    sampling: Sampling = GREEDY
+    stop: tuple[str, ...] = ()
+    eos_id: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    guide: Guide | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token; probabilities are those of the model, before temperature and filters."""
+
+    id: int
+    logprob: float | None = None  # None where nobody asked, and for the first token of a prompt
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """What one step added to an answer: the token and the text that became certain (both may be missing)."""
+
+    text: str
+    token: Token | None
+    finish: str | None = None  # "stop" (end token or stop string), "length", "cancelled"; None = more to come
+    prompt: tuple[Token, ...] | None = None  # in the first delta, when `prompt_logprobs` was asked for
+    cached_tokens: int | None = None  # in the first delta: tokens of the prompt that were reused
+
+
+class TextStream:
+    """Text from token ids as they arrive. `decode` turns a list of ids into text (the tokenizer's).
+
+    `before`: the last token of what is continued. Many decoders write a word's space only after another word.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop: tuple[str, ...] = (), before: list[int] | None = None
+    ) -> None:
+        self._decode, self._stop = decode, stop
+        self._ids = before or []  # the last certain token as context, and those after it
+        self._given = len(decode(self._ids)) if before else 0  # characters of decode(_ids) already taken
+        self._held = ""  # decoded, but it may become a stop string
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now; "" while a character or a stop string may still be open."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        # A cut character decodes to one replacement at the very end; the next token may complete it.
+        certain = len(text) - text.endswith(REPLACEMENT)
+        self._held += text[self._given : certain]
+        self._given = max(self._given, certain)
+        if certain == len(text):
+            self._ids = self._ids[-1:]
+            self._given = len(self._decode(self._ids))
+        return self._release()
+
+    def finish(self) -> str:
+        """The rest of the text when no more tokens come."""
+        self._held += self._decode(self._ids)[self._given :]
+        self._ids, self._given = [], 0
+        text = self._release()
+        rest, self._held = self._held, ""
+        return text if self.stopped else text + rest
+
+    def _release(self) -> str:
+        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            text, self._held, self.stopped = self._held[: min(found)], "", True
+            return text
+        keep = max((open_stop(self._held, stop) for stop in self._stop), default=0)
+        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return text
+
+
+def open_stop(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins."""
+    return next(
+        (size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0
+    )
+
+
+def check_fit(request: Request, context: int) -> None:
+    """Refuse a request that is empty or longer than the model's context."""
+    prompt = len(request.prompt_ids)
+    if prompt == 0:
+        raise WrongUse("the prompt is empty", where="prompt", fix="give at least one token of text")
+    if request.max_tokens < (request.prompt_logprobs is None):
+        raise WrongUse("max_tokens must be at least 1", where="max_tokens", why=f"it is {request.max_tokens}")
+    check_length(prompt, request.max_tokens, context)
+
+
+def check_length(prompt: int, max_tokens: int, context: int) -> None:
+    """Refuse more tokens, read and made, than the model's context."""
+    if prompt + max_tokens > context:
+        room = context - prompt
+        raise WrongUse(
+            "the request is longer than the model's context",
+            where="max_tokens",
+            why=f"{prompt} prompt tokens + {max_tokens} new ones > {context}",
+            fix=f"ask for at most {room} tokens or shorten the prompt" if room > 0 else "shorten the prompt",
+        )

@@ -1,0 +1,199 @@
+"""What stands before every endpoint: request ids, API keys, limits of a body, errors as JSON, the access log.
+
+Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`: 400 for what a request gets
+wrong, 401 for a missing or wrong key, 404 for an unknown model, 408 for a body that does not come, 413 for one
+that is too large, 429 with Retry-After for a full queue, 503 while a model is not there, 504 for an answer
+that takes too long.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...core.console import warn
+from ...core.errors import ThroughlineError, WrongUse
+from .remote import Busy
+from .served import Limits
+from .telemetry import Telemetry, Watch
+
+OPEN = ("/", "/health", "/ready")  # without a key: the page holds no secret, probes have no key
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Keys:
+    """API keys, compared in constant time: the time of an answer tells nothing of how much was right."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._hashes)
+
+    def fit(self, given: str) -> bool:
+        """Whether this is one of the keys."""
+        hashed = hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
+        return bool(sum([hmac.compare_digest(hashed, known) for known in self._hashes]))
+
+
+class Guard:
+    """The ASGI layer around the endpoints."""
+
+    def __init__(
+        self, app: ASGIApp, limits: Limits, keys: Keys, telemetry: Telemetry, draining: asyncio.Event
+    ) -> None:
+        self.app, self._limits, self._keys = app, limits, keys
+        self._telemetry, self._draining = telemetry, draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = Exchange(scope, receive, send, self._limits, self._draining)
+        status = 499  # for the record, when the client left
+        try:
+            if refused := self._refuse(scope, exchange):
+                await refused(scope, receive, exchange.send)
+            else:
+                await self.app(scope, exchange.receive, exchange.send)
+            status = exchange.status or status
+        except Exception as error:
+            status = exchange.status or 500
+            exchange.watch.fault = type(error).__name__
+            warn(f"request {exchange.id}: {type(error).__name__}")
+            if exchange.status is None:
+                message = f"a fault of the server; its log has the request id {exchange.id}"
+                await error_response(message, "server_error", 500)(scope, receive, exchange.send)
+        finally:
+            route = scope.get("route")
+            endpoint = getattr(route, "path", "other")
+            client = scope.get("client")
+            self._telemetry.answered(
+                exchange.watch,
+                endpoint,
+                status,
+                id=exchange.id,
+                client=client[0] if client else None,
+                method=scope["method"],
+                path=endpoint if route else scope["path"][:200],
+            )
+
+    def _refuse(self, scope: Scope, exchange: "Exchange") -> JSONResponse | None:
+        if self._keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+            kind, _, key = exchange.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+            if kind.lower() != "bearer" or not self._keys.fit(key.strip()):
+                message = "a valid API key is needed: Authorization: Bearer KEY"
+                response = error_response(message, "authentication_error", 401, code="invalid_api_key")
+                response.headers["WWW-Authenticate"] = "Bearer"
+                return response
+        length = exchange.headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._limits.body_bytes:
+            return error_response(exchange.too_large, "invalid_request_error", 413)
+        return None
+
+
+class Exchange:
+    """One request and its answer, as the guard sees them pass."""
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, limits: Limits, draining: asyncio.Event
+    ) -> None:
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
+        self.id = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+        self.watch = scope.setdefault("state", {})["watch"] = Watch(scope["app"].state.telemetry)
+        self.status: int | None = None
+        self.too_large = f"the request body is larger than {limits.body_bytes:,} bytes"
+        self._receive, self._send = receive, send
+        self._limits, self._draining = limits, draining
+        self._read, self._complete = 0, False
+        self._until_s = asyncio.get_running_loop().time() + limits.body_s
+
+    async def receive(self) -> Message:
+        """A part of the body, counted and timed; then what comes after it."""
+        if self._complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._until_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {self._limits.body_s:g} s") from None
+        self._read += len(message.get("body", b""))
+        if self._read > self._limits.body_bytes:
+            raise HTTPException(413, self.too_large)
+        self._complete = not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Adds the headers of every answer."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            more = [(b"x-request-id", self.id.encode("latin-1")), (b"x-content-type-options", b"nosniff")]
+            # A body that is not read to its end would be taken for the next request.
+            if self._draining.is_set() or self.status in (408, 413):
+                more.append((b"connection", b"close"))
+            message["headers"] = [*message.get("headers", []), *more]
+        await self._send(message)
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(
+    message: str, kind: str, status: int, param: str | None = None, code: str | None = None
+) -> JSONResponse:
+    """An error as an answer."""
+    return JSONResponse(error_body(message, kind, param, code), status)
+
+
+def told(error: ThroughlineError) -> JSONResponse:
+    """One of our errors as an answer; what the user did not cause says nothing of paths."""
+    if isinstance(error, Busy):
+        kind, status = ("server_error", 503) if error.absent else ("rate_limit_error", 429)
+        response = error_response(f"{error.what}; {error.fix}", kind, status)
+        response.headers["Retry-After"] = str(error.retry_after_s)
+        return response
+    message = "; ".join(part for part in (error.what, error.why, error.fix) if part)
+    if isinstance(error, WrongUse):
+        return error_response(message, "invalid_request_error", 400, error.where or None)
+    return error_response(message, "server_error", 500)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Everything that can go wrong below the guard, as JSON."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        problems: dict[str, list[str]] = {}  # a field of several possible types has a message for each
+        for item in error.errors():
+            field = item["loc"][1] if len(item["loc"]) > 1 else "body"  # a number: where JSON ends
+            problems.setdefault(field if isinstance(field, str) else "body", []).append(item["msg"])
+        message = "; ".join(
+            f"{field}: {' or '.join(dict.fromkeys(texts))}" for field, texts in problems.items()
+        )
+        return error_response(message, "invalid_request_error", 400, next(iter(problems)))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+        response = error_response(str(error.detail), kind, error.status_code)
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(ThroughlineError)
+    async def ours(request: Request, error: ThroughlineError) -> JSONResponse:
+        response = told(error)
+        if response.status_code == 500:
+            request.state.watch.fault = type(error).__name__
+        return response

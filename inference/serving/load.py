@@ -1,0 +1,288 @@
+"""Load on a server: many clients that ask without a pause, and what they saw.
+
+Works against any server that speaks OpenAI's completions or embeddings. Standard library only, one thread a
+client: a thread that waits for the network costs the measured server nothing.
+"""
+
+import http.client
+import json
+import random
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from ...core.console import cell
+from ...core.errors import Failed, WrongUse
+from ...core.page import Chart, Part, page
+
+COMMON = (
+    "the of and a to in is was he for it with as his on be at by I this had not are but from or have an they "
+    "which one you were her all she there would their we him been has when who will more no if out so said what "
+    "up its about into than them can only other new some could time these two may then do first any my now such "
+    "like our over man me even most made after also did many before must through back years where much your way"
+)
+WORDS = tuple(COMMON.split())
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: the body without `model`."""
+
+    body: dict[str, Any]
+
+
+@dataclass
+class Seen:
+    """What a client saw of one answer; times in seconds since it was sent."""
+
+    status: int
+    total_s: float
+    first_s: float | None = None
+    gaps_s: list[float] = field(default_factory=list)  # between events that brought text
+    generated: int = 0
+    read: int = 0
+    error: str = ""
+
+    @property
+    def answered(self) -> bool:
+        """Whether the answer came, to its end."""
+        return self.status == 200 and not self.error
+
+
+def seeded(kind: str, count: int, seed: int, prompt: tuple[int, int], output: tuple[int, int]) -> list[Ask]:
+    """Requests that a seed determines: prompts of so many words, answers of so many tokens (at temperature 0,
+    with the end-of-text token left alone: an answer may end early).
+    """
+    draw = random.Random(seed)
+    asks = []
+    for _ in range(count):
+        text = " ".join(draw.choices(WORDS, k=draw.randint(*prompt)))
+        if kind == "embeddings":
+            asks.append(Ask({"input": text}))
+        else:
+            asks.append(Ask({"prompt": text, "max_tokens": draw.randint(*output), "temperature": 0}))
+    return asks
+
+
+def read_asks(path: Path) -> list[Ask]:
+    """Requests from a .jsonl of bodies. Raises WrongUse for a line that is none."""
+    asks = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            body = json.loads(line)
+        except ValueError as error:
+            raise WrongUse("a request is no JSON", where=f"{path}:{number}", why=str(error)) from error
+        if not isinstance(body, dict):
+            raise WrongUse("a request is no JSON object", where=f"{path}:{number}")
+        asks.append(Ask({name: value for name, value in body.items() if name != "model"}))
+    if not asks:
+        raise WrongUse("there is no request in the file", where=path)
+    return asks
+
+
+def fitting(span: tuple[int, int], context: int | None) -> tuple[int, int]:
+    """The range, cut to a quarter of the context: words are one to three tokens, and the answer takes its part."""
+    most = max(context // 4, 1) if context else span[1]
+    return min(span[0], most), min(span[1], most)
+
+
+class Target:
+    """A server: where it is, which model, which key. Raises WrongUse for an address that is none.
+
+    `context`: tokens that the model reads and writes, None where the server does not list them.
+    """
+
+    def __init__(self, url: str, kind: str, model: str | None = None, key: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise WrongUse("not an address of a server", where=url, fix="give http://HOST:PORT")
+        self._https, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._path = f"{self._base}/v1/{kind}"
+        self._streams = kind == "completions"
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        listed = self._listed(model)
+        self.model = str(listed["id"])
+        self.context: int | None = listed.get("max_model_len")
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection, not opened yet."""
+        if self._https:
+            return http.client.HTTPSConnection(
+                self._host, self._port, timeout=600, context=ssl.create_default_context()
+            )
+        return http.client.HTTPConnection(self._host, self._port, timeout=600)
+
+    def _listed(self, name: str | None) -> dict[str, Any]:
+        """What the server lists of this model, or of the first that fits; of a name that it does not list, the name."""
+        connection = self.connect()
+        try:
+            connection.request("GET", f"{self._base}/v1/models", headers=self._headers)
+            answer = connection.getresponse()
+            body = answer.read()
+            if answer.status != 200:
+                raise ValueError(f"{answer.status}: {_message(body)}")
+            listed = json.loads(body)
+            if name is not None:
+                return next((model for model in listed["data"] if model["id"] == name), {"id": name})
+            endpoint = self._path.removeprefix(self._base)
+            able = [model for model in listed["data"] if endpoint in model.get("endpoints", [endpoint])]
+            return dict((able or listed["data"])[0])
+        except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+            if name is not None:  # a server need not list; what is wrong is told by the first answer
+                return {"id": name}
+            where = f"{self._host}:{self._port}"
+            fix = "check the address; give the model's name with --model and a key with --api-key-variable"
+            raise WrongUse(
+                "the server does not list its models", where=where, why=str(error), fix=fix
+            ) from error
+        finally:
+            connection.close()
+
+    def ask(self, connection: http.client.HTTPConnection, asked: Ask) -> Seen:
+        """Send one request and read its answer to the end."""
+        body = {"model": self.model} | asked.body
+        if self._streams:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        began_s = time.perf_counter()
+        connection.request("POST", self._path, json.dumps(body).encode(), self._headers)
+        answer = connection.getresponse()
+        seen = Seen(answer.status, 0.0)
+        if answer.status != 200:
+            seen.error = _message(answer.read())
+        elif answer.headers.get_content_type() == "text/event-stream":
+            self._read_stream(answer, seen, began_s)
+        else:  # a server that cannot stream: its first token comes with the last
+            usage = json.loads(answer.read())["usage"]
+            seen.read, seen.generated = usage["prompt_tokens"], usage.get("completion_tokens", 0)
+        seen.total_s = time.perf_counter() - began_s
+        return seen
+
+    def _read_stream(self, answer: http.client.HTTPResponse, seen: Seen, began_s: float) -> None:
+        last_s: float | None = None
+        while line := answer.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            now_s = time.perf_counter()
+            event = json.loads(line[6:])
+            if "error" in event:
+                seen.error = str(event["error"])[:300]
+            if usage := event.get("usage"):
+                seen.generated, seen.read = usage["completion_tokens"], usage["prompt_tokens"]
+            if event.get("choices"):
+                if last_s is None:
+                    seen.first_s = now_s - began_s
+                else:
+                    seen.gaps_s.append(now_s - last_s)
+                last_s = now_s
+
+
+def _message(body: bytes) -> str:
+    """What an error answer says: OpenAI's message, or the beginning of what came."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:300].decode("utf-8", "replace")
+
+
+def load(
+    target: Target, asks: Sequence[Ask], clients: int, tick: Callable[[], None] = lambda: None
+) -> tuple[list[Seen], float]:
+    """Send all requests from so many clients, each its next when its last is answered; what they saw, and the
+    seconds that it took. `tick` is called for every answer.
+    """
+    left: Iterator[Ask] = iter(asks)
+    lock, seen = threading.Lock(), list[Seen]()
+
+    def client() -> None:
+        connection = target.connect()
+        while True:
+            with lock:
+                asked = next(left, None)
+            if asked is None:
+                connection.close()
+                return
+            try:
+                try:
+                    one = target.ask(connection, asked)
+                except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
+                    connection.close()  # a server may close a kept connection while it is idle
+                    one = target.ask(connection, asked)
+            except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+                connection.close()
+                connection = target.connect()
+                one = Seen(0, 0.0, error=f"{type(error).__name__}: {error}")
+            with lock:
+                seen.append(one)
+                tick()
+
+    threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
+    began_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return seen, time.perf_counter() - began_s
+
+
+def summary(seen: Sequence[Seen], took_s: float, clients: int) -> dict[str, Any]:
+    """Rates and percentiles of a run. Raises Failed when no request was answered."""
+    good, failed = ([one for one in seen if one.answered == wanted] for wanted in (True, False))
+    if not good:
+        raise Failed("no request was answered", why=next((one.error for one in failed if one.error), ""))
+    gaps_s = [gap for one in good for gap in one.gaps_s]
+    firsts_s = [one.first_s for one in good if one.first_s is not None]
+    refused = Counter(str(one.status or "broken") for one in failed)
+    found: dict[str, Any] = {"clients": clients, "answered": len(good), "not": dict(refused)}
+    found |= {"first_error": failed[0].error if failed else None}
+    found |= {"requests_per_s": len(good) / took_s}
+    found |= {"generated_per_s": sum(one.generated for one in good) / took_s}
+    found |= {"tokens_per_s": sum(one.generated + one.read for one in good) / took_s}
+    for name, values in (("first", firsts_s), ("gap", gaps_s), ("total", [one.total_s for one in good])):
+        for share in (50, 99):
+            found[f"{name}_p{share}_ms"] = 1000 * float(np.percentile(values, share)) if values else None
+    return found
+
+
+def load_lines(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Header and cells of the table for people."""
+    header = ["clients", "answered", "not", "requests/s", "tokens/s", "made/s"]
+    header += [f"{name} p{share} ms" for name in ("first", "between", "whole") for share in (50, 99)]
+    keys = ["requests_per_s", "tokens_per_s", "generated_per_s"]
+    keys += [f"{name}_p{share}_ms" for name in ("first", "gap", "total") for share in (50, 99)]
+    cells = [
+        [row["clients"], row["answered"], _refused(row["not"]), *(row[key] for key in keys)] for row in rows
+    ]
+    return header, cells
+
+
+def _refused(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} x {status}" for status, count in counts.items()) or "0"
+
+
+def plotted(rows: Sequence[dict[str, Any]], title: str) -> str:
+    """The table and the curves over the number of clients as one HTML page."""
+
+    def curve(name: str, key: str) -> tuple[str, list[tuple[float, float]]]:
+        return name, [(row["clients"], row[key]) for row in rows if row[key] is not None]
+
+    drawn = {
+        "tokens per second": [curve("read and made", "tokens_per_s"), curve("made", "generated_per_s")],
+        "ms to the first token": [curve("p50", "first_p50_ms"), curve("p99", "first_p99_ms")],
+        "ms between tokens": [curve("p50", "gap_p50_ms"), curve("p99", "gap_p99_ms")],
+        "ms of an answer": [curve("p50", "total_p50_ms"), curve("p99", "total_p99_ms")],
+    }
+    header, cells = load_lines(rows)
+    shown = [[cell(value) for value in row] for row in cells]
+    charts = [Chart(name, curves, "clients") for name, curves in drawn.items()]
+    return page(title, [Part(charts=charts), Part("All figures", header=header, rows=shown)])

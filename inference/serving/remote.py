@@ -1,0 +1,270 @@
+"""A model in a process of its own, as the HTTP process sees it: started, fed, watched and started again.
+
+- `submit` never waits: it takes all jobs of a request or raises `Busy`. The number of jobs that are accepted
+  and unanswered is bounded here, so that a full queue is known without asking the other process.
+- A process that dies is started again; everyone it owed an answer gets an error.
+"""
+
+import asyncio
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...core.backend import BackendOptions
+from ...core.console import warn
+from ...core.errors import Failed, ThroughlineError
+from .channel import Messages, error_from, pack, unpack_arrays
+
+FORGETTING = 0.9  # of the running mean of seconds per job
+LONGEST_PAUSE_S = 30.0  # between two attempts to start a process that keeps dying
+
+
+class Busy(Failed):
+    """The queue is full or the model is not there; `retry_after_s` says when to come back."""
+
+    def __init__(self, what: str, retry_after_s: int, absent: bool = False) -> None:
+        super().__init__(what, fix=f"try again in {retry_after_s} s")
+        self.retry_after_s, self.absent = retry_after_s, absent
+
+
+@dataclass(frozen=True)
+class Made:
+    """Some steps of a generated answer: text, token (id, log-probability, most probable ones), finish, time."""
+
+    deltas: list[list[Any]]
+    began_s: float
+    batch: int
+
+
+@dataclass(frozen=True)
+class Read:
+    """An encoder's answer."""
+
+    arrays: dict[str, np.ndarray]
+    began_s: float
+    ended_s: float
+    batch: int
+
+
+Answer = Made | Read | ThroughlineError
+Listener = Callable[[Answer], None]
+
+
+class Process(Protocol):
+    """What runs the model: a `subprocess.Popen`."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def spawn(connection: socket.socket) -> Process:
+    """A process that answers on this socket, in a group of its own so that Ctrl-C reaches only the HTTP
+    process.
+    """
+    descriptor = connection.fileno()
+    # What libraries print must not mix with a result on stdout.
+    return subprocess.Popen(
+        [sys.executable, "-m", "throughline.inference.serving.worker", str(descriptor)],
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        process_group=0,
+    )
+
+
+class Remote:
+    """The other end of one model's process."""
+
+    def __init__(self, name: str, path: str, options: BackendOptions, *, slots: int, queue: int) -> None:
+        self.name, self.path = name, path
+        self._opening = {"do": "open", "name": name, "path": path, "slots": slots, "options": asdict(options)}
+        self._slots, self._queue = slots, queue
+        self.facts: dict[str, Any] = {}
+        self.ready = False
+        self.restarts = 0
+        self.accepted = 0
+        self._process: Process | None = None
+        self._connection: asyncio.Transport | None = None
+        self._ended = asyncio.Event()  # the present process has
+        self._waiting: dict[int, Listener] = {}
+        self._began: set[int] = set()
+        self._number = 0
+        self._seconds_per_job = 0.1  # running mean, for Retry-After
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the process and wait until the model answers. Raises what opening the model raised."""
+        await self._open()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """End the process."""
+        self.ready = False
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            await asyncio.to_thread(_end, self._process)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def waiting(self) -> int:
+        """Jobs accepted and not answered."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        """Jobs that have begun and are not answered."""
+        return len(self._began)
+
+    @property
+    def queued(self) -> int:
+        """Jobs accepted and not begun. A job is known to have begun when its first token is."""
+        return len(self._waiting) - len(self._began)
+
+    def check_room(self, jobs: int) -> None:
+        """Raises Busy when this many jobs cannot be taken now."""
+        if not self.ready:
+            state = "starting again" if self.restarts else "loading"
+            raise Busy(f"the model {self.name} is {state}", 5, absent=True)
+        places = self._queue + self._slots
+        if len(self._waiting) + jobs > places:
+            wait_s = max(1, min(60, math.ceil(len(self._waiting) * self._seconds_per_job)))
+            why = f"{len(self._waiting)} of {places} places are taken"
+            raise Busy(f"the queue of {self.name} is full: {why}", wait_s)
+
+    def submit(self, jobs: Sequence[tuple[dict[str, Any], np.ndarray, Listener]]) -> list[int]:
+        """Send jobs (what to do, the ids, who listens) and return their numbers. Raises as `check_room`."""
+        self.check_room(len(jobs))
+        assert self._connection is not None
+        numbers = []
+        for message, ids, listener in jobs:
+            self._number += 1
+            numbers.append(self._number)
+            self._waiting[self._number] = listener
+            self._connection.write(pack(message | {"job": self._number}, ids.astype(np.int32).tobytes()))
+        self.accepted += len(jobs)
+        return numbers
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Nobody waits for these any more; answered ones may be among them."""
+        left = [number for number in numbers if self._waiting.pop(number, None)]
+        self._began.difference_update(left)
+        if left and self.ready and self._connection is not None:
+            self._connection.write(pack({"do": "cancel", "jobs": left}))
+
+    async def _open(self) -> None:
+        """Start a process and wait for its first message, which says how opening the model went."""
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = spawn(theirs)
+        finally:
+            theirs.close()
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[dict[str, Any] | None] = loop.create_future()
+        self._ended = asyncio.Event()
+
+        def take(message: dict[str, Any], block: bytes) -> None:
+            if opened.done():
+                self._route(message, block)
+            else:
+                opened.set_result(message)
+
+        def ended(over: asyncio.Event = self._ended) -> None:
+            over.set()
+            if not opened.done():
+                opened.set_result(None)
+
+        self._connection, _ = await loop.create_connection(lambda: Messages(take, ended), sock=ours)
+        self._connection.write(pack(self._opening))
+        first = await opened
+        if first is None:
+            code = await asyncio.to_thread(self._process.wait)
+            why = f"exit code {code}; {_meaning(code)}"
+            raise Failed("the process of the model ended while it was loading", where=self.path, why=why)
+        if first["at"] == "failed":
+            raise error_from(first["error"])
+        self.facts, self.ready = first, True
+
+    async def _watch(self) -> None:
+        while True:
+            await self._ended.wait()
+            self._lost()
+            pause_s = 0.1
+            while not self.ready:
+                try:
+                    await self._open()
+                except (ThroughlineError, OSError) as error:
+                    warn(f"{self.name}: {error}; next attempt in {pause_s:.0f} s")
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s + 1, LONGEST_PAUSE_S)
+            warn(f"{self.name}: the model answers again")
+
+    def _lost(self) -> None:
+        self.ready = False
+        self.restarts += 1
+        waiting, self._waiting = self._waiting, {}
+        self._began.clear()
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()  # a socket that closed without a death is no use either
+        warn(
+            f"{self.name}: the process of the model ended with {len(waiting)} requests in it; starting it again"
+        )
+        failure = Failed("the process of the model ended", fix="send the request again")
+        for listener in waiting.values():
+            listener(failure)
+
+    def _route(self, message: dict[str, Any], block: bytes) -> None:
+        """Hand a message of the process to those who wait for it."""
+        if message["at"] == "made":
+            for number, began_s, deltas in message["jobs"]:
+                self._answer(number, Made(deltas, began_s, message["batch"]), deltas[-1][2] is not None)
+        elif message["at"] == "read":
+            arrays = unpack_arrays(message["arrays"], block)
+            answer = Read(arrays, message["began_s"], message["ended_s"], message["batch"])
+            self._answer(message["job"], answer, True)
+        else:
+            self._answer(message["job"], error_from(message["error"]), True)
+
+    def _answer(self, number: int, answer: Answer, last: bool) -> None:
+        listener = self._waiting.get(number)
+        if listener is None:  # cancelled
+            return
+        self._began.add(number)
+        if last:
+            del self._waiting[number]
+            self._began.discard(number)
+            if not isinstance(answer, ThroughlineError):
+                took_s = (time.monotonic() - answer.began_s) / max(answer.batch, 1)
+                self._seconds_per_job = FORGETTING * self._seconds_per_job + (1 - FORGETTING) * took_s
+        listener(answer)
+
+
+def _end(process: Process) -> None:
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _meaning(code: int) -> str:
+    return "killed, perhaps for want of memory" if code == -9 else "what it printed is above"
