@@ -61,7 +61,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/python -m ruff format --check .
 	mkdir -p build/lint && ln -sfn $(CURDIR) build/lint/throughline
 	cd build/lint && $(abspath $(BIN))/python -m mypy --config-file throughline/pyproject.toml -p throughline.core -p throughline.models \
-		-p throughline.data -p throughline.planner -p throughline.train -p throughline.inference -p throughline.eval -p throughline.cli
+		-p throughline.data -p throughline.planner -p throughline.train -p throughline.prove -p throughline.inference -p throughline.eval -p throughline.cli
 	ln -sfn $(CURDIR)/benchmarks build/lint/benchmarks
 	cd build/lint && MYPYPATH=.:benchmarks $(abspath $(BIN))/python -m mypy --config-file throughline/pyproject.toml --explicit-package-bases \
 		$(BENCHMARK_TYPES:%=--disable-error-code %) benchmarks/*.py

@@ -16,10 +16,10 @@ from common import claim, finish, parser
 from throughline.models.config import ModelConfig
 from throughline.models.presets import preset
 from throughline.planner.layout import Layout
+from throughline.prove.forked import run_ranks, warm
 from throughline.train.checkpoint import CheckpointWriter
 from throughline.train.layout_engine import LayoutEngine
 from throughline.train.objective import StepBatch, prepare
-from throughline.train.parallel.forked import run_ranks, warm
 from throughline.train.parallel.ranks import Ranks
 from throughline.train.precision import LossScaler
 from throughline.train.step import Trainer, train_step

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from common import claim, finish, paired, parser, throughline
 from throughline.core.recipe import load_recipe
-from throughline.train.parallel.forked import run_ranks, warm
+from throughline.prove.forked import run_ranks, warm
 from throughline.train.profile import ACTIVE, SKIPPED, WARMUP
 from throughline.train.recipe import Recipe, resolve
 from throughline.train.rules import RULES

@@ -15,8 +15,16 @@ import numpy as np
 from scipy.optimize import least_squares
 from throughline.planner.constants import FITTED, MEASURED, Constants
 from throughline.planner.serve import FITTED as SERVE
-from throughline.planner.serve import ServeConstants, forward_seconds, latency_errors, published_latencies
-from throughline.planner.validate import Case, Replay, medians, predict, published_cases
+from throughline.planner.serve import ServeConstants, forward_seconds
+from throughline.prove.validate import (
+    Case,
+    Replay,
+    latency_errors,
+    medians,
+    predict,
+    published_cases,
+    published_latencies,
+)
 
 KNEE = 0.03  # relative error beyond which a row pulls linearly
 PULL = 0.05  # weight of one doubling of a constant against one table

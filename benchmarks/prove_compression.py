@@ -26,6 +26,7 @@ from common import Claim, claim, finish, parser
 from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import build
+from throughline.prove.forked import run_ranks, warm
 from throughline.train.loss import cross_entropy_sum
 from throughline.train.parallel.compression import (
     Bf16Sum,
@@ -34,7 +35,6 @@ from throughline.train.parallel.compression import (
     DenseSum,
     PowerSum,
 )
-from throughline.train.parallel.forked import run_ranks, warm
 from throughline.train.parallel.mesh import Axis
 from throughline.train.parallel.onebit import OneBitAdam
 

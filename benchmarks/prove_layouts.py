@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from throughline.benchmarks.common import Claim, claim, finish, parser
-from throughline.train.parallel.forked import warm
+from throughline.prove.forked import warm
 
 TABLE = Path(__file__).parents[1] / "tests" / "layouts.toml"
 
@@ -22,7 +22,7 @@ def main() -> int:
     options.add_argument("--only", default="", help="rows whose name contains this")
     given = options.parse_args()
     warm()
-    from throughline.train.proof import BOUNDS, Prover, read_table
+    from throughline.prove.proof import BOUNDS, Prover, read_table
 
     cases = [case for case in read_table(TABLE) if given.only in case.name]
     if not cases:

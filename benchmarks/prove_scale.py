@@ -29,7 +29,7 @@ from throughline.core.recipe import load_recipe
 from throughline.models.config import BERTConfig, ModelConfig
 from throughline.planner.layout import Layout
 from throughline.planner.traffic import StepShape, Traffic, traffic
-from throughline.train.parallel.forked import run_ranks, warm
+from throughline.prove.forked import run_ranks, warm
 from throughline.train.predict import step_shape
 from throughline.train.recipe import Recipe, model_config, resolve
 from throughline.train.rules import RULES

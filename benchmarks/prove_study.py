@@ -33,7 +33,7 @@ from own_cases import CASES, STORES, Case
 from throughline.core.allocator import peak_bytes
 from throughline.core.recipe import load_recipe
 from throughline.models.config import ModelConfig
-from throughline.planner.own import GOALS, own_validation, prediction_digest, read_predictions
+from throughline.prove.own import GOALS, own_validation, prediction_digest, read_predictions
 from throughline.train.corpus import open_corpus
 from throughline.train.predict import predicted_memory, predicted_step_seconds
 from throughline.train.recipe import Recipe, model_config, resolve

@@ -315,8 +315,8 @@ def validate(all_rows: bool, own: Path | None) -> None:
     Example:  throughline plan validate
               throughline plan validate --own
     """
-    from ..planner.own import own_validation
-    from ..planner.validate import validation
+    from ..prove.own import own_validation
+    from ..prove.validate import validation
 
     facts, lines, good = own_validation(own) if own else validation(all_rows)
     console.result(facts, lines)

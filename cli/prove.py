@@ -23,14 +23,14 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
 
     from ..core.errors import Refused
     from ..core.recipe import load_recipe
-    from ..train.parallel.forked import warm
+    from ..prove.forked import warm
     from ..train.recipe import Recipe, resolve
     from ..train.rules import RULES
 
     resolved = resolve(load_recipe(recipe, Recipe, overrides, RULES))
     warm()
-    from ..train.proof import BOUNDS, Prover
-    from ..train.twin import twin
+    from ..prove.proof import BOUNDS, Prover
+    from ..prove.twin import twin
 
     case, notes = twin(resolved)
     prover, rows, lines = Prover(), [], [f"{case.layout.product()}: {case.layout.describe()}", *notes, ""]

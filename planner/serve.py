@@ -7,7 +7,6 @@ and the cache. Five constants, fitted on NVIDIA's published BERT latencies; docs
 left out.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +15,7 @@ from typing import Any
 from ..core.errors import WrongUse
 from ..core.hardware import Chip
 from ..models.config import BERTConfig, ModelConfig
-from ..models.presets import preset
-from .hardware import Cluster, find_cluster
-from .validate import PUBLISHED
+from .hardware import Cluster
 
 TILE = 128 * 128  # results of one tile of a product
 STREAM_FRACTION = 0.8  # of the memory bandwidth when weights and cache are only read
@@ -174,31 +171,3 @@ def plan_service(
         "currency": cluster.currency,
         "priced": cluster.priced,
     }
-
-
-def published_latencies() -> list[tuple[Chip, ModelConfig, int, int, str, float]]:
-    """Chip, model, length, batch, precision and seconds of every published engine latency."""
-    rows = json.loads((PUBLISHED / "tensorrt_bert.json").read_text(encoding="utf-8"))["rows"]
-    return [
-        (
-            find_cluster(row["on"]).chip,
-            preset(row["model"]),
-            row["length"],
-            batch,
-            precision,
-            milliseconds / 1e3,
-        )
-        for row in rows
-        for precision in ("fp16", "int8")
-        for batch, milliseconds in zip(row["batch"], row[precision + "_ms"], strict=True)
-        if milliseconds
-    ]
-
-
-def latency_errors(constants: ServeConstants = FITTED) -> dict[str, list[float]]:
-    """Relative errors of every published latency, by chip."""
-    errors: dict[str, list[float]] = {}
-    for chip, config, length, batch, precision, seconds in published_latencies():
-        predicted = forward_seconds(config, chip, batch, length, length, precision, constants)
-        errors.setdefault(chip.key, []).append(predicted / seconds - 1)
-    return errors

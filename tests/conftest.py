@@ -50,7 +50,7 @@ def interruptible() -> None:
 def forkable() -> None:
     """Tests that fork ranks come after others that compile and train in the same process."""
     if importlib.util.find_spec("torch"):
-        from throughline.train.parallel.forked import keep_forkable
+        from throughline.prove.forked import keep_forkable
 
         keep_forkable()
 
@@ -73,11 +73,11 @@ def saved_in_layouts() -> Callable[..., dict[str, Path]]:
     torch = pytest.importorskip("torch")
     from throughline.core.artifact import read_manifest
     from throughline.planner.layout import Layout
+    from throughline.prove.forked import run_ranks, warm
+    from throughline.prove.proof import SEED, make_trainer, own_rows, value_of
     from throughline.train.checkpoint import CheckpointWriter, restore
     from throughline.train.layout_engine import LayoutEngine
-    from throughline.train.parallel.forked import run_ranks, warm
     from throughline.train.parallel.ranks import Ranks
-    from throughline.train.proof import SEED, make_trainer, own_rows, value_of
     from throughline.train.step import train_step
 
     layouts = {

@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-FLOORS = {"core": 0, "models": 1, "data": 1, "planner": 2, "train": 3, "inference": 4, "eval": 5, "cli": 6}
+FLOORS = {
+    "core": 0,
+    "models": 1,
+    "data": 1,
+    "planner": 2,
+    "train": 3,
+    "prove": 4,
+    "inference": 4,
+    "eval": 5,
+    "cli": 6,
+}
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -192,7 +202,7 @@ def test_help_imports_neither_torch_nor_datasets() -> None:
 
 
 def test_light_modules_import_no_torch() -> None:
-    """core, planner, models/config.py, models/presets.py and train/recipe.py work where torch is blocked."""
+    """core, planner, model configs, recipes and the replays of published runs work where torch is blocked."""
     names = [
         "throughline." + ".".join(p.relative_to(ROOT).with_suffix("").parts)
         for folder in ("core", "planner")
@@ -204,6 +214,8 @@ def test_light_modules_import_no_torch() -> None:
         "throughline.models.presets",
         "throughline.train.recipe",
         "throughline.train.rules",
+        "throughline.prove.own",
+        "throughline.prove.validate",
     ]
     code = (
         "import sys\nsys.modules['torch'] = None\n"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("core", "models", "data", "planner", "train", "inference", "eval", "cli")
+FOLDERS = ("core", "models", "data", "planner", "train", "prove", "inference", "eval", "cli")
 USED = {
     "torch.ops.aten._efficient_attention_forward": "attention within documents on CUDA takes a dense mask",
     "torch.ops.aten._flash_attention_backward": "as the forward",

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from throughline.data.train_tokenizer import train_tokenizer
 from throughline.eval.session import Request, evaluate_one
 from throughline.planner.layout import Layout
-from throughline.train.proof import Case
+from throughline.prove.proof import Case
 
 
 def test_scores_are_those_of_one_process(

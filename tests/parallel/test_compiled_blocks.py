@@ -15,15 +15,15 @@ from throughline.core.errors import WrongUse  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.models.init import build  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
+from throughline.prove.proof import SEED, Case, make_trainer, own_rows  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.compile import cpp_compiler, maybe_compile  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
 from throughline.train.objective import LOSSES, prepare  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
-from throughline.train.proof import SEED, Case, make_trainer, own_rows  # noqa: E402
 from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402
 from throughline.train.single_engine import SingleEngine  # noqa: E402

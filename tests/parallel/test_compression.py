@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.compression import (  # noqa: E402
     Bf16,
     Bf16Sum,
@@ -20,7 +21,6 @@ from throughline.train.parallel.compression import (  # noqa: E402
     PowerSum,
     Signs,
 )
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import Axis  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from torch import Tensor, nn  # noqa: E402

@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
+from throughline.prove.proof import SEED, Case, Prover, own_rows  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
-from throughline.train.proof import SEED, Case, Prover, own_rows  # noqa: E402
 
 LAYOUTS = {
     "pipeline x data": Layout(pipeline=2, data=2),

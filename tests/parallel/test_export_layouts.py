@@ -14,7 +14,7 @@ from throughline.cli.main import main
 from throughline.core.artifact import read_manifest
 from throughline.core.files import sha256_file
 from throughline.planner.layout import Layout
-from throughline.train.proof import Case
+from throughline.prove.proof import Case
 
 
 def exported(checkpoint: Path, out: Path) -> dict[str, str]:

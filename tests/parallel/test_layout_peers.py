@@ -9,10 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from throughline.core.recipe import build_recipe  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.profile import ACTIVE, SKIPPED, WARMUP  # noqa: E402
 from throughline.train.recipe import Recipe, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402

@@ -13,13 +13,13 @@ from throughline.planner.layout import Layout  # noqa: E402
 from throughline.planner.memory import device_terms  # noqa: E402
 from throughline.planner.tables import Coordinates  # noqa: E402
 from throughline.planner.traffic import StepShape, held, traffic  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
+from throughline.prove.proof import LENGTH, ROWS, SEED, Case, own_rows  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from throughline.train.predict import described, layout_facts, predicted_memory  # noqa: E402
-from throughline.train.proof import LENGTH, ROWS, SEED, Case, own_rows  # noqa: E402
 from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402

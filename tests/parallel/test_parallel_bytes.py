@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
+from throughline.prove.proof import SEED, Case, make_trainer, own_rows  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
-from throughline.train.proof import SEED, Case, make_trainer, own_rows  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
 HEADERS = 0.03  # of messages, of the few small sums of a step and of rows that do not divide

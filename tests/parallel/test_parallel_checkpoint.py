@@ -15,12 +15,12 @@ from throughline.core import artifact  # noqa: E402
 from throughline.core.artifact import read_manifest, verify_artifact  # noqa: E402
 from throughline.core.errors import Refused, ThroughlineError  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
+from throughline.prove.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
 from throughline.train import checkpoint  # noqa: E402
 from throughline.train.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.ranks import Ranks  # noqa: E402
-from throughline.train.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
 LAYOUTS = {

@@ -7,10 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
+from throughline.prove.proof import SEED, Case, own_rows  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
-from throughline.train.proof import SEED, Case, own_rows  # noqa: E402
 
 LAYOUTS = [
     Layout(data=2),

@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 from throughline.models.init import build  # noqa: E402
 from throughline.planner.layout import Layout, layout_problems  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
+from throughline.prove.proof import SEED, Case, make_rows  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
-from throughline.train.proof import SEED, Case, make_rows  # noqa: E402
 from throughline.train.single_engine import SingleEngine  # noqa: E402
 
 # lengths that are multiples of no more than the layout asks for: as many as there are positions

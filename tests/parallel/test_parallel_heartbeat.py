@@ -18,10 +18,10 @@ import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from throughline.models.config import GPTConfig  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.objective import prepare  # noqa: E402
 from throughline.train.parallel import heartbeat as module  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.heartbeat import Heartbeat, HeartbeatRecord, name_behind, read_place  # noqa: E402
 from throughline.train.parallel.ranks import Lost, Ranks  # noqa: E402
 

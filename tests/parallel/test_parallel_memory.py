@@ -8,11 +8,11 @@ torch = pytest.importorskip("torch")
 
 from throughline.models.config import GPTConfig  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
+from throughline.prove.proof import LENGTH as ROW_LENGTH  # noqa: E402
+from throughline.prove.proof import Case, own_rows  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
-from throughline.train.proof import LENGTH as ROW_LENGTH  # noqa: E402
-from throughline.train.proof import Case, own_rows  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 

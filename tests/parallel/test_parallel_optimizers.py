@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from throughline.planner.layout import Layout
-from throughline.train.checkpoint import CheckpointWriter, restore
-from throughline.train.layout_engine import LayoutEngine
-from throughline.train.parallel.forked import run_ranks, warm
-from throughline.train.parallel.ranks import Ranks
-from throughline.train.proof import (
+from throughline.prove.forked import run_ranks, warm
+from throughline.prove.proof import (
     SEED,
     Case,
     Prover,
@@ -21,6 +18,9 @@ from throughline.train.proof import (
     reference,
     value_of,
 )
+from throughline.train.checkpoint import CheckpointWriter, restore
+from throughline.train.layout_engine import LayoutEngine
+from throughline.train.parallel.ranks import Ranks
 from throughline.train.step import train_step
 
 LAYOUTS = {

@@ -17,10 +17,10 @@ torch = pytest.importorskip("torch")
 
 from throughline.benchmarks import prove_layouts  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
+from throughline.prove.proof import BOUNDS, Case, Prover, make_trainer, own_rows, read_table  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
-from throughline.train.proof import BOUNDS, Case, Prover, make_trainer, own_rows, read_table  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
 # every axis, every schedule and every sharding at least once, with both families

@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel import rates as module  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.ranks import Ranks  # noqa: E402
 from throughline.train.parallel.rates import Rates, measure, slowest  # noqa: E402
 

@@ -12,12 +12,12 @@ from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.data.shard import write_index  # noqa: E402
 from throughline.models.config import AttentionPattern  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
+from throughline.prove.proof import Case, Prover  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.checkpoint import load_model  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
-from throughline.train.proof import Case, Prover  # noqa: E402
 from throughline.train.recipe import Recipe, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402
 

@@ -9,8 +9,8 @@ from throughline.planner.cost import PARTS, kernel_totals, step_time
 from throughline.planner.hardware import find_cluster
 from throughline.planner.memory import activation_bytes
 from throughline.planner.software import find_software, software_names
-from throughline.planner.validate import medians, published_cases, replay, replay_limits, replay_memory
 from throughline.planner.work import Layouts, Work
+from throughline.prove.validate import medians, published_cases, replay, replay_limits, replay_memory
 
 
 def test_published_times() -> None:

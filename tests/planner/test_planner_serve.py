@@ -10,10 +10,10 @@ from throughline.planner.serve import (
     UTILISATION,
     cache_bytes,
     forward_seconds,
-    latency_errors,
     plan_service,
     serve,
 )
+from throughline.prove.validate import latency_errors
 
 
 def test_published_latencies() -> None:

@@ -10,11 +10,11 @@ import torch
 from throughline.core.errors import WrongUse
 from throughline.core.recipe import build_recipe, load_recipe
 from throughline.data.loader import Loader
+from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import RunPlan, plan_run
 from throughline.train.checkpoint import load_model
 from throughline.train.loop import train
 from throughline.train.metrics import read_metrics
-from throughline.train.parallel.forked import run_ranks, warm
 from throughline.train.recipe import Recipe, resolve
 from throughline.train.rules import RULES
 from throughline.train.schedule import learning_rate_factor

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Stopped
+from throughline.prove.forked import run_ranks, warm
 from throughline.train import loop
 from throughline.train.build import plan_run
 from throughline.train.checkpoint import CheckpointWriter
 from throughline.train.metrics import read_metrics
-from throughline.train.parallel.forked import run_ranks, warm
 from throughline.train.recipe import Recipe
 
 ROWS = 8

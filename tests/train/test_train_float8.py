@@ -15,11 +15,11 @@ from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.models.config import GPTConfig  # noqa: E402
 from throughline.models.init import build  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
+from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.train.attention import fit_attention  # noqa: E402
 from throughline.train.float8 import check_products, convert_products  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.objective import prepare  # noqa: E402
-from throughline.train.parallel.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.recipe import Recipe, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402

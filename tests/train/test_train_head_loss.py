@@ -3,11 +3,11 @@
 import pytest
 import torch
 from throughline.planner.layout import Layout
+from throughline.prove.forked import warm
+from throughline.prove.proof import Case, Prover
 from throughline.train import head_loss
 from throughline.train.head_loss import head_loss_sum
 from throughline.train.loss import IGNORED
-from throughline.train.parallel.forked import warm
-from throughline.train.proof import Case, Prover
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -20,8 +20,8 @@ from throughline.models.huggingface import to_huggingface
 from throughline.models.huggingface_heads import head_to_huggingface
 from throughline.models.init import build
 from throughline.planner.layout import Layout
+from throughline.prove.forked import run_ranks, warm
 from throughline.train.layout_engine import LayoutEngine
-from throughline.train.parallel.forked import run_ranks, warm
 from throughline.train.parallel.mesh import make_mesh, start_group
 from throughline.train.weights_in import adopt, open_weights, start_from
 

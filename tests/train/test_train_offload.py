@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from throughline.core.errors import WrongUse
+from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import RunPlan, build_trainer, plan_run
 from throughline.train.checkpoint import load_model
 from throughline.train.loop import train
 from throughline.train.metrics import read_metrics
-from throughline.train.parallel.forked import run_ranks, warm
 from throughline.train.recipe import Recipe
 
 FIGURES = ("step", "loss", "grad_norm", "lr", "skipped")

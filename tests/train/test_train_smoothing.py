@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import (
     RunPlan,
     StepBatches,
@@ -13,7 +14,6 @@ from throughline.train.build import (
     training_rows,
     validation_rows,
 )
-from throughline.train.parallel.forked import run_ranks, warm
 from throughline.train.parallel.mesh import Mesh, make_mesh, start_group
 from throughline.train.recipe import Recipe
 from throughline.train.step import train_step

@@ -7,9 +7,9 @@ from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.recipe import build_recipe, load_recipe, shipped_recipes
 from throughline.planner.layout import layout_problems
+from throughline.prove.twin import PROCESSES, twin
 from throughline.train.recipe import Recipe, resolve
 from throughline.train.rules import RULES
-from throughline.train.twin import PROCESSES, twin
 
 PRETRAINING = [name for name in shipped_recipes() if not name.startswith("finetune")]
 
@@ -74,7 +74,7 @@ def test_a_recipe_is_proven(layout: tuple[str, ...]) -> None:
 
 def test_a_layout_that_is_not_equal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 3, with the bounds that are broken: here those of copies are set below what rounding allows."""
-    from throughline.train import proof
+    from throughline.prove import proof
 
     monkeypatch.setitem(proof.BOUNDS, "fp64", {"loss": -1.0})
     words = ["data.train=tokens", "train.precision=fp64", "parallel.data=2"]

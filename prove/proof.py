@@ -23,17 +23,17 @@ from ..core.recipe import build_recipe
 from ..models.config import FAMILIES, ModelConfig
 from ..models.init import build, initial_values
 from ..planner.layout import Layout, layout_problems
-from .attention import fit_attention
-from .engine import Engine
-from .layout_engine import LayoutEngine
-from .objective import StepBatch, prepare
-from .optimizers import build_optimizer
-from .parallel.forked import run_ranks
-from .parallel.mesh import make_mesh, start_group
-from .precision import HALVES, LossScaler, weight_dtype
-from .recipe import Recipe
-from .single_engine import SingleEngine
-from .step import Trainer, train_step
+from ..train.attention import fit_attention
+from ..train.engine import Engine
+from ..train.layout_engine import LayoutEngine
+from ..train.objective import StepBatch, prepare
+from ..train.optimizers import build_optimizer
+from ..train.parallel.mesh import make_mesh, start_group
+from ..train.precision import HALVES, LossScaler, weight_dtype
+from ..train.recipe import Recipe
+from ..train.single_engine import SingleEngine
+from ..train.step import Trainer, train_step
+from .forked import run_ranks
 
 STEPS, ROWS, LENGTH, LEARNING_RATE, CLIP_NORM, SEED = 10, 16, 32, 1e-3, 0.5, 7
 SCALE = (

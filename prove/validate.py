@@ -14,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from ..core.console import table
+from ..core.hardware import Chip
+from ..models.config import ModelConfig
 from ..models.presets import preset
-from .constants import FITTED, Constants
-from .cost import step_time
-from .hardware import Cluster, find_cluster
-from .memory import capacity_bytes, device_terms, needed_bytes
-from .software import Software, find_software
-from .work import RECOMPUTES, SHARDINGS, Layouts, Work
+from ..planner.constants import FITTED, Constants
+from ..planner.cost import step_time
+from ..planner.hardware import Cluster, find_cluster
+from ..planner.memory import capacity_bytes, device_terms, needed_bytes
+from ..planner.serve import FITTED as SERVE_FITTED
+from ..planner.serve import ServeConstants, forward_seconds
+from ..planner.software import Software, find_software
+from ..planner.work import RECOMPUTES, SHARDINGS, Layouts, Work
 
-PUBLISHED = Path(__file__).with_name("published")
+PUBLISHED = Path(__file__).parents[1] / "planner" / "published"
 
 
 @dataclass(frozen=True)
@@ -234,3 +238,31 @@ def validation(all_rows: bool) -> tuple[dict[str, Any], list[str], bool]:
         ],
     }
     return facts, lines, mean <= GOALS["mean of table medians"] and worst <= GOALS["memory"] and not wrong
+
+
+def published_latencies() -> list[tuple[Chip, ModelConfig, int, int, str, float]]:
+    """Chip, model, length, batch, precision and seconds of every published engine latency."""
+    rows = json.loads((PUBLISHED / "tensorrt_bert.json").read_text(encoding="utf-8"))["rows"]
+    return [
+        (
+            find_cluster(row["on"]).chip,
+            preset(row["model"]),
+            row["length"],
+            batch,
+            precision,
+            milliseconds / 1e3,
+        )
+        for row in rows
+        for precision in ("fp16", "int8")
+        for batch, milliseconds in zip(row["batch"], row[precision + "_ms"], strict=True)
+        if milliseconds
+    ]
+
+
+def latency_errors(constants: ServeConstants = SERVE_FITTED) -> dict[str, list[float]]:
+    """Relative errors of every published latency, by chip."""
+    errors: dict[str, list[float]] = {}
+    for chip, config, length, batch, precision, seconds in published_latencies():
+        predicted = forward_seconds(config, chip, batch, length, length, precision, constants)
+        errors.setdefault(chip.key, []).append(predicted / seconds - 1)
+    return errors
