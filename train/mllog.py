@@ -35,7 +35,10 @@ def log_lines(events: list[Event], recipe: Recipe, config: ModelConfig) -> Itera
     """The log's lines in order of time. `events` of one run: started, running, evaluation, ..."""
     started = next(event for event in events if event["event"] == "started")
     running = next(event for event in events if event["event"] == "running")
-    evaluations = [event for event in events if event["event"] == "evaluation"]
+    evaluations: list[Event] = []
+    for event in events:
+        if event["event"] == "evaluation":  # one that a killed run made again counts once, as in its metrics
+            evaluations = [known for known in evaluations if known["samples"] < event["samples"]] + [event]
     first, run_start = started["time"], running["time"]
     yield _line(first, "cache_clear", True)
     yield _line(first, "init_start", None, "INTERVAL_START")

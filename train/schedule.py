@@ -27,7 +27,7 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "inverse-sqrt":
-        return math.sqrt(max(schedule.warmup_steps, 1) / (step + 1 + before))
+        return min(math.sqrt(max(schedule.warmup_steps, 1) / (after + before)), 1.0)
     if schedule.kind == "wsd":
         length = schedule.decay_steps or max(min(steps // 5, steps - schedule.warmup_steps), 1)
         start = steps - length

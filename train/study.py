@@ -170,7 +170,6 @@ def _stretch(name: str, recipe: Recipe, steps: int) -> Stretch:
         if plan.device.type == "cuda":
             torch.cuda.synchronize(plan.device)
         times.append(time.perf_counter() - start)
-        trainer.step += 1
     peak = torch.tensor([float(peak_bytes() if on_cpu else torch.cuda.max_memory_allocated(plan.device))])
     if mesh is not None:
         peak = mesh.world.all_reduce(peak.to(plan.device), torch.distributed.ReduceOp.MAX)

@@ -205,10 +205,8 @@ def test_residuals_follow_the_loss_scale() -> None:
     assert all((2 * one == other).all() and one.any() for one, other in zip(residuals, more, strict=True))
 
 
-def bert_losses(scheme: str) -> list[float]:
-    """The losses of a BERT over two processes, both terms together, by one scheme from the first step or the
-    fourth.
-    """
+def bert_steps(scheme: str) -> list[tuple[float, float]]:
+    """Loss and gradient norm of a BERT's steps over two processes, by one scheme from the first step or the fourth."""
     case = Case("", Layout(data=2), family="bert", precision="fp32")
     device = torch.device("cpu")
     start_group(device, 60)
@@ -225,18 +223,22 @@ def bert_losses(scheme: str) -> list[float]:
         engine.communication_hook = (
             Bf16Sum(engine.communicator) if scheme == "bf16" else PowerSum(engine.communicator, dense_steps=3)
         )
-    return [train_step(trainer, own_rows(case, engine, step), 1.0).loss for step in range(6)]
+    results = [train_step(trainer, own_rows(case, engine, step), 1.0) for step in range(6)]
+    return [(result.loss, result.grad_norm) for result in results]
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "powersgd", "one-bit-adam"])
 def test_a_bert_trains_alike(scheme: str) -> None:
-    """Its pair head and its unequal counts of both terms too: losses near those of one process, the same on
-    both.
+    """Its pair head and its unequal counts of both terms too: losses near those of one process, the same on both.
+
+    The norm that clips is the whole gradient's on any number of processes: 1-bit Adam estimates it (2.2 % deviation),
+    PowerSGD's first four factors miss 16 %; once too often over two processes it would be 41 % larger.
     """
     warm()
-    first, second = run_ranks(2, lambda: bert_losses(scheme))
-    expected = [
-        loss for loss, _ in reference(Case("", Layout(), family="bert", precision="fp32", steps=6)).steps
-    ]
-    assert first == second == pytest.approx(expected, abs=0.02)
-    assert first[:4] == pytest.approx(expected[:4], abs=1e-4 if scheme != "bf16" else 0.02)
+    first, second = run_ranks(2, lambda: bert_steps(scheme))
+    expected = reference(Case("", Layout(), family="bert", precision="fp32", steps=6)).steps
+    losses = [loss for loss, _ in expected]
+    assert first == second and [loss for loss, _ in first] == pytest.approx(losses, abs=0.02)
+    close = 1e-4 if scheme != "bf16" else 0.02
+    assert [loss for loss, _ in first[:4]] == pytest.approx(losses[:4], abs=close)
+    assert [norm for _, norm in first[:4]] == pytest.approx([norm for _, norm in expected[:4]], rel=0.2)

@@ -215,6 +215,20 @@ def test_each_start_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "starts").read_text().split() == ["0", "1", "2"]
 
 
+def test_a_start_that_lived_long_makes_the_count_of_restarts_begin_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One restart in a row is allowed, and three are needed: each start here counts as a steady one."""
+    monkeypatch.setattr(launch, "STEADY_SECONDS", 0.0)
+    program = tmp_path / "program"
+    program.write_text(
+        "#!/bin/sh\ntest $TORCHELASTIC_RESTART_COUNT = 3 || kill -9 $$\necho 0 done > $THROUGHLINE_EXIT_FILE\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert launch.run_processes(1, ["train"], restarts=1) == 0
+
+
 @pytest.mark.parametrize(("code", "starts", "answer"), [(2, 1, 2), (3, 1, 3), (1, 2, 1)])
 def test_a_users_error_on_any_process_is_final(
     code: int, starts: int, answer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,24 @@ def save_steps(directory: Path, trainer: Trainer, *steps: int, keep: int = 0) ->
     return writer
 
 
+def test_every_count_of_a_run_comes_back(
+    trainer: Trainer, make_plan: Callable[..., RunPlan], tmp_path: Path
+) -> None:
+    """Whatever number a step changes, those of the loss scale too: each is given another value here."""
+
+    def counts(of: Trainer) -> dict[str, Any]:
+        numbers = {name: value for name, value in vars(of).items() if type(value) is int}
+        return numbers | {"scale": of.scaler.scale, "good_steps": of.scaler.good_steps}
+
+    for index, name in enumerate(name for name in counts(trainer) if name in vars(trainer)):
+        setattr(trainer, name, 10 + index)
+    trainer.scaler.scale, trainer.scaler.good_steps = 8.0, 9
+    save_steps(tmp_path, trainer, 7)
+    other = build_trainer(make_plan("gpt"))
+    module.restore(tmp_path / "step-00000007", other)
+    assert counts(other) == counts(trainer) and len(set(counts(trainer).values())) == 6
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 

@@ -25,6 +25,20 @@ def test_rises_to_the_peak_then_never_rises_again(kind: str, warmup: int) -> Non
     assert all(later <= earlier for earlier, later in itertools.pairwise(values[warmup:]))
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear", "polynomial", "constant", "wsd", "inverse-sqrt"])
+@pytest.mark.parametrize("ramp", [None, (4, 4, 400), (60, 4, 7000), (4, 28, 7000)])
+def test_no_step_moves_the_rate_by_more_than_a_whole_batch_of_the_warm_up(
+    kind: str, ramp: tuple[int, int, int] | None
+) -> None:
+    """Whether the batch is whole when the warm-up ends or long after: every decay of 300 steps is flatter than that."""
+    train = {"steps": 300, "sequence_length": 8, "batch_rows": 64}
+    if ramp:
+        train["batch_ramp"] = dict(zip(("start_rows", "step_rows", "over_rows"), ramp))
+    recipe = build_recipe({"train": train, "schedule": {"kind": kind, "warmup_steps": 20}}, Recipe)
+    values = [learning_rate_factor(step, recipe) for step in range(300)]
+    assert max(abs(later - earlier) for earlier, later in itertools.pairwise(values)) <= 1 / 20 + 1e-12
+
+
 def test_warm_up_is_linear_and_its_first_step_moves() -> None:
     assert factors(kind="constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 

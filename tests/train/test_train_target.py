@@ -13,6 +13,8 @@ from throughline.core.workspace import read_records
 from throughline.train.build import RunPlan
 from throughline.train.evaluate import Validation
 from throughline.train.loop import train
+from throughline.train.mllog import log_lines
+from throughline.train.recipe import Recipe, model_config
 from throughline.train.sections import TargetSection
 from throughline.train.target import reached
 
@@ -72,6 +74,34 @@ def test_the_log_is_accepted_as_open_and_rejected_as_closed(bert_plan: RunPlan, 
         event for event in read_records(tmp_path / "run" / "events.jsonl") if event["event"] == "evaluation"
     ]
     assert said["eval_accuracy"]["value"] == events[-1]["figures"]["mlm_accuracy"]
+
+
+def test_what_a_killed_run_did_again_is_in_the_log_once(make_recipe: Callable[..., Recipe]) -> None:
+    """Evaluations after the save from which a run went on: the later ones stand, and what never came again goes."""
+    recipe = make_recipe("bert", train={"micro_batch_rows": 1}, parallel={"data": 2})
+    events = [
+        {"event": "started", "time": 0.0, "gpus": [], "cpu": "a processor"},
+        {"event": "running", "time": 1.0},
+        *(
+            {
+                "event": "evaluation",
+                "time": 2.0 + at,
+                "samples": samples,
+                "seconds": 0.1,
+                "figures": {"mlm_accuracy": at},
+            }
+            for at, samples in enumerate((200, 400, 600, 400))
+        ),
+    ]
+    said = list(log_lines(events, recipe, model_config(recipe, 64)))
+    found = [
+        (line["metadata"]["epoch_num"], line["value"]) for line in said if line["key"] == "eval_accuracy"
+    ]
+    assert found == [(200, 0), (400, 3)]
+    blocks = [line["metadata"] for line in said if line["key"] == "block_start"]
+    assert [(block["first_epoch_num"], block["epoch_count"]) for block in blocks] == [(0, 200), (200, 200)]
+    # a batch of four rows on two processes: each takes its two one by one
+    assert {line["key"]: line["value"] for line in said}["gradient_accumulation_steps"] == 2
 
 
 def test_a_target_that_is_not_reached_ends_with_the_steps(bert_plan: RunPlan, tmp_path: Path) -> None:
