@@ -9,14 +9,15 @@ server use.
 Shapes: B rows, S tokens given, N positions asked for, V vocabulary, H width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 Cache = Any  # what a backend keeps between calls; only that backend looks inside
 Array = Any  # numpy.ndarray on the CPU, torch.Tensor on a GPU; this module imports no torch
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,42 @@ class BackendOptions:
 
 AUTO = BackendOptions()
 RUNTIMES = ("torch", "torch-compiled", "onnxruntime", "openvino", "llamacpp", "tensorrt")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that one call takes: rows, and tokens with their padding. None = any number."""
+
+    rows: int | None = None
+    tokens: int | None = None
+
+    def within(self, other: "Limits") -> "Limits":
+        """What keeps both."""
+        pairs = ((self.rows, other.rows), (self.tokens, other.tokens))
+        return Limits(*(min((one for one in pair if one is not None), default=None) for pair in pairs))
+
+
+def batches(
+    items: Iterable[Item], length: Callable[[Item], int], limits: Limits, packed: bool = False
+) -> Iterator[list[Item]]:
+    """Items in their order, in batches within the limits; one that is beyond them alone goes alone.
+
+    A batch of rows is padded to the longest of them; `packed`: its rows stand behind one another in one line.
+    """
+    batch: list[Item] = []
+    filled = 0  # its tokens when packed, else its longest row
+    for item in items:
+        own = length(item)
+        more = filled + own if packed else max(filled, own)
+        tokens = more if packed else more * (len(batch) + 1)
+        full = len(batch) == limits.rows or (limits.tokens is not None and tokens > limits.tokens)
+        if batch and full:
+            yield batch
+            batch, more = [], own
+        batch.append(item)
+        filled = more
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +91,7 @@ class CausalBackend(Protocol):
     vocab_size: int
     context: int  # tokens of the longest sequence, prompt and answer together
     token_bytes: int  # of cache that one token takes; 0 where rows cannot be saved
+    limits: Limits
 
     def new_cache(self, rows: int) -> Cache:
         """An empty cache for `rows` sequences."""
@@ -97,6 +135,7 @@ class OneCall:
     """What an encoder inherits that takes one call after another."""
 
     lanes = 1
+    limits = Limits()
 
     def lane(self) -> Any:
         """See `EncoderBackend.lane`."""
@@ -111,6 +150,7 @@ class EncoderBackend(Protocol):
     dtype: str
     vocab_size: int
     context: int
+    limits: Limits
     lanes: int  # calls that `lane` takes at once, each from a thread of its own
 
     def lane(self) -> "EncoderBackend":

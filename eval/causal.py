@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.allocator import return_freed_memory
+from ..core.backend import Limits, batches
 from ..core.errors import Failed, WrongUse
 from ..core.files import sha256_json
 from ..core.scorer import Question, Score, Scored, check_question
@@ -88,9 +89,8 @@ class CausalScorer(CausalText):
             check_question(question, self.window)
         trees = {index: plant(question, self.window) for index, question in enumerate(questions)}
         returned = time.monotonic()
-        for batch in batches(
-            {index: tree.tokens for index, tree in trees.items()}, self.batch_tokens, self.batch_questions
-        ):
+        limits = Limits(self.batch_questions, self.batch_tokens)
+        for batch in longest_first({index: tree.tokens for index, tree in trees.items()}, limits):
             yield from halving(batch, lambda part: self._answer([trees[index] for index in part]))
             if (
                 time.monotonic() - returned > RETURN_SECONDS
@@ -153,18 +153,10 @@ def default_batch_tokens(weight_VW: Tensor) -> int:
     return whole_blocks(512 if weight_VW.shape[1] < NARROW else 256)
 
 
-def batches(sizes: dict[int, int], budget: int, most: int | None = None) -> Iterator[list[int]]:
-    """Indices in batches of at most `budget` tokens (one question may exceed it alone), the longest first."""
-    batch: list[int] = []
-    filled = 0
-    for index in sorted(sizes, key=lambda index: (-sizes[index], index)):
-        if batch and (filled + sizes[index] > budget or len(batch) == most):
-            yield batch
-            batch, filled = [], 0
-        batch.append(index)
-        filled += sizes[index]
-    if batch:
-        yield batch
+def longest_first(sizes: dict[int, int], limits: Limits) -> Iterator[list[int]]:
+    """Questions by index in batches, the longest first; their tokens stand behind one another."""
+    order = sorted(sizes, key=lambda index: (-sizes[index], index))
+    return batches(order, sizes.__getitem__, limits, packed=True)
 
 
 def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ...]]]) -> Iterator[Scored]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ..core.backend import CausalBackend, EncoderBackend
+from ..core.backend import CausalBackend, EncoderBackend, Limits, batches
 from ..core.errors import WrongUse
 from ..core.files import sha256_json
+from ..core.logits import log_sum
 from ..core.scorer import Question, Score, Scored, check_question
 from ..core.version import programs
-from .causal import batches, halving
+from .causal import halving, longest_first
 from .causal_text import CausalText
 from .masked import MaskedText, Row
 from .tree import Tree, plant
@@ -63,7 +64,8 @@ class ExportedScorer(CausalText):
         for question in questions:
             check_question(question, self.window)
         trees = {index: plant(question, self.window) for index, question in enumerate(questions)}
-        for batch in batches({index: tree.tokens for index, tree in trees.items()}, self.batch_tokens):
+        sizes = {index: tree.tokens for index, tree in trees.items()}
+        for batch in longest_first(sizes, Limits(tokens=self.batch_tokens)):
             yield from halving(batch, lambda part: self._answer([trees[index] for index in part]))
 
     def generate(
@@ -129,6 +131,7 @@ class ExportedScorer(CausalText):
     def _groups(self, lengths: list[int], past: list[int], most: int) -> Iterator[slice]:
         """Runs of rows for one call: few enough logits, and no row's padding reaches behind the context."""
         at_once = max(1, LOGITS // (max(most, 1) * self.backend.vocab_size))
+        at_once = min(at_once, self.backend.limits.rows or at_once)
         start = 0
         for row in range(1, len(lengths) + 1):
             full = row - start == at_once
@@ -181,9 +184,10 @@ class ExportedMaskedScorer(MaskedText):
         begins = np.searchsorted(owner, np.arange(len(lines) + 1))
         most = int(np.diff(begins).max())  # asked of one line
         found = []
-        at_once = max(1, min(self.batch_tokens // lines.shape[1], LOGITS // self.backend.vocab_size // most))
-        for first in range(0, len(lines), at_once):
-            ids = lines[first : first + at_once]
+        at_once = Limits(max(1, LOGITS // self.backend.vocab_size // most), self.batch_tokens)
+        limits = at_once.within(self.backend.limits)
+        for batch in batches(range(len(lines)), lambda _: lines.shape[1], limits):
+            first, ids = batch[0], lines[batch]
             part = slice(begins[first], begins[first + len(ids)])
             line = owner[part] - first
             nth = np.arange(part.start, part.stop) - begins[owner[part]]
@@ -204,8 +208,7 @@ class ExportedMaskedScorer(MaskedText):
 
 def _predicted(logits_TV: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of each target (T,): log-probability, and whether it is the arg-max."""
-    highest = logits_TV.max(axis=1, keepdims=True)
-    norm = highest[:, 0] + np.log(np.exp(logits_TV - highest).sum(axis=1, dtype=np.float32))
+    norm = log_sum(logits_TV)[:, 0]
     return logits_TV[np.arange(len(targets)), targets] - norm, logits_TV.argmax(axis=1) == targets
 
 

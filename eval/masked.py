@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.backend import Limits
 from ..core.errors import WrongUse
 from ..core.files import sha256_json
 from ..core.scorer import Ids, Question, Score, Scored, check_question
 from ..models.bert import BERT
 from ..models.linear import one_kernel
-from .causal import batches, default_batch_tokens, halving
+from .causal import default_batch_tokens, halving, longest_first
 from .items import MASK
 from .logits import computed_by, token_logprobs, whole_blocks
 
@@ -107,7 +108,7 @@ class MaskedText:
             check_question(question, self.window, mask=self.mask)
             rows[index] = [self._row(context, continuation) for context, continuation in question.pairs]
         sizes = {index: sum(len(row.ids) * row.lines for row in row_list) for index, row_list in rows.items()}
-        for batch in batches(sizes, self.batch_tokens):
+        for batch in longest_first(sizes, Limits(tokens=self.batch_tokens)):
             yield from halving(batch, lambda part: self._answer([rows[index] for index in part]))
 
     def lost(self, question: Question) -> int:

@@ -13,8 +13,8 @@ from ...core.artifact import check_free, create_artifact
 from ...core.console import warn
 from ...core.errors import Refused
 from ...core.hardware import usable_cores
+from ...core.logits import divergence
 from ...models.config import GPTConfig, ModelConfig, family_of
-from ..graphs.parity import divergence
 from ..runtimes.backends import torch_backend
 from ..runtimes.source import open_model
 from .gguf_writer import INSTALL, GGUFPrecision, write_gguf

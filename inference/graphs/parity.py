@@ -14,6 +14,7 @@ import numpy as np
 
 from ...core.backend import CausalBackend, EncoderBackend
 from ...core.errors import Refused
+from ...core.logits import divergence
 from ..runtimes.backends import Loaded
 from ..serving.generation import Request
 from ..serving.slots import generate
@@ -204,16 +205,6 @@ class Tally:
             one_tie = self.rows - self.agreeing <= 1  # not as a share: 6/7 < 1 - 1/7 in floating point
             row["passed"] = row["passed"] and (one_tie or row["top1_agreement"] >= bounds.top1)
         return row
-
-
-def divergence(ours_NV: np.ndarray, theirs_NV: np.ndarray) -> np.ndarray:
-    """KL(ours || theirs) in nats of each row's distribution (N,)."""
-    with np.errstate(invalid="ignore"):
-        ours, theirs = (x - x.max(-1, keepdims=True) for x in (ours_NV, theirs_NV))
-        weights = np.exp(ours)
-        totals = (weights.sum(-1), np.exp(theirs).sum(-1))
-        ours -= theirs
-        return np.einsum("nv,nv->n", weights, ours) / totals[0] - np.log(totals[0]) + np.log(totals[1])
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import numpy as np
 
 from ...core.errors import WrongUse
 from ...core.files import sha256_file
+from ...core.logits import divergence, log_softmax
 from ..runtimes.backends import Loaded
-from .parity import PIECE_NUMBERS, Bounds, divergence
+from .parity import PIECE_NUMBERS, Bounds
 
 ROW_TOKENS = 128
 ROWS = 128  # of each half, 16,384 tokens: agreement of 98 % is then known to about 0.3 %
@@ -88,14 +89,14 @@ def compare_on_text(reference: Loaded, candidate: Loaded, rows: TextRows, bounds
         count += len(same)
         kl += float(divergence(ours_NV, theirs_NV).sum(dtype=np.float64))
         agreeing += float(same.sum())
-        best = np.exp(ours_NV.max(-1) - _log_sum(ours_NV))
+        best = np.exp(log_softmax(ours_NV).max(-1))
         decided = (ours_NV.argmax(-1) == truth_N if truth_N is not None else True) & (best < CERTAIN)
         contested += float(np.sum(decided))
         contested_agreeing += float((same & decided).sum())
         if truth_N is not None:
             for side, logits in enumerate((ours_NV, theirs_NV)):
-                right = np.take_along_axis(logits, truth_N[:, None], -1)[:, 0]
-                losses[side] += float((_log_sum(logits) - right).sum(dtype=np.float64))
+                right = np.take_along_axis(log_softmax(logits), truth_N[:, None], -1)
+                losses[side] -= float(right.sum(dtype=np.float64))
     share = contested_agreeing / contested if contested else None
     report: dict[str, Any] = {
         "source": rows.source,
@@ -130,11 +131,6 @@ def allowed_disagreements(predictions: int, bound: float) -> int:
         if chance >= 1 - LEVEL:
             break
     return max(likely, 1)
-
-
-def _log_sum(logits_NV: np.ndarray) -> np.ndarray:
-    largest = logits_NV.max(-1)
-    return largest + np.log(np.exp(logits_NV - largest[:, None]).sum(-1))
 
 
 def _predictions(reference: Loaded, candidate: Loaded, rows: TextRows) -> Any:

@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import Span
+from ...core.backend import Limits, Span
 from ...core.errors import Refused, WrongUse
 from ...core.hardware import usable_cores
+from ...core.logits import library
 from ...models.config import BERTConfig, GPTConfig
 from ..graphs.graph_options import ONE_PROMPT
 from .onnx_cache import OnnxCache, aligned_zeros, rows_apart, stepped
-from .sampler import beside, copy_of, library
+from .sampler import beside, copy_of
 from .spans import Call, rectangles, scatter_logits
 
 BINDINGS = 16  # kept for decode steps: one for each number of rows
@@ -136,6 +137,7 @@ class OnnxCausal:
     """A GPT graph (`core.backend.CausalBackend`)."""
 
     name = "onnxruntime"
+    limits = Limits()
 
     def __init__(
         self,
@@ -317,6 +319,7 @@ class OnnxEncoder:
     """A BERT graph (`core.backend.EncoderBackend`)."""
 
     name = "onnxruntime"
+    limits = Limits()
 
     def __init__(
         self,

@@ -13,24 +13,17 @@
 Letters: B rows, V vocabulary, R those rows that need a step, N positions, K most probable tokens.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ...core.logits import Array, library, log_sum
 from .sampling import Sampling
 
 LEADING = (
     1024  # most probable tokens that are looked at first: top-k gains by it, top-p over wide nuclei does not
 )
-Array = Any  # a NumPy array or a torch tensor
-
-
-def library(array: Array) -> Any:
-    """The module whose array this is, numpy or torch."""
-    return np if isinstance(array, np.ndarray) else sys.modules["torch"]
 
 
 def beside(array: Array, values: np.ndarray) -> Array:
@@ -207,8 +200,7 @@ class Probabilities:
 def probabilities(logits_NV: Array, ids_N: Array, most: int) -> Probabilities:
     """The model's own log-probabilities, before any filter, one transfer for all of them."""
     xp, k = library(logits_NV), min(most, logits_NV.shape[1])
-    largest_N1 = xp.amax(logits_NV, axis=1, keepdims=True)
-    norm_N1 = largest_N1 + xp.log(xp.exp(logits_NV - largest_N1).sum(1)[:, None])
+    norm_N1 = log_sum(logits_NV)
     of_N1 = logits_NV[beside(logits_NV, np.arange(len(logits_NV))), ids_N][:, None] - norm_N1
     if xp is np:
         found = np.argpartition(-logits_NV, k - 1, axis=1)[:, :k] if k else np.zeros((len(logits_NV), 0), int)

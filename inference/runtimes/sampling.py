@@ -1,4 +1,4 @@
-"""How a request chooses its next token, and log-probabilities on the host. Choosing itself is `sampler`."""
+"""How a request chooses its next token. Choosing itself is `sampler`."""
 
 from dataclasses import dataclass
 
@@ -56,9 +56,3 @@ class Sampling:
 
 
 GREEDY = Sampling(temperature=0.0)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities over the last axis."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import Span
-from .sampler import library
+from ...core.backend import Limits, Span
+from ...core.logits import library
 
 FILLED = 0.8  # share of real tokens that several prompts in one call must have
 
@@ -108,6 +108,7 @@ class StepsByForward:
 
     context: int
     token_bytes = 0
+    limits = Limits()
     forward: Callable[..., np.ndarray]
 
     def step(self, spans: Sequence[Span], cache: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...core.backend import OneCall, Span
+from ...core.backend import Limits, OneCall, Span
 from ...models.bert import BERT
 from ...models.cache import KeyValueCache
 from ...models.gpt import GPT
@@ -23,6 +23,7 @@ class TorchCausal:
     """A GPT module with its key-value cache (`core.backend.CausalBackend`)."""
 
     name = "torch"
+    limits = Limits()
 
     def __init__(self, model: GPT) -> None:
         self.model = model.eval()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import EncoderBackend
+from ...core.backend import EncoderBackend, Limits, batches
 from ...core.errors import WrongUse
 from ...core.hardware import usable_cores
 from ...data.tokenizer import Tokenizer
@@ -141,31 +141,25 @@ def _encode_part(
     return answers
 
 
-def take_batch(texts: Sequence[Encoding], device: str) -> list[Encoding]:
-    """The first text with those of the others that are nearest in length, up to the device's `BATCH_TOKENS`, padded."""
-    most = BATCH_TOKENS["cpu" if device == "cpu" else "cuda"]
+def batch_limits(backend: EncoderBackend) -> Limits:
+    """What the runtime takes, and on its device the tokens beyond which a batch gains nothing."""
+    return backend.limits.within(Limits(tokens=BATCH_TOKENS["cpu" if backend.device == "cpu" else "cuda"]))
+
+
+def take_batch(texts: Sequence[Encoding], limits: Limits) -> list[Encoding]:
+    """The first text with those of the others that are nearest in length."""
     first = texts[0]
     nearest = sorted(texts, key=lambda text: (text is not first, abs(len(text.ids) - len(first.ids))))
-    batch: list[Encoding] = []
-    longest = 0
-    for text in nearest:
-        longest = max(longest, len(text.ids))
-        if batch and longest * (len(batch) + 1) > most:
-            break
-        batch.append(text)
-    return batch
+    return next(batches(nearest, lambda text: len(text.ids), limits))
 
 
 def embed(backend: EncoderBackend, rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
     """Embeddings of texts given by their ids, each of length 1, float32 (B, H); batched by length."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     vectors: dict[int, np.ndarray] = {}
-    while order:
-        batch = [Encoding(rows[i]) for i in order]
-        size = len(take_batch(batch, backend.device))  # sorted by length, so the nearest are the next ones
-        answers = encode_batch(backend, batch[:size], pad_id)
-        vectors |= {i: unit(answer["sentence_embedding"]) for i, answer in zip(order, answers)}
-        order = order[size:]
+    for batch in batches(order, lambda i: len(rows[i]), batch_limits(backend)):
+        answers = encode_batch(backend, [Encoding(rows[i]) for i in batch], pad_id)
+        vectors |= {i: unit(answer["sentence_embedding"]) for i, answer in zip(batch, answers)}
     return np.stack([vectors[i] for i in range(len(rows))])
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ...core.backend import CausalBackend, EncoderBackend
 from ...core.console import warn
 from ...core.errors import Failed
-from .encoding import Encoding, encode_batch, take_batch
+from .encoding import Encoding, batch_limits, encode_batch, take_batch
 from .generation import Request, TextDelta
 from .slots import Sequence as Generation
 from .slots import SlotBatch
@@ -166,7 +166,7 @@ class EncoderEngine(Engine[Reading]):
         """The oldest text with those queued ones that are nearest in length."""
         texts = {id(job.text): job for job in self._queue}
         queued = [job.text for job in self._queue]
-        self._batch = [texts[id(text)] for text in take_batch(queued, self._backend.device)]
+        self._batch = [texts[id(text)] for text in take_batch(queued, batch_limits(self._backend))]
         taken = {job.number for job in self._batch}
         self._queue = deque(job for job in self._queue if job.number not in taken)
         now_s = time.monotonic()

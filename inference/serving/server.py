@@ -20,6 +20,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 
 from ...core.errors import Failed, ThroughlineError, WrongUse
+from ...core.logits import log_softmax
 from ...core.version import version
 from .api_types import (
     ChatBody,
@@ -385,8 +386,7 @@ def _vector(vector_H: np.ndarray, encoding: str) -> list[float] | str:
 
 
 def _shares(logits_C: np.ndarray) -> np.ndarray:
-    weights_C = np.exp(logits_C.astype(np.float64) - logits_C.max())
-    return weights_C / weights_C.sum()
+    return np.exp(log_softmax(logits_C.astype(np.float64)))
 
 
 def _score(logits_C: np.ndarray) -> float:

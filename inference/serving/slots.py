@@ -122,10 +122,10 @@ class SlotBatch:
         vocab_size: int | None = None,
         prefix_bytes: int = PREFIX_BYTES,
     ) -> None:
-        self.backend, self.slots = backend, slots
+        self.backend, self.slots = backend, min(slots, backend.limits.rows or slots)
         self._vocab_size = min(vocab_size or backend.vocab_size, backend.vocab_size)
         self._decode = decode
-        self._cache = backend.new_cache(slots)
+        self._cache = backend.new_cache(self.slots)
         self._live: list[Sequence] = []  # row i of the cache is self._live[i]
         self._prefixes = Prefixes(backend, prefix_bytes)
         self.waiting: deque[Sequence] = deque()
@@ -179,6 +179,7 @@ class SlotBatch:
         decoding = any(not sequence.filling for sequence in self._live)
         budget = CHUNK_TOKENS if decoding else IDLE_CHUNK_TOKENS
         budget = budget if self.backend.device == "cpu" else GPU_CHUNK_TOKENS
+        budget = min(budget, self.backend.limits.tokens or budget)
         sequences, spans = [], []
         for row, sequence in enumerate(self._live):
             if not sequence.filling:

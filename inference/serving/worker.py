@@ -19,9 +19,10 @@ import numpy as np
 
 from ...core.backend import BackendOptions
 from ...core.errors import Failed, ThroughlineError, WrongUse
+from ...core.logits import log_softmax
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_backend
-from ..runtimes.sampling import Sampling, log_softmax
+from ..runtimes.sampling import Sampling
 from .channel import Inbox, Message, error_message, pack, pack_arrays
 from .constrain import Grammars
 from .encoding import Encoding

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from throughline.core.backend import Limits
 from throughline.core.errors import Failed, WrongUse
 from throughline.core.scorer import Question
-from throughline.eval.causal import CausalScorer, batches
+from throughline.eval.causal import CausalScorer, longest_first
 from throughline.eval.exported import ExportedScorer
 from throughline.eval.logits import token_logprobs
 from throughline.eval.tree import plant
@@ -224,7 +225,7 @@ def test_out_of_memory_halves_the_batch(
 
 def test_batches_respect_the_budget_and_come_longest_first() -> None:
     sizes = dict(enumerate([5, 90, 40, 40, 7, 300]))
-    made = list(batches(sizes, 100))
+    made = list(longest_first(sizes, Limits(tokens=100)))
     assert made[0] == [5] and sorted(itertools.chain(*made)) == list(range(6))
     assert all(sum(sizes[i] for i in batch) <= 100 or len(batch) == 1 for batch in made)
 

@@ -3,15 +3,24 @@
 import threading
 
 import numpy as np
-from throughline.core.backend import BackendOptions
+from throughline.core.backend import BackendOptions, Limits
 from throughline.inference.runtimes.backends import open_backend
-from throughline.inference.serving.encoding import BATCH_TOKENS, Encoding, encode_batch, in_lanes, take_batch
+from throughline.inference.serving.encoding import (
+    BATCH_TOKENS,
+    Encoding,
+    batch_limits,
+    embed,
+    encode_batch,
+    in_lanes,
+    take_batch,
+)
 
 
 class Summing:
     """An encoder whose embedding of a text is the sum of its ids and the number of its masked places."""
 
     name, device, dtype, vocab_size, context = "summing", "cpu", "fp32", 100, 512
+    limits = Limits(rows=3)
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -60,13 +69,22 @@ def test_parts_have_about_as_many_tokens_and_none_is_empty() -> None:
 
 def test_a_batch_is_the_first_text_and_those_nearest_in_length() -> None:
     texts = texts_of([100, 500, 101, 99, 8, 102, 98, 97, 103, 104, 105, 96])
-    batch = take_batch(texts, "cpu")
+    cpu, cuda = (Limits(tokens=BATCH_TOKENS[device]) for device in ("cpu", "cuda"))
+    batch = take_batch(texts, cpu)
     longest = max(len(text.ids) for text in batch)
     assert batch[0] is texts[0] and longest * len(batch) <= BATCH_TOKENS["cpu"]
     near = sorted(abs(len(text.ids) - 100) for text in texts)[: len(batch)]
     assert sorted(abs(len(text.ids) - 100) for text in batch) == near
-    assert len(take_batch(texts, "cuda:0")) > len(batch)
-    assert len(take_batch(texts_of([5000, 5000]), "cpu")) == 1  # one too long goes alone
+    assert len(take_batch(texts, cuda)) > len(batch)
+    assert len(take_batch(texts_of([5000, 5000]), cpu)) == 1  # one too long goes alone
+
+
+def test_no_batch_is_beyond_what_the_runtime_takes() -> None:
+    """A runtime of three rows a call: four short texts are two calls, and the device's tokens count beside it."""
+    summing = Summing(1)
+    assert batch_limits(summing) == Limits(3, BATCH_TOKENS["cpu"])
+    embed(summing, [text.ids for text in texts_of([4, 30, 17, 5, 29, 600, 500])], 0)
+    assert [shape for shape, _ in summing.calls] == [(3, 17), (2, 30), (1, 500), (1, 600)]
 
 
 def test_lanes_of_a_graph_have_one_thread_each_and_the_same_answers(bert_onnx) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from throughline.core.backend import BackendOptions, Span
+from throughline.core.backend import BackendOptions, Limits, Span
 from throughline.core.errors import WrongUse
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.runtimes.backends import open_backend
@@ -92,6 +92,7 @@ class RememberingBackend:
     """
 
     name, device, dtype, vocab_size, context, token_bytes = "fake", "cpu", "fp32", 97, 400, 8
+    limits = Limits()
 
     def new_cache(self, rows: int) -> np.ndarray:
         return np.full((rows, self.context), -1)

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from throughline.core.logits import divergence
 from throughline.inference.graphs.parity import (
     BOUNDS,
     Tally,
     compare_scores,
-    divergence,
     sweep,
 )
 

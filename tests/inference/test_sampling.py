@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from throughline.core.errors import WrongUse
+from throughline.core.logits import log_softmax
 from throughline.inference.runtimes.sampler import Chooser, choose, filtered, penalised, probabilities
-from throughline.inference.runtimes.sampling import GREEDY, Sampling, log_softmax
+from throughline.inference.runtimes.sampling import GREEDY, Sampling
 
 NO_IDS = np.zeros(0, np.int64)
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from throughline.core.backend import BackendOptions, CausalBackend, Span
+from throughline.core.logits import log_softmax
 from throughline.inference.runtimes.backends import open_backend
-from throughline.inference.runtimes.sampling import Sampling, log_softmax
+from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.serving.generation import Request, TextDelta
 from throughline.inference.serving.slots import SlotBatch, common
 
