@@ -3,7 +3,7 @@
 #   docker build --target cuda  -t throughline:cuda  .   everything on a CUDA GPU
 #   docker build --target serve -t throughline:serve .   an endpoint for ONNX artifacts on the CPU, without torch
 # Beside the base image, serve installs 221 MB of packages (du -sm of pip install --target with containers/serve.txt,
-# 2026-11-22, onnxruntime most of them) and cpu 1,372 MiB (files of all that ".[fast]" requires, 2026-11-23, torch 722 of
+# 2026-11-22, onnxruntime most of them) and cpu 1,372 MiB (files of all that it requires but tokie, 2026-11-23, torch 722 of
 # them); cuda adds what torch's default wheel brings (of torch 2.15.0, by du -sm: torch 1,188 MB, NVIDIA's libraries 3,055,
 # Triton 999). Sizes of built images are to be added where an engine built them.
 # Each runs as a user without rights; models are mounted at /models.
@@ -16,7 +16,7 @@ COPY . .
 
 FROM base AS cpu
 RUN pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 \
-    && pip install -c constraints.txt ".[fast]"
+    && pip install -c constraints.txt .
 USER throughline
 WORKDIR /models
 ENTRYPOINT ["throughline"]
@@ -24,7 +24,7 @@ CMD ["--help"]
 
 FROM base AS cuda
 # the default wheels of torch carry the CUDA libraries; the host gives the driver (nvidia-container-toolkit)
-RUN pip install -c constraints.txt ".[fast]"
+RUN pip install -c constraints.txt .
 USER throughline
 WORKDIR /models
 ENTRYPOINT ["throughline"]

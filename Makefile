@@ -32,7 +32,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,fast,eval,bench,ray,docs,fp8]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,eval,bench,ray,docs,fp8]"
 	@for extra in tensorrt-rtx openvino; do \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$$extra]" || \
 		echo "$$extra does not install here: its tests are skipped"; done

@@ -9,7 +9,7 @@ from ..core import console
 from .common import throughline_command
 from .data_options import found_in_text, is_given, out_options, read_options, size_of, text_options
 
-BACKENDS = ("auto", "gigatoken", "bpe-numpy", "wordpiece-numpy", "char-numpy", "tokenizers")
+BACKENDS = ("auto", "gigatoken", "tokie", "char-numpy", "tokenizers")
 
 
 @click.group()

@@ -23,6 +23,8 @@ REQUIRED = (
     "numpy",
     "pyarrow",
     "tokenizers",
+    "gigatoken",
+    "tokie",
     "datasets",
     "safetensors",
     "pydantic",
@@ -31,7 +33,7 @@ REQUIRED = (
     "fastapi",
     "uvicorn",
 )
-OPTIONAL = {"gigatoken": "fast", "ray": "ray", "lm_eval": "eval", "transformers": "test"}  # package -> extra
+OPTIONAL = {"ray": "ray", "lm_eval": "eval", "transformers": "test"}  # package -> extra
 
 
 @click.command()

@@ -1,25 +1,21 @@
-"""Who turns text into ids: one adapter, several engines, all checked against the reference before they are
-used and now and then while they work.
+"""Who turns text into ids: one adapter, and a library for each type of tokenizer, which is checked against the
+reference before it is used and now and then while it works.
 
 Every backend has `name` and `encode_batch(list[str]) -> (ids int32 (tokens,), lengths int64 (texts,))`: flat
 arrays, because Python lists of ids cost five to eight times the encoding itself. The reference is the
 `tokenizers` library.
 """
 
-import json
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from ..core.console import warn
 from ..core.errors import Failed, MissingExtra, Refused, WrongUse
+from .encoders import Characters, Gigatoken, Tokie, split_ids
 from .tokenizer import Tokenizer
 
-CACHE_BYTES = 256 << 20  # of text per gigatoken instance: its cache of words has no limit of its own
-FEW_TEXTS = (
-    200_000  # gigatoken one by one: a microsecond more for each, but no half second for importing awkward
-)
 SAMPLE_BYTES = 1 << 15  # 10 ms of the reference
 WATCH_EVERY = 1 << 24  # characters of a backend at work between two looks at it
 WATCHED = 1 << 13  # characters of a look at most: a few ms of the reference
@@ -95,45 +91,6 @@ class Reference:
         self.encode_batch = tokenizer.encode_batch
 
 
-class Gigatoken:
-    """The `gigatoken` package (extra `fast`): BPE at over 100 MB per core-second. One thread: processes share
-    the cores.
-    """
-
-    name = "gigatoken"
-
-    def __init__(self, tokenizer: Tokenizer):
-        config = tokenizer.config
-        if any(not token["special"] for token in config.get("added_tokens") or []):
-            raise ValueError("the tokenizer has added tokens that are not special")
-        # without its added tokens it has no special text to recognise
-        self._config = json.dumps(config | {"added_tokens": [], "post_processor": None})
-        self._few = FEW_TEXTS
-        self._open()
-
-    def _open(self) -> None:
-        import gigatoken
-
-        self._engine = gigatoken.Tokenizer.from_json(self._config)
-        self._left = CACHE_BYTES
-
-    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        if not texts:
-            return np.empty(0, np.int32), np.empty(0, np.int64)
-        self._few -= len(texts)
-        if self._few >= 0:
-            found = list(map(self._engine.backend.encode, texts))
-            ids, lengths = np.concatenate(found), np.fromiter(map(len, found), np.int64, len(found))
-        else:
-            layout = self._engine.encode_batch(texts, parallel=False).layout
-            offsets = np.asarray(layout.offsets.data, np.int64)
-            ids, lengths = np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
-        self._left -= sum(map(len, texts))
-        if self._left < 0:
-            self._open()
-        return ids.view(np.int32), lengths
-
-
 class Watched:
     """A backend at work: of its first texts, and then once in WATCH_EVERY characters, one text is encoded by the
     reference too. Raises Failed where they differ.
@@ -168,83 +125,50 @@ class Watched:
             )
 
 
-class Characters:
-    """Characters through a table over code points."""
-
-    name = "char-numpy"
-
-    def __init__(self, tokenizer: Tokenizer):
-        vocab = {token: i for token, i in tokenizer.config["model"]["vocab"].items() if len(token) == 1}
-        self._table = np.full(0x110000, -1 if tokenizer.unk_id is None else tokenizer.unk_id, np.int32)
-        self._table[[ord(character) for character in vocab]] = list(vocab.values())
-
-    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        codes = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32)
-        return self._table[codes], np.fromiter(map(len, texts), np.int64, len(texts))
-
-
-def _numpy_bpe(tokenizer: Tokenizer) -> Backend:
-    from .engines_bpe import BPEEngine
-
-    return BPEEngine(tokenizer.to_json())
-
-
-def _numpy_wordpiece(tokenizer: Tokenizer) -> Backend:
-    from .engines_wordpiece import WordPieceEngine
-
-    return WordPieceEngine(tokenizer.to_json())
-
-
-# by type of tokenizer: the fastest first
-BACKENDS: dict[str, dict[str, Any]] = {
-    "bpe": {"gigatoken": Gigatoken, "bpe-numpy": _numpy_bpe},
-    "wordpiece": {"wordpiece-numpy": _numpy_wordpiece},
-    "char": {"char-numpy": Characters},
+# by type of tokenizer; what is not here the reference encodes
+BACKENDS: dict[str, Callable[[Tokenizer], Backend]] = {
+    "bpe": Gigatoken,
+    "wordpiece": Tokie,
+    "char": Characters,
 }
 
 
 def open_backend(
     tokenizer: Tokenizer, name: str = "auto", sample: Sequence[str] = (), check: bool = True
 ) -> Backend:
-    """The backend `name`, or with "auto" the fastest that is installed and agrees with the reference.
+    """The backend `name`, or with "auto" the fast one if it is installed and agrees with the reference.
 
     It is checked on NASTY and on the first texts of `sample`, unless `check` is off. Raises Refused when a
-    named backend differs (with "auto" a warning and the next one), MissingExtra when it is not installed,
-    WrongUse for another type.
+    named backend differs (with "auto" a warning, and the reference), MissingExtra when it is not installed,
+    WrongUse when it cannot encode this tokenizer.
     """
-    fitting = BACKENDS.get(tokenizer.type, {})
-    if name == "tokenizers":
+    make = BACKENDS.get(tokenizer.type)
+    fast = getattr(make, "name", "")
+    if name not in ("auto", "tokenizers", fast):
+        what = f"backend {name} cannot encode {tokenizer.type}"
+        fix = f"use auto or one of: {', '.join(filter(None, (fast, 'tokenizers')))}"
+        raise WrongUse(what, where="--backend", fix=fix)
+    if name == "tokenizers" or make is None:
         return Reference(tokenizer)
-    if name != "auto":
-        if name not in fitting:
-            able = ", ".join([*fitting, "tokenizers"])
-            what, fix = f"backend {name} cannot encode {tokenizer.type}", f"use auto or one of: {able}"
-            raise WrongUse(what, where="--backend", fix=fix)
-        try:
-            backend = fitting[name](tokenizer)
-        except ImportError as error:
-            if name == "gigatoken":
-                raise MissingExtra("gigatoken", "this backend", "throughline[fast]") from error
-            raise
-        except Exception as error:
-            what, fix = f"backend {name} cannot load this tokenizer", "use --backend auto or tokenizers"
+    try:
+        backend = make(tokenizer)
+    except ImportError as error:
+        if name != "auto":
+            raise MissingExtra(fast, "this backend", fast) from error
+        return Reference(tokenizer)
+    except Exception as error:  # a library that cannot load this tokenizer says so in its own way
+        what = f"backend {fast} cannot load this tokenizer"
+        if name != "auto":
+            fix = "use --backend auto or tokenizers"
             raise WrongUse(what, where="--backend", why=str(error), fix=fix) from error
-        if check and (why := difference(backend, tokenizer, sample)):
-            what = f"backend {name} differs from the tokenizers library"
-            raise Refused(what, why=why, fix="use --backend tokenizers")
+        warn(f"{what} ({error}); the tokenizers library encodes")
+        return Reference(tokenizer)
+    if not check or not (why := difference(backend, tokenizer, sample)):
         return backend
-    for candidate, make in fitting.items():
-        try:
-            backend = make(tokenizer)
-        except ImportError:
-            continue
-        except Exception as error:  # an engine that cannot load this tokenizer says so in its own way
-            warn(f"backend {candidate} cannot load this tokenizer ({error}); trying the next")
-            continue
-        why = difference(backend, tokenizer, sample)
-        if not why:
-            return backend
-        warn(f"backend {candidate} differs from the tokenizers library and is not used: {why}")
+    what = f"backend {fast} differs from the tokenizers library"
+    if name != "auto":
+        raise Refused(what, why=why, fix="use --backend tokenizers")
+    warn(f"{what} and is not used: {why}")
     return Reference(tokenizer)
 
 
@@ -264,9 +188,7 @@ def difference(backend: Backend, tokenizer: Tokenizer, sample: Sequence[str] = (
     expected, expected_lengths = tokenizer.encode_batch(texts)
     if np.array_equal(ids, expected) and np.array_equal(lengths, expected_lengths):
         return ""
-    ends, expected_ends = np.cumsum(lengths), np.cumsum(expected_lengths)
-    for text, end, length, right, right_length in zip(texts, ends, lengths, expected_ends, expected_lengths):
-        ours, theirs = ids[end - length : end], expected[right - right_length : right]
+    for text, ours, theirs in zip(texts, split_ids(ids, lengths), split_ids(expected, expected_lengths)):
         if why := _difference_of(text, ours, theirs):
             return why
     return "the number of texts differs"

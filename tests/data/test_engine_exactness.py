@@ -1,21 +1,20 @@
-"""Our NumPy engines give the ids of the `tokenizers` library: on every script, every code point, and whatever
-is nasty.
+"""gigatoken and tokie give the ids of the `tokenizers` library: on every script, every code point, and whatever is
+nasty; what they do otherwise is refused or left to it.
 """
 
 import bz2
 import gzip
 import json
-from functools import lru_cache
+import unicodedata
 
 import numpy as np
 import pytest
-import throughline.data.wordtable as wordtable
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from throughline.data.backends import NASTY
-from throughline.data.engines_bpe import BPEEngine
-from throughline.data.engines_wordpiece import WordPieceEngine
+from throughline.data.encoders import Gigatoken, Tokie
+from throughline.data.tokenizer import Tokenizer
 from tokenizers import models, normalizers, pre_tokenizers
 
 MORE = (
@@ -47,22 +46,45 @@ MORE = (
 )
 
 
+# every code point; of ideographs, Hangul and what is not assigned a sample
+ALIKE = (
+    (0x3400, 0x4DB0),
+    (0x4E00, 0x9FF0),
+    (0xAC00, 0xD7A0),
+    (0xE000, 0xF8F0),
+    (0x17000, 0x18800),
+    (0x20000, 0x10FFF0),
+)
+CODES = [
+    code for code in (*range(0xD800), *range(0xE000, 0x20000)) if not any(a <= code < b for a, b in ALIKE)
+]
+CODES += [code for first, last in ALIKE for code in (*range(first, min(last, 0x32000), 41), last)]
+
+
 @pytest.fixture(scope="module")
-def wordpiece(samples) -> str:
+def wordpiece(samples) -> Tokenizer:
     lines = (samples / "bert-base-uncased" / "vocab.txt").read_text("utf-8").splitlines()
-    return wordpiece_config({token: i for i, token in enumerate(lines)})
+    return bert_like({token: i for i, token in enumerate(lines)})
 
 
-def wordpiece_config(vocab, **normalizer) -> str:
+@pytest.fixture(scope="module")
+def characters() -> Tokenizer:
+    """A vocabulary of every assigned character, so that none hides in the unknown token."""
+    found = (chr(code) for code in CODES if unicodedata.category(chr(code)) not in ("Cn", "Co", "Cs"))
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(t for c in found for t in (c, f"##{c}"))]
+    return bert_like({token: i for i, token in enumerate(tokens)})
+
+
+def bert_like(vocab, **normalizer) -> Tokenizer:
     library = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     library.normalizer = normalizers.BertNormalizer(**normalizer)
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     library.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
-    return library.to_str()
+    return Tokenizer(library.to_str())
 
 
 @pytest.fixture(scope="module")
-def bpe(samples) -> str:
+def bpe(samples) -> Tokenizer:
     folder = samples / "gpt2-bpe"
     lines = (folder / "vocab.bpe").read_text("utf-8").split("\n")[1:]
     library = tokenizers.Tokenizer(
@@ -73,149 +95,93 @@ def bpe(samples) -> str:
     )
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.add_special_tokens(["<|endoftext|>"])
-    return library.to_str()
+    return Tokenizer(library.to_str())
 
 
-@lru_cache(maxsize=8)
-def library_of(config: str) -> tokenizers.Tokenizer:
-    library = tokenizers.Tokenizer.from_str(config)
-    library.encode_special_tokens = True
-    return library
+@pytest.fixture(scope="module", params=["wordpiece", "characters", "bpe"])
+def engine(request):
+    """(encoder, its tokenizer)"""
+    tokenizer = request.getfixturevalue(request.param)
+    return (Gigatoken if request.param == "bpe" else Tokie)(tokenizer), tokenizer
 
 
-def reference(config: str, texts: list[str]) -> list[list[int]]:
-    return [
-        encoding.ids for encoding in library_of(config).encode_batch_fast(texts, add_special_tokens=False)
-    ]
-
-
-def same(engine, config: str, texts: list[str]) -> None:
-    """The engine's ids equal the library's, text by text."""
-    ids, lengths = engine.encode_batch(texts)
-    expected = reference(config, texts)
+def same(engine, texts: list[str]) -> None:
+    """The encoder's ids equal the library's, text by text."""
+    encoder, tokenizer = engine
+    ids, lengths = encoder.encode_batch(texts)
+    expected, expected_lengths = tokenizer.encode_batch(texts)
     assert (ids.dtype, lengths.dtype) == (np.int32, np.int64)
-    assert lengths.tolist() == [len(right) for right in expected]
-    for text, stop, right in zip(texts, np.cumsum(lengths), expected):
-        assert ids[stop - len(right) : stop].tolist() == right, repr(text[:200])
+    assert lengths.tolist() == expected_lengths.tolist()
+    stops = np.cumsum(lengths)
+    for text, start, stop in zip(texts, stops - lengths, stops):
+        assert ids[start:stop].tolist() == expected[start:stop].tolist(), repr(text[:200])
 
 
-def both(wordpiece: str, bpe: str):
-    yield WordPieceEngine(wordpiece), wordpiece
-    yield walking(wordpiece), wordpiece
-    yield BPEEngine(bpe), bpe
-
-
-def walking(config: str) -> WordPieceEngine:
-    """An engine that walks the trie however few the words are."""
-    engine = WordPieceEngine(config)
-    engine._match.alone = 0
-    return engine
-
-
-def test_nasty_texts(wordpiece, bpe):
+def test_nasty_texts(engine):
     """One by one, all together, and again from the cache."""
     texts = [*NASTY, *MORE]
-    for engine, config in both(wordpiece, bpe):
-        for text in texts:
-            same(engine, config, [text])
-        same(engine, config, texts)
-        same(engine, config, ["".join(texts), " ".join(texts)])
-        assert [len(part) for part in engine.encode_batch([])] == [0, 0]
+    for text in texts:
+        same(engine, [text])
+    same(engine, texts)
+    same(engine, ["".join(texts), " ".join(texts)])
+    assert [len(part) for part in engine[0].encode_batch([])] == [0, 0]
 
 
-def test_every_language(wordpiece, bpe, shared):
-    for engine, config in both(wordpiece, bpe):
-        for path in sorted((shared / "data" / "multilingual").glob("*.json.gz")):
-            data = json.loads(gzip.decompress(path.read_bytes()))["data"]
-            texts = [paragraph["context"] for article in data[:12] for paragraph in article["paragraphs"]]
-            assert len(texts) > 20
-            same(engine, config, texts)
+def test_every_language(engine, shared):
+    for path in sorted((shared / "data" / "multilingual").glob("*.json.gz")):
+        data = json.loads(gzip.decompress(path.read_bytes()))["data"]
+        texts = [paragraph["context"] for article in data[:12] for paragraph in article["paragraphs"]]
+        assert len(texts) > 20
+        same(engine, texts)
 
 
-def test_a_novel(wordpiece, bpe, samples):
+def test_a_novel(engine, samples):
     path = sorted((samples / "novels").glob("*.bz2"))[0]
     text = bz2.decompress(path.read_bytes()).decode("utf-8", "replace")[:200_000]
-    for engine, config in both(wordpiece, bpe):
-        same(engine, config, [text, *text.split("\n\n")])
+    same(engine, [text, *text.split("\n\n")])
 
 
-def test_every_code_point(wordpiece, bpe):
-    """Each one between letters, doubled, and after a blank; of ideographs, Hangul and what is not assigned a
-    sample.
-    """
-    alike = [
-        (0x3400, 0x4DB0),
-        (0x4E00, 0x9FF0),
-        (0xAC00, 0xD7A0),
-        (0xE000, 0xF8F0),
-        (0x17000, 0x18800),
-        (0x20000, 0x10FFF0),
-    ]
-    codes = [*range(0xD800), *range(0xE000, 0x20000)]
-    for first, last in alike:
-        codes = [code for code in codes if not first <= code < last] + [
-            *range(first, min(last, 0x32000), 41),
-            last,
-        ]
+def test_every_code_point(engine):
+    """Each one between letters, doubled, and after a blank, 64 to a text."""
     texts = [
-        " ".join(f"a{c}b{c}{c}" for c in map(chr, codes[first : first + 512]))
-        for first in range(0, len(codes), 512)
+        " ".join(f"a{c}b{c}{c}" for c in map(chr, CODES[first : first + 64]))
+        for first in range(0, len(CODES), 64)
     ]
-    for engine, config in both(wordpiece, bpe):
-        same(engine, config, texts)
+    same(engine, texts)
 
 
-@pytest.mark.parametrize("make", [WordPieceEngine, walking, BPEEngine])
-def test_any_text(make, wordpiece, bpe):
-    config = bpe if make is BPEEngine else wordpiece
-    engine = make(config)
-    letters = st.sampled_from("aZé 'stmdlrve \n\t\u00a0\u3000.,!0½½中한ไ\u0301\u302e\x00\x1c\x85😀")
+def test_any_text(engine):
+    letters = st.sampled_from(
+        "aZé 'stmdlrve \n\t\u00a0\u3000.,!0½½中한ไ\u0301\u302e\u1b44\U00016ff0\x00\x7f\x1c\x85😀"
+    )
     text = st.one_of(st.text(letters, max_size=30), st.text(max_size=30))
 
     @settings(max_examples=300, deadline=None, derandomize=True)
     @given(st.lists(text, max_size=6))
     def check(texts):
-        same(engine, config, texts)
+        same(engine, texts)
 
     check()
 
 
-@pytest.mark.parametrize(
-    "normalizer",
-    [{"lowercase": False}, {"lowercase": True, "strip_accents": False}, {"handle_chinese_chars": False}],
-)
-def test_other_settings_of_berts_normalizer(wordpiece, normalizer):
-    vocab = tokenizers.Tokenizer.from_str(wordpiece).get_vocab()
-    config = wordpiece_config(vocab, **normalizer)
-    for make in (WordPieceEngine, walking):
-        same(make(config), config, [*NASTY, *MORE])
-
-
-def test_texts_longer_than_a_chunk_and_chunks_of_any_size(wordpiece, bpe, monkeypatch):
-    """Cutting a text, a full cache that is emptied, and words longer than any key change nothing."""
-    rng = np.random.default_rng(0)
-    pieces = [*"ab é中'", " ", "  ", "\n", ".", "word", "'s", "½", "ß", "x" * 40, "\u3000", " \n "]
-    texts = ["".join(rng.choice(pieces, size)) for size in (5, 900, 0, 300, 1)] + [
-        "a" * 600,
-        "é" * 600,
-        " " * 600,
-    ]
-    monkeypatch.setattr(wordtable, "LIMIT", 50)
-    for size in (1, 100):
-        monkeypatch.setattr(BPEEngine, "chunk", size)
-        monkeypatch.setattr(WordPieceEngine, "chunk", size)
-        for engine, config in both(wordpiece, bpe):
-            same(engine, config, texts)
+def test_a_cased_vocabulary(wordpiece):
+    tokenizer = bert_like(wordpiece.vocab, lowercase=False)
+    same((Tokie(tokenizer), tokenizer), [*NASTY, *MORE])
 
 
 def test_tokenizers_of_another_kind_are_refused(wordpiece, bpe):
-    for config, change in (
+    model, normalizer = wordpiece.config["model"], wordpiece.config["normalizer"]
+    for tokenizer, change in (
         (wordpiece, {"normalizer": None}),
-        (wordpiece, {"added_tokens": [json.loads(wordpiece)["added_tokens"][0] | {"special": False}]}),
-        (bpe, {"pre_tokenizer": {"type": "Whitespace"}}),
-        (bpe, {"pre_tokenizer": json.loads(bpe)["pre_tokenizer"] | {"add_prefix_space": True}}),
-        (bpe, {"normalizer": {"type": "NFC"}}),
-        (bpe, {"model": json.loads(bpe)["model"] | {"ignore_merges": True}}),
+        (wordpiece, {"normalizer": normalizer | {"strip_accents": False}}),
+        (wordpiece, {"normalizer": normalizer | {"handle_chinese_chars": False}}),
+        (wordpiece, {"normalizer": normalizer | {"clean_text": False}}),
+        (wordpiece, {"pre_tokenizer": {"type": "Whitespace"}}),
+        (wordpiece, {"model": model | {"max_input_chars_per_word": 50}}),
+        (wordpiece, {"model": model | {"vocab": {"[UNK]": 0, "a": 1}}}),
+        (wordpiece, {"added_tokens": [wordpiece.config["added_tokens"][0] | {"special": False}]}),
+        (bpe, {"added_tokens": [bpe.config["added_tokens"][0] | {"special": False, "content": "<tool>"}]}),
     ):
+        changed = Tokenizer(json.dumps(tokenizer.config | change), {})
         with pytest.raises(ValueError):
-            (WordPieceEngine if config is wordpiece else BPEEngine)(json.dumps(json.loads(config) | change))
+            (Tokie if tokenizer is wordpiece else Gigatoken)(changed)

@@ -312,7 +312,7 @@ def test_sizes_and_backends_of_the_command_line() -> None:
         8 << 20,
         2000,
     ]
-    assert set(CLI_BACKENDS) == {"auto", "tokenizers", *(name for kind in BACKENDS.values() for name in kind)}
+    assert set(CLI_BACKENDS) == {"auto", "tokenizers", *(made.name for made in BACKENDS.values())}
 
 
 def peak_mb(code: str) -> float:
