@@ -11,7 +11,7 @@ import hashlib
 import math
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,16 +128,20 @@ class Reference:
 
 
 def read_table(path: Path) -> list[Case]:
-    """The rows of a layout table, every one of them a legal layout."""
+    """The rows of a layout table, every one of them a legal layout; `also` names more precisions of a row."""
     cases = []
     for row in tomllib.loads(path.read_text())["layout"]:
+        more = row.pop("also", [])
         fields = {name: row.pop(name) for name in Layout.__dataclass_fields__ if name in row}
         if "layers_per_stage" in fields:
             fields["layers_per_stage"] = tuple(fields["layers_per_stage"])
         case = Case(layout=Layout(**fields), **row)
         problems = layout_problems(case.layout, case.config, LENGTH, ROWS, case.micro_rows)
         assert not problems, f"{path.name}, {case.name}: {problems[0]}"
-        cases.append(case)
+        cases += [
+            case,
+            *(replace(case, name=f"{precision}-{case.name}", precision=precision) for precision in more),
+        ]
     return cases
 
 

@@ -76,6 +76,13 @@ def test_table_covers_what_is_promised(table: dict[str, Case]) -> None:
         tuple(axis for axis in axes if getattr(case.layout, axis) > 1) for case in single
     }
     assert {case.precision for case in table.values()} == {"fp32", "fp64", "bf16", "fp16"}
+    families = ("gpt", "bert")
+    schedules = {case.layout.schedule for case in table.values() if case.layout.pipeline > 1}
+    halved = [case for case in table.values() if case.precision in ("bf16", "fp16")]
+    assert len(halved) >= 60
+    assert {(case.family, case.layout.schedule) for case in halved if case.layout.pipeline > 1} == {
+        (family, schedule) for family in families for schedule in schedules
+    }
     for precision in ("bf16", "fp16"):
         assert {case.bounds for case in table.values() if case.precision == precision} == {
             f"{precision} {kind}" for kind in ("copies", "shards", "cuts")
