@@ -46,20 +46,36 @@ def start_time(ranks: Number, cluster: Cluster, constants: Constants) -> Number:
     return constants.start_s * (1 + np.log2(np.maximum(ranks, 1)))
 
 
-def all_reduce(size: Number, ranks: Number, stride: Number, cluster: Cluster, constants: Constants) -> Number:
-    """Seconds of one sum over `ranks`: a ring sends 2 (n - 1) / n of the bytes. 0 for one rank."""
+def gather(
+    size: Number,
+    ranks: Number,
+    stride: Number,
+    cluster: Cluster,
+    constants: Constants,
+    calls: Number = 1,
+    rounds: int = 1,
+) -> Number:
+    """Seconds of all-gathers or reduce-scatters over `ranks`, `calls` of them with `size` bytes in all. A ring sends
+    (n - 1) / n of the bytes a round; one rank sends nothing.
+    """
     bandwidth = group_bandwidth(cluster, constants, ranks, stride)
-    return np.where(
-        ranks > 1, start_time(ranks, cluster, constants) + 2 * (ranks - 1) / ranks * size / bandwidth, 0.0
-    )
+    sent = rounds * (ranks - 1) / ranks * size / bandwidth
+    return np.where(ranks > 1, calls * start_time(ranks, cluster, constants) + sent, 0.0)
 
 
-def gather(size: Number, ranks: Number, stride: Number, cluster: Cluster, constants: Constants) -> Number:
-    """Seconds of one all-gather or reduce-scatter: half the traffic of a sum."""
+def all_reduce(
+    size: Number, ranks: Number, stride: Number, cluster: Cluster, constants: Constants, calls: Number = 1
+) -> Number:
+    """Seconds of sums over `ranks`: each goes round the ring twice."""
+    return gather(size, ranks, stride, cluster, constants, calls, rounds=2)
+
+
+def ring_sends(
+    size: Number, ranks: Number, stride: Number, cluster: Cluster, constants: Constants, calls: Number
+) -> Number:
+    """Seconds of `calls` sends to the next of a ring of `ranks`, all of them at once, with `size` bytes in all."""
     bandwidth = group_bandwidth(cluster, constants, ranks, stride)
-    return np.where(
-        ranks > 1, start_time(ranks, cluster, constants) + (ranks - 1) / ranks * size / bandwidth, 0.0
-    )
+    return np.where(ranks > 1, calls * constants.start_s + size / bandwidth, 0.0)
 
 
 def hop(size: Number, stride: Number, cluster: Cluster, constants: Constants) -> Number:

@@ -67,6 +67,7 @@ class Software:
     )
     one_ring: bool = False  # gathers between nodes use one adapter
     sequence_parallel: bool = False  # norms, dropout and residual divided by the tensor degree
+    layer_sums: int = 4  # of a layer over the tensor axis; 0: what our engine sends (traffic.py)
     overlap_data: bool = True  # gradients are summed during backward
     overlap_tensor: bool = False  # part of the tensor axis' traffic hides behind products
     every_logit: bool = True  # BERT: logits for all positions, not for the masked ones alone

@@ -1,18 +1,23 @@
 """The collectives of one step of a layout with their bytes, and the parameters that a process holds.
 
 Counted from the same tables that build the model, without building it. Bytes of a collective are those of its
-whole result: gathered, before scattering, or reduced; of a point-to-point one, those sent.
+whole result: gathered, before scattering, or reduced; of a point-to-point one, those sent. What a micro-batch sends
+is said for numbers and for arrays of layouts, so that the time model prices what is printed and what sockets carry.
 """
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from ..models.config import BERTConfig, ModelConfig
 from .layout import Layout
-from .software import Precision, find_software
+from .software import Precision, Software, find_software
 from .tables import (
     SIGNS_PER_SCALE,
     SKETCH,
@@ -24,6 +29,9 @@ from .tables import (
     low_rank_pays,
     shard_specs,
 )
+from .work import SHARDINGS
+
+Number = Any  # of one layout, or an array over many
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,14 @@ class StepShape:
     rank: int = 4  # of PowerSGD's factors
 
     @property
+    def software(self) -> Software:
+        """Ours, in this precision."""
+        return find_software("throughline", self.precision)
+
+    @property
     def numbers(self) -> Precision:
         """Bytes of a number in each role."""
-        return find_software("throughline", self.precision).precision
+        return self.software.precision
 
     @property
     def summed(self) -> int:
@@ -91,57 +104,111 @@ def traffic(config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank
     return [entry for entry in found if entry.calls]
 
 
+def tensor_sends(
+    config: ModelConfig,
+    software: Software,
+    tokens: Number,
+    targets: Number,
+    layers: Number,
+    tables: Number,
+    head: Number,
+    again: Number,
+) -> list[tuple[str, Number, Number]]:
+    """Kind, calls and bytes of all over the tensor axis in one micro-batch of a process with so many `layers`, with the
+    tables and the head or without (1 or 0). `again` is 1 where the layers are recomputed in full.
+
+    A matrix cut by columns gathers its input, gathers it once more for its weight's gradient, and scatters its input's
+    gradient; one cut by rows scatters its result and gathers the gradient of it. Other programs than ours make
+    `layer_sums` of a layer (Shoeybi et al. 2019, section 3), or as many pairs of a gather and a scatter.
+    """
+    numbers, bert = software.precision, isinstance(config, BERTConfig)
+    hidden = tokens * config.width * numbers.activation
+    if software.layer_sums:
+        calls = layers * software.layer_sums * (2 + again) / 2
+        kinds = ("all-gather", "reduce-scatter") if software.sequence_parallel else ("all-reduce",)
+        return [(kind, calls, calls * hidden) for kind in kinds]
+    columns = (1 if config.key_value_heads == config.heads else 2) + (2 if config.gated else 1)
+    gathers = layers * ((2 + again) * columns + 2) + tables + head
+    scatters = layers * (columns + 2 * (1 + again)) + tables + head * (not bert)
+    # of the loss: the largest logit, the normalisation and the logit of the target; of BERT also the rows it selects
+    sums = 3 * targets * max(numbers.weight, 4) + bert * targets * config.width * numbers.activation
+    return [
+        ("all-gather", gathers, gathers * hidden),
+        ("reduce-scatter", scatters, scatters * hidden),
+        ("all-reduce", head * (2 + bert), head * sums),
+    ]
+
+
+def context_sends(
+    config: ModelConfig, numbers: Precision, tokens: Number, tensor: Number, context: Number, again: Number
+) -> list[tuple[str, Number, Number]]:
+    """What a layer sends round the ring of the context axis in one micro-batch, calls and bytes of all. `again` is 1
+    where attention is recomputed.
+    """
+    part = 2 * tokens * np.maximum(config.key_value_heads // tensor, 1) * config.head_size
+    passes = (2 + again) * (context - 1)  # forwards, and once for backward
+    sums = max(numbers.activation, 4)  # home at last; added up in float32 at least
+    return [
+        ("keys and values", passes, passes * part * numbers.activation),
+        ("their gradients", context, context * part * sums),
+    ]
+
+
+def passed_bytes(config: ModelConfig, software: Software, tokens: Number, tensor: Number) -> Number:
+    """Of the activations of a micro-batch, or their gradients, on their way to another stage."""
+    return tokens / (tensor if software.split_sends else 1) * config.width * software.precision.sent
+
+
+def data_passes(sharding: Number, pipeline: Number, micro_batches: Number) -> tuple[Number, Number, Number]:
+    """How often a step gathers the weights of a layer, gathers the other weights, and scatters gradients. Sharded
+    weights are gathered for every pass of a micro-batch, others once; from zero2 on the gradients of every
+    micro-batch are scattered. A pipeline keeps both whole for the step.
+    """
+    alone = np.asarray(pipeline) == 1
+    streamed, scattered = alone & (np.asarray(sharding) == 3), alone & (np.asarray(sharding) >= 2)
+    return (
+        np.where(streamed, 2 * micro_batches, 1),
+        np.where(streamed, micro_batches, 1),
+        np.where(scattered, micro_batches, 1),
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def partial_parameters(config: ModelConfig) -> tuple[int, int, int]:
+    """Parameters whose gradients the tensor axis sums: of a layer, of the first stage's rest and of the last one's."""
+    first, last = (
+        [
+            spec
+            for spec in shard_specs(config, Layout(tensor=2, pipeline=2), Coordinates(stage))
+            if spec.placement == "partial"
+        ]
+        for stage in (0, 1)
+    )
+    layer = sum(spec.box.numel for spec in first if spec.name.startswith("blocks.0."))
+    rest = [sum(spec.box.numel for spec in specs if "blocks." not in spec.name) for specs in (first, last)]
+    return layer, rest[0], rest[1]
+
+
 def _tensor_traffic(
     config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
 ) -> Iterator[Traffic]:
     if layout.tensor == 1:
         return
-    whole = batch.rows * batch.length // layout.context * config.width
-    size = whole * batch.numbers.activation
-    columns = (1 if config.key_value_heads == config.heads else 2) + (2 if config.gated else 1)
-    gathers: Counter[int] = Counter()  # bytes of one call -> calls in a step
-    scatters: Counter[int] = Counter()
-    sums: Counter[int] = Counter()
-    n = batch.micro_batches
-    for stage in layout.stages_of(pipeline_rank):
-        layers = len(layout.layers_of(stage, config.layers))
-        again = batch.recompute == "full"
-        gathers[size] += n * layers * ((3 if again else 2) * columns + 2)
-        scatters[size] += n * layers * (columns + (4 if again else 2))
-        if stage == 0:  # the token table: partial sums out, gradients in
-            scatters[size] += n
-            gathers[size] += n
-        if stage == layout.stages - 1:
-            targets = batch.predicted if isinstance(config, BERTConfig) else whole // config.width
-            number = max(batch.numbers.weight, 4)
-            sums[targets * number] += n  # the largest logit
-            sums[2 * targets * number] += n  # the normalisation and the logit of the target
-            if isinstance(config, BERTConfig):
-                gathers[size] += n
-                sums[batch.predicted * config.width * batch.numbers.activation] += n
-            else:
-                gathers[size] += n
-                scatters[size] += n
-    for kind, counted in (("all-gather", gathers), ("reduce-scatter", scatters), ("all-reduce", sums)):
-        yield Traffic(
-            "tensor",
-            kind,
-            sum(counted.values()),
-            sum(size * calls for size, calls in counted.items()),
-            "rows and loss",
-        )
+    stages, n = layout.stages_of(pipeline_rank), batch.micro_batches
+    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in stages)
+    tokens = batch.rows * batch.length // layout.context
+    targets = batch.predicted if isinstance(config, BERTConfig) else tokens
+    ends = int(0 in stages), int(layout.stages - 1 in stages)
+    again = int(batch.recompute == "full")
+    for kind, calls, size in tensor_sends(config, batch.software, tokens, targets, layers, *ends, again):
+        yield Traffic("tensor", kind, n * calls, n * size, "rows and loss")
     partial = [
         spec.box.numel * batch.summed
         for spec in shard_specs(config, layout, Coordinates(pipeline_rank))
         if spec.placement == "partial"
     ]
-    yield Traffic(
-        "tensor",
-        "all-reduce",
-        len(bucket_slices(partial)),
-        sum(partial),
-        "gradients of norms, biases and tables",
-    )
+    calls = len(bucket_slices(partial))
+    yield Traffic("tensor", "all-reduce", calls, sum(partial), "gradients of norms, biases and tables")
 
 
 def _context_traffic(
@@ -150,47 +217,36 @@ def _context_traffic(
     if layout.context == 1:
         return
     layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
-    heads = max(config.key_value_heads // layout.tensor, 1)
-    part = 2 * batch.rows * batch.length // layout.context * heads * config.head_size
-    calls = batch.micro_batches * layers
-    number = batch.numbers.activation
-    passes = (2 if batch.recompute == "none" else 3) * (layout.context - 1)  # forwards, and once for backward
-    yield Traffic("context", "send", passes * calls, passes * calls * part * number, "keys and values")
-    sums = layout.context * calls  # home at last; added up in float32 at least
-    yield Traffic("context", "send", sums, sums * part * max(number, 4), "their gradients")
+    tokens, again = batch.rows * batch.length // layout.context, int(batch.recompute != "none")
+    times = batch.micro_batches * layers
+    for what, calls, size in context_sends(
+        config, batch.numbers, tokens, layout.tensor, layout.context, again
+    ):
+        yield Traffic("context", "send", times * int(calls), times * int(size), what)
 
 
 def _pipeline_traffic(
     config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
 ) -> Iterator[Traffic]:
     here = layout.stages_of(pipeline_rank)
-    size = batch.rows * batch.length // (layout.context * layout.tensor) * config.width * batch.numbers.sent
+    size = passed_bytes(config, batch.software, batch.rows * batch.length // layout.context, layout.tensor)
     for step, what in ((1, "activations"), (-1, "their gradients")):
         peers = [
             stage + step for stage in here if 0 <= stage + step < layout.stages and stage + step not in here
         ]
         calls = batch.micro_batches * len(peers)
-        yield Traffic("pipeline", "send", calls, calls * size, what)
-    if (
-        layout.pipeline > 1
-        and is_tied(config)
-        and ({0, layout.stages - 1} & set(here))
-        and not {0, layout.stages - 1} <= set(here)
-    ):
-        spec = next(
-            p
-            for p in shard_specs(config, layout, Coordinates(pipeline_rank))
-            if p.name == "token_table.weight"
-        )
-        yield Traffic(
-            "pipeline", "all-reduce", 1, spec.box.numel * batch.summed, "gradient of the tied table"
-        )
+        yield Traffic("pipeline", "send", calls, calls * int(size), what)
+    ends = {0, layout.stages - 1}
+    if layout.pipeline > 1 and is_tied(config) and len(ends & set(here)) == 1:
+        specs = shard_specs(config, layout, Coordinates(pipeline_rank))
+        table = next(spec.box.numel for spec in specs if spec.name == "token_table.weight")
+        yield Traffic("pipeline", "all-reduce", 1, table * batch.summed, "gradient of the tied table")
 
 
 def _data_traffic(
     config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
 ) -> Iterator[Traffic]:
-    number, wide, n = batch.numbers.sent, batch.numbers.reduced, batch.micro_batches
+    number, wide = batch.numbers.sent, batch.numbers.reduced
     parts = list(
         shard_specs(config, dataclasses.replace(layout, sharding="replicated"), Coordinates(pipeline_rank))
     )
@@ -205,14 +261,13 @@ def _data_traffic(
         rows = -(-spec.box.size[0] // layout.shards) * layout.shards
         group = spec.name.split(".")[1] if spec.name.startswith("blocks.") else ""
         blocks[spec.stage, group] += rows * spec.box.numel // spec.box.size[0] * number
-    layers = {key: size for key, size in blocks.items() if key[1]}
-    rest = {key: size for key, size in blocks.items() if not key[1]}
-    streamed = layout.sharding == "full" and layout.pipeline == 1
-    gathered = (2 * n, n) if streamed else (1, 1)  # times a block and the rest are gathered in a step
-    reduced = n if layout.pipeline == 1 and layout.sharding != "zero1" else 1
-    calls = gathered[0] * len(layers) + gathered[1] * len(rest)
-    size = gathered[0] * sum(layers.values()) + gathered[1] * sum(rest.values())
-    yield Traffic("data", "all-gather", calls, size, "weights")
+    layers = [size for (_, group), size in blocks.items() if group]
+    rest = [size for (_, group), size in blocks.items() if not group]
+    per_layer, per_rest, reduced = map(
+        int, data_passes(SHARDINGS.index(layout.sharding), layout.pipeline, batch.micro_batches)
+    )
+    calls = per_layer * len(layers) + per_rest * len(rest)
+    yield Traffic("data", "all-gather", calls, per_layer * sum(layers) + per_rest * sum(rest), "weights")
     yield Traffic(
         "data",
         "reduce-scatter",

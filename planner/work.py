@@ -42,6 +42,7 @@ class Layouts:
     sharding: Number = 0
     recompute: Number = 0
     offload: Number = 0
+    replicas: Number = 1  # hybrid sharding: groups of data processes that each hold a whole copy
     given: Layout | None = None  # of a recipe that says which layers each stage has; None: an even split
 
     @property
@@ -57,16 +58,21 @@ class Layouts:
     def world(self) -> Number:
         return self.tensor * self.pipeline * self.data * self.context
 
+    @property
+    def shards(self) -> Number:
+        """Processes that share a copy of the model; those of a context group share it too."""
+        return np.where(np.asarray(self.sharding) > 0, self.data * self.context / self.replicas, 1)
+
     def take(self, index: Any) -> "Layouts":
         """The layouts at these places."""
         return Layouts(**{axis: np.asarray(getattr(self, axis))[index] for axis in AXES})
 
 
-AXES = tuple(field.name for field in dataclasses.fields(Layouts) if field.name != "given")
+AXES = tuple(field.name for field in dataclasses.fields(Layouts) if field.name not in ("replicas", "given"))
 
 
 def layouts_of(layout: Layout, micro_rows: int, recompute: str, offload: bool) -> Layouts:
-    """A recipe's layout as the time model takes it: hybrid sharding as sharding over all, zero bubble as 1F1B."""
+    """A recipe's layout as the planner takes it: zero bubble as 1F1B."""
     return Layouts(
         layout.tensor,
         layout.pipeline,
@@ -77,6 +83,7 @@ def layouts_of(layout: Layout, micro_rows: int, recompute: str, offload: bool) -
         SHARDINGS.index(layout.sharding),
         RECOMPUTES.index(recompute),
         int(offload),
+        1 if layout.sharding == "replicated" else layout.replicas,
         layout if layout.pipeline > 1 and layout.layers_per_stage else None,
     )
 
@@ -96,8 +103,7 @@ def layers_on(config: ModelConfig, layouts: Layouts) -> list[Number]:
 
 def owned_parameters(config: ModelConfig, layouts: Layouts) -> Number:
     """Parameters whose optimizer numbers one process holds: its stage's, over tensor and the sharding."""
-    held = held_parameters(config, layouts)
-    return held / np.where(layouts.sharding > 0, layouts.data * layouts.context, 1)
+    return held_parameters(config, layouts) / layouts.shards
 
 
 def held_parameters(config: ModelConfig, layouts: Layouts, place: int | None = None) -> Number:

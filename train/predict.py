@@ -72,14 +72,8 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
 def predicted_memory(
     config: ModelConfig, recipe: Recipe, device: str = "cpu", moments: Sequence[str] = tuple(MOMENTS)
 ) -> dict[str, int]:
-    """Bytes by term of the process that needs most, at the worst of these moments; their sum is the prediction.
-
-    With hybrid sharding one group of replicas is all there is to a process.
-    """
-    work, layouts, software = described(config, recipe, device)
-    replicas = recipe.parallel.replicas if recipe.parallel.sharding != "replicated" else 1
-    work = dataclasses.replace(work, rows=work.rows // replicas)
-    return worst_terms(work, dataclasses.replace(layouts, data=layouts.data // replicas), software, moments)
+    """Bytes by term of the process that needs most, at the worst of these moments; their sum is the prediction."""
+    return worst_terms(*described(config, recipe, device), moments)
 
 
 def predicted_step_seconds(
