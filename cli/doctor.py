@@ -30,7 +30,7 @@ REQUIRED = (
     "pydantic",
     "onnx",
     "onnxruntime",
-    "fastapi",
+    "starlette",
     "uvicorn",
 )
 OPTIONAL = {"ray": "ray", "lm_eval": "eval", "transformers": "test"}  # package -> extra

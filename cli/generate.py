@@ -92,12 +92,12 @@ def command(
 
     if not all(stop):
         raise WrongUse("a stop text is empty", where="--stop", fix="give at least one character")
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if file is not None:
         if out is None or prompt is not None or not file.is_file():
             fix = 'give a .jsonl file with a "prompt" in every line, --out FILE, and no --prompt'
             raise WrongUse("a file of prompts is answered in a file", where=file, fix=fix)
-        one = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        facts = generate_file(path, file, out, one, max_tokens, stop, samples, options)
+        facts = generate_file(path, file, out, sampling, max_tokens, stop, samples, options)
         said = "{lines} lines answered ({resumed} by an earlier run, {errors} refused)".format(**facts)
         console.result({"path": str(out), **facts}, [f"{said}: {out}"])
         return
@@ -106,12 +106,10 @@ def command(
         if prompt is None
         else prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     )
-    seeds = [None if seed is None else seed + number for number in range(samples)]
-    settings = [Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed) for seed in seeds]
     answers = [""] * samples
     live = samples == 1
     shown = prompt  # with the first delta: an error has its line to itself
-    for number, delta in continue_text(path, prompt, settings, max_tokens, stop, options):
+    for number, delta in continue_text(path, prompt, sampling, max_tokens, stop, samples, options):
         answers[number] += delta.text
         if live:
             console.stream(shown + delta.text)

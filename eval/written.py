@@ -7,9 +7,9 @@ import numpy as np
 
 from ..core.backend import Cache, CausalBackend, Span
 from ..core.errors import Failed, WrongUse
-from ..inference.runtimes.sampling import Sampling
-from ..inference.serving.generation import Request
-from ..inference.serving.slots import generate
+from ..inference.runtimes.sampling import GREEDY
+from ..inference.serving.generation import Job
+from ..inference.serving.slots import answer
 from .causal_text import CausalText
 
 SLOTS = 16
@@ -48,17 +48,11 @@ def greedy_texts(
         )
         raise WrongUse("an answer of that length leaves no room for a question", why=why, fix=fix)
     prompts = [(text.bos + ids)[-room:] or (text.prefix,) for ids in text.tokenize(contexts)]
-    requests = [
-        Request(
-            np.array(ids, np.int64), max_tokens, Sampling(temperature=0), tuple(until), text.tokenizer.eos_id
-        )
-        for ids in prompts
-    ]
-    answers = [""] * len(requests)
-    decode = text.tokenizer.decode
-    for number, piece in generate(
-        cast(CausalBackend, _Checked(backend)), decode, requests, SLOTS, text.tokenizer.vocab_size
-    ):
+    jobs = [Job(np.array(ids, np.int64), max_tokens, GREEDY, tuple(until)) for ids in prompts]
+    answers = [""] * len(jobs)
+    own = text.tokenizer
+    rest = own.decode, own.eos_id, own.vocab_size, min(SLOTS, len(jobs))
+    for number, _, piece in answer(cast(CausalBackend, _Checked(backend)), jobs, *rest):
         answers[number] += piece.text
         if piece.finish:
             yield [(number, answers[number])]

@@ -194,7 +194,7 @@ def test_help_imports_neither_torch_nor_datasets() -> None:
         "numpy",
         "pydantic",
         "onnx",
-        "fastapi",
+        "starlette",
         "rich",
         "tokenizers",
     }
@@ -231,4 +231,4 @@ def test_command_modules_import_no_heavy_library() -> None:
 
     files = sorted({file for file, _ in VERBS.values()})
     code = "import sys\n" + "\n".join(f"import throughline.cli.{name}" for name in files)
-    assert not imported_after(code) & {"torch", "datasets", "transformers", "fastapi", "onnx"}
+    assert not imported_after(code) & {"torch", "datasets", "transformers", "starlette", "onnx"}

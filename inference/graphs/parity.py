@@ -16,8 +16,8 @@ from ...core.backend import CausalBackend, EncoderBackend
 from ...core.errors import Refused
 from ...core.logits import divergence
 from ..runtimes.backends import Loaded
-from ..serving.generation import Request
-from ..serving.slots import generate
+from ..serving.generation import Job
+from ..serving.slots import answer
 
 GREEDY_TOKENS = 128
 PIECE_NUMBERS = 1 << 23  # logits compared at a time: 32 MiB of each side
@@ -227,10 +227,8 @@ def greedy_agreement(reference: CausalBackend, candidate: CausalBackend) -> tupl
     asked = min(GREEDY_TOKENS, reference.context - len(prompt))
     answers = []
     for backend in (reference, candidate):
-        request = Request(prompt, asked)
-        answers.append(
-            [piece.token.id for _, piece in generate(backend, lambda ids: "", [request]) if piece.token]
-        )
+        made = answer(backend, [Job(prompt, asked)], lambda ids: "", slots=1)
+        answers.append([piece.token.id for _, _, piece in made if piece.token])
     same = next((i for i, (a, b) in enumerate(zip(*answers)) if a != b), asked)
     return same, asked
 

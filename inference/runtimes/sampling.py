@@ -1,16 +1,15 @@
 """How a request chooses its next token. Choosing itself is `sampler`."""
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from ...core.errors import WrongUse
 
+SEEDS = 1 << 63  # how many there are
 LARGEST_BIAS = 100.0  # of a logit, as OpenAI's API allows: beyond any difference that a model makes
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True):
     """How a request chooses tokens.
 
     Neutral values: temperature 1, top_k 0, top_p 1, min_p 0, repetition_penalty 1, frequency_penalty 0,
@@ -34,7 +33,7 @@ class Sampling:
             "top_p": (self.top_p, 1e-6, 1.0),
             "min_p": (self.min_p, 0.0, 1.0),
             "repetition_penalty": (self.repetition_penalty, 0.01, 100.0),
-            "seed": (self.seed or 0, 0, 2**63 - 1),
+            "seed": (self.seed or 0, 0, SEEDS - 1),
             "frequency_penalty": (self.frequency_penalty, -2.0, 2.0),
             "presence_penalty": (self.presence_penalty, -2.0, 2.0),
         }

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...core.errors import WrongUse, did_you_mean
+from ..runtimes.sampling import Sampling
 
 Text = Annotated[str, Field(max_length=1_000_000)]
 Ids = Annotated[list[int], Field(min_length=1)]
@@ -119,6 +120,12 @@ class Generation(Body):
     def stops(self) -> tuple[str, ...]:
         """The stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self) -> Sampling:
+        """How its answers choose tokens."""
+        fields = set(Sampling.__struct_fields__) - {"logit_bias"}
+        bias = tuple((int(i), value) for i, value in self.logit_bias.items())
+        return Sampling(**self.model_dump(include=fields), logit_bias=bias)
 
     def constraint(self) -> dict[str, Any] | None:
         """What the answer must match: {"json": schema} or {"regex": ...}. Raises WrongUse for both."""

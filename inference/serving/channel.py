@@ -1,20 +1,23 @@
-"""Messages between the HTTP process and the process of a model: a JSON object and a block of bytes, their
-lengths first. Nothing is unpickled, so that neither side can make the other run code.
+"""Messages between the HTTP process and the process of a model: MessagePack of the types below, its length first.
+Nothing is unpickled, so that neither side can make the other run code.
 """
 
 import asyncio
-import json
 import select
 import socket
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from ...core.backend import BackendOptions
 from ...core.errors import Failed, Refused, ThroughlineError, WrongUse
+from .encoding import Encoding
+from .generation import Job, TextDelta
 
-LENGTHS = struct.Struct("<II")  # bytes of the JSON object, bytes of the block
+LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 18
 KINDS: dict[str, type[ThroughlineError]] = {
     "WrongUse": WrongUse,
@@ -22,13 +25,111 @@ KINDS: dict[str, type[ThroughlineError]] = {
     "Refused": Refused,
 }
 
-Message = tuple[dict[str, Any], bytes]
+Work = Job | Encoding
 
 
-def pack(message: dict[str, Any], block: bytes = b"") -> bytes:
+class Open(msgspec.Struct, tag=True):
+    """The first message to a process: the model to open."""
+
+    name: str
+    path: str
+    slots: int
+    options: BackendOptions
+
+
+class Ask(msgspec.Struct, tag=True):
+    """All work of one request; its answers are numbered from `first` on, `n` of each job."""
+
+    first: int
+    work: list[Work]
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """Nobody waits for these answers any more."""
+
+    numbers: list[int]
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The model is open; what the HTTP process must know of it."""
+
+    facts: dict[str, Any]
+
+
+class Broken(msgspec.Struct, tag=True):
+    """An error in the place of these answers; of none of them: the model cannot be opened."""
+
+    numbers: list[int]
+    kind: str
+    what: str
+    where: str = ""
+    why: str = ""
+    fix: str = ""
+
+    @classmethod
+    def of(cls, error: Exception, numbers: list[int]) -> "Broken":
+        """As a message can carry it."""
+        if isinstance(error, ThroughlineError):
+            return cls(numbers, type(error).__name__, error.what, error.where, error.why, error.fix)
+        return cls(numbers, "Failed", f"{type(error).__name__}: {error}")
+
+    def error(self) -> ThroughlineError:
+        """The error that `of` was given."""
+        kind = KINDS.get(self.kind, Failed)
+        error = kind.__new__(kind)
+        ThroughlineError.__init__(error, self.what, where=self.where, why=self.why, fix=self.fix)
+        return error
+
+
+class Made(msgspec.Struct, array_like=True):
+    """Some steps of a generated answer."""
+
+    number: int
+    began_s: float
+    batch: int  # answers that the last step was of
+    deltas: list[TextDelta]
+
+
+class Turn(msgspec.Struct, tag=True):
+    """What a step of a batch made."""
+
+    made: list[Made]
+
+
+class Read(msgspec.Struct, tag=True):
+    """An encoder's answer: the outputs that were wanted."""
+
+    number: int
+    arrays: dict[str, np.ndarray]
+    began_s: float
+    ended_s: float
+    batch: int
+
+
+Message = Open | Ask | Cancel | Ready | Broken | Turn | Read
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    raise NotImplementedError(f"a message holds no {type(value).__name__}")
+
+
+def _array(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise NotImplementedError(f"a message holds no {kind.__name__}")
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+_decode = msgspec.msgpack.Decoder(Message, dec_hook=_array).decode
+
+
+def pack(message: Message) -> bytes:
     """The bytes that carry a message."""
-    text = json.dumps(message).encode()
-    return LENGTHS.pack(len(text), len(block)) + text + block
+    data = _encode(message)
+    return LENGTH.pack(len(data)) + data
 
 
 class Parts:
@@ -40,15 +141,13 @@ class Parts:
     def feed(self, data: bytes) -> Iterator[Message]:
         """The messages that these bytes complete."""
         self._come += data
-        while len(self._come) >= LENGTHS.size:
-            text_bytes, block_bytes = LENGTHS.unpack_from(self._come)
-            middle = LENGTHS.size + text_bytes
-            end = middle + block_bytes
+        while len(self._come) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._come)[0]
             if len(self._come) < end:
                 break
-            text, block = self._come[LENGTHS.size : middle], bytes(self._come[middle:end])
+            whole = bytes(self._come[LENGTH.size : end])
             del self._come[:end]
-            yield json.loads(text), block
+            yield _decode(whole)
 
 
 class Inbox:
@@ -91,46 +190,12 @@ class Messages(asyncio.Protocol):
     has ended.
     """
 
-    def __init__(self, take: Callable[[dict[str, Any], bytes], None], ended: Callable[[], None]) -> None:
+    def __init__(self, take: Callable[[Message], None], ended: Callable[[], None]) -> None:
         self._take, self._ended, self._parts = take, ended, Parts()
 
     def data_received(self, data: bytes) -> None:
-        for message, block in self._parts.feed(data):
-            self._take(message, block)
+        for message in self._parts.feed(data):
+            self._take(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._ended()
-
-
-def pack_arrays(arrays: dict[str, np.ndarray]) -> tuple[list[list[Any]], bytes]:
-    """Arrays as a description for the JSON object and the block of their bytes."""
-    described = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
-    return described, b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
-
-
-def unpack_arrays(described: list[list[Any]], block: bytes) -> dict[str, np.ndarray]:
-    """What `pack_arrays` packed."""
-    arrays, start = {}, 0
-    for name, dtype, shape in described:
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        arrays[name] = np.frombuffer(block[start : start + size], dtype).reshape(shape)
-        start += size
-    return arrays
-
-
-def error_message(error: Exception) -> dict[str, Any]:
-    """An error as a message can carry it."""
-    if isinstance(error, ThroughlineError):
-        parts = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
-        return {"kind": type(error).__name__, **parts}
-    return {"kind": "Failed", "what": f"{type(error).__name__}: {error}", "where": "", "why": "", "fix": ""}
-
-
-def error_from(message: dict[str, Any]) -> ThroughlineError:
-    """The error that `error_message` carried."""
-    kind = KINDS.get(message["kind"], Failed)
-    error = kind.__new__(kind)
-    ThroughlineError.__init__(
-        error, message["what"], where=message["where"], why=message["why"], fix=message["fix"]
-    )
-    return error

@@ -1,18 +1,86 @@
-"""The bodies of answers of /v1/completions and /v1/chat/completions, streamed or whole, in OpenAI's shape.
+"""/v1/completions and /v1/chat/completions: answers streamed or whole, in OpenAI's shape.
 
 Added to it: `token_ids` in every choice of a completion, which the web page's token view and reproducible
 tests need.
 """
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
+from starlette.responses import Response, StreamingResponse
+
+from ...core.errors import Failed
 from .api_types import ChatBody, CompletionBody, Generation
-from .generation import TextDelta, Token
-from .served import Asked, Deltas, ServedModel, prompt_tokens
+from .calls import INLINE_CHARACTERS, Call
+from .generation import Job, TextDelta, Token
+from .guard import error_body, told
+from .served import Deltas, ServedModel, as_list
+
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold it back
+
+
+async def completions(call: Call, body: CompletionBody) -> Response | dict[str, Any]:
+    """Continue a text with a GPT; `stream` sends server-sent events."""
+    size = sum(len(prompt) for prompt in as_list(body.prompt))
+    model = call.model
+    return await _generated(
+        call, body, await call.beside(size, lambda: Answers(model, body, model.completion(body)))
+    )
+
+
+async def chat(call: Call, body: ChatBody) -> Response | dict[str, Any]:
+    """Answer a conversation with a GPT that has a chat template."""
+    model, template = call.model, call.model.chat
+    assert template is not None
+    ids = await call.beside(INLINE_CHARACTERS + 1, lambda: template.ids(body.messages))
+    most = body.max_completion_tokens or body.max_tokens or model.room(len(ids))
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    body.stop = [*body.stops(), *template.ends]
+    return await _generated(call, body, ChatAnswers(model, body, [model.job(body, ids, most, logprobs)]))
+
+
+async def _generated(call: Call, body: Generation, answers: "Answers") -> Response | dict[str, Any]:
+    deltas = call.model.generate(answers.jobs, call.watch)
+    if not body.stream:
+        await call.unless_gone(answers.collect(deltas))
+        call.watch.finished()
+        return answers.whole()
+    # The first delta is awaited here: a full queue is a 429, not an error inside a 200.
+    try:
+        first = await call.unless_gone(anext(deltas))
+    except BaseException:
+        await deltas.aclose()
+        raise
+    events = _events(call, answers.events(first, deltas))
+    return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+
+
+async def _events(call: Call, answers: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[bytes]:
+    """Server-sent events; an error in the middle is told as an event."""
+    async with aclosing(answers):
+        try:
+            while True:
+                async with asyncio.timeout_at(call.deadline_s):
+                    answer = await anext(answers)
+                yield _event(answer)
+        except StopAsyncIteration:
+            call.watch.finished()
+        except TimeoutError:
+            yield _event(error_body("the answer took too long", "server_error"))
+        except Failed as error:
+            call.watch.fault = type(error).__name__
+            yield _event(msgspec.Raw(told(error).body))
+    yield b"data: [DONE]\n\n"
+
+
+def _event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: %b\n\n" % msgspec.json.encode(value)
 
 
 class Answers:
@@ -20,16 +88,21 @@ class Answers:
 
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, model: ServedModel, body: Generation, asked: list[Asked]) -> None:
-        self._model, self._body, self._asked = model, body, asked
+    def __init__(self, model: ServedModel, body: Generation, jobs: list[Job]) -> None:
+        self._model, self._body, self.jobs = model, body, jobs
         self._head: dict[str, Any] = {"id": f"{self.prefix}{uuid.uuid4().hex}"}
         self._head |= {"created": int(time.time()), "model": model.name}
-        echo = isinstance(body, CompletionBody) and body.echo
-        self._echo = [one.prompt if echo else "" for one in asked]
+        self._echo = [""] * sum(job.n for job in jobs)
+        if isinstance(body, CompletionBody) and body.echo:
+            decode = model.tokenizer.decode
+            texts = [one if isinstance(one, str) else decode(one) for one in as_list(body.prompt)]
+            self._echo = [text for text in texts for _ in range(body.n)]
         self._texts = list(self._echo)
-        self._tokens: list[list[tuple[Token, int]]] = [[] for _ in asked]  # with the text offset of each
+        self._tokens: list[list[tuple[Token, int]]] = [
+            [] for _ in self._texts
+        ]  # with the text offset of each
         self._made = 0
-        self._finish: list[str | None] = [None] * len(asked)
+        self._finish: list[str | None] = [None] * len(self._texts)
 
     def add(self, number: int, delta: TextDelta) -> None:
         """Take a delta of one answer in; the tokens of its prompt come before its own."""
@@ -65,7 +138,7 @@ class Answers:
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     async def events(
-        self, first: tuple[int, TextDelta] | None, deltas: Deltas
+        self, first: tuple[int, TextDelta], deltas: Deltas
     ) -> AsyncGenerator[dict[str, Any], None]:
         """One body per delta, then one with the usage when it was asked for."""
         head = {**self._head, "object": self.chunk_kind}
@@ -123,7 +196,7 @@ class Answers:
         return values
 
     def _usage(self) -> dict[str, int]:
-        read = prompt_tokens(self._asked)
+        read = sum(len(job.prompt_ids) for job in self.jobs)
         return {"prompt_tokens": read, "completion_tokens": self._made, "total_tokens": read + self._made}
 
 
@@ -136,7 +209,7 @@ class ChatAnswers(Answers):
         opening = {"role": "assistant", "content": ""}
         return [
             {"index": number, "delta": opening, "logprobs": None, "finish_reason": None}
-            for number in range(len(self._asked))
+            for number in range(len(self._texts))
         ]
 
     def _piece(
@@ -176,10 +249,9 @@ class ChatAnswers(Answers):
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-async def _after(first: tuple[int, TextDelta] | None, rest: Deltas) -> Deltas:
+async def _after(first: tuple[int, TextDelta], rest: Deltas) -> Deltas:
     """The first delta, which was awaited already, and the others; closing this closes them."""
     async with aclosing(rest):
-        if first is not None:
-            yield first
+        yield first
         async for delta in rest:
             yield delta

@@ -5,13 +5,13 @@ Letters: B texts, S tokens with [CLS] and [SEP], N positions asked for, H width.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
 from ...core.backend import EncoderBackend, Limits, batches
@@ -24,13 +24,21 @@ BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
 _lanes = ThreadPoolExecutor(usable_cores(), "encode")  # starts no thread before it is used
 
 
-@dataclass(frozen=True, eq=False)
-class Encoding:
-    """One text for an encoder: its ids with special tokens and the positions whose MLM logits are asked for."""
+class Encoding(msgspec.Struct, frozen=True, eq=False, tag="read"):
+    """One text for an encoder: its ids with special tokens, the positions whose MLM logits are asked for, and what
+    the server sends back.
+    """
 
     ids: np.ndarray  # (S,)
-    ask: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # (N,)
+    ask: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.int64))  # (N,)
     first_tokens: int | None = None  # those of the first of two texts; None = there is one
+    want: tuple[str, ...] = ()  # names of outputs; of masks the most probable tokens go
+    top_k: int = 0
+    n: ClassVar[int] = 1  # answers
+
+    def each(self) -> list["Encoding"]:
+        """See `generation.Job.each`."""
+        return [self]
 
 
 def frame(
@@ -146,11 +154,12 @@ def batch_limits(backend: EncoderBackend) -> Limits:
     return backend.limits.within(Limits(tokens=BATCH_TOKENS["cpu" if backend.device == "cpu" else "cuda"]))
 
 
-def take_batch(texts: Sequence[Encoding], limits: Limits) -> list[Encoding]:
-    """The first text with those of the others that are nearest in length."""
-    first = texts[0]
-    nearest = sorted(texts, key=lambda text: (text is not first, abs(len(text.ids) - len(first.ids))))
-    return next(batches(nearest, lambda text: len(text.ids), limits))
+def take_batch(texts: Mapping[int, Encoding], limits: Limits) -> list[int]:
+    """The first text with those of the others that are nearest in length, by their keys."""
+    lengths = {number: len(text.ids) for number, text in texts.items()}
+    first = next(iter(lengths.values()))
+    nearest = sorted(lengths, key=lambda number: abs(lengths[number] - first))
+    return next(batches(nearest, lengths.__getitem__, limits))
 
 
 def embed(backend: EncoderBackend, rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
@@ -168,8 +177,8 @@ def unit(vector_H: np.ndarray) -> np.ndarray:
     return (vector_H / max(math.sqrt(float(vector_H @ vector_H)), 1e-12)).astype(np.float32, copy=False)
 
 
-def mask_text(tokenizer: Tokenizer, text: str, context: int, vocab_size: int) -> Encoding:
-    """A text in which the mask token's name stands for missing words, ready to be encoded.
+def mask_text(tokenizer: Tokenizer, text: str, context: int, vocab_size: int, top_k: int) -> Encoding:
+    """A text in which the mask token's name stands for missing words, to be filled with the `top_k` most probable.
 
     Raises WrongUse when the tokenizer has no mask or the text none.
     """
@@ -186,7 +195,7 @@ def mask_text(tokenizer: Tokenizer, text: str, context: int, vocab_size: int) ->
     for part in others:
         ids += [mask_id, *(int(i) for i in tokenizer.encode(part))]
     framed = frame(tokenizer, ids, context, vocab_size)
-    return Encoding(framed, np.flatnonzero(framed == mask_id))
+    return Encoding(framed, np.flatnonzero(framed == mask_id), top_k=top_k)
 
 
 def fill(

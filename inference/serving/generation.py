@@ -1,17 +1,20 @@
-"""Requests for text and what each has said so far.
+"""Jobs of making text, as they come from an HTTP body, a file or a task, and what each has said so far.
 
 `TextStream` gives out text as it becomes certain: never half a character, never a part of a stop string. The
-whole answer is by definition the sum of its deltas. The batch in which requests take turns is `slots`.
+whole answer is by definition the sum of its deltas. The batch in which jobs take turns is `slots`.
 """
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ...core.errors import WrongUse
-from ..runtimes.sampling import GREEDY, Sampling
+from ...data.tokenizer import Tokenizer
+from ..runtimes.sampling import GREEDY, SEEDS, Sampling
 
 REPLACEMENT = "\ufffd"
 
@@ -26,25 +29,46 @@ class Guide(Protocol):
         """Take a token in; True when the answer is complete with it."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """One answer to make. `logprobs`: also the k most probable tokens of every step; None = no probabilities
-    at all. `prompt_logprobs`: the same for the tokens of the prompt, which is then read anew (no prefix is
-    reused); with it `max_tokens` may be 0.
+class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
+    """Answers to make to one prompt: all that anybody says of them, from the HTTP body to the slots.
+
+    `logprobs`: also the k most probable tokens of every step; None = no probabilities at all.
+    `prompt_logprobs`: the same for the tokens of the prompt, which is then read anew (no prefix is reused); with
+    it `max_tokens` may be 0.
     """
 
     prompt_ids: np.ndarray  # (S,), at least one token
     max_tokens: int
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
-    eos_id: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    guide: Guide | None = None
+    constraint: dict[str, Any] | None = None  # {"json": schema} or {"regex": expression}
+    n: int = 1  # answers, whose seeds are one apart
+    whole: bool = False  # nobody looks at an answer before it is complete
+
+    def each(self) -> list["Job"]:
+        """The answers as jobs of one."""
+        seed = self.sampling.seed
+        seeds = [None if seed is None else (seed + copy) % SEEDS for copy in range(self.n)]
+        return [replace(self, n=1, sampling=replace(self.sampling, seed=seed)) for seed in seeds]
+
+    def check(self, context: int) -> None:
+        """Refuse a job that is empty or longer than the model's context."""
+        prompt, room = len(self.prompt_ids), context - len(self.prompt_ids)
+        if prompt == 0:
+            raise WrongUse("the prompt is empty", where="prompt", fix="give at least one token of text")
+        if self.max_tokens < (self.prompt_logprobs is None):
+            fix = "ask for a token, or for echo with logprobs"
+            raise WrongUse(f"max_tokens is {self.max_tokens}", where="max_tokens", fix=fix)
+        if self.max_tokens > room:
+            fix = f"ask for at most {room} tokens or shorten the prompt" if room > 0 else "shorten the prompt"
+            why = f"{prompt} prompt tokens + {self.max_tokens} new ones > {context}"
+            what = "the request is longer than the model's context"
+            raise WrongUse(what, where="max_tokens", why=why, fix=fix)
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(msgspec.Struct, frozen=True, array_like=True):
     """A token; probabilities are those of the model, before temperature and filters."""
 
     id: int
@@ -52,15 +76,21 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True, array_like=True):
     """What one step added to an answer: the token and the text that became certain (both may be missing)."""
 
     text: str
     token: Token | None
-    finish: str | None = None  # "stop" (end token or stop string), "length", "cancelled"; None = more to come
+    finish: str | None = None  # "stop" (end token or stop string) or "length"; None = more to come
     prompt: tuple[Token, ...] | None = None  # in the first delta, when `prompt_logprobs` was asked for
     cached_tokens: int | None = None  # in the first delta: tokens of the prompt that were reused
+    at_s: float = msgspec.field(default_factory=time.monotonic)
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """The ids of a text to continue; of none, an end-of-text token, after which a model begins a document."""
+    ids = tokenizer.encode(text)
+    return np.array([tokenizer.eos_id]) if len(ids) == 0 and tokenizer.eos_id is not None else ids
 
 
 class TextStream:
@@ -114,25 +144,3 @@ def open_stop(text: str, stop: str) -> int:
     return next(
         (size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0
     )
-
-
-def check_fit(request: Request, context: int) -> None:
-    """Refuse a request that is empty or longer than the model's context."""
-    prompt = len(request.prompt_ids)
-    if prompt == 0:
-        raise WrongUse("the prompt is empty", where="prompt", fix="give at least one token of text")
-    if request.max_tokens < (request.prompt_logprobs is None):
-        raise WrongUse("max_tokens must be at least 1", where="max_tokens", why=f"it is {request.max_tokens}")
-    check_length(prompt, request.max_tokens, context)
-
-
-def check_length(prompt: int, max_tokens: int, context: int) -> None:
-    """Refuse more tokens, read and made, than the model's context."""
-    if prompt + max_tokens > context:
-        room = context - prompt
-        raise WrongUse(
-            "the request is longer than the model's context",
-            where="max_tokens",
-            why=f"{prompt} prompt tokens + {max_tokens} new ones > {context}",
-            fix=f"ask for at most {room} tokens or shorten the prompt" if room > 0 else "shorten the prompt",
-        )

@@ -14,10 +14,11 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+import msgspec
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...core.console import warn
@@ -51,14 +52,14 @@ class Guard:
     def __init__(
         self, app: ASGIApp, limits: Limits, keys: Keys, telemetry: Telemetry, draining: asyncio.Event
     ) -> None:
-        self.app, self._limits, self._keys = app, limits, keys
-        self._telemetry, self._draining = telemetry, draining
+        self.app, self.limits, self._keys = app, limits, keys
+        self.telemetry, self.draining = telemetry, draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = Exchange(scope, receive, send, self._limits, self._draining)
+        exchange = Exchange(scope, receive, send, self)
         status = 499  # for the record, when the client left
         try:
             if refused := self._refuse(scope, exchange):
@@ -77,7 +78,7 @@ class Guard:
             route = scope.get("route")
             endpoint = getattr(route, "path", "other")
             client = scope.get("client")
-            self._telemetry.answered(
+            self.telemetry.answered(
                 exchange.watch,
                 endpoint,
                 status,
@@ -87,7 +88,7 @@ class Guard:
                 path=endpoint if route else scope["path"][:200],
             )
 
-    def _refuse(self, scope: Scope, exchange: "Exchange") -> JSONResponse | None:
+    def _refuse(self, scope: Scope, exchange: "Exchange") -> Response | None:
         if self._keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
             kind, _, key = exchange.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
             if kind.lower() != "bearer" or not self._keys.fit(key.strip()):
@@ -96,7 +97,7 @@ class Guard:
                 response.headers["WWW-Authenticate"] = "Bearer"
                 return response
         length = exchange.headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._limits.body_bytes:
+        if length.isdigit() and int(length) > self.limits.body_bytes:
             return error_response(exchange.too_large, "invalid_request_error", 413)
         return None
 
@@ -104,19 +105,16 @@ class Guard:
 class Exchange:
     """One request and its answer, as the guard sees them pass."""
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, limits: Limits, draining: asyncio.Event
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, guard: Guard) -> None:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
-        self.watch = scope.setdefault("state", {})["watch"] = Watch(scope["app"].state.telemetry)
+        self.watch = scope.setdefault("state", {})["watch"] = Watch(guard.telemetry)
         self.status: int | None = None
-        self.too_large = f"the request body is larger than {limits.body_bytes:,} bytes"
-        self._receive, self._send = receive, send
-        self._limits, self._draining = limits, draining
+        self.too_large = f"the request body is larger than {guard.limits.body_bytes:,} bytes"
+        self._receive, self._send, self._guard = receive, send, guard
         self._read, self._complete = 0, False
-        self._until_s = asyncio.get_running_loop().time() + limits.body_s
+        self._until_s = asyncio.get_running_loop().time() + guard.limits.body_s
 
     async def receive(self) -> Message:
         """A part of the body, counted and timed; then what comes after it."""
@@ -126,9 +124,11 @@ class Exchange:
             async with asyncio.timeout_at(self._until_s):
                 message = await self._receive()
         except TimeoutError:
-            raise HTTPException(408, f"the body did not come within {self._limits.body_s:g} s") from None
+            raise HTTPException(
+                408, f"the body did not come within {self._guard.limits.body_s:g} s"
+            ) from None
         self._read += len(message.get("body", b""))
-        if self._read > self._limits.body_bytes:
+        if self._read > self._guard.limits.body_bytes:
             raise HTTPException(413, self.too_large)
         self._complete = not message.get("more_body", False)
         return message
@@ -139,7 +139,7 @@ class Exchange:
             self.status = message["status"]
             more = [(b"x-request-id", self.id.encode("latin-1")), (b"x-content-type-options", b"nosniff")]
             # A body that is not read to its end would be taken for the next request.
-            if self._draining.is_set() or self.status in (408, 413):
+            if self._guard.draining.is_set() or self.status in (408, 413):
                 more.append((b"connection", b"close"))
             message["headers"] = [*message.get("headers", []), *more]
         await self._send(message)
@@ -150,14 +150,19 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def json_response(value: Any, status: int = 200) -> Response:
+    """A value as an answer; numbers that are not finite become null."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
 def error_response(
     message: str, kind: str, status: int, param: str | None = None, code: str | None = None
-) -> JSONResponse:
+) -> Response:
     """An error as an answer."""
-    return JSONResponse(error_body(message, kind, param, code), status)
+    return json_response(error_body(message, kind, param, code), status)
 
 
-def told(error: ThroughlineError) -> JSONResponse:
+def told(error: ThroughlineError) -> Response:
     """One of our errors as an answer; what the user did not cause says nothing of paths."""
     if isinstance(error, Busy):
         kind, status = ("server_error", 503) if error.absent else ("rate_limit_error", 429)
@@ -170,30 +175,28 @@ def told(error: ThroughlineError) -> JSONResponse:
     return error_response(message, "server_error", 500)
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Everything that can go wrong below the guard, as JSON."""
+async def _invalid(request: Request, error: Any) -> Response:
+    problems: dict[str, list[str]] = {}  # a field of several possible types has a message for each
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        field = item["loc"][0] if item["loc"] else "body"
+        problems.setdefault(field if isinstance(field, str) else "body", []).append(item["msg"])
+    said = [f"{field}: {' or '.join(dict.fromkeys(texts))}" for field, texts in problems.items()]
+    return error_response("; ".join(said), "invalid_request_error", 400, next(iter(problems)))
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        problems: dict[str, list[str]] = {}  # a field of several possible types has a message for each
-        for item in error.errors():
-            field = item["loc"][1] if len(item["loc"]) > 1 else "body"  # a number: where JSON ends
-            problems.setdefault(field if isinstance(field, str) else "body", []).append(item["msg"])
-        message = "; ".join(
-            f"{field}: {' or '.join(dict.fromkeys(texts))}" for field, texts in problems.items()
-        )
-        return error_response(message, "invalid_request_error", 400, next(iter(problems)))
 
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> JSONResponse:
-        kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-        response = error_response(str(error.detail), kind, error.status_code)
-        response.headers.update(error.headers or {})
-        return response
+async def _http(request: Request, error: Any) -> Response:
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    response = error_response(str(error.detail), kind, error.status_code)
+    response.headers.update(error.headers or {})
+    return response
 
-    @app.exception_handler(ThroughlineError)
-    async def ours(request: Request, error: ThroughlineError) -> JSONResponse:
-        response = told(error)
-        if response.status_code == 500:
-            request.state.watch.fault = type(error).__name__
-        return response
+
+async def _ours(request: Request, error: Any) -> Response:
+    response = told(error)
+    if response.status_code == 500:
+        request.state.watch.fault = type(error).__name__
+    return response
+
+
+# Everything that can go wrong below the guard, as JSON.
+ON_ERROR: dict[Any, Any] = {ValidationError: _invalid, HTTPException: _http, ThroughlineError: _ours}

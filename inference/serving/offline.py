@@ -8,11 +8,11 @@ context) gets an "error" and stops nobody else.
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-import numpy as np
+import msgspec
 
 from ...core.backend import AUTO, BackendOptions
 from ...core.console import progress
@@ -21,14 +21,15 @@ from ...core.files import full_disk, sha256_file, sha256_json, sync
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded
 from ..runtimes.sampling import Sampling
-from .encoding import embed, frame, shortened
-from .generation import Request
-from .slots import SlotBatch
-from .texts import open_text_model
+from .encoding import embed
+from .generation import Job
+from .slots import PREFIX_BYTES, answer
+from .texts import framed, open_text_model, text_job
 
 SLOTS, GPU_SLOTS = 8, 64
 EMBEDDED_TOGETHER = 256  # texts, sorted by length among themselves
 Record = tuple[int, dict[str, Any]]
+Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
 def generate_file(
@@ -49,10 +50,16 @@ def generate_file(
     loaded, tokenizer = open_text_model(path, "gpt", options)
     given = {"sampling": repr(sampling), "max_tokens": max_tokens, "stop": stop, "samples": samples}
 
-    def answer(records: Iterator[Record]) -> Iterator[Record]:
-        yield from _generate(loaded, tokenizer, records, sampling, max_tokens, stop, samples)
+    def job(record: dict[str, Any]) -> Job:
+        own = _own(Answering(max_tokens, stop, samples), record)
+        stops = (own.stop,) if isinstance(own.stop, str) else own.stop
+        rest = own.max_tokens, _own(sampling, record), stops, own.samples
+        return text_job(loaded, tokenizer, record["prompt"], *rest)
 
-    return _run(source, out, given | {"model": loaded.input.hash}, "prompt", answer)
+    def answered(records: Iterator[Record]) -> Iterator[Record]:
+        yield from _generate(loaded, tokenizer, records, job)
+
+    return _run(source, out, given | {"model": loaded.input.hash}, "prompt", answered)
 
 
 def embed_file(
@@ -65,11 +72,11 @@ def embed_file(
     """
     loaded, tokenizer = open_text_model(path, "bert", options)
 
-    def answer(records: Iterator[Record]) -> Iterator[Record]:
+    def answered(records: Iterator[Record]) -> Iterator[Record]:
         yield from _embed(loaded, tokenizer, records, truncate)
 
     given = {"model": loaded.input.hash} | ({"truncate": True} if truncate else {})
-    return _run(source, out, given, "text", answer)
+    return _run(source, out, given, "text", answered)
 
 
 def _run(
@@ -156,98 +163,69 @@ def _resume(partial: Path, identity: str) -> dict[int, int]:
     return places
 
 
+class Answering(msgspec.Struct):
+    """What a line may say of its answers, beside their sampling."""
+
+    max_tokens: int
+    stop: str | tuple[str, ...]
+    samples: Annotated[int, msgspec.Meta(ge=1)]
+
+
+def _own(given: Settings, record: dict[str, Any]) -> Settings:
+    """The settings with a line's own in their place. Raises WrongUse for what is none or out of range."""
+    values = {name: record.get(name, value) for name, value in msgspec.structs.asdict(given).items()}
+    try:
+        return msgspec.convert(values, type(given))
+    except msgspec.ValidationError as error:
+        raise WrongUse("a setting is not what it should be", why=str(error)) from error
+
+
 def _generate(
     loaded: Loaded,
     tokenizer: Tokenizer,
     records: Iterator[Record],
-    sampling: Sampling,
-    max_tokens: int,
-    stop: tuple[str, ...],
-    samples: int,
+    job_of: Callable[[dict[str, Any]], Job],
 ) -> Iterator[Record]:
-    backend = loaded.causal
-    assert backend is not None
-    slots = SLOTS if backend.device == "cpu" else GPU_SLOTS
-    batch = SlotBatch(backend, tokenizer.decode, slots, tokenizer.vocab_size)
-    open_rows: dict[int, tuple[dict[str, Any], list[str], list[str | None]]] = {}
-    more = True
-    while more or batch.busy:
-        while more and len(batch.waiting) < slots:
-            number, record = next(records, (-1, {}))
-            if more := number >= 0:
-                try:
-                    asked = _requests(tokenizer, record, backend.context, sampling, max_tokens, stop, samples)
-                    for copy, request in enumerate(asked):
-                        batch.add(request).owner = (number, copy)
-                except ThroughlineError as error:
-                    yield number, record | {"error": str(error)}
-                    continue
-                open_rows[number] = (record, [""] * len(asked), [None] * len(asked))
-        for sequence, delta in batch.step():
-            number, copy = sequence.owner
-            record, texts, ends = open_rows[number]
-            texts[copy] += delta.text
-            ends[copy] = delta.finish
-            if all(ends):
-                del open_rows[number]
-                yield number, record | {"answers": texts, "finish": ends}
+    assert loaded.causal is not None
+    asked: list[tuple[Record, list[str], list[str | None]]] = []  # in the order of the jobs
+    refused: list[Record] = []
 
+    def jobs() -> Iterator[Job]:
+        for number, record in records:
+            try:
+                job = job_of(record)
+            except ThroughlineError as error:
+                refused.append((number, record | {"error": str(error)}))
+                continue
+            asked.append(((number, record), [""] * job.n, [None] * job.n))
+            yield job
 
-def _requests(
-    tokenizer: Tokenizer,
-    record: dict[str, Any],
-    context: int,
-    sampling: Sampling,
-    max_tokens: int,
-    stop: tuple[str, ...],
-    samples: int,
-) -> list[Request]:
-    """The requests of one line. Raises WrongUse for settings out of range and a prompt that does not fit."""
-    own = {f.name: record[f.name] for f in fields(Sampling) if f.name in record and f.name != "logit_bias"}
-    try:
-        sampling = replace(sampling, **own)
-        count, most = int(record.get("samples", samples)), int(record.get("max_tokens", max_tokens))
-    except (TypeError, ValueError) as error:
-        raise WrongUse("a setting is no number", why=str(error)) from error
-    stops = record.get("stop", stop)
-    ids = tokenizer.encode(record["prompt"])
-    if len(ids) == 0 and tokenizer.eos_id is not None:
-        ids = np.array([tokenizer.eos_id])
-    if len(ids) >= context:
-        raise WrongUse("the prompt fills the model's context", why=f"{len(ids)} tokens of {context}")
-    most = min(most, context - len(ids))
-    return [
-        Request(
-            ids,
-            most,
-            sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + copy),
-            (stops,) if isinstance(stops, str) else tuple(stops),
-            tokenizer.eos_id,
-        )
-        for copy in range(count)
-    ]
+    slots = SLOTS if loaded.causal.device == "cpu" else GPU_SLOTS
+    text = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size
+    for place, copy, delta in answer(loaded.causal, jobs(), *text, slots, PREFIX_BYTES):
+        (number, record), texts, ends = asked[place]
+        texts[copy] += delta.text
+        ends[copy] = delta.finish
+        if all(ends):
+            yield number, record | {"answers": texts, "finish": ends}
+        yield from refused
+        refused.clear()
+    yield from refused
 
 
 def _embed(
     loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], truncate: bool
 ) -> Iterator[Record]:
-    encoder, config = loaded.encoder, loaded.config
-    assert encoder is not None
-    more = True
-    while more:
-        kept: list[Record] = []
-        rows = []
-        while more and len(kept) < EMBEDDED_TOGETHER:
-            number, record = next(records, (-1, {}))
-            if more := number >= 0:
-                try:
-                    text, context = record["text"], config.sequence_length
-                    given = shortened(tokenizer, text, context) if truncate else text
-                    rows.append(frame(tokenizer, given, context, config.vocab_size))
-                    kept.append((number, record))
-                except ThroughlineError as error:
-                    yield number, record | {"error": str(error)}
+    assert loaded.encoder is not None
+    while group := list(islice(records, EMBEDDED_TOGETHER)):
+        rows, kept = [], []
+        for number, record in group:
+            try:
+                rows.append(framed(loaded, tokenizer, record["text"], truncate))
+                kept.append((number, record))
+            except ThroughlineError as error:
+                yield number, record | {"error": str(error)}
         if kept:
-            vectors = embed(encoder, rows, tokenizer.pad_id or 0)
+            vectors = embed(loaded.encoder, rows, tokenizer.pad_id or 0)
             for (number, record), vector in zip(kept, vectors):
                 yield number, record | {"embedding": vector.tolist()}

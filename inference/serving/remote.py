@@ -1,7 +1,7 @@
 """A model in a process of its own, as the HTTP process sees it: started, fed, watched and started again.
 
-- `submit` never waits: it takes all jobs of a request or raises `Busy`. The number of jobs that are accepted
-  and unanswered is bounded here, so that a full queue is known without asking the other process.
+- `submit` never waits: it takes all work of a request or raises `Busy`. The number of answers that are accepted
+  and not given is bounded here, so that a full queue is known without asking the other process.
 - A process that dies is started again; everyone it owed an answer gets an error.
 """
 
@@ -13,15 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Protocol
-
-import numpy as np
 
 from ...core.backend import BackendOptions
 from ...core.console import warn
 from ...core.errors import Failed, ThroughlineError
-from .channel import Messages, error_from, pack, unpack_arrays
+from .channel import Ask, Broken, Cancel, Made, Message, Messages, Open, Read, Ready, Turn, Work, pack
 
 FORGETTING = 0.9  # of the running mean of seconds per job
 LONGEST_PAUSE_S = 30.0  # between two attempts to start a process that keeps dying
@@ -35,27 +32,8 @@ class Busy(Failed):
         self.retry_after_s, self.absent = retry_after_s, absent
 
 
-@dataclass(frozen=True)
-class Made:
-    """Some steps of a generated answer: text, token (id, log-probability, most probable ones), finish, time."""
-
-    deltas: list[list[Any]]
-    began_s: float
-    batch: int
-
-
-@dataclass(frozen=True)
-class Read:
-    """An encoder's answer."""
-
-    arrays: dict[str, np.ndarray]
-    began_s: float
-    ended_s: float
-    batch: int
-
-
 Answer = Made | Read | ThroughlineError
-Listener = Callable[[Answer], None]
+Hear = Callable[[tuple[int, Answer]], None]  # takes the place of an answer in its request, and some of it
 
 
 class Process(Protocol):
@@ -89,7 +67,7 @@ class Remote:
 
     def __init__(self, name: str, path: str, options: BackendOptions, *, slots: int, queue: int) -> None:
         self.name, self.path = name, path
-        self._opening = {"do": "open", "name": name, "path": path, "slots": slots, "options": asdict(options)}
+        self._opening = Open(name, path, slots, options)
         self._slots, self._queue = slots, queue
         self.facts: dict[str, Any] = {}
         self.ready = False
@@ -98,9 +76,11 @@ class Remote:
         self._process: Process | None = None
         self._connection: asyncio.Transport | None = None
         self._ended = asyncio.Event()  # the present process has
-        self._waiting: dict[int, Listener] = {}
+        self._waiting: dict[
+            int, tuple[int, Hear]
+        ] = {}  # by number: the place in its request, and who listens
         self._began: set[int] = set()
-        self._number = 0
+        self._next = 0
         self._seconds_per_job = 0.1  # running mean, for Retry-After
         self._watching: asyncio.Task[None] | None = None
 
@@ -149,17 +129,16 @@ class Remote:
             why = f"{len(self._waiting)} of {places} places are taken"
             raise Busy(f"the queue of {self.name} is full: {why}", wait_s)
 
-    def submit(self, jobs: Sequence[tuple[dict[str, Any], np.ndarray, Listener]]) -> list[int]:
-        """Send jobs (what to do, the ids, who listens) and return their numbers. Raises as `check_room`."""
-        self.check_room(len(jobs))
+    def submit(self, work: Sequence[Work], hear: Hear) -> range:
+        """Send the work of a request and return the numbers of its answers. Raises as `check_room`."""
+        count = sum(one.n for one in work)
+        self.check_room(count)
         assert self._connection is not None
-        numbers = []
-        for message, ids, listener in jobs:
-            self._number += 1
-            numbers.append(self._number)
-            self._waiting[self._number] = listener
-            self._connection.write(pack(message | {"job": self._number}, ids.astype(np.int32).tobytes()))
-        self.accepted += len(jobs)
+        numbers = range(self._next, self._next + count)
+        self._next = numbers.stop
+        self._waiting |= {number: (place, hear) for place, number in enumerate(numbers)}
+        self._connection.write(pack(Ask(numbers.start, list(work))))
+        self.accepted += count
         return numbers
 
     def cancel(self, numbers: Sequence[int]) -> None:
@@ -167,7 +146,7 @@ class Remote:
         left = [number for number in numbers if self._waiting.pop(number, None)]
         self._began.difference_update(left)
         if left and self.ready and self._connection is not None:
-            self._connection.write(pack({"do": "cancel", "jobs": left}))
+            self._connection.write(pack(Cancel(left)))
 
     async def _open(self) -> None:
         """Start a process and wait for its first message, which says how opening the model went."""
@@ -177,12 +156,12 @@ class Remote:
         finally:
             theirs.close()
         loop = asyncio.get_running_loop()
-        opened: asyncio.Future[dict[str, Any] | None] = loop.create_future()
+        opened: asyncio.Future[Message | None] = loop.create_future()
         self._ended = asyncio.Event()
 
-        def take(message: dict[str, Any], block: bytes) -> None:
+        def take(message: Message) -> None:
             if opened.done():
-                self._route(message, block)
+                self._route(message)
             else:
                 opened.set_result(message)
 
@@ -198,9 +177,10 @@ class Remote:
             code = await asyncio.to_thread(self._process.wait)
             why = f"exit code {code}; {_meaning(code)}"
             raise Failed("the process of the model ended while it was loading", where=self.path, why=why)
-        if first["at"] == "failed":
-            raise error_from(first["error"])
-        self.facts, self.ready = first, True
+        if isinstance(first, Broken):
+            raise first.error()
+        assert isinstance(first, Ready)
+        self.facts, self.ready = first.facts, True
 
     async def _watch(self) -> None:
         while True:
@@ -229,25 +209,24 @@ class Remote:
             f"{self.name}: the process of the model ended with {len(waiting)} requests in it; starting it again"
         )
         failure = Failed("the process of the model ended", fix="send the request again")
-        for listener in waiting.values():
-            listener(failure)
+        for place, hear in waiting.values():
+            hear((place, failure))
 
-    def _route(self, message: dict[str, Any], block: bytes) -> None:
+    def _route(self, message: Message) -> None:
         """Hand a message of the process to those who wait for it."""
-        if message["at"] == "made":
-            for number, began_s, deltas in message["jobs"]:
-                self._answer(number, Made(deltas, began_s, message["batch"]), deltas[-1][2] is not None)
-        elif message["at"] == "read":
-            arrays = unpack_arrays(message["arrays"], block)
-            answer = Read(arrays, message["began_s"], message["ended_s"], message["batch"])
-            self._answer(message["job"], answer, True)
-        else:
-            self._answer(message["job"], error_from(message["error"]), True)
+        if isinstance(message, Turn):
+            for made in message.made:
+                self._answer(made.number, made, made.deltas[-1].finish is not None)
+        elif isinstance(message, Read):
+            self._answer(message.number, message, True)
+        elif isinstance(message, Broken):
+            for number in message.numbers:
+                self._answer(number, message.error(), True)
 
     def _answer(self, number: int, answer: Answer, last: bool) -> None:
-        listener = self._waiting.get(number)
-        if listener is None:  # cancelled
+        if number not in self._waiting:  # cancelled
             return
+        place, hear = self._waiting[number]
         self._began.add(number)
         if last:
             del self._waiting[number]
@@ -255,7 +234,7 @@ class Remote:
             if not isinstance(answer, ThroughlineError):
                 took_s = (time.monotonic() - answer.began_s) / max(answer.batch, 1)
                 self._seconds_per_job = FORGETTING * self._seconds_per_job + (1 - FORGETTING) * took_s
-        listener(answer)
+        hear((place, answer))
 
 
 def _end(process: Process) -> None:

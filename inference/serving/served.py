@@ -5,10 +5,10 @@ Everything that a request gets wrong raises WrongUse before anything is queued.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from ...core.errors import ThroughlineError, WrongUse
 from ...data.tokenizer import Tokenizer
 from ..runtimes.source import no_model
 from .api_types import CompletionBody, Generation
+from .channel import Made, Read, Work
 from .chat import ChatTemplate
-from .encoding import check_ids, frame
-from .generation import TextDelta, Token, check_length
-from .remote import Answer, Made, Read, Remote
+from .encoding import Encoding, check_ids, frame
+from .generation import Job, TextDelta, prompt_ids
+from .remote import Answer, Remote
 from .telemetry import Telemetry, Watch
 
 Prompt = str | list[int]
@@ -40,20 +41,6 @@ class Limits:
     max_n: int = 128
     request_s: float = 600.0  # from the first byte of a body to the last of the answer
     body_s: float = 30.0  # for the client to send its body
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One answer to generate."""
-
-    prompt_ids: np.ndarray
-    prompt: str
-    max_tokens: int
-    sampling: dict[str, Any]
-    stop: tuple[str, ...]
-    logprobs: int | None
-    prompt_logprobs: bool = False
-    constraint: dict[str, Any] | None = None
 
 
 Deltas = AsyncGenerator[tuple[int, TextDelta], None]  # of several answers, each with its number
@@ -125,49 +112,28 @@ class ServedModel:
 
     # --- generating ---
 
-    def asked(
-        self, body: Generation, prompt: Prompt, ids: np.ndarray, max_tokens: int, logprobs: int | None
-    ) -> list[Asked]:
+    def job(self, body: Generation, ids: np.ndarray, max_tokens: int, logprobs: int | None) -> Job:
         """The `n` answers that a body wants for one prompt. Raises WrongUse."""
         echo = isinstance(body, CompletionBody) and body.echo
-        self._check_size(ids, max_tokens, body.n, echo)
-        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) if echo else ""
-        answers = []
-        for number in range(body.n):
-            sampling = {
-                "temperature": body.temperature,
-                "top_k": body.top_k,
-                "top_p": body.top_p,
-                "min_p": body.min_p,
-                "repetition_penalty": body.repetition_penalty,
-                "seed": None if body.seed is None else body.seed + number,
-                "frequency_penalty": body.frequency_penalty,
-                "presence_penalty": body.presence_penalty,
-                "logit_bias": [[int(i), bias] for i, bias in body.logit_bias.items()],
-            }
-            answers.append(
-                Asked(
-                    ids,
-                    text,
-                    max_tokens,
-                    sampling,
-                    body.stops(),
-                    logprobs,
-                    echo and logprobs is not None,
-                    body.constraint(),
-                )
-            )
-        return answers
+        if body.n > self.limits.max_n:
+            why = f"{body.n} > {self.limits.max_n}"
+            raise WrongUse("n is above this server's limit", where="n", why=why)
+        most = self.limits.max_tokens
+        if most is not None and max_tokens > most:
+            why = f"{max_tokens} > {most}"
+            raise WrongUse("max_tokens is above this server's limit", where="max_tokens", why=why)
+        prompt_logprobs = logprobs if echo else None
+        asked = (logprobs, prompt_logprobs, body.constraint(), body.n, not body.stream)
+        job = Job(ids, max_tokens, body.sampling(), body.stops(), *asked)
+        job.check(self.facts["context"])
+        return job
 
-    def completion(self, body: CompletionBody) -> list[Asked]:
-        """The answers that a completion body wants: prompts times `n`."""
+    def completion(self, body: CompletionBody) -> list[Job]:
+        """A job for each prompt of a completion body."""
         prompts = as_list(body.prompt)
         self.check_count(len(prompts) * body.n, "prompt")
-        return [
-            asked
-            for prompt in prompts
-            for asked in self.asked(body, prompt, self._prompt_ids(prompt), body.max_tokens, body.logprobs)
-        ]
+        ids = map(self._prompt_ids, prompts)
+        return [self.job(body, one, body.max_tokens, body.logprobs) for one in ids]
 
     def check_count(self, count: int, where: str) -> None:
         """Refuse more texts in one request than the queue holds."""
@@ -180,65 +146,21 @@ class ServedModel:
         room = max(self.facts["context"] - prompt_tokens, 1)
         return room if self.limits.max_tokens is None else min(room, self.limits.max_tokens)
 
-    def _check_size(self, ids: np.ndarray, max_tokens: int, n: int, echo: bool) -> None:
-        if len(ids) == 0:
-            raise WrongUse("the prompt is empty", where="prompt", fix="give at least one token of text")
-        if max_tokens == 0 and not echo:
-            raise WrongUse("max_tokens is 0", where="max_tokens", fix="ask for a token, or for echo")
-        if n > self.limits.max_n:
-            raise WrongUse("n is above this server's limit", where="n", why=f"{n} > {self.limits.max_n}")
-        most = self.limits.max_tokens
-        if most is not None and max_tokens > most:
-            why = f"{max_tokens} > {most}"
-            raise WrongUse("max_tokens is above this server's limit", where="max_tokens", why=why)
-        check_length(len(ids), max_tokens, self.facts["context"])
-
     def _prompt_ids(self, prompt: Prompt) -> np.ndarray:
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
-            eos_id = self.tokenizer.eos_id
-            # Nothing to continue: the model begins a document, as it does after an end-of-text token.
-            return np.array([eos_id]) if len(ids) == 0 and eos_id is not None else ids
+            return prompt_ids(self.tokenizer, prompt)
         check_ids(prompt, self.facts["vocab_size"], "prompt")
         return np.array(prompt, np.int64)
 
-    async def generate(self, answers: list[Asked], watch: Watch, whole: bool = False) -> Deltas:
-        """Deltas of all answers as they come, as (number, delta). Leaving the loop early gives the slots
-        back. `whole`: nobody looks at the deltas before an answer is complete, so they come then.
-        """
-        sent = asyncio.Queue[tuple[int, Answer]]()
-        jobs = []
-        for number, asked in enumerate(answers):
-            message = {
-                "do": "generate",
-                "max_tokens": asked.max_tokens,
-                "sampling": asked.sampling,
-                "stop": asked.stop,
-                "logprobs": asked.logprobs,
-                "prompt_logprobs": asked.prompt_logprobs,
-                "constraint": asked.constraint,
-                "whole": whole,
-            }
-            jobs.append((message, asked.prompt_ids, _put(sent, number)))
-        numbers = self.remote.submit(jobs)
-        watch.submitted(prompt_tokens(answers))
-        unfinished = len(jobs)
-        try:
-            while unfinished:
-                number, answer = await sent.get()
-                if isinstance(answer, ThroughlineError):
-                    raise answer
-                assert isinstance(answer, Made)
-                for text, token, finish, at_s, prompt, cached in answer.deltas:
-                    watch.token(number, at_s, answer.began_s, answer.batch, token is not None)
-                    watch.cached += cached or 0
-                    unfinished -= finish is not None
-                    prompted = tuple(filter(None, map(_token, prompt or ())))
-                    yield number, TextDelta(text, _token(token), finish, prompted, cached)
-        finally:
-            if unfinished:
-                watch.cancelled(unfinished)
-                self.remote.cancel(numbers)
+    async def generate(self, jobs: Sequence[Job], watch: Watch) -> Deltas:
+        """Deltas of all answers as they come, as (number, delta). Leaving the loop early gives the slots back."""
+        async with aclosing(self._answers(jobs, watch, sum(len(job.prompt_ids) for job in jobs))) as answers:
+            async for number, made in answers:
+                assert isinstance(made, Made)
+                for delta in made.deltas:
+                    watch.token(number, delta.at_s, made.began_s, made.batch, delta.token is not None)
+                    watch.cached += delta.cached_tokens or 0
+                    yield number, delta
 
     # --- reading ---
 
@@ -251,72 +173,41 @@ class ServedModel:
     def sizes(self) -> tuple[int, int]:
         return self.facts["context"], self.facts["vocab_size"]
 
-    async def read(
-        self,
-        rows: Sequence[np.ndarray],
-        watch: Watch,
-        want: Sequence[str],
-        firsts: Sequence[int] | None = None,
-        **details: Any,
-    ) -> list[dict[str, np.ndarray]]:
-        """What the encoder says of each row of ids: the named outputs, or for masks the best tokens.
+    async def read(self, texts: Sequence[Encoding], watch: Watch) -> list[dict[str, np.ndarray]]:
+        """What the encoder says of each text: the named outputs, or for masks the best tokens."""
+        found: dict[int, dict[str, np.ndarray]] = {}
+        async with aclosing(self._answers(texts, watch, sum(len(text.ids) for text in texts))) as answers:
+            async for number, read in answers:
+                assert isinstance(read, Read)
+                watch.read(read.began_s, read.ended_s, read.batch)
+                found[number] = read.arrays
+        return [found[number] for number in range(len(texts))]
 
-        `firsts`: how many ids of each row belong to the first of its two texts.
-        """
-        loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[Read]] = [loop.create_future() for _ in rows]
-        message = {"do": "read", "want": list(want), "ask": []} | details
-        numbers = self.remote.submit(
-            [
-                (message | {"first_tokens": first}, row, _settle(future))
-                for row, future, first in zip(rows, futures, firsts or repeat(None))
-            ]
-        )
-        watch.submitted(sum(map(len, rows)))
+    async def _answers(
+        self, work: Sequence[Work], watch: Watch, tokens: int
+    ) -> AsyncGenerator[tuple[int, Answer], None]:
+        """What the process says of each answer, until all are there; closing this gives the others up."""
+        come = asyncio.Queue[tuple[int, Answer]]()
+        numbers = self.remote.submit(work, come.put_nowait)
+        watch.submitted(tokens)
+        left = len(numbers)
         try:
-            answers = [await future for future in futures]
+            while left:
+                number, answer = await come.get()
+                if isinstance(answer, ThroughlineError):
+                    raise answer
+                left -= isinstance(answer, Read) or answer.deltas[-1].finish is not None
+                yield number, answer
         finally:
-            if left := [number for number, future in zip(numbers, futures) if not future.done()]:
-                watch.cancelled(len(left))
-                self.remote.cancel(left)
-            for future in futures:
-                if future.done() and not future.cancelled():
-                    future.exception()  # read: the first one is told, the others are the same
-        for answer in answers:
-            watch.read(answer.began_s, answer.ended_s, answer.batch)
-        return [answer.arrays for answer in answers]
-
-
-def prompt_tokens(answers: Sequence[Asked]) -> int:
-    """Tokens of the prompts; the `n` answers to one prompt share it."""
-    return sum({id(asked.prompt_ids): len(asked.prompt_ids) for asked in answers}.values())
+            if left:
+                watch.cancelled(left)
+                self.remote.cancel(numbers)
 
 
 def as_list(texts: Any) -> list[Prompt]:
     """One text, one list of ids, or several of either: always a list of prompts."""
     single = isinstance(texts, str) or isinstance(texts[0], int)
     return [texts] if single else texts
-
-
-def _token(token: list[Any] | None) -> Token | None:
-    return None if token is None else Token(token[0], token[1], tuple((i, value) for i, value in token[2]))
-
-
-def _put(queue: "asyncio.Queue[tuple[int, Answer]]", number: int) -> "Callable[[Answer], None]":
-    return lambda answer: queue.put_nowait((number, answer))
-
-
-def _settle(future: "asyncio.Future[Read]") -> "Callable[[Answer], None]":
-    def settle(answer: Answer) -> None:
-        if future.done():  # the client went away
-            return
-        if isinstance(answer, ThroughlineError):
-            future.set_exception(answer)
-        else:
-            assert isinstance(answer, Read)
-            future.set_result(answer)
-
-    return settle
 
 
 def served_models(

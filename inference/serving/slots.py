@@ -1,16 +1,15 @@
-"""Continuous batching without threads: requests join and leave between steps of one cache.
+"""Continuous batching without threads: jobs join and leave between steps of one cache.
 
 - Every step decodes one token of all sequences that are ready and reads a part of the prompts that are not,
   in one call of the backend: a long prompt does not hold up the others.
 - Row i of the cache belongs to `_live[i]`; when a sequence leaves, the last row moves into its place.
 - What a cache row or the store of finished sequences already holds of a prompt is copied, not computed: a
-  prompt asked n times is read once, and a conversation goes on where it was. A request whose prompt is just
-  being read by another waits for it.
+  prompt asked n times is read once, and a conversation goes on where it was. A job whose prompt is just being
+  read by another waits for it.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from ...core.backend import CausalBackend, Span
 from ..runtimes.sampler import Chooser, Probabilities, beside, choose, probabilities
-from .generation import Request, TextDelta, TextStream, Token, check_fit
+from .generation import Guide, Job, TextDelta, TextStream, Token
 
 CHUNK_TOKENS = 64  # of prompts in a step on a CPU: costs about three decode steps of GPT-2 124M on two cores
 IDLE_CHUNK_TOKENS = 256  # where nobody is decoding
@@ -28,43 +27,43 @@ PREFIX_BYTES = 256 << 20  # of finished sequences
 LOGIT_NUMBERS = 1 << 25  # asked for at a time for a prompt's probabilities: 128 MiB
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
-    """A request on its way: its tokens so far and its row in the cache."""
+    """A job on its way: its tokens so far and its row in the cache."""
 
-    request: Request
+    job: Job
     stream: TextStream
-    chooser: Chooser
+    guide: Guide | None
+    chooser: Chooser | None = None  # made with its row: penalties take memory of the vocabulary's size
     owner: Any = None  # whoever submitted it may note something here
     past: int = 0  # tokens in the cache
     reused: int = 0  # of them, those that were copied
     made: list[int] = field(default_factory=list)
     prompt: list[Token] = field(default_factory=list)  # with probabilities, when they are asked for
-    cancelled: bool = False
-    started_s: float | None = None  # time.monotonic() when it got its row
+    began_s: float = 0.0  # time.monotonic() when it got its row
 
     @property
     def filling(self) -> bool:
         """Whether some of its prompt is still to be read."""
-        return self.past < len(self.request.prompt_ids)
+        return self.past < len(self.job.prompt_ids)
 
     def held(self) -> np.ndarray:
         """The ids that its cache row holds."""
-        answer = self.made[: max(0, self.past - len(self.request.prompt_ids))]
-        return np.concatenate((self.request.prompt_ids[: self.past], np.array(answer, np.int64)))
+        answer = self.made[: max(0, self.past - len(self.job.prompt_ids))]
+        return np.concatenate((self.job.prompt_ids[: self.past], np.array(answer, np.int64)))
 
-    def accept(self, token: Token) -> TextDelta:
+    def accept(self, token: Token, eos_id: int | None) -> TextDelta:
         """Add a token and say what it means for the answer."""
-        if token.id == self.request.eos_id:
+        assert self.chooser is not None
+        if token.id == eos_id:
             return TextDelta(self.stream.finish(), token, "stop")
         self.made.append(token.id)
         self.chooser.accept(token.id)
-        guide = self.request.guide
-        complete = guide is not None and guide.accept(token.id)
+        complete = self.guide is not None and self.guide.accept(token.id)
         text = self.stream.push(token.id)
         if self.stream.stopped:
             return TextDelta(text, token, "stop")
-        if complete or len(self.made) == self.request.max_tokens:
+        if complete or len(self.made) == self.job.max_tokens:
             text += self.stream.finish()
             return TextDelta(text, token, "stop" if complete or self.stream.stopped else "length")
         return TextDelta(text, token)
@@ -76,6 +75,10 @@ class Prefixes:
     def __init__(self, backend: CausalBackend, limit_bytes: int) -> None:
         self._backend, self._limit = backend, limit_bytes
         self._kept: dict[bytes, tuple[np.ndarray, Any]] = {}  # in the order of use
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._kept.clear()
 
     def find(self, prompt_ids: np.ndarray) -> tuple[int, Any]:
         """How many tokens the best entry shares with the prompt, and that entry (its use is noted)."""
@@ -107,10 +110,10 @@ class Prefixes:
 
 
 class SlotBatch:
-    """Answers many requests at once on one backend; `slots` of them share the cache, the others wait in order.
+    """Answers many jobs at once on one backend; `slots` of them share the cache, the others wait in order.
 
     `vocab_size`: the tokenizer's, when smaller than the model's, whose padding rows then are never chosen;
-    probabilities are those of the model, as in evaluation.
+    probabilities are those of the model, as in evaluation. `eos_id` ends an answer.
     `prefix_bytes`: memory for finished sequences that later prompts may begin with.
     """
 
@@ -120,57 +123,60 @@ class SlotBatch:
         decode: Callable[[list[int]], str],
         slots: int,
         vocab_size: int | None = None,
+        eos_id: int | None = None,
         prefix_bytes: int = PREFIX_BYTES,
     ) -> None:
         self.backend, self.slots = backend, min(slots, backend.limits.rows or slots)
         self._vocab_size = min(vocab_size or backend.vocab_size, backend.vocab_size)
-        self._decode = decode
+        self._decode, self._eos_id = decode, eos_id
         self._cache = backend.new_cache(self.slots)
         self._live: list[Sequence] = []  # row i of the cache is self._live[i]
         self._prefixes = Prefixes(backend, prefix_bytes)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.prompt_tokens = self.reused_tokens = 0  # since the start
 
-    def add(self, request: Request) -> Sequence:
-        """Take a request in. Raises WrongUse when it cannot fit the model's context."""
-        check_fit(request, self.backend.context)
-        stream = TextStream(self._decode, request.stop, [int(i) for i in request.prompt_ids[-1:]])
-        chooser = Chooser(request.sampling, request.prompt_ids, self._vocab_size, self.backend.device)
-        sequence = Sequence(request, stream, chooser)
+    def add(self, job: Job, guide: Guide | None = None) -> Sequence:
+        """Take a job of one answer in. Raises WrongUse when it cannot fit the model's context."""
+        job.check(self.backend.context)
+        stream = TextStream(self._decode, job.stop, [int(i) for i in job.prompt_ids[-1:]])
+        sequence = Sequence(job, stream, guide)
         self.waiting.append(sequence)
         return sequence
+
+    def drop(self, owners: set[Any]) -> None:
+        """Nobody reads these answers any more: their places are given up."""
+        self.waiting = [sequence for sequence in self.waiting if sequence.owner not in owners]
+        self._leave({id(sequence) for sequence in self._live if sequence.owner in owners})
+
+    def broken(self) -> list[Sequence]:
+        """After an error in a step: those who were in it, whose rows are lost; the others begin anew."""
+        lost, self._live = self._live, []
+        self._prefixes.clear()
+        self._cache = None  # before there is another: memory may have been what was missing
+        self._cache = self.backend.new_cache(self.slots)
+        return lost
 
     @property
     def busy(self) -> bool:
         return bool(self._live or self.waiting)
 
-    @property
-    def free(self) -> int:
-        """Requests that could start now."""
-        return self.slots - len(self._live) - len(self.waiting)
-
-    def sequences(self) -> list[Sequence]:
-        """Everyone in the batch, for whoever has to tell them that it broke."""
-        return [*self._live, *self.waiting]
-
     def step(self) -> list[tuple[Sequence, TextDelta]]:
         """Decode one token of every sequence that is ready and read some of the prompts that are not."""
-        deltas = self._drop_cancelled()
         self._admit()
         sequences, spans = self._spans()
         if not spans:
-            return deltas
+            return []
         logits_NV = self.backend.step(spans, self._cache)
         ready, lines, at = [], [], 0
         for sequence, span in zip(sequences, spans):
-            if sequence.request.prompt_logprobs is not None and span.asked and sequence.filling:
+            if sequence.job.prompt_logprobs is not None and span.asked and sequence.filling:
                 self._note_prompt(sequence, span, logits_NV[at : at + span.asked])
             sequence.past += len(span.ids)
             at += span.asked
             if not sequence.filling:
                 ready.append(sequence)
                 lines.append(at - 1)
-        deltas += self._choose(ready, logits_NV, lines)
+        deltas = self._choose(ready, logits_NV, lines)
         self._leave({id(sequence) for sequence, delta in deltas if delta.finish})
         return deltas
 
@@ -186,11 +192,11 @@ class SlotBatch:
                 ids = np.array(sequence.made[-1:], np.int64)
                 asked = 1
             elif budget:
-                whole = sequence.request.prompt_logprobs is not None
+                whole = sequence.job.prompt_logprobs is not None
                 most = min(budget, max(1, LOGIT_NUMBERS // self.backend.vocab_size)) if whole else budget
-                ids = np.asarray(sequence.request.prompt_ids[sequence.past : sequence.past + most], np.int64)
+                ids = np.asarray(sequence.job.prompt_ids[sequence.past : sequence.past + most], np.int64)
                 budget -= len(ids)
-                last = sequence.past + len(ids) == len(sequence.request.prompt_ids)
+                last = sequence.past + len(ids) == len(sequence.job.prompt_ids)
                 asked = len(ids) if whole else int(last)
             else:
                 continue
@@ -200,35 +206,35 @@ class SlotBatch:
 
     def _admit(self) -> None:
         """Give rows to those who wait, in order; who shares a prompt that is being read waits for it."""
-        held_back: deque[Sequence] = deque()
-        while self.waiting and len(self._live) < self.slots:
-            sequence = self.waiting.popleft()
+        for sequence in list(self.waiting):
+            if len(self._live) == self.slots:
+                break
             if self._worth_waiting(sequence):
-                held_back.append(sequence)
                 continue
-            sequence.started_s = time.monotonic()
+            self.waiting.remove(sequence)
             self._live.append(sequence)
+            job, sequence.began_s = sequence.job, time.monotonic()
+            sequence.chooser = Chooser(job.sampling, job.prompt_ids, self._vocab_size, self.backend.device)
             self._reuse(sequence, len(self._live) - 1)
-            self.prompt_tokens += len(sequence.request.prompt_ids)
+            self.prompt_tokens += len(job.prompt_ids)
             self.reused_tokens += sequence.reused
-        self.waiting.extendleft(reversed(held_back))
 
     def _worth_waiting(self, sequence: Sequence) -> bool:
         """Whether somebody is about to read at least `LEAST_PREFIX` more tokens that it begins with, too."""
-        prompt = sequence.request.prompt_ids
-        if sequence.request.prompt_logprobs is not None:
+        prompt = sequence.job.prompt_ids
+        if sequence.job.prompt_logprobs is not None:
             return False
         return any(
-            common(other.request.prompt_ids, prompt[:-1]) - other.past >= LEAST_PREFIX
+            common(other.job.prompt_ids, prompt[:-1]) - other.past >= LEAST_PREFIX
             for other in self._live
             if other.filling
         )
 
     def _reuse(self, sequence: Sequence, row: int) -> None:
         """Copy what is known of its prompt, all but the last token, whose logits nobody kept."""
-        if sequence.request.prompt_logprobs is not None:
+        if sequence.job.prompt_logprobs is not None:
             return
-        prompt = np.asarray(sequence.request.prompt_ids)[:-1]
+        prompt = np.asarray(sequence.job.prompt_ids)[:-1]
         shared = [common(other.held(), prompt) for other in self._live[:row]]
         best = int(np.argmax(shared)) if shared else -1
         kept, saved = self._prefixes.find(prompt)
@@ -243,13 +249,13 @@ class SlotBatch:
 
     def _note_prompt(self, sequence: Sequence, span: Span, logits_SV: Any) -> None:
         """Probabilities of the prompt's tokens that follow those of this span."""
-        prompt = sequence.request.prompt_ids
+        prompt = sequence.job.prompt_ids
         if span.past == 0:
             sequence.prompt.append(Token(int(prompt[0])))
         targets = np.asarray(prompt[span.past + 1 : span.past + len(span.ids) + 1], np.int64)
         if len(targets) == 0:
             return
-        most = sequence.request.prompt_logprobs or 0
+        most = sequence.job.prompt_logprobs or 0
         found = probabilities(logits_SV[: len(targets)], beside(logits_SV, targets), most)
         sequence.prompt += [token_of(int(i), found, line) for line, i in enumerate(targets)]
 
@@ -261,19 +267,20 @@ class SlotBatch:
             return []
         if lines != list(range(len(logits_NV))):
             logits_NV = logits_NV[beside(logits_NV, np.array(lines))]
-        for sequence in ready:
-            if sequence.request.guide is not None:
-                sequence.chooser.allowed_V = sequence.request.guide.allowed()
-        chosen = choose(logits_NV[:, : self._vocab_size], [sequence.chooser for sequence in ready])
-        told = [row for row, sequence in enumerate(ready) if sequence.request.logprobs is not None]
+        choosers = [sequence.chooser for sequence in ready if sequence.chooser is not None]
+        for sequence, chooser in zip(ready, choosers, strict=True):
+            if sequence.guide is not None:
+                chooser.allowed_V = sequence.guide.allowed()
+        chosen = choose(logits_NV[:, : self._vocab_size], choosers)
+        told = [row for row, sequence in enumerate(ready) if sequence.job.logprobs is not None]
         tokens: dict[int, Token] = {}
         if told:
-            most = max(ready[row].request.logprobs or 0 for row in told)
+            most = max(ready[row].job.logprobs or 0 for row in told)
             rows = beside(logits_NV, np.array(told))
             found = probabilities(logits_NV[rows], chosen[rows], most)
         ids = chosen.tolist()
         for line, row in enumerate(told):
-            tokens[row] = token_of(ids[row], found, line, ready[row].request.logprobs or 0)
+            tokens[row] = token_of(ids[row], found, line, ready[row].job.logprobs or 0)
         return [
             (sequence, self._accept(sequence, tokens.get(row) or Token(ids[row])))
             for row, sequence in enumerate(ready)
@@ -281,21 +288,14 @@ class SlotBatch:
 
     def _accept(self, sequence: Sequence, token: Token) -> TextDelta:
         if sequence.made:
-            return sequence.accept(token)
-        if sequence.request.max_tokens == 0:
+            return sequence.accept(token, self._eos_id)
+        if sequence.job.max_tokens == 0:
             delta = TextDelta("", None, "length")
         else:
-            delta = sequence.accept(token)
-        prompt = tuple(sequence.prompt) if sequence.request.prompt_logprobs is not None else None
+            delta = sequence.accept(token, self._eos_id)
+        prompt = tuple(sequence.prompt) if sequence.job.prompt_logprobs is not None else None
         sequence.prompt = []
         return TextDelta(delta.text, delta.token, delta.finish, prompt, sequence.reused)
-
-    def _drop_cancelled(self) -> list[tuple[Sequence, TextDelta]]:
-        gone = [sequence for sequence in self.sequences() if sequence.cancelled]
-        if gone:
-            self.waiting = deque(sequence for sequence in self.waiting if not sequence.cancelled)
-            self._leave({id(sequence) for sequence in gone})
-        return [(sequence, TextDelta("", None, "cancelled")) for sequence in gone]
 
     def _leave(self, leaving: set[int]) -> None:
         """Take sequences out of the cache; the last row moves into the gap."""
@@ -323,17 +323,25 @@ def token_of(token_id: int, found: Probabilities, line: int, most: int | None = 
     return Token(token_id, float(found.of[line]), tuple(top))
 
 
-def generate(
+def answer(
     backend: CausalBackend,
+    jobs: Iterable[Job],
     decode: Callable[[list[int]], str],
-    requests: list[Request],
-    slots: int = 8,
+    eos_id: int | None = None,
     vocab_size: int | None = None,
-) -> Iterator[tuple[int, TextDelta]]:
-    """Answer all requests; yields (request number, delta) as they are made. Arguments as for `SlotBatch`."""
-    batch = SlotBatch(backend, decode, min(slots, len(requests)), vocab_size, prefix_bytes=0)
-    for number, request in enumerate(requests):
-        batch.add(request).owner = number
-    while batch.busy:
+    slots: int = 8,
+    prefix_bytes: int = 0,
+) -> Iterator[tuple[int, int, TextDelta]]:
+    """Answer all jobs, which are drawn as places come free; yields (number of the job, which of its answers,
+    delta) as text is made. Arguments as for `SlotBatch`.
+    """
+    batch = SlotBatch(backend, decode, slots, vocab_size, eos_id, prefix_bytes)
+    numbered = enumerate(jobs)
+    while True:
+        while len(batch.waiting) < batch.slots and (drawn := next(numbered, None)):
+            for copy, one in enumerate(drawn[1].each()):
+                batch.add(one).owner = (drawn[0], copy)
+        if not batch.busy:
+            return
         for sequence, delta in batch.step():
-            yield sequence.owner, delta
+            yield *sequence.owner, delta

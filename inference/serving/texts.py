@@ -11,40 +11,49 @@ from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_backend
 from ..runtimes.sampling import Sampling
 from .encoding import embed, frame, shortened
-from .generation import Request, TextDelta
-from .slots import generate
+from .generation import Job, TextDelta, prompt_ids
+from .slots import answer
+
+
+def text_job(
+    loaded: Loaded,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_tokens: int,
+    sampling: Sampling,
+    stop: tuple[str, ...] = (),
+    n: int = 1,
+) -> Job:
+    """Continue `prompt`, to the end of the model's context where `max_tokens` would go beyond it. Raises WrongUse
+    when the prompt alone fills it.
+    """
+    ids = prompt_ids(tokenizer, prompt)
+    context = loaded.backend.context
+    if len(ids) >= context:
+        why = f"{len(ids)} tokens, the context is {context}"
+        fix = "shorten the prompt"
+        raise WrongUse("the prompt fills the model's context", where="prompt", why=why, fix=fix)
+    return Job(ids, min(max_tokens, context - len(ids)), sampling, stop, n=n)
 
 
 def continue_text(
     path: Path | str,
     prompt: str,
-    settings: Sequence[Sampling],
+    sampling: Sampling,
     max_tokens: int,
     stop: tuple[str, ...] = (),
+    samples: int = 1,
     options: BackendOptions = AUTO,
 ) -> Iterator[tuple[int, TextDelta]]:
-    """Continue `prompt` once per setting with the GPT at `path`; yields (number, delta) as text is made.
-
-    The answer ends with the model's context when `max_tokens` would go beyond it. Raises WrongUse when the
-    model is no GPT or the prompt alone fills its context.
+    """Continue `prompt` so many times with the GPT at `path`; yields (number, delta) as text is made. Raises
+    WrongUse as `text_job` does and when the model is no GPT.
     """
     loaded, tokenizer = open_text_model(path, "gpt", options)
     assert loaded.causal is not None
-    ids = tokenizer.encode(prompt)
-    if len(ids) == 0 and tokenizer.eos_id is not None:
-        ids = np.array([tokenizer.eos_id])  # the beginning of a document
-    room = loaded.causal.context - len(ids)
-    if room < 1:
-        raise WrongUse(
-            "the prompt fills the model's context",
-            where="prompt",
-            why=f"{len(ids)} tokens, the context is {loaded.causal.context}",
-            fix="shorten the prompt",
-        )
-    requests = [
-        Request(ids, min(max_tokens, room), sampling, stop, tokenizer.eos_id) for sampling in settings
-    ]
-    yield from generate(loaded.causal, tokenizer.decode, requests, vocab_size=tokenizer.vocab_size)
+    job = text_job(loaded, tokenizer, prompt, max_tokens, sampling, stop, samples)
+    rest = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size, min(samples, 8)
+    for _, number, delta in answer(loaded.causal, [job], *rest):
+        yield number, delta
 
 
 def embed_texts(
@@ -56,17 +65,20 @@ def embed_texts(
     """
     loaded, tokenizer = open_text_model(path, "bert", options)
     assert loaded.encoder is not None
-    sizes = (loaded.config.sequence_length, loaded.config.vocab_size)
     rows = [
-        frame(
-            tokenizer,
-            shortened(tokenizer, text, sizes[0]) if truncate else text,
-            *sizes,
-            f"text {number}: {text[:60]}",
-        )
+        framed(loaded, tokenizer, text, truncate, f"text {number}: {text[:60]}")
         for number, text in enumerate(texts, 1)
     ]
     return embed(loaded.encoder, rows, tokenizer.pad_id or 0)
+
+
+def framed(
+    loaded: Loaded, tokenizer: Tokenizer, text: str, truncate: bool, where: str = "input"
+) -> np.ndarray:
+    """The ids of a text for the encoder; `truncate`: of as much of it as fits. Raises WrongUse."""
+    context, vocab_size = loaded.config.sequence_length, loaded.config.vocab_size
+    given = shortened(tokenizer, text, context) if truncate else text
+    return frame(tokenizer, given, context, vocab_size, where)
 
 
 def open_text_model(path: Path | str, family: str, options: BackendOptions) -> tuple[Loaded, Tokenizer]:

@@ -1,8 +1,11 @@
 """The process of one model: it opens the model, runs its engine, and answers messages on a socket.
 
-The HTTP process starts it as `python -m throughline.inference.serving.worker FD` and sends `open`, then `generate`,
-`read` and `cancel`. It ends when the socket does: a server that dies leaves no model behind. Signals meant
-for the whole group are left to the HTTP process, which drains first.
+The HTTP process starts it as `python -m throughline.inference.serving.worker FD` and sends `Open`, then `Ask` and
+`Cancel`. It ends when the socket does: a server that dies leaves no model behind. Signals meant for the whole
+group are left to the HTTP process, which drains first.
+
+An engine answers in batches, a turn at a time. A batch that breaks is answered with its error and the engine goes
+on with the next one. Who may ask for how much is decided before: see `remote`.
 """
 
 import contextlib
@@ -17,88 +20,167 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import BackendOptions
+from ...core.backend import EncoderBackend
+from ...core.console import warn
 from ...core.errors import Failed, ThroughlineError, WrongUse
 from ...core.logits import log_softmax
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_backend
-from ..runtimes.sampling import Sampling
-from .channel import Inbox, Message, error_message, pack, pack_arrays
+from .channel import Ask, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
 from .constrain import Grammars
-from .encoding import Encoding
-from .generation import Guide, Request, TextDelta
-from .scheduler import CausalEngine, EncoderEngine, Generating, Job, Reading, Told
+from .encoding import Encoding, batch_limits, encode_batch, take_batch
+from .generation import Guide, TextDelta
+from .slots import SlotBatch
 
 
 def serve(connection: socket.socket) -> None:
     """Answer until the other side ends."""
+
+    def say(*messages: Message) -> None:
+        with contextlib.suppress(OSError):  # the other side has ended: the reader notices
+            connection.sendall(b"".join(map(pack, messages)))
+
     with contextlib.closing(Inbox(connection)) as inbox:
         come: list[Message] = []
         while not come and not inbox.ended:
             come = inbox.take(wait=True)
         if inbox.ended:
             return
-        speaker = Speaker(connection)
+        opening, *come = come
+        assert isinstance(opening, Open)
         try:
-            model = WorkerModel(come[0][0], speaker, inbox.ring)
+            model = WorkerModel(opening, say, inbox.ring)
         except Exception as error:  # of any library: the HTTP process must hear of it
-            speaker.say({"at": "failed", "error": error_message(error)})
+            say(Broken.of(error, []))
             return
-        speaker.say({"at": "ready", **model.describe()})
+        say(Ready(model.describe()))
         # One thread reads and works: waking another one costs more than reading does.
         while not inbox.ended:
-            for message, block in inbox.take(wait=not model.engine.busy):
-                model.take(message, block)
+            for message in come + inbox.take(wait=not (come or model.engine.busy)):
+                model.take(message)
+            come = []
             model.begin_prepared()
             if model.engine.busy:
-                model.engine.turn()
+                model.turn()
 
 
-class Speaker:
-    """Sends messages."""
+class CausalEngine:
+    """Continuous batching of a GPT; each turn tells what one step made."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, batch: SlotBatch) -> None:
+        self.batch = batch
+        self._held: dict[int, list[TextDelta]] = {}  # of answers that are sent whole
 
-    def say(self, message: dict[str, Any], block: bytes = b"") -> None:
-        """Send a message. Nothing happens when the other side has ended: the reader notices."""
-        with contextlib.suppress(OSError):
-            self._connection.sendall(pack(message, block))
+    @property
+    def busy(self) -> bool:
+        """Whether a turn would do something."""
+        return self.batch.busy
+
+    def submit(self, number: int, work: Work, guide: Guide | None = None) -> None:
+        """Queue an answer. Raises WrongUse when it cannot fit the model's context."""
+        assert not isinstance(work, Encoding)
+        self.batch.add(work, guide).owner = number
+
+    def cancel(self, numbers: set[int]) -> None:
+        """Nobody reads these answers any more: their places are given up."""
+        self.batch.drop(numbers)
+        for number in numbers:
+            self._held.pop(number, None)
+
+    def turn(self) -> list[Message]:
+        """One step of work on what is queued and begun."""
+        made = []
+        deltas = self.batch.step()
+        for sequence, delta in deltas:
+            held = self._held.setdefault(sequence.owner, [])
+            held.append(delta)
+            if delta.finish or not sequence.job.whole:
+                made.append(Made(sequence.owner, sequence.began_s, len(deltas), held))
+                del self._held[sequence.owner]
+        return [Turn(made)] if made else []
+
+    def broken(self) -> list[int]:
+        """The answers that an error in a turn has lost."""
+        lost = [sequence.owner for sequence in self.batch.broken()]
+        for number in lost:
+            self._held.pop(number, None)
+        return lost
+
+
+class EncoderEngine:
+    """Batches texts of similar length, as many as the runtime takes; never waits for more to come."""
+
+    def __init__(self, backend: EncoderBackend, pad_id: int, vocab_size: int) -> None:
+        self._backend, self._pad_id, self._vocab_size = backend, pad_id, vocab_size
+        self._limits = batch_limits(backend)
+        self.queue: dict[int, Encoding] = {}
+        self._batch: list[int] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn would do something."""
+        return bool(self.queue)
+
+    def submit(self, number: int, work: Work, guide: Guide | None = None) -> None:
+        """Queue a text."""
+        assert isinstance(work, Encoding)
+        self.queue[number] = work
+
+    def cancel(self, numbers: set[int]) -> None:
+        """Nobody reads these answers any more."""
+        self.queue = {number: text for number, text in self.queue.items() if number not in numbers}
+
+    def turn(self) -> list[Message]:
+        """The oldest text with those queued ones that are nearest in length."""
+        self._batch = take_batch(self.queue, self._limits)
+        texts = [self.queue.pop(number) for number in self._batch]
+        began_s = time.monotonic()
+        answers = encode_batch(self._backend, texts, self._pad_id)
+        wanted = [self._wanted(text, answer) for text, answer in zip(texts, answers)]
+        times = began_s, time.monotonic(), len(texts)
+        return [Read(number, arrays, *times) for number, arrays in zip(self._batch, wanted)]
+
+    def _wanted(self, text: Encoding, answer: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if not text.top_k:
+            return {name: answer[name] for name in text.want}
+        logits_NV = answer["mlm_logits"].astype(np.float64)[:, : self._vocab_size]
+        probabilities_NV = np.exp(log_softmax(logits_NV))
+        best_NK = np.argsort(-probabilities_NV, kind="stable")[:, : text.top_k]
+        return {"ids": best_NK, "probabilities": np.take_along_axis(probabilities_NV, best_NK, 1)}
+
+    def broken(self) -> list[int]:
+        """The answers that an error in a turn has lost."""
+        return self._batch
 
 
 class WorkerModel:
     """The model, its tokenizer and its engine; messages in, answers out."""
 
-    def __init__(self, opening: dict[str, Any], speaker: Speaker, ring: Callable[[], None]) -> None:
-        self._speaker, self._ring = speaker, ring
-        self.loaded = open_backend(opening["path"], BackendOptions(**opening["options"]))
+    def __init__(self, opening: Open, say: Callable[..., None], ring: Callable[[], None]) -> None:
+        self._say, self._ring = say, ring
+        self.loaded = open_backend(opening.path, opening.options)
         if self.loaded.tokenizer is None:
             fix = "put the one that it was trained with beside the weights"
             raise WrongUse("this model has no tokenizer.json", where=self.loaded.input.path, fix=fix)
-        self.tokenizer = Tokenizer.load(self.loaded.tokenizer)
+        self.tokenizer = tokenizer = Tokenizer.load(self.loaded.tokenizer)
         self._outputs = warm_up(self.loaded)
-        self.engine = self._engine(opening["slots"])
-        self._held: dict[int, list[list[Any]]] = {}  # parts of answers that are sent whole
-        self._made_now: list[list[Any]] = []  # of this turn, sent as one message
-        self._batch = 0
+        self.engine: CausalEngine | EncoderEngine
+        if self.loaded.causal is not None:
+            rest = opening.slots, tokenizer.vocab_size, tokenizer.eos_id
+            self.engine = CausalEngine(SlotBatch(self.loaded.causal, tokenizer.decode, *rest))
+        else:
+            assert self.loaded.encoder is not None
+            pad_id = tokenizer.pad_id or 0  # padding is masked: any id will do
+            self.engine = EncoderEngine(self.loaded.encoder, pad_id, tokenizer.vocab_size)
         self._grammars: Grammars | None = None  # made when somebody asks
         # Reading a vocabulary for the grammars takes a second: answers in the making go on beside it.
         self._beside = ThreadPoolExecutor(1, "grammars")
-        self._preparing: dict[int, tuple[dict[str, Any], np.ndarray, Future[Guide]]] = {}
-
-    def _engine(self, slots: int) -> CausalEngine | EncoderEngine:
-        if self.loaded.causal is not None:
-            vocab_size = self.tokenizer.vocab_size
-            decode, turned = self.tokenizer.decode, self._turned
-            return CausalEngine(self.loaded.causal, decode, turned, slots=slots, vocab_size=vocab_size)
-        assert self.loaded.encoder is not None
-        pad_id = self.tokenizer.pad_id or 0  # padding is masked: any id will do
-        return EncoderEngine(self.loaded.encoder, self._turned, pad_id=pad_id)
+        self._preparing: dict[int, tuple[Work, Future[Guide]]] = {}
 
     def describe(self) -> dict[str, Any]:
         """What the HTTP process must know of the model."""
-        backend = self.loaded.causal or self.loaded.encoder
-        assert backend is not None and self.loaded.tokenizer is not None
+        backend = self.loaded.backend
+        assert self.loaded.tokenizer is not None
         return {
             "family": self.loaded.family,
             "backend": backend.name,
@@ -112,99 +194,51 @@ class WorkerModel:
             "classes": self.loaded.classes,
         }
 
-    def take(self, message: dict[str, Any], block: bytes) -> None:
+    def take(self, message: Message) -> None:
         """Do what a message asks; what is wrong with a job is its answer."""
-        if message["do"] == "cancel":
-            for number in message["jobs"]:
+        if isinstance(message, Cancel):
+            for number in message.numbers:
                 self._preparing.pop(number, None)
-            self.engine.cancel(set(message["jobs"]))
+            self.engine.cancel(set(message.numbers))
             return
-        ids = np.frombuffer(block, np.int32).astype(np.int64)
-        if message.get("constraint") is None:
-            self._submit(message, ids)
-        else:
-            guide = self._beside.submit(self._guide, message["constraint"])
-            self._preparing[message["job"]] = (message, ids, guide)
+        assert isinstance(message, Ask)
+        answers = [one for work in message.work for one in work.each()]
+        for number, work in enumerate(answers, message.first):
+            if isinstance(work, Encoding) or work.constraint is None:
+                self._submit(number, work)
+                continue
+            guide = self._beside.submit(self._guide, work.constraint)
+            self._preparing[number] = (work, guide)
             guide.add_done_callback(lambda _: self._ring())
 
     def begin_prepared(self) -> None:
         """Queue the jobs whose grammars are ready."""
-        for message, ids, guide in [one for one in self._preparing.values() if one[2].done()]:
-            del self._preparing[message["job"]]
-            self._submit(message, ids, guide)
+        ready = {number: one for number, one in self._preparing.items() if one[1].done()}
+        for number, (work, guide) in ready.items():
+            del self._preparing[number]
+            self._submit(number, work, guide)
 
-    def _submit(self, message: dict[str, Any], ids: np.ndarray, guide: "Future[Guide] | None" = None) -> None:
+    def turn(self) -> None:
+        """One turn of the engine, and what it says."""
         try:
-            if isinstance(self.engine, EncoderEngine):
-                text = Encoding(ids, np.array(message["ask"], np.int64), message["first_tokens"])
-                self.engine.submit([Reading(message["job"], self._read, text=text, details=message)])
-            else:
-                request = self._request(message, ids, guide.result() if guide else None)
-                job = Generating(message["job"], self._made, request=request, whole=message["whole"])
-                self.engine.submit([job])
-        except Exception as error:
-            self._speaker.say({"at": "error", "job": message["job"], "error": error_message(error)})
+            messages = self.engine.turn()
+        except Exception as error:  # whatever a backend throws: those who wait must hear of it
+            why = f"{type(error).__name__}: {error}"
+            warn(f"a batch failed: {why}")
+            failure = Failed("the model failed on this batch", why=why)
+            messages = [Broken.of(failure, self.engine.broken())]
+        self._say(*messages)
 
-    def _request(self, message: dict[str, Any], ids: np.ndarray, guide: Guide | None) -> Request:
-        sampling = message["sampling"]
-        bias = tuple((int(i), float(value)) for i, value in sampling["logit_bias"])
-        return Request(
-            ids,
-            message["max_tokens"],
-            Sampling(**sampling | {"logit_bias": bias}),
-            tuple(message["stop"]),
-            self.tokenizer.eos_id,
-            message["logprobs"],
-            message["logprobs"] if message["prompt_logprobs"] else None,
-            guide,
-        )
+    def _submit(self, number: int, work: Work, guide: "Future[Guide] | None" = None) -> None:
+        try:
+            self.engine.submit(number, work, guide.result() if guide else None)
+        except Exception as error:
+            self._say(Broken.of(error, [number]))
 
     def _guide(self, constraint: dict[str, Any]) -> Guide:
         if self._grammars is None:
             self._grammars = Grammars(self.tokenizer)
         return self._grammars.guide(constraint)
-
-    def _made(self, job: Job, told: Told, batch: int) -> None:
-        """A step of an answer is sent with the others of this turn, or kept until the answer is whole."""
-        assert isinstance(job, Generating)
-        self._batch = batch
-        if isinstance(told, Failed):
-            self._held.pop(job.number, None)
-            self._speaker.say({"at": "error", "job": job.number, "error": error_message(told)})
-            return
-        assert isinstance(told, TextDelta)
-        token = told.token and [told.token.id, told.token.logprob, told.token.top]
-        held = self._held.setdefault(job.number, [])
-        prompt = told.prompt and [[one.id, one.logprob, one.top] for one in told.prompt]
-        held.append([told.text, token, told.finish, time.monotonic(), prompt, told.cached_tokens])
-        if told.finish or not job.whole:
-            del self._held[job.number]
-            if told.finish != "cancelled":
-                self._made_now.append([job.number, job.began_s, held])
-
-    def _turned(self) -> None:
-        if self._made_now:
-            made, self._made_now = self._made_now, []
-            self._speaker.say({"at": "made", "batch": self._batch, "jobs": made})
-
-    def _read(self, job: Job, told: Told, batch: int) -> None:
-        """An encoder's answer goes out, reduced to what was asked for."""
-        assert isinstance(job, Reading)
-        if isinstance(told, Failed):
-            self._speaker.say({"at": "error", "job": job.number, "error": error_message(told)})
-            return
-        assert isinstance(told, dict)
-        described, block = pack_arrays(self._reduce(told, job.details))
-        times = {"began_s": job.began_s, "ended_s": time.monotonic(), "batch": batch}
-        self._speaker.say({"at": "read", "job": job.number, "arrays": described, **times}, block)
-
-    def _reduce(self, answer: dict[str, np.ndarray], details: dict[str, Any]) -> dict[str, np.ndarray]:
-        if not details["ask"]:
-            return {name: answer[name] for name in details["want"]}
-        logits_NV = answer["mlm_logits"].astype(np.float64)[:, : self.tokenizer.vocab_size]
-        probabilities_NV = np.exp(log_softmax(logits_NV))
-        best_NK = np.argsort(-probabilities_NV, kind="stable")[:, : details["top_k"]]
-        return {"ids": best_NK, "probabilities": np.take_along_axis(probabilities_NV, best_NK, 1)}
 
 
 def warm_up(loaded: Loaded) -> list[str]:

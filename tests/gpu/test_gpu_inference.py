@@ -12,8 +12,8 @@ import torch
 from throughline.core.backend import Span
 from throughline.inference.runtimes.sampling import GREEDY, Sampling
 from throughline.inference.runtimes.torch_backend import TorchCausal, TorchEncoder
-from throughline.inference.serving.generation import Request
-from throughline.inference.serving.slots import generate
+from throughline.inference.serving.generation import Job
+from throughline.inference.serving.slots import answer
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 
@@ -51,9 +51,9 @@ def test_ragged_batches_and_greedy_tokens_equal_the_cpu() -> None:
         backend.forward(ids[:, :30], np.zeros(3, np.int64), ask[:, :0], cache, first_row=1)
         logits.append(backend.forward(ids[:, :10], past, ask, cache, first_row=1))
     assert np.abs(logits[0] - logits[1]).max() <= BOUND * np.abs(logits[0]).max()
-    requests = [Request(rng.integers(0, 512, length), 64) for length in (1, 20, 64)]
+    requests = [Job(rng.integers(0, 512, length), 64) for length in (1, 20, 64)]
     answers = [
-        [p.token.id for _, p in generate(backend, lambda ids: "", requests) if p.token]
+        [p.token.id for _, _, p in answer(backend, requests, lambda ids: "") if p.token]
         for backend in (cpu, cuda)
     ]
     assert answers[0] == answers[1] and len(answers[0]) == 3 * 64
@@ -96,10 +96,10 @@ def test_steps_prefixes_and_draws_equal_the_cpu() -> None:
         Sampling(seed=3, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias=((5, 2.0),)),
         GREEDY,
     ]
-    requests = [Request(long[:30], 20, setting, logprobs=3, prompt_logprobs=1) for setting in settings]
+    requests = [Job(long[:30], 20, setting, logprobs=3, prompt_logprobs=1) for setting in settings]
     answers = []
     for backend in backends:
-        pieces = [(number, piece) for number, piece in generate(backend, lambda ids: "", requests, 4)]
+        pieces = [(number, piece) for number, _, piece in answer(backend, requests, lambda ids: "", slots=4)]
         answers.append([(number, piece.token.id) for number, piece in pieces if piece.token])
         assert all(len(piece.token.top) == 3 for _, piece in pieces if piece.token)
     assert answers[0] == answers[1]

@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 from throughline.core.backend import BackendOptions
 from throughline.inference.serving import listen, remote, worker
+from throughline.inference.serving.channel import Open
 from throughline.inference.serving.served import Limits, served_models
 from throughline.inference.serving.server import Server, build_app
 from throughline.inference.serving.telemetry import Telemetry
@@ -70,9 +71,9 @@ async def running(
     workers: dict[str, worker.WorkerModel] = {}
 
     class Noted(worker.WorkerModel):
-        def __init__(self, opening: dict[str, Any], *rest: Any) -> None:
+        def __init__(self, opening: Open, *rest: Any) -> None:
             super().__init__(opening, *rest)
-            workers[opening["name"]] = self
+            workers[opening.name] = self
 
     patch.setattr(remote, "spawn", ThreadProcess)
     patch.setattr(worker, "WorkerModel", Noted)

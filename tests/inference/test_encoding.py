@@ -70,13 +70,13 @@ def test_parts_have_about_as_many_tokens_and_none_is_empty() -> None:
 def test_a_batch_is_the_first_text_and_those_nearest_in_length() -> None:
     texts = texts_of([100, 500, 101, 99, 8, 102, 98, 97, 103, 104, 105, 96])
     cpu, cuda = (Limits(tokens=BATCH_TOKENS[device]) for device in ("cpu", "cuda"))
-    batch = take_batch(texts, cpu)
+    batch = [texts[i] for i in take_batch(dict(enumerate(texts)), cpu)]
     longest = max(len(text.ids) for text in batch)
     assert batch[0] is texts[0] and longest * len(batch) <= BATCH_TOKENS["cpu"]
     near = sorted(abs(len(text.ids) - 100) for text in texts)[: len(batch)]
     assert sorted(abs(len(text.ids) - 100) for text in batch) == near
-    assert len(take_batch(texts, cuda)) > len(batch)
-    assert len(take_batch(texts_of([5000, 5000]), cpu)) == 1  # one too long goes alone
+    assert len(take_batch(dict(enumerate(texts)), cuda)) > len(batch)
+    assert len(take_batch(dict(enumerate(texts_of([5000, 5000]))), cpu)) == 1  # one too long goes alone
 
 
 def test_no_batch_is_beyond_what_the_runtime_takes() -> None:

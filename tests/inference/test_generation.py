@@ -12,8 +12,8 @@ from throughline.core.errors import WrongUse
 from throughline.data.tokenizer import Tokenizer
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling
-from throughline.inference.serving.generation import Request, TextDelta, TextStream, open_stop
-from throughline.inference.serving.slots import SlotBatch, generate
+from throughline.inference.serving.generation import Job, TextDelta, TextStream, open_stop
+from throughline.inference.serving.slots import SlotBatch, answer
 from tokenizers import decoders, models
 
 
@@ -134,9 +134,9 @@ def letters(ids: list[int]) -> str:
     return "".join(chr(33 + i) for i in ids)
 
 
-def random_requests(rng: np.random.Generator, count: int) -> list[Request]:
+def random_requests(rng: np.random.Generator, count: int) -> list[Job]:
     return [
-        Request(
+        Job(
             rng.integers(0, 97, rng.integers(1, 150)),
             int(rng.integers(1, 30)),
             Sampling(
@@ -173,7 +173,7 @@ def test_a_batch_gives_every_request_its_own_answer_whoever_comes_and_goes() -> 
                 live[-1].owner = number
             if live and rng.random() < 0.03:
                 gone = live[rng.integers(len(live))]
-                gone.cancelled = True
+                batch.drop({gone.owner})
                 cancelled.add(gone.owner)
             for sequence, delta in batch.step():
                 answers[sequence.owner] = answers.get(sequence.owner, "") + delta.text
@@ -183,11 +183,11 @@ def test_a_batch_gives_every_request_its_own_answer_whoever_comes_and_goes() -> 
         assert all(alone[number].startswith(answers.get(number, "")) for number in cancelled)
 
 
-def answers_by_backend(path: Path, requests: list[Request], slots: int) -> list[list[int]]:
+def answers_by_backend(path: Path, requests: list[Job], slots: int) -> list[list[int]]:
     loaded = open_backend(path, BackendOptions(device="cpu", threads=1))
     assert loaded.causal is not None
     ids: list[list[int]] = [[] for _ in requests]
-    for number, delta in generate(loaded.causal, lambda ids: "", requests, slots):
+    for number, _, delta in answer(loaded.causal, requests, lambda ids: "", slots=slots):
         assert delta.token is not None
         ids[number].append(delta.token.id)
     return ids
@@ -198,8 +198,8 @@ def test_batched_answers_equal_single_ones_on_both_backends(gpt_dir: Path, gpt_o
     request.
     """
     rng = np.random.default_rng(1)
-    requests = [Request(rng.integers(0, 300, length), 64) for length in (1, 20, 90)]
-    requests += [Request(rng.integers(0, 300, 70), 40, Sampling(top_p=0.9, seed=seed)) for seed in range(3)]
+    requests = [Job(rng.integers(0, 300, length), 64) for length in (1, 20, 90)]
+    requests += [Job(rng.integers(0, 300, 70), 40, Sampling(top_p=0.9, seed=seed)) for seed in range(3)]
     expected = answers_by_backend(gpt_dir, requests, 1)
     assert [len(ids) for ids in expected] == [64, 64, 64, 40, 40, 40]
     assert all(len(set(ids)) > 5 for ids in expected)  # the answers do have content
@@ -212,8 +212,8 @@ def test_finish_reasons() -> None:
     prompt = np.arange(5)
     backend = RememberingBackend()
 
-    def run(**kwargs) -> list[TextDelta]:
-        return [delta for _, delta in generate(backend, letters, [Request(prompt, 20, **kwargs)])]
+    def run(eos_id: int | None = None, **kwargs) -> list[TextDelta]:
+        return [delta for _, _, delta in answer(backend, [Job(prompt, 20, **kwargs)], letters, eos_id)]
 
     plain = run()
     assert [delta.finish for delta in plain] == [None] * 19 + ["length"]
@@ -226,8 +226,8 @@ def test_finish_reasons() -> None:
 
 
 def test_probabilities_are_those_of_the_model() -> None:
-    request = Request(np.arange(4), 3, Sampling(temperature=2.0, top_k=3, seed=1), logprobs=5)
-    for _, delta in generate(RememberingBackend(), letters, [request]):
+    request = Job(np.arange(4), 3, Sampling(temperature=2.0, top_k=3, seed=1), logprobs=5)
+    for _, _, delta in answer(RememberingBackend(), [request], letters):
         values = dict(delta.token.top)
         assert len(values) == 5 and list(values.values()) == sorted(values.values(), reverse=True)
         assert delta.token.logprob == values[delta.token.id]  # top-k 3 chose among the five
@@ -236,15 +236,15 @@ def test_probabilities_are_those_of_the_model() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "tokens", "message"),
-    [([], 5, "empty"), ([1], 0, "at least 1"), ([1] * 10, 391, "longer than the model's context")],
+    [([], 5, "empty"), ([1], 0, "max_tokens is 0"), ([1] * 10, 391, "longer than the model's context")],
 )
 def test_requests_that_cannot_fit_are_refused(prompt: list[int], tokens: int, message: str) -> None:
     with pytest.raises(WrongUse, match=message):
-        SlotBatch(RememberingBackend(), letters, 1).add(Request(np.array(prompt, np.int64), tokens))
+        SlotBatch(RememberingBackend(), letters, 1).add(Job(np.array(prompt, np.int64), tokens))
 
 
 def test_padding_rows_of_the_vocabulary_are_never_chosen() -> None:
     """A model's vocabulary may be padded beyond the tokenizer's: those ids mean nothing."""
-    requests = [Request(np.arange(3), 50, Sampling(seed=seed, repetition_penalty=1.1)) for seed in range(4)]
-    ids = {delta.token.id for _, delta in generate(RememberingBackend(), letters, requests, vocab_size=10)}
+    requests = [Job(np.arange(3), 50, Sampling(seed=seed, repetition_penalty=1.1)) for seed in range(4)]
+    ids = {delta.token.id for _, _, delta in answer(RememberingBackend(), requests, letters, vocab_size=10)}
     assert ids == set(range(10))

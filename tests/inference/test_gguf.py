@@ -18,7 +18,7 @@ from throughline.inference.exports.gguf_export import BOUNDS, compare_gguf, expo
 from throughline.inference.exports.gguf_writer import architecture_of, write_gguf
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.source import OpenedModel
-from throughline.inference.serving.slots import generate
+from throughline.inference.serving.slots import answer
 from throughline.models.config import BERTConfig, GPTConfig
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -64,7 +64,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused() -> None:
 
 def test_an_artifact_tokenises_generates_and_shares_prompts(gpt_dir: Path, tmp_path: Path) -> None:
     """The tokens of llama.cpp's own tokenizer are ours, greedy text is torch's, alone and in a batch."""
-    from throughline.inference.serving.generation import Request
+    from throughline.inference.serving.generation import Job
 
     report = export_gguf(gpt_dir, tmp_path / "gguf", "f32")
     assert report["mean_kl"] <= BOUNDS["f32"]
@@ -73,11 +73,11 @@ def test_an_artifact_tokenises_generates_and_shares_prompts(gpt_dir: Path, tmp_p
     assert torch_one is not None and llama_one is not None and llama_one.name == "llamacpp"
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 300, 40)
-    requests = [Request(prompt, 12), Request(prompt, 12), Request(rng.integers(0, 300, 5), 12)]
+    requests = [Job(prompt, 12), Job(prompt, 12), Job(rng.integers(0, 300, 5), 12)]
     answers = []
     for backend, slots in ((torch_one, 1), (llama_one, 1), (llama_one, 3)):
         ids: list[list[int]] = [[] for _ in requests]
-        for number, delta in generate(backend, lambda ids: "", requests, slots):
+        for number, _, delta in answer(backend, requests, lambda ids: "", slots=slots):
             assert delta.token is not None
             ids[number].append(delta.token.id)
         answers.append(ids)

@@ -36,10 +36,10 @@ def test_every_line_is_answered_in_order(gpt_onnx: Path, tmp_path: Path) -> None
     assert [row["id"] for row in found] == list(range(6)) and "fills the model's context" in found[4]["error"]
     assert [len(row.get("answers", [])) for row in found] == [1, 2, 1, 1, 0, 1]
     for number in (0, 3, 5):
-        alone = "".join(d.text for _, d in continue_text(gpt_onnx, PROMPTS[number], [GREEDY], 8, options=CPU))
+        alone = "".join(d.text for _, d in continue_text(gpt_onnx, PROMPTS[number], GREEDY, 8, options=CPU))
         assert found[number]["answers"] == [alone]
     sampled = Sampling(temperature=1.0, seed=8)
-    second = "".join(d.text for _, d in continue_text(gpt_onnx, PROMPTS[1], [sampled], 3, options=CPU))
+    second = "".join(d.text for _, d in continue_text(gpt_onnx, PROMPTS[1], sampled, 3, options=CPU))
     assert found[1]["answers"][1] == second
     with pytest.raises(WrongUse, match="there is a file already"):
         generate_file(gpt_onnx, source, out, GREEDY, 8, options=CPU)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from throughline.inference.serving.generation import Job
 
 ENDLESS = {"temperature": 0, "logit_bias": {"0": -100}}  # never the end-of-text token
 
@@ -79,7 +80,7 @@ def test_a_client_that_leaves_gives_its_slot_back(
         calls = slowed(found, monkeypatch)
         request = {"model": "gpt", "prompt": "x", "max_tokens": 150, "stream": streamed} | ENDLESS
         await call_and_leave(found, "/v1/completions", request, lambda: len(calls) >= after)
-        while found.workers["gpt"].engine._begun():
+        while found.workers["gpt"].engine.busy:
             await asyncio.sleep(0.01)
         assert len(calls) < 50 and found.remote().waiting == 0
 
@@ -107,7 +108,7 @@ def test_cancelled_requests_leave_the_queue_at_once(ask, monkeypatch: pytest.Mon
             await asyncio.gather(*gone)
             assert found.remote().waiting == 1
         engine = found.workers["gpt"].engine
-        while engine._queue:
+        while engine.batch.waiting:
             await asyncio.sleep(0.002)
         assert (await found.complete(prompt="y", max_tokens=2))["usage"]["completion_tokens"] == 2
         await first
@@ -127,9 +128,9 @@ def test_a_grammar_in_preparation_holds_up_nobody(ask, monkeypatch: pytest.Monke
             assert gate.wait(30)
             return usual(constraint)
 
-        def noted(message: dict, *rest: Any) -> None:
-            begun.append((message["constraint"] or {}).get("regex", ""))
-            submit(message, *rest)
+        def noted(number: int, job: Job, *rest: Any) -> None:
+            begun.append((job.constraint or {}).get("regex", ""))
+            submit(number, job, *rest)
 
         monkeypatch.setattr(model, "_guide", slow)
         monkeypatch.setattr(model, "_submit", noted)
@@ -158,7 +159,7 @@ def test_an_embedding_whose_client_left_is_not_computed(ask, monkeypatch: pytest
         texts = {"model": "bert", "input": ["A model " * 20] * 200}  # several batches of 4,096 tokens
         await call_and_leave(found, "/v1/embeddings", texts, lambda: len(calls) >= 1)
         engine, remote = found.workers["bert"].engine, found.remote("bert")
-        while engine._begun() or engine._queue or remote.waiting:  # which hears a moment later
+        while engine.busy or remote.waiting:  # which hears a moment later
             await asyncio.sleep(0.005)
         assert len(calls) <= 2
 
@@ -184,7 +185,7 @@ def test_a_batch_that_breaks_is_answered_and_the_server_lives_on(
             assert answer.status_code == 500 and "no memory" in answer.json()["error"]["message"]
             assert (await found.client.post(f"/v1/{path}", json=fields)).status_code == 200
         with monkeypatch.context() as patch:  # between the queue and the batch
-            patch.setattr(found.workers["gpt"].engine._batch, "add", broken)
+            patch.setattr(found.workers["gpt"].engine.batch, "_reuse", broken)
             answer = await found.client.post("/v1/completions", json={"prompt": "x", "model": "gpt"})
             assert answer.status_code == 500
 

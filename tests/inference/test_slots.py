@@ -11,7 +11,7 @@ from throughline.core.backend import BackendOptions, CausalBackend, Span
 from throughline.core.logits import log_softmax
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling
-from throughline.inference.serving.generation import Request, TextDelta
+from throughline.inference.serving.generation import Guide, Job, TextDelta
 from throughline.inference.serving.slots import SlotBatch, common
 
 CPU = BackendOptions(device="cpu", threads=1)
@@ -39,11 +39,11 @@ def backend(request, gpt_dir: Path, gpt_onnx: Path) -> CausalBackend:
     return loaded.causal
 
 
-def run(batch: SlotBatch, *requests: Request) -> list[list[TextDelta]]:
-    """All answers, as deltas."""
+def run(batch: SlotBatch, *requests: Job, guide: Guide | None = None) -> list[list[TextDelta]]:
+    """All answers, as deltas; `guide` is the first one's."""
     answers: list[list[TextDelta]] = [[] for _ in requests]
     for number, request in enumerate(requests):
-        batch.add(request).owner = number
+        batch.add(request, guide if number == 0 else None).owner = number
     while batch.busy:
         for sequence, delta in batch.step():
             answers[sequence.owner].append(delta)
@@ -91,7 +91,7 @@ def test_a_step_of_many_rows_equals_each_row_alone(backend: CausalBackend) -> No
 def test_a_prompt_asked_n_times_is_read_once(backend: CausalBackend) -> None:
     counting = Counting(backend)
     prompt = np.random.default_rng(1).integers(0, 300, 100)
-    requests = [Request(prompt, 2, Sampling(seed=seed)) for seed in range(5)]
+    requests = [Job(prompt, 2, Sampling(seed=seed)) for seed in range(5)]
     answers = run(SlotBatch(counting, nothing, 5), *requests)
     # the prompt, its last token for each of the others, and one decode step of each
     assert counting.tokens == 100 + 4 * 1 + 5
@@ -105,10 +105,10 @@ def test_a_conversation_goes_on_where_it_was(backend: CausalBackend) -> None:
     counting = Counting(backend)
     batch = SlotBatch(counting, nothing, 2)
     rng = np.random.default_rng(2)
-    first = Request(rng.integers(0, 300, 50), 20)
+    first = Job(rng.integers(0, 300, 50), 20)
     answer = ids_of(run(batch, first)[0])
     counting.tokens = 0
-    second = Request(np.concatenate((first.prompt_ids, answer, rng.integers(0, 300, 10))), 5)
+    second = Job(np.concatenate((first.prompt_ids, answer, rng.integers(0, 300, 10))), 5)
     again = run(batch, second)[0]
     # the last token of an answer is never read: nothing needed what comes after it
     assert again[0].cached_tokens == 50 + 19 and counting.tokens == 1 + 10 + 4
@@ -120,7 +120,7 @@ def test_what_is_kept_is_bounded(backend: CausalBackend) -> None:
     """With room for 100 tokens the second sequence of 60 drives the first one out."""
     batch = SlotBatch(backend, nothing, 1, prefix_bytes=100 * backend.token_bytes)
     prompts = [np.random.default_rng(seed).integers(0, 300, 60) for seed in (1, 2)]
-    reused = [run(batch, Request(prompts[i], 1))[0][0].cached_tokens for i in (0, 0, 1, 1, 0)]
+    reused = [run(batch, Job(prompts[i], 1))[0][0].cached_tokens for i in (0, 0, 1, 1, 0)]
     assert reused == [0, 59, 0, 59, 0]
 
 
@@ -128,10 +128,10 @@ def test_a_long_prompt_does_not_hold_up_the_others(backend: CausalBackend) -> No
     """While somebody decodes, at most 64 tokens of a prompt are read in a step, and each step decodes."""
     counting = Counting(backend)
     batch = SlotBatch(counting, nothing, 3)
-    batch.add(Request(np.arange(5), 12)).owner = 0
+    batch.add(Job(np.arange(5), 12)).owner = 0
     batch.step()
     counting.widest = 0
-    batch.add(Request(np.random.default_rng(3).integers(0, 300, 120), 3)).owner = 1
+    batch.add(Job(np.random.default_rng(3).integers(0, 300, 120), 3)).owner = 1
     steps = [[sequence.owner for sequence, _ in batch.step()] for _ in range(4)]
     assert steps == [[0], [0, 1], [0, 1], [0, 1]] and counting.widest == 64
 
@@ -144,9 +144,9 @@ def test_prompts_have_probabilities(backend: CausalBackend, asked: int) -> None:
     logits = backend.forward(prompt[None], np.zeros(1, np.int64), np.arange(120)[None], backend.new_cache(1))
     expected = log_softmax(logits[0].astype(np.float64))
     batch = SlotBatch(backend, nothing, 3)
-    run(batch, Request(prompt, 1))
-    echo = Request(prompt, 0, prompt_logprobs=asked)
-    (deltas, plain, one) = run(batch, echo, Request(prompt, 4), Request(prompt[:1], 0, prompt_logprobs=1))
+    run(batch, Job(prompt, 1))
+    echo = Job(prompt, 0, prompt_logprobs=asked)
+    (deltas, plain, one) = run(batch, echo, Job(prompt, 4), Job(prompt[:1], 0, prompt_logprobs=1))
     assert [(delta.token, delta.finish) for delta in deltas] == [(None, "length")]
     tokens = deltas[0].prompt
     assert tokens is not None and [token.id for token in tokens] == prompt.tolist()
@@ -170,9 +170,9 @@ def test_a_guide_decides_what_may_come(backend: CausalBackend) -> None:
             self.taken.append(token_id)
             return len(self.taken) == 4
 
-    guided = Request(np.arange(9), 50, Sampling(seed=3), guide=Alternating())
-    free = Request(np.arange(9), 6, Sampling(seed=3))
-    deltas, others = run(SlotBatch(backend, nothing, 2), guided, free)
+    guided = Job(np.arange(9), 50, Sampling(seed=3))
+    free = Job(np.arange(9), 6, Sampling(seed=3))
+    deltas, others = run(SlotBatch(backend, nothing, 2), guided, free, guide=Alternating())
     ids = ids_of(deltas)
     assert ids[::2] == [5, 5] and set(ids[1::2]) <= {7, 8} and deltas[-1].finish == "stop"
     assert ids_of(others) == ids_of(run(SlotBatch(backend, nothing, 1), free)[0])
@@ -195,12 +195,12 @@ def test_a_long_row_leaves_no_capacity_behind(gpt_onnx: Path) -> None:
     cache.resize(16)
     step, module.CAPACITY_STEP = module.CAPACITY_STEP, 16
     try:
-        long, short = run(batch, Request(np.arange(100), 2), Request(np.arange(5), 12))
+        long, short = run(batch, Job(np.arange(100), 2), Job(np.arange(5), 12))
         assert cache.capacity == 32 or cache.capacity == 16
     finally:
         module.CAPACITY_STEP = step
     assert len(ids_of(long)) == 2
-    assert ids_of(short) == ids_of(run(SlotBatch(backend, nothing, 1), Request(np.arange(5), 12))[0])
+    assert ids_of(short) == ids_of(run(SlotBatch(backend, nothing, 1), Job(np.arange(5), 12))[0])
 
 
 def test_half_precision_weights_stay_so(gpt_dir: Path) -> None:

@@ -1,0 +1,185 @@
+"""One request: its body, read by pydantic from the bytes, the model that answers it, and its deadline."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
+from inspect import getdoc
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...core.errors import ThroughlineError, WrongUse
+from ...core.version import version
+from .guard import json_response
+from .served import Limits, ServedModel
+from .telemetry import Telemetry, Watch
+
+INLINE_CHARACTERS = 4000  # tokenised on the event loop: less than a millisecond
+Result = TypeVar("Result")
+
+
+class Server:
+    """The models and what all endpoints share."""
+
+    def __init__(self, models: Sequence[ServedModel], limits: Limits, telemetry: Telemetry) -> None:
+        self.models, self.limits, self.telemetry = list(models), limits, telemetry
+        self.draining = asyncio.Event()
+        self.failure: ThroughlineError | None = None
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[], None] = lambda: None
+
+    async def start(self) -> None:
+        """Start all models; says by `on_ready` or `on_failure` what became of it."""
+        try:
+            await asyncio.gather(*(model.start() for model in self.models))
+        except ThroughlineError as error:
+            self.failure = error
+            self.on_failure()
+            return
+        self.on_ready()
+
+    async def close(self) -> None:
+        """End the processes of all models."""
+        await asyncio.gather(*(model.remote.close() for model in self.models))
+
+    def pick(self, name: str | None, endpoint: str, watch: Watch) -> ServedModel:
+        """The model of that name, or the only one that the endpoint fits. Raises HTTPException 404 or
+        WrongUse.
+        """
+        fitting = [
+            model for model in self.models if endpoint in (*model.endpoints, "/tokenize", "/detokenize")
+        ]
+        if name is None:
+            if len(fitting) != 1:
+                if waiting := next((model for model in self.models if not model.ready), None):
+                    waiting.remote.check_room(0)
+                names = ", ".join(model.name for model in fitting) or "none"
+                why = f"{len(fitting)} models answer {endpoint}: {names}"
+                raise WrongUse("which model?", where="model", why=why, fix="give a name from /v1/models")
+            found = fitting[0]
+        else:
+            found = self.find(name)
+        watch.model = found.name
+        # A full queue is known before anything is tokenised.
+        found.remote.check_room(0 if endpoint in ("/tokenize", "/detokenize") else 1)
+        if found not in fitting:
+            kind = "GPT" if found.causal else "BERT"
+            what = f"{found.name} is a {kind} and does not answer {endpoint}"
+            why = "it has no chat template" if endpoint.endswith("chat/completions") and found.causal else ""
+            raise WrongUse(what, where="model", why=why, fix=f"it answers {' and '.join(found.endpoints)}")
+        return found
+
+    def find(self, name: str) -> ServedModel:
+        """The model of that name. Raises HTTPException 404."""
+        found = next((model for model in self.models if model.name == name), None)
+        if found is None:
+            raise HTTPException(404, f"there is no model {name[:200]!r}; /v1/models lists them")
+        return found
+
+
+class Call:
+    """A request on its way, with the model that answers it."""
+
+    def __init__(self, server: Server, request: Request, model: ServedModel) -> None:
+        self.model, self.watch = model, request.state.watch
+        self.deadline_s = asyncio.get_running_loop().time() + server.limits.request_s
+        self._request = request
+
+    async def beside(self, characters: int, work: Callable[[], Result]) -> Result:
+        """Long texts are tokenised beside the event loop: health checks and other answers go on."""
+        return work() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+    async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do the work; give it up when the client goes away, whose slots are then free for others, and with a 504
+        after the deadline.
+        """
+        gone = asyncio.ensure_future(
+            self._request.receive()
+        )  # the body is read: the next message is that it left
+        try:
+            async with asyncio.timeout_at(self.deadline_s) as limit:
+
+                def hurry(_: object) -> None:
+                    limit.reschedule(0.0)
+
+                gone.add_done_callback(hurry)
+                try:
+                    return await work
+                finally:
+                    gone.remove_done_callback(hurry)
+        except TimeoutError:
+            if gone.done():
+                raise HTTPException(
+                    499, "the client went away"
+                ) from None  # for the record only: nobody reads it
+            raise HTTPException(504, "the answer took longer than this server allows") from None
+        finally:
+            gone.cancel()
+
+
+Endpoint = Callable[[Call, Any], Coroutine[Any, Any, Response | dict[str, Any]]]
+
+
+class BodyRoute(Route):
+    """A route whose endpoint takes a body of this kind."""
+
+    kind: type[BaseModel]
+
+
+def post(server: Server, path: str, endpoint: Endpoint) -> BodyRoute:
+    """The route of an endpoint `(call, body)`; the body is what its annotation says."""
+    kind: Any = get_type_hints(endpoint)["body"]
+
+    @wraps(endpoint)
+    async def answer(request: Request) -> Response:
+        raw = await request.body()
+        # A web page may send any other type to any server without asking it first.
+        if not is_json(request.headers.get("content-type", "")):
+            fix = "send the header Content-Type: application/json"
+            raise WrongUse("the body is not said to be JSON", where="body", fix=fix)
+        body = kind.model_validate_json(raw)
+        model = server.pick(body.model, path, request.state.watch)
+        found = await endpoint(Call(server, request, model), body)
+        return found if isinstance(found, Response) else json_response(found)
+
+    route = BodyRoute(path, answer, methods=["POST"])
+    route.kind = kind
+    return route
+
+
+def is_json(content_type: str) -> bool:
+    """Whether this is application/json or a type built on it."""
+    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
+
+
+def openapi(routes: Sequence[Route]) -> dict[str, Any]:
+    """The OpenAPI description of these routes."""
+    kinds = [route.kind for route in routes if isinstance(route, BodyRoute)]
+    template = "#/components/schemas/{model}"
+    refs, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=template)
+    paths: dict[str, Any] = {}
+    for route in routes:
+        if not route.include_in_schema:
+            continue
+        about: dict[str, Any] = {
+            "summary": route.name.replace("_", " ").capitalize(),
+            "operationId": route.name,
+        }
+        about |= {"description": getdoc(route.endpoint), "responses": {"200": {"description": "The answer."}}}
+        if route.param_convertors:
+            given = {"in": "path", "required": True, "schema": {"type": "string"}}
+            about["parameters"] = [{"name": name, **given} for name in route.param_convertors]
+        if isinstance(route, BodyRoute):
+            content = {"application/json": {"schema": refs[route.kind, "validation"]}}
+            about["requestBody"] = {"required": True, "content": content}
+            about["responses"]["4XX"] = {"description": "An error in OpenAI's shape."}
+        method = "post" if isinstance(route, BodyRoute) else "get"
+        paths[route.path_format] = {method: about}
+    info = {"title": "Throughline", "version": version()}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas["$defs"]}}
