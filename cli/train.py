@@ -81,7 +81,7 @@ def command(
     from ..train.loop import Evaluator, train
     from ..train.report import figure_name
 
-    plan = plan_run(resolved)
+    plan = plan_run(resolved, None if dry_run else directory / "cache")
     if dry_run:
         if running_processes()[0] == 0:  # it speaks for all
             console.result(plan.summary(), plan.lines())

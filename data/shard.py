@@ -156,17 +156,3 @@ class Shard:
             return np.zeros(len(sequences), np.int64)
         starts = self.pointers[np.minimum(sequences, self.sequences - 1)] // self.dtype.itemsize
         return np.where(sequences < self.sequences, starts, self.tokens)
-
-
-class HeldShard:
-    """A shard in memory: `ids` (tokens,), `lengths` of its sequences in tokens, `counts` of each document in
-    sequences.
-    """
-
-    def __init__(self, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray, dtype: np.dtype):
-        self.data, self.lengths, self.dtype = ids.astype(dtype), lengths, dtype
-        self.tokens, self.sequences, self.documents = len(ids), len(lengths), len(counts)
-        self.pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
-        self.bounds = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-
-    sequence_start = Shard.sequence_start  # type: ignore[assignment]

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from ..core.artifact import read_manifest, verify_artifact
 from ..core.errors import Refused, WrongUse
-from .shard import HeldShard, Shard, token_dtype
+from .shard import Shard
 
 DOCUMENTS_IN_MEMORY = (
     1 << 22
@@ -83,16 +83,6 @@ class TokenStore:
         self.tokens = stop.token - start.token
         self.sequences = stop.sequence + stop.inside_sequence - start.sequence
         self.documents = stop.document + stop.inside_document - start.document
-
-    @classmethod
-    def held(
-        cls, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray, facts: dict, identity: str
-    ) -> TokenStore:
-        """A store in memory, of the arrays that HeldShard takes; `facts` has vocab_size, `identity` names the
-        content.
-        """
-        shard = HeldShard(ids, lengths, counts, token_dtype(facts["vocab_size"]))
-        return cls([cast(Shard, shard)], facts, identity)
 
     @classmethod
     def open(cls, path: str | Path) -> TokenStore:

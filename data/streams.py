@@ -14,6 +14,7 @@ from typing import IO, Any
 from ..core.errors import Failed
 
 BLOCK_BYTES = 1 << 20
+BLANK = b" \t\r\n"
 LINE_END = re.compile(rb"\n")
 BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")  # greedy: one match takes the whole run of blank lines
 
@@ -109,11 +110,15 @@ def between(
     `blocks` begin at max(start - 1, 0); start 0 is the beginning of the file, stop None its end. Where one
     range stops the next one starts by the same rule, so ranges that touch share nothing and lose nothing.
     """
-    position, held, seeking = max(start - 1, 0), b"", start > 0
+    position, seeking = max(start - 1, 0), start > 0
+    held: list[bytes] = []  # a run of white space is judged when its end is known
     for block in blocks:
-        block = held + block
-        solid = len(block.rstrip(b" \t\r\n"))  # a run of white space is judged when its end is known
-        block, held = block[:solid], block[solid:]
+        if not block.strip(BLANK):
+            held.append(block)
+            continue
+        block = b"".join([*held, block])
+        solid = len(block.rstrip(BLANK))
+        block, held = block[:solid], [block[solid:]]
         while True:  # twice at most: the separator at the start, then the one at the stop
             base = 0 if seeking or stop is None else max(stop - 1 - position, 0)
             found = separator.search(block, base) if seeking or stop is not None else None
@@ -131,5 +136,5 @@ def between(
         position += len(block)
         if block and not seeking:
             yield block
-    if held and not seeking:
-        yield held
+    if not seeking and (rest := b"".join(held)):
+        yield rest

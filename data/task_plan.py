@@ -5,7 +5,6 @@ on the shard size, on who runs a task or when. A plan of 10 TB takes a second an
 """
 
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -74,14 +73,11 @@ class TaskPlan:
                 del source["parts"]
         return found
 
-    def tasks(self, first: float = 0, last: float = math.inf) -> list[Task]:
-        """Every task of bytes [first, last) of the input, in the order of its documents.
-
-        A source that cannot be split is in one task, and in the range that holds its middle.
-        """
+    def tasks(self) -> list[Task]:
+        """Every task, in the order of its documents. A source that cannot be split is in one."""
         tasks: list[Task] = []
         spans: list[Span] = []
-        size = before = 0
+        size = 0
 
         def close() -> None:
             nonlocal spans, size
@@ -97,29 +93,24 @@ class TaskPlan:
                 close()
 
         for number, source in enumerate(self.sources):
-            low, high = max(first - before, 0), last - before
-            before += source.bytes
             if source.streamed:  # a task for each part
-                if low <= 0 < high:
+                close()
+                for part in range(source.parts):
+                    add(number, part, part + 1, 0)
                     close()
-                    for part in range(source.parts):
-                        add(number, part, part + 1, 0)
-                        close()
-                    if not source.parts:
-                        add(number, 0, None, 0)
-                        close()
-                continue
-            if not source.bytes or not splittable(source, self.options):
-                if low <= source.bytes / 2 < high:
-                    if size + source.bytes > self.shard_bytes:
-                        close()
-                    add(number, 0, None, source.bytes)
-                continue
-            place, end = int(low), int(min(high, source.bytes))
-            while place < end:
-                stop = min(end, place + self.shard_bytes - size)
-                add(number, place, stop if stop < source.bytes else None, stop - place)
-                place = stop
+                if not source.parts:
+                    add(number, 0, None, 0)
+                    close()
+            elif not source.bytes or not splittable(source, self.options):
+                if size + source.bytes > self.shard_bytes:
+                    close()
+                add(number, 0, None, source.bytes)
+            else:
+                place = 0
+                while place < source.bytes:
+                    stop = min(source.bytes, place + self.shard_bytes - size)
+                    add(number, place, stop if stop < source.bytes else None, stop - place)
+                    place = stop
         close()
         return tasks
 

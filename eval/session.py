@@ -277,7 +277,7 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
     try:
         recipe, device = load_recipe(run / "recipe.toml", Recipe), opened.model.token_table.weight.device
         pick_device(device.type, recipe.train.precision)
-        plan = validation_plan(recipe, device)
+        plan = validation_plan(recipe, device, run / "cache")
     except (WrongUse, Refused) as error:
         if needed:
             raise

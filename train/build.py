@@ -16,7 +16,6 @@ from ..core.errors import WrongUse
 from ..data.options import DatasetOptions
 from ..data.samples import Dataset, open_dataset
 from ..data.store import TokenStore
-from ..data.stream import Text, TextStream
 from ..data.tokenizer import Tokenizer
 from ..models.config import ModelConfig
 from ..models.init import empty_model
@@ -58,7 +57,7 @@ class RunPlan:
     tokenizer: Tokenizer | None  # None for a foreign store, which has none
     tokenizer_json: bytes | None
     inputs: Sequence[Input]
-    text: Text | None = None  # what is trained on when there are no stores
+    text_bytes: int = 0  # still to be made into stores
 
     @property
     def tokens_per_step(self) -> int:
@@ -76,7 +75,7 @@ class RunPlan:
             "parameters": self.config.parameter_count(),
             "device": str(self.device),
             "train_tokens_in_store": sum(store.tokens for store in self.train_stores),
-            "train_text_bytes": self.text.bytes if self.text else 0,
+            "text_bytes": self.text_bytes,
             "validation_tokens": sum(store.tokens for store in self.validation_stores),
             "tokens_to_train": tokens,
             "flops": tokens * self.config.flops_per_token(self.recipe.train.sequence_length),
@@ -89,8 +88,8 @@ class RunPlan:
         """The summary for a person."""
         facts = self.summary()
         split = f"{facts['train_tokens_in_store']:,} tokens"
-        if self.text:
-            split = f"{amount(self.text.bytes, 'B')} of text, tokenised while it is read by {self.text.backend.name}"
+        if self.text_bytes:
+            split = f"of {amount(self.text_bytes, 'B')} of text, tokenised before the first step"
         most = "at most " if self.recipe.train.batch_ramp else ""
         memory = ", ".join(f"{name} {amount(size, 'B')}" for name, size in self.memory.items())
         return [
@@ -103,8 +102,9 @@ class RunPlan:
         ]
 
 
-def plan_run(recipe: Recipe) -> RunPlan:
-    """Open and check everything that a resolved recipe names.
+def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
+    """Open and check everything that a resolved recipe names. Text is tokenised into `cache`, at the end of all
+    checks; without one the plan of text says what would be trained and has nothing to train on.
 
     Raises WrongUse for what is missing (a dashboard's package too) or does not fit together, Refused for a
     damaged store, a precision that the device lacks and a model larger than memory.
@@ -124,18 +124,21 @@ def plan_run(recipe: Recipe) -> RunPlan:
         train_section.rows_per_micro_batch,
         partial(can_be_had, recipe),
     )
-    memory, inputs = check_memory(plan.config, recipe, device), list(plan.inputs)
+    memory = check_memory(plan.config, recipe, device)
+    if plan.text_bytes and cache is not None:
+        plan = validation_plan(recipe, device, cache)
+    inputs = list(plan.inputs)
     if recipe.model.init_from and running_processes()[0] == 0:  # before a directory is claimed for the run
         adopt(open_weights(recipe.model.init_from)[0], plan.config, recipe.model.init_from)
         inputs.append(input_record(recipe.model.init_from))
     return replace(plan, memory=memory, inputs=inputs)
 
 
-def validation_plan(recipe: Recipe, device: torch.device) -> RunPlan:
+def validation_plan(recipe: Recipe, device: torch.device, cache: Path | None = None) -> RunPlan:
     """The same for measuring a trained model on any machine, whatever layout it was trained in: nothing about
     memory.
     """
-    corpus = open_corpus(recipe)
+    corpus = open_corpus(recipe, cache)
     return RunPlan(
         recipe=recipe,
         family=model_family(recipe),
@@ -147,7 +150,7 @@ def validation_plan(recipe: Recipe, device: torch.device) -> RunPlan:
         tokenizer=corpus.tokenizer,
         tokenizer_json=corpus.tokenizer_json,
         inputs=corpus.inputs,
-        text=corpus.text,
+        text_bytes=corpus.text_bytes,
     )
 
 
@@ -199,8 +202,6 @@ def dataset_options(plan: RunPlan) -> DatasetOptions:
 
 def training_rows(plan: RunPlan, cache: Path | None = None) -> Dataset:
     """The dataset that the run trains on."""
-    if plan.text:
-        return TextStream(plan.text, dataset_options(plan), cache)
     weights = [source.weight for source in plan.recipe.data.sources()]
     return open_dataset(
         plan.train_stores, dataset_options(plan), weights if len(weights) > 1 else None, cache

@@ -1,28 +1,25 @@
-"""What a recipe's data section names, opened and checked: token stores, or text that is tokenised while it is
-read.
-"""
+"""What a recipe's data section names, opened and checked: token stores, or text that is made into stores first."""
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..core.artifact import MANIFEST, Input, input_record, read_manifest
+from ..core.artifact import MANIFEST, Input, input_record, is_artifact, read_manifest
 from ..core.errors import Refused, WrongUse
 from ..core.files import sha256_file, sha256_json
+from ..data.inputs import expand_inputs
 from ..data.readers import ReadOptions
 from ..data.store import TokenStore
-from ..data.stream import Text
-from ..data.tokenizer import Tokenizer, tokenizer_beside, tokenizer_records
-from .parallel.mesh import running_processes
+from ..data.tokenize import make_plan, tokenize
+from ..data.tokenizer import Tokenizer, tokenizer_beside
 from .recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads. With `text` there are no stores to train on, and what validates is a store in memory."""
+    """What a run reads. While `text_bytes` of text are still to be tokenised there are no stores."""
 
     train: Sequence[TokenStore]
     validation: Sequence[TokenStore]
@@ -30,30 +27,59 @@ class Corpus:
     tokenizer: Tokenizer | None  # None for a foreign store, which has none
     tokenizer_json: bytes | None
     inputs: Sequence[Input]
-    text: Text | None = None
+    text_bytes: int = 0
 
 
-def open_corpus(recipe: Recipe) -> Corpus:
-    """Raises WrongUse for what is missing or does not fit together, Refused for what is damaged."""
-    return _text(recipe) if recipe.data.tokenizer else _stores(recipe)
+def open_corpus(recipe: Recipe, cache: Path | None = None) -> Corpus:
+    """Text is tokenised into `cache`, once; without one only its size and vocabulary are told.
 
-
-def _stores(recipe: Recipe) -> Corpus:
+    Raises WrongUse for what is missing or does not fit together, Refused for what is damaged, and what
+    `tokenize` raises.
+    """
     data = recipe.data
-    paths = [source.path for source in data.sources()]
+    paths, validation = [source.path for source in data.sources()], data.validation
+    if not data.tokenizer:
+        return _stores(recipe, paths, validation)
+    texts = [path for path in (*paths, validation) if path and not _is_store(path)]
+    if cache is None:
+        tokenizer, size = Tokenizer.load(data.tokenizer), sum(source.bytes for source in expand_inputs(texts))
+        vocab_size = _one_vocabulary(recipe, [tokenizer.facts()], [data.tokenizer])
+        return Corpus([], [], vocab_size, tokenizer, tokenizer.to_json().encode(), [], size)
+    made = {path: _tokenised(recipe, path, cache) for path in texts}
+    corpus = _stores(recipe, [made.get(path, path) for path in paths], made.get(validation, validation))
+    inputs = [item for store in made.values() for item in read_manifest(store).inputs]
+    if validation and validation not in made:
+        inputs.append(_record(validation))
+    return replace(corpus, inputs=list(dict.fromkeys(inputs)))
+
+
+def _tokenised(recipe: Recipe, text: str, cache: Path) -> str:
+    """The token store of a text. Every process of a run comes here: they help each other, and one completes it."""
+    data, objective = recipe.data, recipe.objective
+    sentences = objective is not None and objective.sentences != "none"
+    options = ReadOptions(data.documents, data.field)
+    plan = make_plan([text], Tokenizer.load(data.tokenizer), options, None, sentences, None)
+    out = cache / f"text-{plan.hash[:16]}"
+    if not is_artifact(out):
+        tokenize([text], data.tokenizer, out, options=options, sentences=sentences)
+    return str(out)
+
+
+def _stores(recipe: Recipe, paths: list[str], held_apart: str) -> Corpus:
+    data = recipe.data
     stores = [TokenStore.open(path) for path in paths]
     train: Sequence[TokenStore] = stores
     validation: Sequence[TokenStore] = []
-    if data.validation:
-        paths.append(data.validation)
-        validation = [TokenStore.open(data.validation)]
+    if held_apart:
+        paths = [*paths, held_apart]
+        validation = [TokenStore.open(held_apart)]
     elif data.validation_fraction:
         cut = 1 - data.validation_fraction
         train, validation = (
             [store.view(0.0, cut) for store in stores],
             [store.view(cut, 1.0) for store in stores],
         )
-    every = [*stores, *(validation if data.validation else [])]
+    every = [*stores, *(validation if held_apart else [])]
     vocab_size = _one_vocabulary(recipe, [_facts(store) for store in every], paths)
     file = tokenizer_beside(paths[0])
     content = file.read_bytes() if file.is_file() else None
@@ -80,37 +106,6 @@ def _record(path: str) -> Input:
         "foreign",
         sha256_json([sha256_file(f"{path}{suffix}") for suffix in (".bin", ".idx")]),
     )
-
-
-def _text(recipe: Recipe) -> Corpus:
-    data, objective = recipe.data, recipe.objective
-    tokenizer = Tokenizer.load(data.tokenizer)
-    open_text = partial(
-        Text,
-        tokenizer=tokenizer,
-        options=ReadOptions(data.documents, data.field),
-        sequence_length=recipe.train.sequence_length,
-        sentences=objective is not None and objective.sentences != "none",
-    )
-    paths = [source.path for source in data.sources()]
-    text = open_text(paths, held_out=0.0 if data.validation else data.validation_fraction)
-    files = [source.path for source in text.plan.sources]
-    validation = []
-    if data.validation and _is_store(data.validation):
-        validation = [TokenStore.open(data.validation)]
-        files.append(data.validation)
-    elif data.validation:
-        other = open_text([data.validation])
-        validation = [other.beginning()]
-        files += [source.path for source in other.plan.sources]
-    elif data.validation_fraction:
-        validation = [text.held_out()]
-    given = [store.facts for store in validation if data.validation]
-    vocab_size = _one_vocabulary(recipe, [text.facts, *given], [data.tokenizer, data.validation])
-    inputs = []
-    if running_processes()[0] == 0:  # the one that writes them down: all the text is hashed, 1.5 GB/s
-        inputs = [*tokenizer_records(data.tokenizer), *map(input_record, files)]
-    return Corpus([], validation, vocab_size, tokenizer, tokenizer.to_json().encode(), inputs, text)
 
 
 def _is_store(path: str) -> bool:

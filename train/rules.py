@@ -119,12 +119,6 @@ def data_rule(recipe: Recipe) -> Iterable[Problem]:
         fix = "--set data.train=DIRECTORY; make one with: throughline data tokenize; "
         fix += "or name text, and set data.tokenizer"
         yield Problem("data.train", "no token store", fix)
-    if recipe.data.tokenizer and any(source.weight != 1 for source in recipe.data.sources()):
-        yield Problem(
-            "data.train",
-            "text is read in the order given, without weights",
-            "leave them out, or make token stores",
-        )
     if not recipe.data.tokenizer and (recipe.data.documents, recipe.data.field) != ("block", "text"):
         yield Problem(
             "data.documents",

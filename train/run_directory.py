@@ -64,7 +64,8 @@ def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
     """
     file = workspace.path / "recipe.toml"
     if not file.exists():
-        others = [path.name for path in workspace.path.iterdir() if not path.name.startswith(".")]
+        names = (path.name for path in workspace.path.iterdir())
+        others = [name for name in names if name != "cache" and not name.startswith(".")]
         if others:
             why = f"it holds {others[0]} and no recipe.toml"
             raise WrongUse(

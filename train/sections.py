@@ -30,21 +30,17 @@ class DataSection(Section):
     train: str | list[str | Source] = []
     """Token store to train on, or a list of stores, or of { path, weight }; with `tokenizer`, text."""
     tokenizer: str = ""
-    """Set to train without a token store: `train` and `validation` are then text (files, directories, globs),
-    tokenised by this artifact, model directory or tokenizer.json while it is read.
+    """Set to train without a token store: `train` and `validation` are then text (files, directories, globs,
+    datasets:NAME), which this artifact, model directory or tokenizer.json tokenises into the run's cache.
     """
     documents: Literal["file", "line", "block"] = "block"
     """Text: what a document of a .txt file is: the file, a line, or a block between blank lines."""
     field: str = "text"
     """Text: field of .jsonl, column of .parquet."""
     validation: str = ""
-    """Token store to validate on, or text (its first 64 MiB); "" holds out the end of what is trained on
-    instead.
-    """
+    """Token store to validate on, or text; "" holds out the end of what is trained on instead."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the training data held out when `validation` is not given (of text at most 64 MiB); 0 = no
-    validation.
-    """
+    """Share of the training data held out when `validation` is not given; 0 = no validation."""
     packing: Literal["windows", "best_fit"] = "windows"
     """GPT rows: the stream cut every sequence_length tokens, or whole documents fitted together and kept
     apart.

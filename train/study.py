@@ -10,9 +10,11 @@ import dataclasses
 import itertools
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,7 +127,7 @@ def _sum_seconds(numbers: int, device: torch.device, group: Any) -> float:
     return float(median.item())
 
 
-def stretches(recipe: Recipe, steps: int) -> list[Stretch]:
+def stretches(recipe: Recipe, steps: int, cache: Path) -> list[Stretch]:
     """The recipe, the same with half the rows, and (left out of the fit) with half the layers. Half the rows go first:
     its memory has nothing in it that another stretch left.
     """
@@ -142,7 +144,7 @@ def stretches(recipe: Recipe, steps: int) -> list[Stretch]:
         ),
     }
     found = {
-        name: _stretch(name, changed[name], steps)
+        name: _stretch(name, changed[name], steps, cache)
         for name in ("half the rows", "half the layers", "as given")
     }
     return [found[name] for name in changed]
@@ -153,9 +155,9 @@ def _with(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
     return resolve(recipe.model_copy(update=update))
 
 
-def _stretch(name: str, recipe: Recipe, steps: int) -> Stretch:
+def _stretch(name: str, recipe: Recipe, steps: int, cache: Path) -> Stretch:
     """Some steps of the trainer without a run directory: batch, forward, backward, update."""
-    plan, layout = plan_run(recipe), recipe.parallel.layout()
+    plan, layout = plan_run(recipe, cache), recipe.parallel.layout()
     on_cpu = plan.device.type == "cpu"
     restart_peak() if on_cpu else torch.cuda.reset_peak_memory_stats(plan.device)
     mesh = make_mesh(layout, plan.device, 60) if layout.world > 1 else None
@@ -246,7 +248,8 @@ def study(recipe: Recipe, steps: int) -> dict[str, Any]:
         keep_freed_memory()  # as the trainer does
     probes = probe_machine(device, computing_dtype(precision))
     summed = probe_all_reduce(device)
-    runs = stretches(recipe, steps)
+    with tempfile.TemporaryDirectory() as cache:  # of text made into tokens
+        runs = stretches(recipe, steps, Path(cache))
     guess = this_machine(recipe.parallel.layout().world)
     run_bytes = [memory_without_runtime(run, device) for run in runs]
     runtime = max(runs[1].peak_bytes - run_bytes[1], 0)

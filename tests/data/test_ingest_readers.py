@@ -113,6 +113,14 @@ def test_a_long_run_of_mixed_white_space_takes_no_time() -> None:
     assert time.process_time() - start < 10
 
 
+def test_blank_blocks_take_no_time() -> None:
+    """20,000 blocks of blanks, which would be copied 200 GB when each joined what is held of the run before it."""
+    blank = [b" \n" * 512] * 20_000
+    start = time.process_time()
+    found = b"".join(streams.between([b"one", *blank, b"two", *blank], 0, None, streams.BLANK_LINES))
+    assert found == b"one" + b"".join(blank) + b"two" + b"".join(blank) and time.process_time() - start < 5
+
+
 @pytest.mark.parametrize("mode", ["line", "block"])
 def test_a_long_document_held_whole_is_looked_at_a_few_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
