@@ -32,7 +32,7 @@ from throughline.inference.exports.gguf_writer import write_gguf
 from throughline.inference.graphs.calibration import calibrate
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.graphs.real_text import TextRows
-from throughline.inference.runtimes.backends import onnx_backend
+from throughline.inference.runtimes.backends import run_graph
 from throughline.inference.runtimes.llama_backend import LlamaCausal, LlamaContext
 from throughline.inference.serving.generation import Request
 from throughline.inference.serving.slots import SlotBatch
@@ -104,8 +104,7 @@ def bert_model(folder: Path, name: str, threads: int, config: ModelConfig) -> Ca
     graph = folder / name / "model.onnx"
     write_graph(model, graph, {}, options)
     how = BackendOptions("cpu", runtime=runtime, threads=threads)
-    encoder = onnx_backend(graph, config, None, NOWHERE, how, options.precision).encoder
-    assert encoder is not None
+    encoder = run_graph(graph, config, how, options.precision)
     return lambda: encoder.forward(ids, *rest)
 
 
@@ -235,7 +234,7 @@ def gpt_part(folder: Path, threads: int, compare: Compare, models: Models) -> Fa
     for precision, name in (("fp32", "gpt-fp32-onnxruntime"), ("int8", "gpt-int8-onnxruntime")):
         graph = folder / f"gpt-{precision}.onnx"
         write_graph(model, graph, {}, GraphOptions("onnxruntime", precision))
-        ours = onnx_backend(graph, config, None, NOWHERE, BackendOptions("cpu", threads=threads)).causal
+        ours = run_graph(graph, config, BackendOptions("cpu", threads=threads))
         milliseconds = compare(name, our_decode(ours), theirs, PEER, None)
         read[f"onnxruntime {precision}"] = graph.stat().st_size / milliseconds / 1e6
     if not (missing := absent("llama_cpp", "gguf")):

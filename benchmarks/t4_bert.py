@@ -23,12 +23,13 @@ from throughline.core.errors import ThroughlineError
 from throughline.core.hardware import chips, machine
 from throughline.inference.exports.engine_report import engine_facts, kernels_of_log
 from throughline.inference.exports.export import write_graph
-from throughline.inference.exports.tensorrt_build import Profile, build_engine, load_library
+from throughline.inference.exports.tensorrt_build import Profile, build_engine
 from throughline.inference.graphs.graph_options import GraphOptions
-from throughline.inference.runtimes.backends import onnx_backend, torch_backend
+from throughline.inference.runtimes.backends import run_graph, torch_backend
 from throughline.inference.runtimes.choice import measure
 from throughline.inference.runtimes.loaded import Loaded
 from throughline.inference.runtimes.roofline import floor_ms, reported
+from throughline.inference.runtimes.tensorrt_library import load_library
 from throughline.models.init import build
 from throughline.models.presets import preset
 
@@ -59,7 +60,7 @@ def measured(model: Any, seconds: float) -> dict[str, float]:
             write_graph(model, graph, {}, GraphOptions(variant, precision))  # type: ignore[arg-type]
             how = BackendOptions("cuda" if gpu else "cpu", runtime=runtime)
             try:
-                loaded = onnx_backend(graph, model.config, None, NOWHERE, how, precision)
+                loaded = Loaded(model.config, None, NOWHERE, run_graph(graph, model.config, how, precision))
                 found[f"{runtime} {precision}"] = median_ms(loaded, seconds)
             except ThroughlineError as error:
                 print(f"{runtime}: {error.what}")

@@ -112,6 +112,20 @@ def test_the_parts_of_a_layout_import_nothing_of_training() -> None:
             assert not modules & {"loop", "build", "checkpoint", "snapshot", "evaluate", "recipe"}, path
 
 
+def test_the_rooms_of_inference_stand_on_each_other() -> None:
+    """Runtimes below graphs (which they are compared by) and serving, which do not know each other; exports on top of
+    graphs.
+    """
+    allowed = {"runtimes": set(), "graphs": {"runtimes"}, "serving": {"runtimes"}}
+    allowed["exports"] = {"runtimes", "graphs"}
+    rooms = {path.name for path in (ROOT / "inference").iterdir() if (path / "__init__.py").is_file()}
+    assert rooms == allowed.keys()
+    for path, targets in edges().items():
+        if path.is_relative_to(ROOT / "inference") and (room := path.parent.name) in rooms:
+            others = {target.parent.name for target in targets if target.is_relative_to(ROOT / "inference")}
+            assert others - {room, "inference"} <= allowed[room], path
+
+
 def test_few_tables_are_kept_from_the_formatter() -> None:
     """At most 10 in the whole repository, tables of data."""
     mark = "# fmt: " + "skip"

@@ -22,10 +22,11 @@ from ..graphs.graph_probe import first_bad_node, layer_errors, optimised_operato
 from ..graphs.onnx_blocks import grouped
 from ..graphs.parity import BOUNDS, Bounds, Score, compare, compare_scores, require
 from ..graphs.real_text import TextRows, compare_on_text, read_rows
-from ..graphs.reference import OptimumCausal, OptimumEncoder, reference_of
-from ..runtimes.backends import Loaded, onnx_backend
+from ..graphs.reference import Adapted, OptimumCausal, at_asked_positions, reference_of
+from ..runtimes.backends import run_graph
 from ..runtimes.bench import latency_table
 from ..runtimes.devices import pick_device
+from ..runtimes.loaded import Loaded
 from ..runtimes.source import OpenedModel, open_model
 
 if TYPE_CHECKING:
@@ -215,14 +216,14 @@ def _candidate(
     """The graph behind the protocol of its family; under optimum's names it is asked for every position."""
     config = opened.model.config
     if options.names == "optimum" and isinstance(config, GPTConfig):
-        from ..runtimes.onnx_backend import open_session
+        from ..runtimes.onnx_session import open_session
 
-        causal: Any = OptimumCausal(open_session(graph, device=device), config)
-        return Loaded("gpt", config, tokenizer, opened.input, causal=causal)
-    loaded = onnx_backend(graph, config, tokenizer, opened.input, BackendOptions(device))
-    if options.names == "optimum" and not hasattr(opened.model, "head"):
-        return dataclasses.replace(loaded, encoder=OptimumEncoder(loaded.encoder))
-    return loaded
+        backend: Any = OptimumCausal(open_session(graph, device=device), config)
+    else:
+        backend = run_graph(graph, config, BackendOptions(device))
+        if options.names == "optimum" and not hasattr(opened.model, "head"):
+            backend = Adapted(backend, at_asked_positions)
+    return Loaded(config, tokenizer, opened.input, backend)
 
 
 def check_fusion(graph: Path, config: TransformerConfig, options: GraphOptions) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from ...core.files import sha256_file
 from ...models.config import family_of
 from ..graphs.graph_options import GraphOptions, Precision
 from ..runtimes.source import open_model
+from ..runtimes.tensorrt_library import gpu_facts, load_library
 from .engine_report import engine_facts, kernels_of_inspector, kernels_of_log
 from .export import ALONE, Judging, Report, judge, parity_facts, prepare, write_described, write_json
-from .tensorrt_build import RTX_CAPABILITIES, buckets, build_engine, gpu_facts, load_library
+from .tensorrt_build import RTX_CAPABILITIES, buckets, build_engine
 
 T4 = "7.5"
 BATCHES, LENGTHS = (1, 8), (128, 512)

@@ -18,13 +18,13 @@ import numpy as np
 from ...core.errors import Refused, WrongUse
 from ...data.tokenizer import Tokenizer
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
+from ..runtimes.llama_backend import INSTALL
 
 if TYPE_CHECKING:
     from ...models.bert import BERT
     from ...models.gpt import GPT
 
 GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
-INSTALL = "pip install 'throughline[llamacpp]'"
 LAYERS = {
     "gpt2": {
         "ln_1": "attn_norm",

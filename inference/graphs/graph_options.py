@@ -10,7 +10,6 @@ Variant = Literal["portable", "onnxruntime", "tensorrt"]
 Precision = Literal["fp32", "fp16", "int8", "int4"]
 Names = Literal["throughline", "optimum"]
 Pooling = Literal["mean", "cls", "mean-normalised", "cls-normalised"]
-ONE_PROMPT = "one_prompt"  # metadata of a graph that reads one prompt with a past in a call
 OPSETS = range(17, 25)  # 17 brought LayerNormalization; 24 has TensorScatter
 
 

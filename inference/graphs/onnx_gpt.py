@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...models.config import GPTConfig
-from .graph_options import ONE_PROMPT, PLAIN, GraphOptions
+from ..runtimes.onnx_causal import ONE_PROMPT
+from .graph_options import PLAIN, GraphOptions
 from .onnx_blocks import AttentionCore, Blocks
 from .onnx_writer import BOOL, CONTRIB, INT32, INT64, Graph
 

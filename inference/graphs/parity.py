@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import CausalBackend, EncoderBackend
+from ...core.backend import CausalBackend, EncoderBackend, Span
 from ...core.errors import Refused
 from ...core.logits import divergence
 from ..runtimes.backends import Loaded
-from ..serving.generation import Job
-from ..serving.slots import answer
 
 GREEDY_TOKENS = 128
 PIECE_NUMBERS = 1 << 23  # logits compared at a time: 32 MiB of each side
@@ -225,12 +223,20 @@ def greedy_agreement(reference: CausalBackend, candidate: CausalBackend) -> tupl
     """How many greedy tokens are equal before the first difference, and how many were compared."""
     prompt = np.arange(min(4, reference.context - 1)) % reference.vocab_size
     asked = min(GREEDY_TOKENS, reference.context - len(prompt))
-    answers = []
-    for backend in (reference, candidate):
-        made = answer(backend, [Job(prompt, asked)], lambda ids: "", slots=1)
-        answers.append([piece.token.id for _, _, piece in made if piece.token])
+    answers = [greedy_tokens(backend, prompt, asked) for backend in (reference, candidate)]
     same = next((i for i, (a, b) in enumerate(zip(*answers)) if a != b), asked)
     return same, asked
+
+
+def greedy_tokens(backend: CausalBackend, prompt: np.ndarray, count: int) -> list[int]:
+    """The most probable tokens after a prompt, one after another."""
+    cache, ids, past, made = backend.new_cache(1), prompt, 0, list[int]()
+    while len(made) < count:
+        logits_1V = backend.step([Span(0, past, ids)], cache)
+        past += len(ids)
+        made.append(int(logits_1V[0].argmax()))
+        ids = np.array(made[-1:])
+    return made
 
 
 def compare_scores(reference: Loaded, candidate: Loaded, score: Score, bounds: Bounds) -> dict[str, Any]:

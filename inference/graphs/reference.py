@@ -1,6 +1,7 @@
 """The torch side of a parity report, and what brings exports with other names or poolings onto its terms."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,34 +13,44 @@ from ..runtimes.backends import Loaded, torch_backend
 from ..runtimes.spans import StepsByForward
 from .graph_options import Pooling
 
+Outputs = dict[str, np.ndarray]
+
 
 def reference_of(model: Any, tokenizer: Any, source: Input, pooling: Pooling = "mean") -> Loaded:
     """The torch model in float32 behind the protocol of its family; embeddings are pooled as the export's."""
     loaded = torch_backend(model.float(), tokenizer, source)
     if loaded.encoder is None or pooling == "mean":
         return loaded
-    return dataclasses.replace(loaded, encoder=Pooled(loaded.encoder, pooling))
+
+    def pooled(outputs: Outputs, ask_BN: np.ndarray) -> Outputs:
+        cls = pooling.startswith("cls")
+        vector = outputs["last_hidden_state"][:, 0] if cls else outputs["sentence_embedding"]
+        if pooling.endswith("normalised"):
+            vector = vector / np.linalg.norm(vector, axis=-1, keepdims=True)
+        return outputs | {"sentence_embedding": vector}
+
+    return dataclasses.replace(loaded, backend=Adapted(loaded.encoder, pooled))
 
 
-class Pooled(OneCall):
-    """An encoder whose `sentence_embedding` is made in another way."""
+def at_asked_positions(outputs: Outputs, ask_BN: np.ndarray) -> Outputs:
+    """What a pretraining BERT's graph under optimum's names gives, whose logits are of every position."""
+    outputs = dict(outputs)
+    return outputs | {"mlm_logits": np.take_along_axis(outputs.pop("logits"), ask_BN[..., None], 1)}
 
-    def __init__(self, encoder: EncoderBackend, pooling: Pooling) -> None:
+
+class Adapted(OneCall):
+    """An encoder whose outputs are brought onto other terms; `adapt` is given them and the positions asked for."""
+
+    def __init__(self, encoder: EncoderBackend, adapt: Callable[[Outputs, np.ndarray], Outputs]) -> None:
         self.name, self.vocab_size, self.context = encoder.name, encoder.vocab_size, encoder.context
-        self.device, self.dtype = "cpu", "fp32"
-        self._encoder, self._pooling = encoder, pooling
+        self.device, self.dtype = encoder.device, encoder.dtype
+        self._encoder, self._adapt = encoder, adapt
 
     def forward(
         self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
-    ) -> dict[str, np.ndarray]:
+    ) -> Outputs:
         """See `core.backend.EncoderBackend.forward`."""
-        outputs = self._encoder.forward(ids_BS, types_BS, mask_BS, ask_BN)
-        vector = outputs["sentence_embedding"]
-        if self._pooling.startswith("cls"):
-            vector = outputs["last_hidden_state"][:, 0]
-        if self._pooling.endswith("normalised"):
-            vector = vector / np.linalg.norm(vector, axis=-1, keepdims=True)
-        return outputs | {"sentence_embedding": vector}
+        return self._adapt(self._encoder.forward(ids_BS, types_BS, mask_BS, ask_BN), ask_BN)
 
 
 class OptimumCausal(StepsByForward):
@@ -82,20 +93,3 @@ class OptimumCausal(StepsByForward):
             found.append(values["logits"][0, ask])
             kept |= {name: values[name.replace("past_key_values", "present")] for name in kept}
         return np.stack(found)
-
-
-class OptimumEncoder(OneCall):
-    """A pretraining BERT graph under optimum's names: its logits are of every position."""
-
-    def __init__(self, encoder: Any) -> None:
-        self.name, self.vocab_size, self.context = encoder.name, encoder.vocab_size, encoder.context
-        self.device, self.dtype = "cpu", "fp32"
-        self._encoder = encoder
-
-    def forward(
-        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """See `core.backend.EncoderBackend.forward`."""
-        outputs = dict(self._encoder.forward(ids_BS, types_BS, mask_BS, ask_BN))
-        outputs["mlm_logits"] = np.take_along_axis(outputs.pop("logits"), ask_BN[..., None], 1)
-        return outputs

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.artifact import Input, input_record, is_artifact, read_manifest, verify_artifact
-from ...core.backend import AUTO, BackendOptions
+from ...core.backend import AUTO, BackendOptions, Limits
 from ...core.errors import WrongUse
 from ...core.files import read_json
 from ...core.hardware import usable_cores
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from ...models.heads import BERTWithHead
 
 ON_CPU = BackendOptions(device="cpu")
+KINDS = {  # of exports: what each is called, and what runs it
+    "onnx": ("an ONNX artifact", ("onnxruntime", "openvino", "tensorrt")),
+    "engine": ("an engine", ("tensorrt",)),
+    "gguf": ("a GGUF file", ("llamacpp",)),
+}
 
 
 def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
@@ -44,23 +49,66 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
         return fastest(
             [(name, partial(open_backend, path, replace(options, runtime=name))) for name in names]
         )
-    opening = {"onnx": _open_onnx, "engine": _open_engine, "gguf": _open_gguf}.get(kind_of(path), _open_torch)
-    return opening(path, options)
+    kind = kind_of(path)
+    if not kind:
+        return _open_torch(path, options)
+    options = replace(options, runtime=check_options(options, *KINDS[kind]))
+    if path.is_dir():
+        return _open_export(path, kind, options)
+    from .gguf_reader import read_gguf
+
+    config, precision, tokenizer = read_gguf(path)
+    return Loaded(config, tokenizer, input_record(path), _run_gguf(path, config, options, precision))
+
+
+def _open_torch(path: Path, options: BackendOptions) -> Loaded:
+    found = find_model(path)
+    runtime = check_options(options, "a torch model", ("torch", "torch-compiled"))
+    device = pick_device(options.device)
+    opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(), device))
+    return torch_backend(*opened, compiled=runtime == "torch-compiled")
+
+
+def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
+    """An artifact that `throughline export` wrote."""
+    manifest = verify_artifact(path)
+    described, tokenizer = read_json(path / "model.json"), path / "tokenizer.json"
+    config: ModelConfig = FAMILIES[described["family"]].from_dict(described["config"])
+    dtype = str(manifest.facts.get("precision", "fp32"))
+    if kind == "engine":
+        from .tensorrt_backend import open_engine
+
+        session = open_engine(path, manifest)
+        backend = on_session(session, config, dtype, session.device)
+        backend.name = "tensorrt"
+        if isinstance(config, GPTConfig):  # of a prompt it takes so many tokens in a call, and goes on
+            backend.limits = Limits(session.rows, session.tokens)
+        else:
+            backend.limits, backend.context = Limits(session.rows), min(backend.context, session.tokens)
+    elif kind == "gguf":
+        backend = _run_gguf(path / "model.gguf", config, options, dtype)
+    else:
+        backend = run_graph(path / "model.onnx", config, options, dtype)
+    head = described.get("head", {})
+    classes = head["labels"] if head.get("kind") == "sequence-classification" else ()
+    kept = tokenizer if tokenizer.is_file() else None
+    return Loaded(config, kept, input_record(path), backend, tuple(classes))
 
 
 def kind_of(path: Path) -> str:
-    """The kind of artifact at `path`, `gguf` for a bare .gguf file, "" for anything else."""
+    """The kind of export at `path`, `gguf` for a bare .gguf file, "" for a model that torch runs."""
     if path.suffix == ".gguf" and not path.is_dir():
         return "gguf"
-    return read_manifest(path).kind if is_artifact(path) else ""
+    kind = read_manifest(path).kind if is_artifact(path) else ""
+    return kind if kind in KINDS else ""
 
 
 def runtimes_of(path: Path, options: BackendOptions) -> list[str]:
     """Those that are worth measuring for this file here: installed, and able to run its family."""
     kind = kind_of(path)
     if kind in ("gguf", "engine"):
-        return ["llamacpp" if kind == "gguf" else "tensorrt"]
-    if kind != "onnx":
+        return list(KINDS[kind][1])
+    if not kind:
         found = find_model(path).directory
         config = read_json(found / ("model.json" if (found / "model.json").is_file() else "config.json"))
         is_bert = config.get("family", config.get("model_type")) == "bert"
@@ -70,14 +118,6 @@ def runtimes_of(path: Path, options: BackendOptions) -> list[str]:
     if on_cpu and read_json(path / "model.json")["family"] == "bert" and find_spec("openvino"):
         names.append("openvino")
     return names if on_cpu else [*names, "tensorrt"]
-
-
-def _open_torch(path: Path, options: BackendOptions) -> Loaded:
-    found = find_model(path)
-    runtime = check_options(options, "a torch model", ("torch", "torch-compiled"))
-    device = pick_device(options.device)
-    opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(), device))
-    return torch_backend(opened.model, opened.tokenizer, opened.input, runtime == "torch-compiled")
 
 
 def torch_backend(
@@ -90,120 +130,70 @@ def torch_backend(
 
     if isinstance(model, BERTWithHead):
         classes = model.head.labels if model.head.kind == "sequence-classification" else ()
-        return Loaded("bert", model.config, tokenizer, source, encoder=TorchHead(model), classes=classes)
-    if isinstance(model, GPT):
-        if compiled:
-            fix = "leave --backend out"
-            raise WrongUse("only a BERT runs compiled", where="--backend torch-compiled", fix=fix)
-        return Loaded("gpt", model.config, tokenizer, source, causal=TorchCausal(model))
-    return Loaded("bert", model.config, tokenizer, source, encoder=TorchEncoder(model, compiled))
+        return Loaded(model.config, tokenizer, source, TorchHead(model), classes)
+    if not isinstance(model, GPT):
+        return Loaded(model.config, tokenizer, source, TorchEncoder(model, compiled))
+    if compiled:
+        fix = "leave --backend out"
+        raise WrongUse("only a BERT runs compiled", where="--backend torch-compiled", fix=fix)
+    return Loaded(model.config, tokenizer, source, TorchCausal(model))
 
 
-def _open_onnx(path: Path, options: BackendOptions) -> Loaded:
-    runtime = check_options(options, "an ONNX artifact", ("onnxruntime", "openvino", "tensorrt"))
-    verify_artifact(path)
-    described = read_json(path / "model.json")
-    tokenizer = path / "tokenizer.json"
-    loaded = onnx_backend(
-        path / "model.onnx",
-        FAMILIES[described["family"]].from_dict(described["config"]),
-        tokenizer if tokenizer.is_file() else None,
-        input_record(path),
-        replace(options, runtime=runtime),
-        str(read_manifest(path).facts.get("precision", "fp32")),
-    )
-    head = described.get("head", {})
-    classes = head["labels"] if head.get("kind") == "sequence-classification" else ()
-    return replace(loaded, classes=tuple(classes))
-
-
-def _open_engine(path: Path, options: BackendOptions) -> Loaded:
-    """An engine behind the protocol of its family, run by the backends of ONNX graphs."""
-    from .onnx_backend import OnnxCausal, OnnxEncoder
-    from .tensorrt_backend import open_engine
-
-    check_options(options, "an engine", ("tensorrt",))
-    session = open_engine(path)
-    described, facts = read_json(path / "model.json"), read_manifest(path).facts
-    config = FAMILIES[described["family"]].from_dict(described["config"])
-    tokenizer = path / "tokenizer.json"
-    kept, source = tokenizer if tokenizer.is_file() else None, input_record(path)
-    rest: tuple[Any, ...] = (None, session.device, False, facts["precision"], session)
-    backend: Any
-    if isinstance(config, GPTConfig):
-        backend = OnnxCausal(path, config, *rest)
-        loaded = Loaded("gpt", config, kept, source, causal=backend)
-    else:
-        backend = OnnxEncoder(path, config, *rest)
-        loaded = Loaded("bert", config, kept, source, encoder=backend)
-    backend.name = "tensorrt"
-    return loaded
-
-
-def _open_gguf(path: Path, options: BackendOptions) -> Loaded:
-    from .gguf_reader import read_gguf
+def _run_gguf(file: Path, config: ModelConfig, options: BackendOptions, precision: str) -> Any:
     from .llama_backend import LlamaCausal, LlamaEncoder, has_gpu
 
-    check_options(options, "a GGUF file", ("llamacpp",))
-    if path.is_dir():
-        verify_artifact(path)
-        file, kept, precision = (
-            path / "model.gguf",
-            path / "tokenizer.json",
-            read_manifest(path).facts["precision"],
-        )
-        described = read_json(path / "model.json")
-        config: ModelConfig = FAMILIES[described["family"]].from_dict(described["config"])
-        tokenizer = kept if kept.is_file() else None
-    else:
-        file, (config, precision, tokenizer) = path, read_gguf(path)
     device = "cpu" if options.device == "auto" and not has_gpu() else pick_device(options.device)
-    belongs = (config, tokenizer, input_record(path))
     rest = (options.threads or usable_cores(), device, precision)
     if isinstance(config, GPTConfig):
-        return Loaded("gpt", *belongs, causal=LlamaCausal(file, config, *rest))
-    return Loaded("bert", *belongs, encoder=LlamaEncoder(file, config, *rest))
+        return LlamaCausal(file, config, *rest)
+    return LlamaEncoder(file, config, *rest)
 
 
-def onnx_backend(
-    graph: Path,
-    config: ModelConfig,
-    tokenizer: Path | None,
-    source: Input,
-    options: BackendOptions = ON_CPU,
-    precision: str = "fp32",
-) -> Loaded:
+def run_graph(
+    graph: Path, config: ModelConfig, options: BackendOptions = ON_CPU, precision: str = "fp32"
+) -> Any:
     """A graph of our writer behind the protocol of its family."""
-    from .onnx_backend import OnnxCausal, OnnxEncoder
+    from .onnx_session import open_session
 
     if options.runtime == "openvino":
-        return _open_openvino(graph, config, tokenizer, source, options, precision)
+        return _run_openvino(graph, config, options, precision)
     device = pick_onnx_device(options.device)
-    rest = (options.threads, device, options.runtime == "tensorrt", precision)
-    if isinstance(config, GPTConfig):
-        return Loaded("gpt", config, tokenizer, source, causal=OnnxCausal(graph, config, *rest))
-    return Loaded("bert", config, tokenizer, source, encoder=OnnxEncoder(graph, config, *rest))
+    session = open_session(graph, options.threads, device, options.runtime == "tensorrt")
+    lanes = (options.threads or usable_cores()) if device == "cpu" else 1
+    return on_session(session, config, precision, device, lanes, partial(open_session, graph, 1))
 
 
-def _open_openvino(
-    graph: Path,
+def on_session(
+    session: Any,
     config: ModelConfig,
-    tokenizer: Path | None,
-    source: Input,
-    options: BackendOptions,
     precision: str,
-) -> Loaded:
+    device: str = "cpu",
+    lanes: int = 1,
+    open_lane: Any = None,
+) -> Any:
+    """A session on the device, ONNX Runtime's or an engine's, behind the protocol of its family."""
+    from .onnx_causal import OnnxCausal
+    from .onnx_encoder import OnnxEncoder
+
+    if not isinstance(config, GPTConfig):
+        return OnnxEncoder(session, config, precision, device, lanes, open_lane)
+    if device == "cpu":
+        return OnnxCausal(session, config, precision)
+    from .onnx_cuda import CudaCausal
+
+    return CudaCausal(session, config, precision, device)
+
+
+def _run_openvino(graph: Path, config: ModelConfig, options: BackendOptions, precision: str) -> Any:
     from .openvino_backend import OpenVinoEncoder
 
     if options.device not in ("auto", "cpu"):
-        raise WrongUse(
-            "OpenVINO runs on the CPU here", where=f"--device {options.device}", fix="--device cpu"
-        )
+        where = f"--device {options.device}"
+        raise WrongUse("OpenVINO runs on the CPU here", where=where, fix="--device cpu")
     if isinstance(config, GPTConfig):
         why = "it has no operator that writes a cache at a place of each row"
         raise WrongUse("OpenVINO does not run a GPT's graph", where="--backend openvino", why=why)
-    encoder = OpenVinoEncoder(graph, config, options.threads, precision)
-    return Loaded("bert", config, tokenizer, source, encoder=encoder)
+    return OpenVinoEncoder(graph, config, options.threads, precision)
 
 
 def pick_onnx_device(wanted: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...core.errors import Refused, WrongUse
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
-from ..exports.gguf_writer import INSTALL
+from .llama_backend import INSTALL
 from .source import no_model
 
 PRECISIONS = {0: "f32", 1: "f16", 2: "q4_0", 7: "q8_0"}  # by llama.cpp's number of the file type

@@ -15,9 +15,9 @@ import numpy as np
 from ...core.backend import OneCall, Span
 from ...core.errors import Refused, WrongUse
 from ...models.config import BERTConfig, GPTConfig
-from ..exports.gguf_writer import INSTALL
 from .spans import StepsByForward
 
+INSTALL = "pip install 'throughline[llamacpp]'"
 BATCH_TOKENS = 512  # most tokens of one call, and of one matrix product
 
 

@@ -2,27 +2,34 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...core.artifact import Input
 from ...core.backend import CausalBackend, EncoderBackend
-from ...models.config import ModelConfig
+from ...models.config import ModelConfig, family_of
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A backend with what belongs to it. `causal` or `encoder` is set, as the family says."""
+    """A backend with what belongs to it."""
 
-    family: str  # "gpt" or "bert"
     config: ModelConfig
     tokenizer: Path | None
     input: Input
-    causal: CausalBackend | None = None
-    encoder: EncoderBackend | None = None
+    backend: Any  # a `CausalBackend` or an `EncoderBackend`, as the family says
     classes: tuple[str, ...] = ()  # of a BERT fine-tuned to classify texts: the names of its `logits`
 
     @property
-    def backend(self) -> CausalBackend | EncoderBackend:
-        """The one that is set."""
-        backend = self.causal or self.encoder
-        assert backend is not None
-        return backend
+    def family(self) -> str:
+        """One of "gpt" and "bert"."""
+        return family_of(self.config)
+
+    @property
+    def causal(self) -> CausalBackend | None:
+        """The backend of a GPT."""
+        return self.backend if self.family == "gpt" else None
+
+    @property
+    def encoder(self) -> EncoderBackend | None:
+        """The backend of a BERT."""
+        return self.backend if self.family == "bert" else None

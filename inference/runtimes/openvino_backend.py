@@ -8,7 +8,7 @@ import numpy as np
 from ...core.backend import OneCall
 from ...core.errors import Refused, WrongUse
 from ...models.config import BERTConfig
-from .onnx_backend import encoder_feeds
+from .onnx_encoder import encoder_feeds
 
 INSTALL = "pip install 'throughline[openvino]'"
 OUTPUTS = {

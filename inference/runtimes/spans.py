@@ -38,12 +38,11 @@ def rectangles(
     spans: Sequence[Span],
     context: int,
     length_of: Callable[[int], int] | None = None,
-    one_prompt: bool = False,
 ) -> list[Call]:
     """The calls of a step; no padding reaches behind `context`.
 
     `length_of` tells how many tokens a row that takes no part holds; without it, rows of single tokens that
-    are not adjacent go in calls of their own. `one_prompt`: parts of prompts go alone.
+    are not adjacent go in calls of their own.
     """
     order = sorted(range(len(spans)), key=lambda i: spans[i].row)
     single = [i for i in order if len(spans[i].ids) == 1]
@@ -56,7 +55,7 @@ def rectangles(
     calls = [_call(spans, group, length_of) for group in groups]
     prompts: list[list[int]] = []
     for i in (i for i in order if len(spans[i].ids) > 1):
-        if prompts and not one_prompt and _joins(spans, prompts[-1], i, context):
+        if prompts and _joins(spans, prompts[-1], i, context):
             prompts[-1].append(i)
         else:
             prompts.append([i])

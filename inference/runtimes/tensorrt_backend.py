@@ -15,22 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from ...core.artifact import read_manifest, verify_artifact
+from ...core.artifact import Manifest
 from ...core.errors import Refused, WrongUse
-from ..exports.tensorrt_build import check_engine, gpu_facts, load_library
+from .tensorrt_library import check_engine, gpu_facts, load_library
 
 TYPES = {"HALF": np.float16, "FLOAT": np.float32, "INT64": np.int64}
 ORT_TYPES = {np.float16: "tensor(float16)", np.float32: "tensor(float)", np.int64: "tensor(int64)"}
 
 
-def open_engine(path: Path) -> "EngineSession":
+def open_engine(path: Path, manifest: Manifest) -> "EngineSession":
     """The engine artifact at `path`, ready to run on the first GPU.
 
-    Raises Refused, with the command that builds it again, when it is damaged or for another library version or
-    compute capability, WrongUse without a GPU, MissingExtra without the library.
+    Raises Refused, with the command that builds it again, when it is for another library version or compute
+    capability, WrongUse without a GPU, MissingExtra without the library.
     """
-    verify_artifact(path)
-    manifest = read_manifest(path, "engine")
     library = load_library(manifest.facts["library"])
     check_engine(manifest, path, library, lambda: gpu_facts()["compute_capability"])
     return EngineSession(library, (path / "engine.plan").read_bytes(), path)
@@ -90,6 +88,9 @@ class EngineSession:
         self._outputs = [name for name in names if name not in self._inputs]
         self._types = {name: TYPES[engine.get_tensor_dtype(name).name] for name in names}
         self._contexts: dict[int, Any] = {}
+        profiles = range(engine.num_optimization_profiles)
+        most = [engine.get_tensor_profile_shape("input_ids", profile)[2] for profile in profiles]
+        self.rows, self.tokens = max(rows for rows, _ in most), max(tokens for _, tokens in most)
 
     def get_inputs(self) -> list[Any]:
         """As ONNX Runtime's: name, type and shape of each; dims that change are strings."""
@@ -102,6 +103,10 @@ class EngineSession:
     def _described(self, name: str) -> Any:
         shape = [dim if dim >= 0 else "any" for dim in self._engine.get_tensor_shape(name)]
         return SimpleNamespace(name=name, type=ORT_TYPES[self._types[name]], shape=shape)
+
+    def get_modelmeta(self) -> Any:
+        """As ONNX Runtime's."""
+        return SimpleNamespace(custom_metadata_map={})
 
     def io_binding(self) -> Binding:
         """As ONNX Runtime's."""

@@ -114,13 +114,12 @@ def test_an_onnx_graph_scores_like_the_module(gpt, gpt2_tokenizer, tmp_path) -> 
     programs.
     """
     from throughline.inference.exports.export import write_graph
-    from throughline.inference.runtimes.onnx_backend import OnnxCausal
+    from throughline.inference.runtimes.backends import run_graph
 
     write_graph(gpt, tmp_path / "model.onnx", {})
     native = CausalScorer(gpt, gpt2_tokenizer, keep_tokens=True)
-    exported = ExportedScorer(
-        OnnxCausal(tmp_path / "model.onnx", gpt.config, 1), gpt2_tokenizer, keep_tokens=True
-    )
+    backend = run_graph(tmp_path / "model.onnx", gpt.config)
+    exported = ExportedScorer(backend, gpt2_tokenizer, keep_tokens=True)
     questions = native.encode(QUESTIONS)
     ours, theirs = answers(native, questions), answers(exported, questions)
     for index, scores in ours.items():

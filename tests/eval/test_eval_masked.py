@@ -85,10 +85,10 @@ def test_an_exported_bert_scores_like_the_module(bert, bert_tokenizer, tmp_path)
     programs.
     """
     from throughline.inference.exports.export import write_graph
-    from throughline.inference.runtimes.onnx_backend import OnnxEncoder
+    from throughline.inference.runtimes.backends import run_graph
 
     write_graph(bert, tmp_path / "model.onnx", {})
-    backend = OnnxEncoder(tmp_path / "model.onnx", bert.config, 1)
+    backend = run_graph(tmp_path / "model.onnx", bert.config)
     for pll in ("original", "within_word_l2r"):
         native = MaskedScorer(bert, bert_tokenizer, pll=pll, keep_tokens=True)
         exported = ExportedMaskedScorer(backend, bert_tokenizer, pll=pll, keep_tokens=True)

@@ -9,7 +9,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from throughline.core.backend import Span
+from throughline.core.backend import BackendOptions, Span
 from throughline.inference.runtimes.sampling import GREEDY, Sampling
 from throughline.inference.runtimes.torch_backend import TorchCausal, TorchEncoder
 from throughline.inference.serving.generation import Job
@@ -121,15 +121,16 @@ def test_onnx_runtime_on_cuda_equals_the_cpu(tmp_path) -> None:
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         pytest.skip("this ONNX Runtime was built without CUDA")
     from throughline.inference.exports.export import write_graph
-    from throughline.inference.runtimes.onnx_backend import OnnxCausal
+    from throughline.inference.runtimes.backends import run_graph
 
     model, _ = pair(GPT_SHAPE)
     write_graph(model, tmp_path / "model.onnx", {})
     ids = np.random.default_rng(3).integers(0, 512, 64)
     logits = []
     for device in ("cpu", "cuda:0"):
-        backend = OnnxCausal(tmp_path / "model.onnx", GPT_SHAPE, 1, device)
+        backend = run_graph(tmp_path / "model.onnx", GPT_SHAPE, BackendOptions(device, threads=1))
         cache = backend.new_cache(2)
         backend.step([Span(0, 0, ids[:40], 0), Span(1, 0, ids[:7], 0)], cache)
-        logits.append(backend.step([Span(0, 40, ids[40:], 3), Span(1, 7, ids[7:8], 1)], cache).cpu().numpy())
+        found = backend.step([Span(0, 40, ids[40:], 3), Span(1, 7, ids[7:8], 1)], cache)
+        logits.append(torch.as_tensor(found).cpu().numpy())
     assert np.abs(logits[0] - logits[1]).max() <= BOUND * np.abs(logits[0]).max()

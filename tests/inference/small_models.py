@@ -8,7 +8,8 @@ from throughline.core.backend import BackendOptions
 from throughline.inference.graphs.graph_options import PLAIN, GraphOptions
 from throughline.inference.graphs.onnx_bert import bert_graph
 from throughline.inference.graphs.onnx_gpt import gpt_graph
-from throughline.inference.runtimes.backends import Loaded, onnx_backend
+from throughline.inference.runtimes.backends import run_graph
+from throughline.inference.runtimes.loaded import Loaded
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 
@@ -42,4 +43,5 @@ def exported(model, path: Path, options: GraphOptions = PLAIN, **saving) -> Load
     """The model's graph, written to a directory and opened on one CPU thread."""
     graph = gpt_graph(model, options) if isinstance(model.config, GPTConfig) else bert_graph(model, options)
     graph.save(path / "model.onnx", {}, **saving)
-    return onnx_backend(path / "model.onnx", model.config, None, NOWHERE, BackendOptions("cpu", threads=1))
+    backend = run_graph(path / "model.onnx", model.config, BackendOptions("cpu", threads=1))
+    return Loaded(model.config, None, NOWHERE, backend)

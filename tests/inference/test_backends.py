@@ -11,7 +11,7 @@ from throughline.core.backend import BackendOptions
 from throughline.core.errors import Refused, WrongUse
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.devices import pick_device, pick_dtype
-from throughline.inference.runtimes.onnx_backend import open_session
+from throughline.inference.runtimes.onnx_session import open_session
 
 
 @pytest.mark.parametrize("fixture", ["gpt_dir", "gpt_onnx", "bert_dir", "bert_onnx"])

@@ -135,7 +135,7 @@ def test_damaged_artifact_is_refused(bert_dir: Path, tmp_path: Path) -> None:
 
 def test_cut_files_are_refused(bert_onnx: Path, tmp_path: Path) -> None:
     """A copy that ended early: by the manifest, and by ONNX Runtime where there is none."""
-    from throughline.inference.runtimes.onnx_backend import open_session
+    from throughline.inference.runtimes.onnx_session import open_session
 
     (tmp_path / "out").mkdir()
     for file in bert_onnx.iterdir():

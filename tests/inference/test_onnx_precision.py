@@ -121,7 +121,7 @@ def test_a_gpt_under_optimums_names(config, tmp_path: Path) -> None:
     names = {given.name for given in session.get_inputs()}
     assert {"input_ids", "attention_mask", "position_ids", "past_key_values.1.value"} <= names
     assert [given.name for given in session.get_outputs()][:2] == ["logits", "present.0.key"]
-    candidate = Loaded("gpt", config, None, NOWHERE, causal=OptimumCausal(session, config))
+    candidate = Loaded(config, None, NOWHERE, OptimumCausal(session, config))
     require(compare(reference_of(model, None, NOWHERE), candidate), "the graph")
     # padding on the left, as optimum's generation pads: the mask hides it and positions begin behind it
     ids = np.array([[5, 6, 7, 8]])

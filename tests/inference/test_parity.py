@@ -20,8 +20,8 @@ MEMORY = """
 import sys
 from pathlib import Path
 from throughline.core.artifact import Input
-from throughline.core.backend import BackendOptions
-from throughline.inference.runtimes.backends import onnx_backend
+from throughline.inference.runtimes.backends import run_graph
+from throughline.inference.runtimes.loaded import Loaded
 from throughline.inference.exports.export import write_graph
 from throughline.inference.graphs.parity import compare
 from throughline.inference.graphs.reference import reference_of
@@ -32,7 +32,7 @@ source, path = Input("test", "foreign", "0"), Path(sys.argv[1]) / "model.onnx"
 config = GPTConfig(vocab_size=128_256, sequence_length=8_192, layers=1, width=32, heads=1)
 model = build(config).eval()
 write_graph(model, path, {})
-report = compare(reference_of(model, None, source), onnx_backend(path, config, None, source, BackendOptions("cpu")))
+report = compare(reference_of(model, None, source), Loaded(config, None, source, run_graph(path, config)))
 cases = [row["case"] for row in report["cases"] if row["output"] == "logits in pieces"]
 assert report["passed"] and "1 x 8192" in cases, report["outputs"]
 peak = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]

@@ -141,7 +141,7 @@ def test_numbers_of_the_text_report(gpt_dir: Path, text: Path) -> None:
             found[..., 7] += self.shift
             return found
 
-    both = [Loaded("gpt", opened.model.config, None, Input("", "", ""), causal=Fixed(s)) for s in (0.0, 0.5)]
+    both = [Loaded(opened.model.config, None, Input("", "", ""), Fixed(s)) for s in (0.0, 0.5)]
     report = compare_on_text(*both, rows, BOUNDS["int8"])
     ids, ask = rows.judging, np.zeros((len(rows.judging), 127))
     one, two = (

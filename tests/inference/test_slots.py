@@ -188,7 +188,7 @@ def test_a_long_row_leaves_no_capacity_behind(gpt_onnx: Path) -> None:
     """ONNX Runtime attends over the capacity: it shrinks when the longest row goes, and keeps the others."""
     backend = open_backend(gpt_onnx, CPU).causal
     assert backend is not None
-    import throughline.inference.runtimes.onnx_cache as module
+    import throughline.inference.runtimes.onnx_causal as module
 
     batch = SlotBatch(backend, nothing, 2)
     cache = batch._cache

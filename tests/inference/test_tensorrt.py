@@ -19,15 +19,16 @@ from throughline.inference.exports import export_engine as module
 from throughline.inference.exports.engine_report import kernels_of_inspector
 from throughline.inference.exports.export import Judging, write_graph
 from throughline.inference.exports.export_engine import export_engine
-from throughline.inference.exports.tensorrt_build import Profile, buckets, check_engine, load_library
+from throughline.inference.exports.tensorrt_build import Profile, buckets
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.graphs.parity import BOUNDS, compare, require
 from throughline.inference.graphs.reference import reference_of
 from throughline.inference.runtimes import tensorrt_backend as backend_module
-from throughline.inference.runtimes.backends import Loaded, open_backend
-from throughline.inference.runtimes.onnx_backend import OnnxCausal, OnnxEncoder
+from throughline.inference.runtimes.backends import on_session, open_backend
+from throughline.inference.runtimes.loaded import Loaded
 from throughline.inference.runtimes.source import open_model
 from throughline.inference.runtimes.tensorrt_backend import EngineSession
+from throughline.inference.runtimes.tensorrt_library import check_engine, load_library
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 
@@ -344,12 +345,9 @@ def test_a_session_computes_what_the_graph_computes(family: str, tmp_path: Path)
 
     session = EngineSession(library, b"", device="cpu", capture=capture)
     source = Input("test", "foreign", "0")
-    rest = (None, "cpu", False, "fp16", session)
-    if family == "gpt":
-        candidate = Loaded("gpt", config, None, source, causal=OnnxCausal("", config, *rest))
-    else:
-        candidate = Loaded("bert", config, None, source, encoder=OnnxEncoder("", config, *rest))
+    candidate = Loaded(config, None, source, on_session(session, config, "fp16"))
     require(compare(reference_of(model, None, source), candidate, BOUNDS["fp16"]), "the engine")
+    assert (session.rows, session.tokens) == (999, 999)
     assert set(engine.used) == {0, 1}  # short calls in the first profile, long ones in the second
     if family == "gpt":  # decode steps of the same rows were captured once and then replayed
         assert replays and max(replays) > 50
@@ -373,7 +371,7 @@ def test_an_engine_is_served(
     engine = Computing(tmp_path / "m.onnx", [16, 999])
     library.Runtime = lambda logger: types.SimpleNamespace(deserialize_cuda_engine=lambda plan: engine)
     session = EngineSession(library, b"", device="cpu", capture=None)
-    monkeypatch.setattr(backend_module, "open_engine", lambda path: session)
+    monkeypatch.setattr(backend_module, "open_engine", lambda path, manifest: session)
 
     async def body(found) -> None:
         listed = (await found.client.get("/v1/models/engine")).json()

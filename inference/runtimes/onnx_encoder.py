@@ -1,0 +1,64 @@
+"""A BERT graph of `onnx_bert`, by ONNX Runtime on any device or as an engine."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...core.backend import Limits
+from ...models.config import BERTConfig
+
+
+class OnnxEncoder:
+    """A BERT graph (`core.backend.EncoderBackend`).
+
+    `open_lane`: opens a session of one thread for `lane`, which then takes `lanes` calls at once where that is more
+    than one.
+    """
+
+    name = "onnxruntime"
+    limits = Limits()
+
+    def __init__(
+        self,
+        session: Any,
+        config: BERTConfig,
+        dtype: str = "fp32",
+        device: str = "cpu",
+        lanes: int = 1,
+        open_lane: Callable[[], Any] | None = None,
+    ) -> None:
+        self.session, self.dtype, self.device = session, dtype, device
+        self.lanes, self._open_lane = lanes, open_lane
+        self.config, self.vocab_size, self.context = config, config.vocab_size, config.sequence_length
+        self._lane: OnnxEncoder | None = None
+        self._inputs = {value.name for value in session.get_inputs()}
+        self._outputs = [value.name for value in session.get_outputs()]
+
+    def lane(self) -> "OnnxEncoder":
+        """See `core.backend.EncoderBackend.lane`: a session of one thread with weights of its own, from here on."""
+        if self._lane is None:
+            alone = self._open_lane if self.lanes > 1 else None
+            self._lane = self if alone is None else OnnxEncoder(alone(), self.config, self.dtype)
+        return self._lane
+
+    def forward(
+        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """See `core.backend.EncoderBackend.forward`."""
+        given = encoder_feeds(ids_BS, types_BS, mask_BS, ask_BN, self._inputs)
+        found = zip(self._outputs, self.session.run(None, given))
+        return {name: value.astype(np.float32, copy=False) for name, value in found}
+
+
+def encoder_feeds(
+    ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray, names: set[str]
+) -> dict[str, np.ndarray]:
+    """The inputs of a BERT graph of our writer, those of them that it has."""
+    feeds = {
+        "input_ids": ids_BS,
+        "attention_mask": mask_BS,
+        "logit_positions": ask_BN,
+        "token_type_ids": types_BS,
+    }
+    return {name: np.ascontiguousarray(value, np.int64) for name, value in feeds.items() if name in names}

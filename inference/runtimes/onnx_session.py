@@ -1,0 +1,68 @@
+"""Sessions of ONNX Runtime, on the CPU or with its CUDA or TensorRT provider.
+
+Threads do not spin: on a shared or small machine spinning threads burn several times the CPU that the work needs.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import Refused, WrongUse
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+TENSORRT = "TensorrtExecutionProvider"
+
+
+def providers_of(device: str, tensorrt: bool = False) -> list[Any]:
+    """What to ask ONNX Runtime for. Raises WrongUse when it was built without it."""
+    import onnxruntime
+
+    kind, _, number = device.partition(":")
+    wanted = [TENSORRT, PROVIDERS[kind]] if tensorrt else [PROVIDERS[kind]]
+    there = onnxruntime.get_available_providers()
+    if missing := [name for name in wanted if name not in there]:
+        raise WrongUse(
+            f"this ONNX Runtime has no {missing[0]}",
+            where=f"--device {device}",
+            why=f"it was built with {', '.join(there)}",
+            fix="pip uninstall onnxruntime && pip install onnxruntime-gpu, or --device cpu",
+        )
+    if kind == "cpu":
+        return wanted
+    settings = {"device_id": number or "0"}
+    exact = {"use_tf32": "0"}  # fp32 is fp32, as torch has it; with TF32 its errors are those of fp16
+    return [(name, settings | exact if name == PROVIDERS["cuda"] else settings) for name in wanted]
+
+
+def open_session(
+    path: Path | str, threads: int | None = None, device: str = "cpu", tensorrt: bool = False
+) -> Any:
+    """An `onnxruntime.InferenceSession` on the device.
+
+    Raises WrongUse when this ONNX Runtime has no provider for it, Refused when the file is not a graph that
+    it can run or the provider fell back to another.
+    """
+    import onnxruntime
+
+    wanted = providers_of(device, tensorrt)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or 0  # 0: one per core
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 3  # its warnings are about choices made here on purpose
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=wanted)
+    except Exception as error:  # onnxruntime's own classes derive from Exception alone
+        raise Refused(
+            "ONNX Runtime cannot load this graph",
+            where=path,
+            why=str(error).splitlines()[0][:300],
+            fix="export it again; `throughline verify` says whether the file is damaged",
+        ) from error
+    first = wanted[0] if isinstance(wanted[0], str) else wanted[0][0]
+    if session.get_providers()[0] != first:  # it falls back to the CPU with a log line
+        raise Refused(
+            f"ONNX Runtime could not start {first}",
+            where=path,
+            why=f"it would run with {session.get_providers()[0]}",
+            fix="install the CUDA and cuDNN (or TensorRT) libraries it was built for, or --device cpu",
+        )
+    return session

@@ -1,0 +1,74 @@
+"""TensorRT and TensorRT-RTX as they are installed, and whether an engine is for them and for this GPU: it belongs to
+one library version and one compute capability.
+"""
+
+import re
+import subprocess
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ...core.artifact import Manifest
+from ...core.errors import MissingExtra, Refused, WrongUse
+
+LEAST = (10, 15)  # strong typing, Attention, TensorScatter and RotaryEmbedding in the parser
+EXTRAS = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}
+
+
+def load_library(name: str) -> Any:
+    """The module `tensorrt` or `tensorrt_rtx`. Raises MissingExtra, WrongUse for a version that is too old."""
+    try:
+        library = import_module(name)
+    except (ImportError, OSError) as error:
+        raise MissingExtra(name, "building an engine", f"throughline[{EXTRAS[name]}]") from error
+    version = tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2])
+    if name == "tensorrt" and version < LEAST:
+        raise WrongUse(
+            f"TensorRT {library.__version__} is too old",
+            why=f"its parser lacks operators of these graphs; {LEAST[0]}.{LEAST[1]} has them",
+            fix="pip install 'throughline[tensorrt]'",
+        )
+    return library
+
+
+def check_engine(manifest: Manifest, where: Path, library: Any, capability: Callable[[], str]) -> None:
+    """Raise Refused, with the command that builds it again, when an engine is not for this library and GPU."""
+    facts = manifest.facts
+    fix = f"build it again here: {manifest.command}"
+    for what, built, here in (
+        ("library", facts["library"], library.__name__),
+        ("version", facts["library_version"], library.__version__),
+        ("compute capability", facts["compute_capability"], capability()),
+    ):
+        if built != here:
+            raise Refused(
+                f"this engine was built for another {what}",
+                where=where,
+                why=f"it was built for {built}, here is {here}",
+                fix=fix,
+            )
+
+
+def gpu_facts() -> dict[str, Any]:
+    """The first GPU: name, compute capability, driver and CUDA version. Raises WrongUse when there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        fix = "build on the machine that has the GPU; --to tensorrt-rtx compiles without one"
+        raise WrongUse("there is no GPU here", why="torch sees no CUDA device", fix=fix)
+    major, minor = torch.cuda.get_device_capability()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "compute_capability": f"{major}.{minor}",
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _driver() -> str:
+    words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.split("\n")[0]
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
