@@ -34,7 +34,7 @@ from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.graphs.real_text import TextRows
 from throughline.inference.runtimes.backends import run_graph
 from throughline.inference.runtimes.llama_backend import LlamaCausal, LlamaContext
-from throughline.inference.serving.generation import Request
+from throughline.inference.serving.generation import Job
 from throughline.inference.serving.slots import SlotBatch
 from throughline.models.config import ModelConfig
 from throughline.models.init import build
@@ -170,7 +170,7 @@ def our_decode(backend) -> Call:
 
     def decode() -> object:
         if not batch.busy:
-            batch.add(Request(prompt, ANSWER))
+            batch.add(Job(prompt, ANSWER))
             batch.step()
         return batch.step()
 
