@@ -69,9 +69,11 @@ def tokenizer(
 
     from ..core.artifact import CHECK_BYTES, Input, check_free, input_record
     from ..core.errors import WrongUse
+    from ..data.import_tokenizer import import_tokenizer
     from ..data.inputs import expand_inputs
+    from ..data.sample import sample
     from ..data.text import COUNTS
-    from ..data.train_tokenizer import import_tokenizer, sample, train_tokenizer
+    from ..data.train_tokenizer import train_tokenizer
 
     check_free(out, overwrite)
     if cased is not None and kind in ("bpe", "char"):

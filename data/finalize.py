@@ -108,5 +108,6 @@ def facts_of(plan: TaskPlan, records: list[dict[str, Any]], tokenizer: Tokenizer
             "counts": {key: sum(record["counts"].get(key, 0) for record in records) for key in COUNTS},
             "backends": sorted({record["backend"] for record in records}),
             "plan": plan.hash,
+            "settings": plan.settings,
         },
     }

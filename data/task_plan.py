@@ -65,6 +65,14 @@ class TaskPlan:
     def hash(self) -> str:
         return sha256_json(self.record())
 
+    @property
+    def settings(self) -> str:
+        """A hash of what decides the store besides the content of its sources: not where they are, nor how old."""
+        return sha256_json(
+            {key: value for key, value in self.record().items() if key != "sources"}
+            | {"count": len(self.sources)}
+        )
+
     def record(self) -> dict[str, Any]:
         """As it is written: what a source has not is left out."""
         found = asdict(self)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ..core.artifact import Manifest, check_free, is_artifact, read_manifest
+from ..core.artifact import Manifest, check_free, input_record, is_artifact, read_manifest
 from ..core.console import amount, progress, say, warn
 from ..core.errors import Stopped, ThroughlineError, WrongUse
 from ..core.files import full_disk, write_atomic
@@ -196,10 +196,20 @@ def _completed(out: Path, plan: TaskPlan, folder: Path) -> Manifest | None:
     of work goes.
     """
     manifest = read_manifest(out) if is_artifact(out) else None
-    if manifest is None or manifest.facts.get("made", {}).get("plan") != plan.hash:
+    made = manifest.facts.get("made", {}) if manifest else {}
+    if manifest is None or (made.get("plan") != plan.hash and not _same_text(manifest, plan)):
         return None
     shutil.rmtree(folder, ignore_errors=True)
     return manifest
+
+
+def _same_text(manifest: Manifest, plan: TaskPlan) -> bool:
+    """Whether a store with these settings was made of files with this content, wherever they were then."""
+    if manifest.facts.get("made", {}).get("settings") != plan.settings:
+        return False
+    paths = [source.path for source in plan.sources]
+    before = [item.hash for item in manifest.inputs[-len(paths) :]]
+    return all(os.path.exists(path) for path in paths) and before == [input_record(p).hash for p in paths]
 
 
 def _clear_up(folder: Path, plan: TaskPlan, error: BaseException) -> None:

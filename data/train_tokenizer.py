@@ -1,5 +1,4 @@
-"""Tokenizers made here: byte-level BPE, WordPiece and characters, trained on a sample of the text or
-imported.
+"""Tokenizers made here: byte-level BPE, WordPiece and characters, trained on text.
 
 Training is a pure function of the files and the settings: the same tokenizer.json on every run. The library's
 WordPiece trainer is not (ids of continuing characters follow the order of a hash map), so WordPiece is
@@ -10,33 +9,25 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
-from ..core.console import amount, progress, say, warn
-from ..core.errors import Failed, Refused, WrongUse
-from ..core.files import read_json
+from ..core.console import amount, say, warn
+from ..core.errors import Failed, WrongUse
 from ..core.hardware import memory_limit_bytes
-from .inputs import Source
-from .readers import ReadOptions, read, splittable
-from .text import MAX_REPLACED, check_replaced
-from .tokenizer import FILE, Tokenizer
+from .import_tokenizer import BERT_SPECIAL, EOT, bert_library
+from .tokenizer import Tokenizer
 
-SAMPLE_BYTES = 1_000_000_000
-STRIPE_BYTES = 1 << 20  # a large file is sampled as stripes of this size, evenly spaced
-COMPRESSED_RATIO = 3.5  # text bytes per byte of a compressed file, for the shares of the sample only
 RUN = re.compile(
     r"\S{1000}"
 )  # a longer run without space is broken for training: its pieces are no words anyway
 BLANKS = re.compile(
     r"(?<!\s)(\s{1000})\s+"
 )  # nor is there more to learn from a longer run of white space: merging one takes hours
-EOT, UNK = "<|endoftext|>", "<|unk|>"
-BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+UNK = "<|unk|>"
 CONTINUES = (
     0xF0000  # private-use code points stand for the continuing characters of a word (planes 15 and 16)
 )
@@ -45,57 +36,6 @@ WATCH_BYTES = 16 << 20  # of text, in which distinct words are counted for the e
 WORD_BYTES = 700  # of memory per distinct word while merging: 20 MB of novels, 363,000 words, took 268 MB
 
 Type = Literal["bpe", "wordpiece", "char"]
-
-
-def sample(
-    sources: list[Source],
-    options: ReadOptions,
-    budget: int,
-    counts: Counter[str],
-    max_replaced: float = MAX_REPLACED,
-) -> Iterator[str]:
-    """About `budget` bytes of text, each file in proportion to its size; of files below a stripe, every n-th.
-
-    A file that can be read in ranges gives evenly spaced stripes; a compressed one, a dataset, a document per
-    file and what has documents longer than the stripes give their beginning, as much as their share. Raises
-    Failed when more than `max_replaced` of the characters are invalid.
-    """
-    ratios = [COMPRESSED_RATIO if source.compression else 1 for source in sources]
-    sizes = [s.bytes * ratio or (budget if s.format == "dataset" else 0) for s, ratio in zip(sources, ratios)]
-    share = min(1.0, budget / max(sum(sizes), 1))
-    owed, taken = 0.0, 0  # bytes: what the stripes passed are to give less what they gave; all that was given
-    with progress("sample", total=min(budget, sum(sizes)), unit="B") as bar:
-        for source, size in zip(sources, sizes):
-            left = size * share
-            for start, stop, stripe in _stripes(source, size, share, options):
-                owed += stripe * share
-                if share < 1 and owed <= 0:
-                    continue
-                for batch in read(source, start, stop, options, counts):
-                    yield from batch.texts
-                    counts["characters"] += sum(map(len, batch.texts))
-                    done = sum(len(text) if text.isascii() else len(text.encode()) for text in batch.texts)
-                    owed, left, taken = owed - done, left - done, taken + done
-                    bar.advance(done)
-                    if (
-                        left < 0 if share < 1 else taken > budget
-                    ):  # a dataset's size may not be known, a ratio be larger
-                        break
-    check_replaced(
-        counts["replaced"], counts["characters"], max_replaced, f"the sample of {len(sources)} inputs"
-    )
-
-
-def _stripes(
-    source: Source, size: float, share: float, options: ReadOptions
-) -> Iterator[tuple[int, int | None, float]]:
-    """(start, stop, bytes) of the parts of a source that are taken or left whole."""
-    if share >= 1 or not splittable(source, options):
-        yield 0, None, size
-        return
-    for start in range(0, source.bytes, STRIPE_BYTES):
-        stop = min(start + STRIPE_BYTES, source.bytes)
-        yield start, stop if stop < source.bytes else None, stop - start
 
 
 def train_tokenizer(texts: Iterable[str], kind: Type, vocab_size: int, lowercase: bool = True) -> Tokenizer:
@@ -292,95 +232,3 @@ def _characters(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     library.decoder = decoders.Fuse()
     library.add_special_tokens([UNK, EOT])
     return Tokenizer(library.to_str())
-
-
-def bert_library(vocab: dict[str, int], lowercase: bool) -> Library:
-    """BERT's tokenizer over a vocabulary: its normaliser, its splitting at white space and punctuation,
-    greedy WordPiece.
-    """
-    unknown = "[UNK]"
-    library = Library(models.WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
-    library.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    library.decoder = decoders.WordPiece()
-    roles = [(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
-    library.post_processor = processors.TemplateProcessing(
-        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", roles
-    )
-    library.add_special_tokens(list(BERT_SPECIAL))
-    return library
-
-
-def import_tokenizer(path: Path | str, lowercase: bool | None = None) -> tuple[Tokenizer, list[Path]]:
-    """A GPT-2 vocabulary (encoder.json + vocab.bpe, or vocab.json + merges.txt), BERT's vocab.txt, or a
-    tokenizer.json.
-
-    `path` is the directory or one of the files; also returned are the files it was made from. `lowercase` of
-    a BERT vocabulary is found out from its entries when not given. Raises WrongUse and Refused.
-    """
-    path = Path(path)
-    folder = path if path.is_dir() else path.parent
-    if not path.exists():
-        raise WrongUse("no such path", where=path, fix="check the spelling")
-    for encoder, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
-        if (
-            (path.is_dir() or path.name in (encoder, merges))
-            and (folder / encoder).is_file()
-            and (folder / merges).is_file()
-        ):
-            return _gpt2(folder / encoder, folder / merges), [folder / encoder, folder / merges]
-    vocab = path / "vocab.txt" if path.is_dir() else path
-    if vocab.suffix == ".txt" and vocab.is_file():
-        return _bert(vocab, lowercase), [vocab]
-    if (path / FILE if path.is_dir() else path).is_file():
-        return Tokenizer.load(path), [path / FILE if path.is_dir() else path]
-    raise WrongUse(
-        "no vocabulary here",
-        where=path,
-        why="looked for encoder.json + vocab.bpe, vocab.json + merges.txt, vocab.txt, tokenizer.json",
-        fix="give the directory that holds one of these",
-    )
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        fix = "give the file as it was published"
-        raise Refused("a vocabulary is no UTF-8 text", where=file, why=str(error), fix=fix) from error
-
-
-def _gpt2(encoder: Path, merges: Path) -> Tokenizer:
-    vocab: dict[str, int] = read_json(encoder)
-    lines = _read(merges).split("\n")
-    pairs: list[Any] = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    known = all(
-        len(pair) == 2 and pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab for pair in pairs
-    )
-    if not known:
-        raise WrongUse(
-            "merges and vocabulary do not belong together",
-            where=merges,
-            fix=f"give the {merges.name} that came with {encoder.name}",
-        )
-    library = Library(models.BPE(vocab, pairs))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    if EOT in vocab:
-        library.add_special_tokens([EOT])
-    return Tokenizer(library.to_str())
-
-
-def _bert(file: Path, lowercase: bool | None) -> Tokenizer:
-    tokens = _read(file).removesuffix("\n").split("\n")
-    vocab = {token.rstrip("\r"): place for place, token in enumerate(tokens)}
-    if missing := [name for name in BERT_SPECIAL if name not in vocab]:
-        raise WrongUse(
-            "not a BERT vocabulary",
-            where=file,
-            why=f"it lacks {', '.join(missing)}",
-            fix="give BERT's vocab.txt",
-        )
-    if lowercase is None:
-        lowercase = not any(token != token.lower() for token in vocab if not token.startswith("["))
-    return Tokenizer(bert_library(vocab, lowercase).to_str())

@@ -1,6 +1,7 @@
 """A tokenisation that is killed, shared, hindered or changed: the same command then gives the same bytes."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -236,3 +237,19 @@ def test_job_array_completes_whoever_is_last(stage: Any, plain: Path, tmp_path: 
         tokenize([str(stage.place / "corpus")], stage.place / "bpe", out, work=Work(share=(0, 3)), **common)
         is not None
     )
+
+
+def test_the_same_text_at_another_place_is_complete_and_other_text_is_not(stage: Any, tmp_path: Path) -> None:
+    shutil.copytree(stage.place / "corpus", tmp_path / "corpus")
+    before = tokenize([str(stage.place / "corpus")], stage.place / "bpe", tmp_path / "out")
+    made = (tmp_path / "out" / "manifest.json").stat().st_mtime_ns
+    for file in (tmp_path / "corpus").iterdir():
+        os.utime(file)
+    again = tokenize([str(tmp_path / "corpus")], stage.place / "bpe", tmp_path / "out")
+    assert again == before and (tmp_path / "out" / "manifest.json").stat().st_mtime_ns == made
+    with pytest.raises(WrongUse, match="already exists"):
+        tokenize([str(tmp_path / "corpus")], stage.place / "bpe", tmp_path / "out", sentences=True)
+    changed = (tmp_path / "corpus" / "a.txt").read_text().replace("cat", "cow", 1)
+    (tmp_path / "corpus" / "a.txt").write_text(changed)
+    with pytest.raises(WrongUse, match="already exists"):
+        tokenize([str(tmp_path / "corpus")], stage.place / "bpe", tmp_path / "out")

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
 from throughline.data import backends, encoders
 from throughline.data.backends import BACKENDS, NASTY, difference, open_backend
+from throughline.data.import_tokenizer import import_tokenizer
 from throughline.data.inputs import expand_inputs
 from throughline.data.readers import ReadOptions
+from throughline.data.sample import sample
 from throughline.data.text import cut_place
 from throughline.data.tokenizer import Tokenizer
-from throughline.data.train_tokenizer import import_tokenizer, sample, train_tokenizer
+from throughline.data.train_tokenizer import train_tokenizer
 
 TEXTS = [
     "The quick brown fox, naïve and slow, jumps over the lazy dog's 42 bones.\n\nThen it sleeps; 日本語 too. ",

@@ -26,6 +26,7 @@ from throughline.data import dedup as dedup_module
 from throughline.data.backends import BACKENDS
 from throughline.data.dedup import dedup
 from throughline.data.export import export_store
+from throughline.data.import_tokenizer import import_tokenizer
 from throughline.data.inspect import inspect_store
 from throughline.data.readers import ReadOptions
 from throughline.data.sentences import split_sentences
@@ -33,7 +34,7 @@ from throughline.data.shard import write_index
 from throughline.data.store import TokenStore
 from throughline.data.tokenize import tokenize
 from throughline.data.tokenizer import Tokenizer
-from throughline.data.train_tokenizer import import_tokenizer, train_tokenizer
+from throughline.data.train_tokenizer import train_tokenizer
 
 DOCUMENTS = [f"document {i} says hello " + "again and again " * (i % 9) for i in range(300)] + [
     "the same"

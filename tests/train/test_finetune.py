@@ -15,8 +15,8 @@ from throughline.cli.main import main
 from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Failed, WrongUse
 from throughline.core.recipe import build_recipe
+from throughline.data.import_tokenizer import import_tokenizer
 from throughline.data.tokenizer import Tokenizer
-from throughline.data.train_tokenizer import import_tokenizer
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
