@@ -269,13 +269,14 @@ def http_part(folder: Path, calls: int) -> list[Claim]:
     from throughline.core.backend import BackendOptions
     from throughline.data.tokenizer import Tokenizer
     from throughline.inference.runtimes.backends import open_backend
-    from throughline.inference.serving.encoding import embed, frame
+    from throughline.inference.serving.encoding import Reader, embed
 
     path = folder / "bert-fp32"
     loaded, tokenizer = open_backend(path, BackendOptions("cpu", threads=1)), Tokenizer.load(path)
     encoder = loaded.encoder
     assert encoder is not None
     text = " ".join(COMMON.split()[:8])
+    reader = Reader(tokenizer, encoder.context, encoder.vocab_size)
     through: list[float] = []
     bare: list[float] = []
     with ours(path, threads=1) as running:
@@ -289,7 +290,7 @@ def http_part(folder: Path, calls: int) -> list[Claim]:
 
         def call() -> float:
             began_s = time.perf_counter()
-            embed(encoder, [frame(tokenizer, text, encoder.context, encoder.vocab_size)], 0)
+            embed(encoder, [reader.frame({"input": text})], 0)
             return time.perf_counter() - began_s
 
         for _ in range(calls // BLOCK):

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -83,6 +84,16 @@ def _event(value: Any) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(value)
 
 
+@dataclass
+class Piece:
+    """Some of a choice: its text, its tokens with the offset of each in the whole text, and why it ended."""
+
+    number: int
+    text: str = ""
+    tokens: list[tuple[Token, int]] = field(default_factory=list)
+    finish: str | None = None
+
+
 class Answers:
     """All choices of one request as they grow."""
 
@@ -97,32 +108,24 @@ class Answers:
             decode = model.tokenizer.decode
             texts = [one if isinstance(one, str) else decode(one) for one in as_list(body.prompt)]
             self._echo = [text for text in texts for _ in range(body.n)]
-        self._texts = list(self._echo)
-        self._tokens: list[list[tuple[Token, int]]] = [
-            [] for _ in self._texts
-        ]  # with the text offset of each
+        self._choices = [Piece(number, text) for number, text in enumerate(self._echo)]
         self._made = 0
-        self._finish: list[str | None] = [None] * len(self._texts)
 
-    def add(self, number: int, delta: TextDelta) -> None:
-        """Take a delta of one answer in; the tokens of its prompt come before its own."""
-        if delta.prompt:
-            self._tokens[number] = self._placed(delta.prompt)
-        if delta.token is not None:
-            self._tokens[number].append((delta.token, len(self._texts[number])))
-            self._made += 1
-        self._texts[number] += delta.text
-        self._finish[number] = delta.finish
-
-    def _placed(self, tokens: tuple[Token, ...]) -> list[tuple[Token, int]]:
-        """The prompt's tokens with their offsets. Of parts of one character each stands at its beginning, up
-        to the rounding of characters that cannot be decoded alone.
+    def add(self, number: int, delta: TextDelta) -> Piece:
+        """Take a delta of one answer in. The prompt's tokens come before its own; of parts of one character each
+        stands at its beginning, up to the rounding of characters that cannot be decoded alone.
         """
-        placed, offset = [], 0
-        for token in tokens:
-            placed.append((token, offset))
+        choice, tokens, offset = self._choices[number], [], 0
+        for token in delta.prompt or ():
+            tokens.append((token, offset))
             offset += len(self._model.token_text(token.id))
-        return placed
+        if delta.token is not None:
+            tokens.append((delta.token, len(choice.text)))
+            self._made += 1
+        choice.text += delta.text
+        choice.tokens += tokens
+        choice.finish = delta.finish
+        return Piece(number, delta.text, tokens, delta.finish)
 
     async def collect(self, deltas: Deltas) -> None:
         """Take all deltas in."""
@@ -132,47 +135,38 @@ class Answers:
 
     def whole(self) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
-        choices = [
-            self._choice(i, self._texts[i], self._tokens[i], self._finish[i]) for i in range(len(self._texts))
-        ]
+        choices = [self._choice(choice) for choice in self._choices]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     async def events(
         self, first: tuple[int, TextDelta], deltas: Deltas
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """One body per delta, then one with the usage when it was asked for."""
+        """One body per delta, then one with the usage when it was asked for; closing this closes the deltas."""
         head = {**self._head, "object": self.chunk_kind}
-        for choice in self._openings():
-            yield {**head, "choices": [choice]}
-        async with aclosing(_after(first, deltas)) as all_deltas:
-            async for number, delta in all_deltas:
-                self.add(number, delta)
-                tokens = self._tokens[number][-1:] if delta.token is not None else []
-                if delta.prompt:  # only now known: the text was echoed before
-                    tokens = list(self._tokens[number])
-                yield {**head, "choices": [self._piece(number, delta.text, tokens, delta.finish)]}
+        async with aclosing(deltas):
+            for choice in self._openings():
+                yield {**head, "choices": [choice]}
+            yield {**head, "choices": [self._chunk(self.add(*first))]}
+            async for number, delta in deltas:
+                yield {**head, "choices": [self._chunk(self.add(number, delta))]}
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield {**head, "choices": [], "usage": self._usage()}
 
     def _openings(self) -> list[dict[str, Any]]:
         """What a stream says before the first token of each choice."""
-        return [self._choice(number, text, [], None) for number, text in enumerate(self._echo) if text]
+        return [self._choice(Piece(number, text)) for number, text in enumerate(self._echo) if text]
 
-    def _piece(
-        self, number: int, text: str, tokens: list[tuple[Token, int]], finish: str | None
-    ) -> dict[str, Any]:
-        return self._choice(number, text, tokens, finish)
+    def _chunk(self, piece: Piece) -> dict[str, Any]:
+        return self._choice(piece)
 
-    def _choice(
-        self, number: int, text: str, tokens: list[tuple[Token, int]], finish: str | None
-    ) -> dict[str, Any]:
+    def _choice(self, piece: Piece) -> dict[str, Any]:
         assert isinstance(self._body, CompletionBody)
         return {
-            "index": number,
-            "text": text,
-            "logprobs": None if self._body.logprobs is None else self._logprobs(tokens),
-            "finish_reason": finish,
-            "token_ids": [token.id for token, _ in tokens],
+            "index": piece.number,
+            "text": piece.text,
+            "logprobs": None if self._body.logprobs is None else self._logprobs(piece.tokens),
+            "finish_reason": piece.finish,
+            "token_ids": [token.id for token, _ in piece.tokens],
         }
 
     def _logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
@@ -206,29 +200,19 @@ class ChatAnswers(Answers):
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def _openings(self) -> list[dict[str, Any]]:
-        opening = {"role": "assistant", "content": ""}
-        return [
-            {"index": number, "delta": opening, "logprobs": None, "finish_reason": None}
-            for number in range(len(self._texts))
-        ]
+        opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [{"index": number, **opening} for number in range(len(self._choices))]
 
-    def _piece(
-        self, number: int, text: str, tokens: list[tuple[Token, int]], finish: str | None
-    ) -> dict[str, Any]:
-        delta = {"content": text} if text or finish is None else {}
-        return {
-            "index": number,
-            "delta": delta,
-            "logprobs": self._chat_logprobs(tokens),
-            "finish_reason": finish,
-        }
+    def _chunk(self, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece.text or piece.finish is None else {}
+        return {"index": piece.number, "delta": delta, **self._rest(piece)}
 
-    def _choice(
-        self, number: int, text: str, tokens: list[tuple[Token, int]], finish: str | None
-    ) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        logprobs = self._chat_logprobs(tokens)
-        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": finish}
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"index": piece.number, "message": message, **self._rest(piece)}
+
+    def _rest(self, piece: Piece) -> dict[str, Any]:
+        return {"logprobs": self._chat_logprobs(piece.tokens), "finish_reason": piece.finish}
 
     def _chat_logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any] | None:
         assert isinstance(self._body, ChatBody)
@@ -247,11 +231,3 @@ class ChatAnswers(Answers):
     def _chat_token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         text = self._model.token_text(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-async def _after(first: tuple[int, TextDelta], rest: Deltas) -> Deltas:
-    """The first delta, which was awaited already, and the others; closing this closes them."""
-    async with aclosing(rest):
-        yield first
-        async for delta in rest:
-            yield delta

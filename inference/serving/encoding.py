@@ -7,6 +7,7 @@ Letters: B texts, S tokens with [CLS] and [SEP], N positions asked for, H width.
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -41,53 +42,57 @@ class Encoding(msgspec.Struct, frozen=True, eq=False, tag="read"):
         return [self]
 
 
-def frame(
-    tokenizer: Tokenizer, text: str | Sequence[int], context: int, vocab_size: int, where: str = "input"
-) -> np.ndarray:
-    """Ids of a text (or the given ids) with [CLS] before and [SEP] behind, int64 (S,). `where` is named in
-    errors.
+@dataclass(frozen=True)
+class Reader:
+    """Texts as an encoder reads them: its tokenizer's special tokens, its context and its vocabulary."""
 
-    Raises WrongUse for a text that is empty or longer than the context and for ids outside the vocabulary.
-    """
-    ids = tokenizer.encode(text) if isinstance(text, str) else text
-    check_ids(ids, vocab_size, where)
-    before, behind = _framing(tokenizer)
-    return _fitting(np.array([*before, *ids, *behind], np.int64), context, where)
+    tokenizer: Tokenizer
+    context: int
+    vocab_size: int
 
+    def frame(
+        self, texts: Mapping[str, str | Sequence[int]], truncate: bool = False, **asked: Any
+    ) -> Encoding:
+        """[CLS] text [SEP], and with a second one text [SEP]; each has the name that errors give it, and may be
+        ids. `truncate`: of a single text as much as fits. `asked`: the fields of `Encoding`.
 
-def shortened(tokenizer: Tokenizer, text: str, context: int) -> list[int]:
-    """Ids of as much of the text as fits the context with its special tokens."""
-    before, behind = _framing(tokenizer)
-    return list(tokenizer.encode(text)[: context - len(before) - len(behind)])
-
-
-def frame_pair(
-    tokenizer: Tokenizer, first: str, second: str, context: int, vocab_size: int
-) -> tuple[np.ndarray, int]:
-    """Ids of two texts, [CLS] first [SEP] second [SEP], int64 (S,), and how many belong to the first one.
-
-    Raises as `frame`.
-    """
-    before, behind = _framing(tokenizer)
-    ids_of = [tokenizer.encode(text) for text in (first, second)]
-    for ids, where in zip(ids_of, ("query", "documents")):
-        check_ids(ids, vocab_size, where)
-    head = [*before, *ids_of[0], *behind]
-    return _fitting(np.array([*head, *ids_of[1], *behind], np.int64), context, "documents"), len(head)
-
-
-def _framing(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    before = [] if tokenizer.cls_id is None else [tokenizer.cls_id]
-    return before, [] if tokenizer.sep_id is None else [tokenizer.sep_id]
-
-
-def _fitting(ids: np.ndarray, context: int, where: str) -> np.ndarray:
-    if len(ids) > context:
-        why = f"{len(ids)} tokens with the special ones > {context}"
-        raise WrongUse(
-            "the text is longer than the model's context", where=where, why=why, fix="split the text"
+        Raises WrongUse for a text that is empty, ids outside the vocabulary and what is longer than the context.
+        """
+        before, behind = (
+            [i] if i is not None else [] for i in (self.tokenizer.cls_id, self.tokenizer.sep_id)
         )
-    return ids
+        ids, ends = before, []
+        for where, text in texts.items():
+            own = self.tokenizer.encode(text) if isinstance(text, str) else text
+            if truncate:
+                own = own[: self.context - len(before) - len(behind)]
+            check_ids(own, self.vocab_size, where)
+            ids = [*ids, *own, *behind]
+            ends.append(len(ids))
+        if len(ids) > self.context:
+            what = "the text is longer than the model's context"
+            why = f"{len(ids)} tokens with the special ones > {self.context}"
+            raise WrongUse(what, where=where, why=why, fix="split the text")
+        first = ends[0] if len(ends) > 1 else None
+        return Encoding(np.array(ids, np.int64), first_tokens=first, **asked)
+
+    def masked(self, text: str, top_k: int) -> Encoding:
+        """A text in which the mask token's name stands for missing words, to be filled with the `top_k` most
+        probable. Raises WrongUse when the tokenizer has no mask or the text none.
+        """
+        mask_id = self.tokenizer.mask_id
+        if mask_id is None:
+            raise WrongUse("this model's tokenizer has no mask token", where="input")
+        name = self.tokenizer.decode([mask_id])
+        first, *others = text.split(name)
+        if not others:
+            fix = f"write {name} where a word is missing"
+            raise WrongUse("there is no mask in the text", where="input", fix=fix)
+        ids = [*self.tokenizer.encode(first)]
+        for part in others:
+            ids += [mask_id, *self.tokenizer.encode(part)]
+        framed = self.frame({"input": ids}).ids
+        return Encoding(framed, np.flatnonzero(framed == mask_id), top_k=top_k)
 
 
 def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "input") -> None:
@@ -162,58 +167,16 @@ def take_batch(texts: Mapping[int, Encoding], limits: Limits) -> list[int]:
     return next(batches(nearest, lengths.__getitem__, limits))
 
 
-def embed(backend: EncoderBackend, rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
-    """Embeddings of texts given by their ids, each of length 1, float32 (B, H); batched by length."""
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+def embed(backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int) -> np.ndarray:
+    """Embeddings of texts, each of length 1, float32 (B, H); batched by length."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
     vectors: dict[int, np.ndarray] = {}
-    for batch in batches(order, lambda i: len(rows[i]), batch_limits(backend)):
-        answers = encode_batch(backend, [Encoding(rows[i]) for i in batch], pad_id)
+    for batch in batches(order, lambda i: len(texts[i].ids), batch_limits(backend)):
+        answers = encode_batch(backend, [texts[i] for i in batch], pad_id)
         vectors |= {i: unit(answer["sentence_embedding"]) for i, answer in zip(batch, answers)}
-    return np.stack([vectors[i] for i in range(len(rows))])
+    return np.stack([vectors[i] for i in range(len(texts))])
 
 
 def unit(vector_H: np.ndarray) -> np.ndarray:
     """The vector scaled to length 1, float32."""
     return (vector_H / max(math.sqrt(float(vector_H @ vector_H)), 1e-12)).astype(np.float32, copy=False)
-
-
-def mask_text(tokenizer: Tokenizer, text: str, context: int, vocab_size: int, top_k: int) -> Encoding:
-    """A text in which the mask token's name stands for missing words, to be filled with the `top_k` most probable.
-
-    Raises WrongUse when the tokenizer has no mask or the text none.
-    """
-    mask_id = tokenizer.mask_id
-    if mask_id is None:
-        raise WrongUse("this model's tokenizer has no mask token", where="input")
-    name = tokenizer.decode([mask_id])
-    first, *others = text.split(name)
-    if not others:
-        raise WrongUse(
-            "there is no mask in the text", where="input", fix=f"write {name} where a word is missing"
-        )
-    ids = [int(i) for i in tokenizer.encode(first)]
-    for part in others:
-        ids += [mask_id, *(int(i) for i in tokenizer.encode(part))]
-    framed = frame(tokenizer, ids, context, vocab_size)
-    return Encoding(framed, np.flatnonzero(framed == mask_id), top_k=top_k)
-
-
-def fill(
-    tokenizer: Tokenizer, text: Encoding, ids_NK: np.ndarray, probabilities_NK: np.ndarray
-) -> dict[str, Any]:
-    """For every mask its most probable tokens with probabilities, best first, and the text with the best ones
-    in place.
-    """
-    data = []
-    for index, (ids, probabilities) in enumerate(zip(ids_NK.tolist(), probabilities_NK.tolist())):
-        candidates = [
-            {"id": i, "text": tokenizer.decode([i]), "probability": probability}
-            for i, probability in zip(ids, probabilities)
-        ]
-        data.append(
-            {"object": "mask", "index": index, "position": int(text.ask[index]), "candidates": candidates}
-        )
-    filled = text.ids.copy()
-    filled[text.ask] = ids_NK[:, 0]
-    framing = (tokenizer.cls_id, tokenizer.sep_id)
-    return {"data": data, "text": tokenizer.decode([i for i in filled if i not in framing])}

@@ -24,7 +24,7 @@ from ..runtimes.sampling import Sampling
 from .encoding import embed
 from .generation import Job
 from .slots import PREFIX_BYTES, answer
-from .texts import framed, open_text_model, text_job
+from .texts import open_text_model, reader_of, text_job
 
 SLOTS, GPU_SLOTS = 8, 64
 EMBEDDED_TOGETHER = 256  # texts, sorted by length among themselves
@@ -217,11 +217,12 @@ def _embed(
     loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], truncate: bool
 ) -> Iterator[Record]:
     assert loaded.encoder is not None
+    reader = reader_of(loaded, tokenizer)
     while group := list(islice(records, EMBEDDED_TOGETHER)):
         rows, kept = [], []
         for number, record in group:
             try:
-                rows.append(framed(loaded, tokenizer, record["text"], truncate))
+                rows.append(reader.frame({"text": record["text"]}, truncate))
                 kept.append((number, record))
             except ThroughlineError as error:
                 yield number, record | {"error": str(error)}

@@ -8,9 +8,10 @@ import numpy as np
 
 from ...core.errors import WrongUse
 from ...core.logits import log_softmax
+from ...data.tokenizer import Tokenizer
 from .api_types import ClassifyBody, DetokenizeBody, EmbeddingBody, FillMaskBody, RerankBody, TokenizeBody
 from .calls import Call
-from .encoding import Encoding, fill, frame, frame_pair, mask_text, unit
+from .encoding import Encoding, unit
 from .served import as_list
 
 Read = tuple[list[Encoding], list[dict[str, np.ndarray]]]
@@ -30,12 +31,10 @@ async def embeddings(call: Call, body: EmbeddingBody) -> dict[str, Any]:
 
 async def fill_mask(call: Call, body: FillMaskBody) -> dict[str, Any]:
     """The most probable tokens for every mask in a text, with a BERT."""
-    model = call.model
-    texts, answers = await _read(
-        call, len(body.input), lambda: [mask_text(model.tokenizer, body.input, *model.sizes, body.top_k)]
-    )
-    filled = fill(model.tokenizer, texts[0], answers[0]["ids"], answers[0]["probabilities"])
-    return {"object": "list", **filled, "model": model.name, "usage": _usage(texts)}
+    reader = call.model.reader
+    texts, answers = await _read(call, len(body.input), lambda: [reader.masked(body.input, body.top_k)])
+    filled = _fill(reader.tokenizer, texts[0], answers[0]["ids"], answers[0]["probabilities"])
+    return {"object": "list", **filled, "model": call.model.name, "usage": _usage(texts)}
 
 
 async def classify(call: Call, body: ClassifyBody) -> dict[str, Any]:
@@ -55,12 +54,10 @@ async def rerank(call: Call, body: RerankBody) -> dict[str, Any]:
     model = call.model
     model.check_count(len(body.documents), "documents")
 
-    def pairs() -> list[Encoding]:
-        given = [frame_pair(model.tokenizer, body.query, text, *model.sizes) for text in body.documents]
-        return [Encoding(ids, first_tokens=first, want=("class_logits",)) for ids, first in given]
-
-    size = len(body.query) * len(body.documents) + sum(map(len, body.documents))
-    texts, answers = await _read(call, size, pairs)
+    pairs = [{"query": body.query, "documents": text} for text in body.documents]
+    size = sum(len(text) for pair in pairs for text in pair.values())
+    want = ("class_logits",)
+    texts, answers = await _read(call, size, lambda: [model.reader.frame(pair, want=want) for pair in pairs])
     scores = [_score(answer["class_logits"]) for answer in answers]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     results = [
@@ -77,7 +74,7 @@ async def tokenize(call: Call, body: TokenizeBody) -> dict[str, Any]:
 
     def ids() -> list[int]:
         if body.add_special_tokens and not model.causal:
-            return frame(model.tokenizer, body.prompt, *model.sizes, "prompt").tolist()
+            return model.reader.frame({"prompt": body.prompt}).ids.tolist()
         return model.tokenizer.encode(body.prompt).tolist()
 
     tokens = await call.beside(len(body.prompt), ids)
@@ -94,8 +91,7 @@ async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
 async def _read_all(call: Call, given: Any, want: str) -> Read:
     """The texts of a body, and this output of the model for each."""
     texts = as_list(given)
-    size = sum(map(len, texts))
-    return await _read(call, size, lambda: [Encoding(ids, want=(want,)) for ids in call.model.frames(texts)])
+    return await _read(call, sum(map(len, texts)), lambda: call.model.frames(texts, want))
 
 
 async def _read(call: Call, characters: int, make: Callable[[], list[Encoding]]) -> Read:
@@ -123,3 +119,24 @@ def _score(logits_C: np.ndarray) -> float:
 def _usage(texts: Sequence[Encoding]) -> dict[str, int]:
     tokens = sum(len(text.ids) for text in texts)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def _fill(
+    tokenizer: Tokenizer, text: Encoding, ids_NK: np.ndarray, probabilities_NK: np.ndarray
+) -> dict[str, Any]:
+    """For every mask its most probable tokens with probabilities, best first, and the text with the best ones
+    in place.
+    """
+    data = []
+    for index, (ids, probabilities) in enumerate(zip(ids_NK.tolist(), probabilities_NK.tolist())):
+        candidates = [
+            {"id": i, "text": tokenizer.decode([i]), "probability": probability}
+            for i, probability in zip(ids, probabilities)
+        ]
+        data.append(
+            {"object": "mask", "index": index, "position": int(text.ask[index]), "candidates": candidates}
+        )
+    filled = text.ids.copy()
+    filled[text.ask] = ids_NK[:, 0]
+    framing = (tokenizer.cls_id, tokenizer.sep_id)
+    return {"data": data, "text": tokenizer.decode([i for i in filled if i not in framing])}

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ...core.backend import BackendOptions
 from ...core.console import warn
@@ -36,17 +36,7 @@ Answer = Made | Read | ThroughlineError
 Hear = Callable[[tuple[int, Answer]], None]  # takes the place of an answer in its request, and some of it
 
 
-class Process(Protocol):
-    """What runs the model: a `subprocess.Popen`."""
-
-    pid: int
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def kill(self) -> None: ...
-
-
-def spawn(connection: socket.socket) -> Process:
+def spawn(connection: socket.socket) -> subprocess.Popen[bytes]:
     """A process that answers on this socket, in a group of its own so that Ctrl-C reaches only the HTTP
     process.
     """
@@ -73,7 +63,7 @@ class Remote:
         self.ready = False
         self.restarts = 0
         self.accepted = 0
-        self._process: Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._connection: asyncio.Transport | None = None
         self._ended = asyncio.Event()  # the present process has
         self._waiting: dict[
@@ -237,7 +227,7 @@ class Remote:
         hear((place, answer))
 
 
-def _end(process: Process) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(10)
     except subprocess.TimeoutExpired:

@@ -21,7 +21,7 @@ from ..runtimes.source import no_model
 from .api_types import CompletionBody, Generation
 from .channel import Made, Read, Work
 from .chat import ChatTemplate
-from .encoding import Encoding, check_ids, frame
+from .encoding import Encoding, Reader, check_ids
 from .generation import Job, TextDelta, prompt_ids
 from .remote import Answer, Remote
 from .telemetry import Telemetry, Watch
@@ -164,14 +164,14 @@ class ServedModel:
 
     # --- reading ---
 
-    def frames(self, texts: Sequence[Prompt], where: str = "input") -> list[np.ndarray]:
-        """The ids of texts with special tokens. Raises WrongUse."""
-        self.check_count(len(texts), where)
-        return [frame(self.tokenizer, text, *self.sizes, where) for text in texts]
-
     @property
-    def sizes(self) -> tuple[int, int]:
-        return self.facts["context"], self.facts["vocab_size"]
+    def reader(self) -> Reader:
+        return Reader(self.tokenizer, self.facts["context"], self.facts["vocab_size"])
+
+    def frames(self, texts: Sequence[Prompt], want: str) -> list[Encoding]:
+        """Texts with special tokens, of which this output is wanted. Raises WrongUse."""
+        self.check_count(len(texts), "input")
+        return [self.reader.frame({"input": text}, want=(want,)) for text in texts]
 
     async def read(self, texts: Sequence[Encoding], watch: Watch) -> list[dict[str, np.ndarray]]:
         """What the encoder says of each text: the named outputs, or for masks the best tokens."""

@@ -36,6 +36,7 @@ class Sequence:
     guide: Guide | None
     chooser: Chooser | None = None  # made with its row: penalties take memory of the vocabulary's size
     owner: Any = None  # whoever submitted it may note something here
+    untold: list[TextDelta] = field(default_factory=list)  # and keep what he sends later here
     past: int = 0  # tokens in the cache
     reused: int = 0  # of them, those that were copied
     made: list[int] = field(default_factory=list)

@@ -111,49 +111,44 @@ class Watch:
 
     def submitted(self, tokens: int) -> None:
         """A request's jobs were accepted."""
-        assert self.model is not None
         self.prompt_tokens = (self.prompt_tokens or 0) + tokens
-        self.telemetry.of(self.telemetry.prompt_tokens, self.model).inc(tokens)
+        self._of(self.telemetry.prompt_tokens).inc(tokens)
 
     def token(self, answer: int, at_s: float, began_s: float, batch: int, counted: bool) -> None:
         """A step of an answer was made at `at_s`."""
-        assert self.model is not None
         last_s = self.last_s.get(answer)
         if last_s is None:
-            self._began(began_s)
-            self.telemetry.of(self.telemetry.first, self.model).observe(at_s - self.came_s)
-            self.telemetry.of(self.telemetry.batch, self.model).observe(batch)
+            self._began(began_s, batch)
+            self._of(self.telemetry.first).observe(at_s - self.came_s)
             self.first_s = at_s if self.first_s is None else min(self.first_s, at_s)
         else:
-            self.telemetry.of(self.telemetry.between, self.model).observe(at_s - last_s)
+            self._of(self.telemetry.between).observe(at_s - last_s)
         self.last_s[answer] = at_s
         self.made = (self.made or 0) + counted
-        if counted:
-            self.telemetry.of(self.telemetry.made_tokens, self.model).inc()
+        self._of(self.telemetry.made_tokens).inc(counted)
 
     def read(self, began_s: float, ended_s: float, batch: int) -> None:
         """An encoder has answered."""
-        assert self.model is not None
-        self._began(began_s)
-        self.telemetry.of(self.telemetry.compute, self.model).observe(ended_s - began_s)
-        self.telemetry.of(self.telemetry.batch, self.model).observe(batch)
+        self._began(began_s, batch)
+        self._of(self.telemetry.compute).observe(ended_s - began_s)
 
     def finished(self) -> None:
         """All answers of a generation were made."""
-        if self.began_s is not None and self.last_s and self.model is not None:
-            self.telemetry.of(self.telemetry.compute, self.model).observe(
-                max(self.last_s.values()) - self.began_s
-            )
+        if self.began_s is not None and self.last_s:
+            self._of(self.telemetry.compute).observe(max(self.last_s.values()) - self.began_s)
 
     def cancelled(self, jobs: int) -> None:
         """Nobody waits for these answers any more."""
-        assert self.model is not None
-        self.telemetry.of(self.telemetry.gone, self.model).inc(jobs)
+        self._of(self.telemetry.gone).inc(jobs)
 
-    def _began(self, began_s: float) -> None:
-        assert self.model is not None
-        self.telemetry.of(self.telemetry.queue, self.model).observe(max(began_s - self.came_s, 0.0))
+    def _began(self, began_s: float, batch: int) -> None:
+        self._of(self.telemetry.batch).observe(batch)
+        self._of(self.telemetry.queue).observe(max(began_s - self.came_s, 0.0))
         self.began_s = began_s if self.began_s is None else min(self.began_s, began_s)
+
+    def _of(self, metric: Any) -> Any:
+        assert self.model is not None
+        return self.telemetry.of(metric, self.model)
 
 
 def standard_log() -> TextIO:

@@ -10,7 +10,7 @@ from ...core.errors import WrongUse
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_backend
 from ..runtimes.sampling import Sampling
-from .encoding import embed, frame, shortened
+from .encoding import Reader, embed
 from .generation import Job, TextDelta, prompt_ids
 from .slots import answer
 
@@ -65,20 +65,15 @@ def embed_texts(
     """
     loaded, tokenizer = open_text_model(path, "bert", options)
     assert loaded.encoder is not None
-    rows = [
-        framed(loaded, tokenizer, text, truncate, f"text {number}: {text[:60]}")
-        for number, text in enumerate(texts, 1)
-    ]
+    reader = reader_of(loaded, tokenizer)
+    named = {f"text {number}: {text[:60]}": text for number, text in enumerate(texts, 1)}
+    rows = [reader.frame({name: text}, truncate) for name, text in named.items()]
     return embed(loaded.encoder, rows, tokenizer.pad_id or 0)
 
 
-def framed(
-    loaded: Loaded, tokenizer: Tokenizer, text: str, truncate: bool, where: str = "input"
-) -> np.ndarray:
-    """The ids of a text for the encoder; `truncate`: of as much of it as fits. Raises WrongUse."""
-    context, vocab_size = loaded.config.sequence_length, loaded.config.vocab_size
-    given = shortened(tokenizer, text, context) if truncate else text
-    return frame(tokenizer, given, context, vocab_size, where)
+def reader_of(loaded: Loaded, tokenizer: Tokenizer) -> Reader:
+    """How texts become what this encoder reads."""
+    return Reader(tokenizer, loaded.config.sequence_length, loaded.config.vocab_size)
 
 
 def open_text_model(path: Path | str, family: str, options: BackendOptions) -> tuple[Loaded, Tokenizer]:

@@ -29,7 +29,7 @@ from ..runtimes.backends import Loaded, open_backend
 from .channel import Ask, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
 from .constrain import Grammars
 from .encoding import Encoding, batch_limits, encode_batch, take_batch
-from .generation import Guide, TextDelta
+from .generation import Guide
 from .slots import SlotBatch
 
 
@@ -69,7 +69,6 @@ class CausalEngine:
 
     def __init__(self, batch: SlotBatch) -> None:
         self.batch = batch
-        self._held: dict[int, list[TextDelta]] = {}  # of answers that are sent whole
 
     @property
     def busy(self) -> bool:
@@ -84,27 +83,21 @@ class CausalEngine:
     def cancel(self, numbers: set[int]) -> None:
         """Nobody reads these answers any more: their places are given up."""
         self.batch.drop(numbers)
-        for number in numbers:
-            self._held.pop(number, None)
 
     def turn(self) -> list[Message]:
         """One step of work on what is queued and begun."""
         made = []
         deltas = self.batch.step()
         for sequence, delta in deltas:
-            held = self._held.setdefault(sequence.owner, [])
-            held.append(delta)
+            sequence.untold.append(delta)
             if delta.finish or not sequence.job.whole:
-                made.append(Made(sequence.owner, sequence.began_s, len(deltas), held))
-                del self._held[sequence.owner]
+                made.append(Made(sequence.owner, sequence.began_s, len(deltas), sequence.untold))
+                sequence.untold = []
         return [Turn(made)] if made else []
 
     def broken(self) -> list[int]:
         """The answers that an error in a turn has lost."""
-        lost = [sequence.owner for sequence in self.batch.broken()]
-        for number in lost:
-            self._held.pop(number, None)
-        return lost
+        return [sequence.owner for sequence in self.batch.broken()]
 
 
 class EncoderEngine:

@@ -83,7 +83,7 @@ def test_no_batch_is_beyond_what_the_runtime_takes() -> None:
     """A runtime of three rows a call: four short texts are two calls, and the device's tokens count beside it."""
     summing = Summing(1)
     assert batch_limits(summing) == Limits(3, BATCH_TOKENS["cpu"])
-    embed(summing, [text.ids for text in texts_of([4, 30, 17, 5, 29, 600, 500])], 0)
+    embed(summing, texts_of([4, 30, 17, 5, 29, 600, 500]), 0)
     assert [shape for shape, _ in summing.calls] == [(3, 17), (2, 30), (1, 500), (1, 600)]
 
 
