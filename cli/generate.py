@@ -87,17 +87,19 @@ def command(
     Example:  throughline generate runs/my-gpt --prompt "ROMEO:" --max-tokens 200 --seed 1
     """
     from ..inference.runtimes.sampling import Sampling
+    from ..inference.serving.generation import NO_IDS, Job
     from ..inference.serving.offline import generate_file
     from ..inference.serving.texts import continue_text
 
     if not all(stop):
         raise WrongUse("a stop text is empty", where="--stop", fix="give at least one character")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    like = Job(NO_IDS, max_tokens, sampling, stop, n=samples)
     if file is not None:
         if out is None or prompt is not None or not file.is_file():
             fix = 'give a .jsonl file with a "prompt" in every line, --out FILE, and no --prompt'
             raise WrongUse("a file of prompts is answered in a file", where=file, fix=fix)
-        facts = generate_file(path, file, out, sampling, max_tokens, stop, samples, options)
+        facts = generate_file(path, file, out, like, options)
         said = "{lines} lines answered ({resumed} by an earlier run, {errors} refused)".format(**facts)
         console.result({"path": str(out), **facts}, [f"{said}: {out}"])
         return
@@ -109,7 +111,7 @@ def command(
     answers = [""] * samples
     live = samples == 1
     shown = prompt  # with the first delta: an error has its line to itself
-    for number, delta in continue_text(path, prompt, sampling, max_tokens, stop, samples, options):
+    for number, delta in continue_text(path, prompt, like, options):
         answers[number] += delta.text
         if live:
             console.stream(shown + delta.text)

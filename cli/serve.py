@@ -131,7 +131,7 @@ def command(
                 -d '{"model": "gpt", "prompt": "To be", "max_tokens": 40}'
     """
     from ..inference.serving.listen import Doors, bind, read_keys, run
-    from ..inference.serving.served import Limits, served_models
+    from ..inference.serving.served import ServerLimits, served_models
     from ..inference.serving.server import Server
     from ..inference.serving.telemetry import Telemetry, standard_log
 
@@ -139,7 +139,7 @@ def command(
         raise WrongUse("TLS needs a certificate and its key", where="--tls-cert, --tls-key", fix="give both")
     keys = read_keys(api_key_file, os.environ.get(KEYS_VARIABLE))
     names = {"max_body": "body_bytes", "request_timeout": "request_s"}
-    bounds = Limits(**{names.get(name, name): value for name, value in limits.items()})
+    bounds = ServerLimits(**{names.get(name, name): value for name, value in limits.items()})
     telemetry = Telemetry(standard_log() if access_log else None)
     models = served_models(paths, bounds, options, telemetry)
     listener = bind(host, port)  # before the models: a taken port is known at once

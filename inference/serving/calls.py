@@ -16,7 +16,7 @@ from starlette.routing import Route
 from ...core.errors import ThroughlineError, WrongUse
 from ...core.version import version
 from .guard import json_response
-from .served import Limits, ServedModel
+from .served import ServedModel, ServerLimits
 from .telemetry import Telemetry, Watch
 
 INLINE_CHARACTERS = 4000  # tokenised on the event loop: less than a millisecond
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 class Server:
     """The models and what all endpoints share."""
 
-    def __init__(self, models: Sequence[ServedModel], limits: Limits, telemetry: Telemetry) -> None:
+    def __init__(self, models: Sequence[ServedModel], limits: ServerLimits, telemetry: Telemetry) -> None:
         self.models, self.limits, self.telemetry = list(models), limits, telemetry
         self.draining = asyncio.Event()
         self.failure: ThroughlineError | None = None

@@ -16,6 +16,7 @@ from ...core.errors import WrongUse
 from ...data.tokenizer import Tokenizer
 from ..runtimes.sampling import GREEDY, SEEDS, Sampling
 
+NO_IDS = np.zeros(0, np.int64)  # of a job whose prompt is to come
 REPLACEMENT = "\ufffd"
 
 

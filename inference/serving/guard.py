@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...core.console import warn
 from ...core.errors import ThroughlineError, WrongUse
 from .remote import Busy
-from .served import Limits
+from .served import ServerLimits
 from .telemetry import Telemetry, Watch
 
 OPEN = ("/", "/health", "/ready")  # without a key: the page holds no secret, probes have no key
@@ -50,7 +50,7 @@ class Guard:
     """The ASGI layer around the endpoints."""
 
     def __init__(
-        self, app: ASGIApp, limits: Limits, keys: Keys, telemetry: Telemetry, draining: asyncio.Event
+        self, app: ASGIApp, limits: ServerLimits, keys: Keys, telemetry: Telemetry, draining: asyncio.Event
     ) -> None:
         self.app, self.limits, self._keys = app, limits, keys
         self.telemetry, self.draining = telemetry, draining

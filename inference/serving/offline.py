@@ -10,9 +10,10 @@ import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from ...core.backend import AUTO, BackendOptions
 from ...core.console import progress
@@ -29,37 +30,24 @@ from .texts import open_text_model, reader_of, text_job
 SLOTS, GPU_SLOTS = 8, 64
 EMBEDDED_TOGETHER = 256  # texts, sorted by length among themselves
 Record = tuple[int, dict[str, Any]]
-Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
 def generate_file(
-    path: Path | str,
-    source: Path,
-    out: Path,
-    sampling: Sampling,
-    max_tokens: int,
-    stop: tuple[str, ...] = (),
-    samples: int = 1,
-    options: BackendOptions = AUTO,
+    path: Path | str, source: Path, out: Path, like: Job, options: BackendOptions = AUTO
 ) -> dict[str, int]:
-    """Continue the "prompt" of every line with the GPT at `path`: the line with "answers" and "finish".
+    """Continue the "prompt" of every line with the GPT at `path`, as a job without one says: the line with
+    "answers" and "finish".
 
     A line's own `max_tokens`, `stop`, `samples` and sampling settings take the place of those given.
     Returns counts. Raises WrongUse for a line that is no request and for an OUT that is there already.
     """
     loaded, tokenizer = open_text_model(path, "gpt", options)
-    given = {"sampling": repr(sampling), "max_tokens": max_tokens, "stop": stop, "samples": samples}
-
-    def job(record: dict[str, Any]) -> Job:
-        own = _own(Answering(max_tokens, stop, samples), record)
-        stops = (own.stop,) if isinstance(own.stop, str) else own.stop
-        rest = own.max_tokens, _own(sampling, record), stops, own.samples
-        return text_job(loaded, tokenizer, record["prompt"], *rest)
+    given = {"sampling": repr(like.sampling), "max_tokens": like.max_tokens, "stop": like.stop}
 
     def answered(records: Iterator[Record]) -> Iterator[Record]:
-        yield from _generate(loaded, tokenizer, records, job)
+        yield from _generate(loaded, tokenizer, records, like)
 
-    return _run(source, out, given | {"model": loaded.input.hash}, "prompt", answered)
+    return _run(source, out, given | {"samples": like.n, "model": loaded.input.hash}, "prompt", answered)
 
 
 def embed_file(
@@ -171,21 +159,20 @@ class Answering(msgspec.Struct):
     samples: Annotated[int, msgspec.Meta(ge=1)]
 
 
-def _own(given: Settings, record: dict[str, Any]) -> Settings:
-    """The settings with a line's own in their place. Raises WrongUse for what is none or out of range."""
-    values = {name: record.get(name, value) for name, value in msgspec.structs.asdict(given).items()}
+def _with_own(like: Job, record: dict[str, Any]) -> Job:
+    """The job with a line's own settings. Raises WrongUse for what is none or out of range."""
     try:
-        return msgspec.convert(values, type(given))
+        given = (Answering(like.max_tokens, like.stop, like.n), like.sampling)
+        settings = [{name: record.get(name, value) for name, value in asdict(one).items()} for one in given]
+        own = msgspec.convert(settings[0], Answering)
+        sampling = msgspec.convert(settings[1], Sampling)
     except msgspec.ValidationError as error:
         raise WrongUse("a setting is not what it should be", why=str(error)) from error
+    stop = (own.stop,) if isinstance(own.stop, str) else own.stop
+    return replace(like, max_tokens=own.max_tokens, stop=stop, n=own.samples, sampling=sampling)
 
 
-def _generate(
-    loaded: Loaded,
-    tokenizer: Tokenizer,
-    records: Iterator[Record],
-    job_of: Callable[[dict[str, Any]], Job],
-) -> Iterator[Record]:
+def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], like: Job) -> Iterator[Record]:
     assert loaded.causal is not None
     asked: list[tuple[Record, list[str], list[str | None]]] = []  # in the order of the jobs
     refused: list[Record] = []
@@ -193,7 +180,7 @@ def _generate(
     def jobs() -> Iterator[Job]:
         for number, record in records:
             try:
-                job = job_of(record)
+                job = text_job(loaded, tokenizer, record["prompt"], _with_own(like, record))
             except ThroughlineError as error:
                 refused.append((number, record | {"error": str(error)}))
                 continue

@@ -66,9 +66,7 @@ class Remote:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: asyncio.Transport | None = None
         self._ended = asyncio.Event()  # the present process has
-        self._waiting: dict[
-            int, tuple[int, Hear]
-        ] = {}  # by number: the place in its request, and who listens
+        self._waiting: dict[int, tuple[int, Hear]] = {}  # places in their requests, and who listens
         self._began: set[int] = set()
         self._next = 0
         self._seconds_per_job = 0.1  # running mean, for Retry-After
@@ -88,10 +86,6 @@ class Remote:
             self._connection.close()
         if self._process is not None:
             await asyncio.to_thread(_end, self._process)
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
 
     @property
     def waiting(self) -> int:

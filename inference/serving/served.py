@@ -31,7 +31,7 @@ TOKEN_TEXTS = 1 << 16  # tokens whose text is remembered, some 4 MB
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """What a server holds at once, and how long. Beyond `queue` waiting jobs a request is answered with 429."""
 
     slots: int = 8
@@ -49,7 +49,7 @@ Deltas = AsyncGenerator[tuple[int, TextDelta], None]  # of several answers, each
 class ServedModel:
     """One model; `ready` while its process answers."""
 
-    def __init__(self, name: str, remote: Remote, limits: Limits, telemetry: Telemetry) -> None:
+    def __init__(self, name: str, remote: Remote, limits: ServerLimits, telemetry: Telemetry) -> None:
         self.name, self.remote, self.limits = name, remote, limits
         self.telemetry = telemetry
         self._tokenizer: Tokenizer | None = None
@@ -211,7 +211,7 @@ def as_list(texts: Any) -> list[Prompt]:
 
 
 def served_models(
-    specs: Sequence[str], limits: Limits, options: BackendOptions, telemetry: Telemetry
+    specs: Sequence[str], limits: ServerLimits, options: BackendOptions, telemetry: Telemetry
 ) -> list[ServedModel]:
     """Models by `PATH` or `NAME=PATH`; a path's name is its last part. Raises WrongUse for a name given
     twice and for a path that does not exist.

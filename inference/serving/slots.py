@@ -134,7 +134,6 @@ class SlotBatch:
         self._live: list[Sequence] = []  # row i of the cache is self._live[i]
         self._prefixes = Prefixes(backend, prefix_bytes)
         self.waiting: list[Sequence] = []
-        self.prompt_tokens = self.reused_tokens = 0  # since the start
 
     def add(self, job: Job, guide: Guide | None = None) -> Sequence:
         """Take a job of one answer in. Raises WrongUse when it cannot fit the model's context."""
@@ -217,8 +216,6 @@ class SlotBatch:
             job, sequence.began_s = sequence.job, time.monotonic()
             sequence.chooser = Chooser(job.sampling, job.prompt_ids, self._vocab_size, self.backend.device)
             self._reuse(sequence, len(self._live) - 1)
-            self.prompt_tokens += len(job.prompt_ids)
-            self.reused_tokens += sequence.reused
 
     def _worth_waiting(self, sequence: Sequence) -> bool:
         """Whether somebody is about to read at least `LEAST_PREFIX` more tokens that it begins with, too."""

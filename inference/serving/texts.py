@@ -4,28 +4,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from ...core.backend import AUTO, BackendOptions
 from ...core.errors import WrongUse
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_backend
-from ..runtimes.sampling import Sampling
 from .encoding import Reader, embed
 from .generation import Job, TextDelta, prompt_ids
 from .slots import answer
 
 
-def text_job(
-    loaded: Loaded,
-    tokenizer: Tokenizer,
-    prompt: str,
-    max_tokens: int,
-    sampling: Sampling,
-    stop: tuple[str, ...] = (),
-    n: int = 1,
-) -> Job:
-    """Continue `prompt`, to the end of the model's context where `max_tokens` would go beyond it. Raises WrongUse
-    when the prompt alone fills it.
+def text_job(loaded: Loaded, tokenizer: Tokenizer, prompt: str, like: Job) -> Job:
+    """Continue `prompt` as a job without one says, to the end of the model's context where `max_tokens` would go
+    beyond it. Raises WrongUse when the prompt alone fills it.
     """
     ids = prompt_ids(tokenizer, prompt)
     context = loaded.backend.context
@@ -33,25 +25,19 @@ def text_job(
         why = f"{len(ids)} tokens, the context is {context}"
         fix = "shorten the prompt"
         raise WrongUse("the prompt fills the model's context", where="prompt", why=why, fix=fix)
-    return Job(ids, min(max_tokens, context - len(ids)), sampling, stop, n=n)
+    return replace(like, prompt_ids=ids, max_tokens=min(like.max_tokens, context - len(ids)))
 
 
 def continue_text(
-    path: Path | str,
-    prompt: str,
-    sampling: Sampling,
-    max_tokens: int,
-    stop: tuple[str, ...] = (),
-    samples: int = 1,
-    options: BackendOptions = AUTO,
+    path: Path | str, prompt: str, like: Job, options: BackendOptions = AUTO
 ) -> Iterator[tuple[int, TextDelta]]:
-    """Continue `prompt` so many times with the GPT at `path`; yields (number, delta) as text is made. Raises
-    WrongUse as `text_job` does and when the model is no GPT.
+    """Continue `prompt` with the GPT at `path` as a job without one says; yields (number of the answer, delta) as
+    text is made. Raises WrongUse as `text_job` does and when the model is no GPT.
     """
     loaded, tokenizer = open_text_model(path, "gpt", options)
     assert loaded.causal is not None
-    job = text_job(loaded, tokenizer, prompt, max_tokens, sampling, stop, samples)
-    rest = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size, min(samples, 8)
+    job = text_job(loaded, tokenizer, prompt, like)
+    rest = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size, min(job.n, 8)
     for _, number, delta in answer(loaded.causal, [job], *rest):
         yield number, delta
 

@@ -17,7 +17,7 @@ import uvicorn
 from throughline.core.backend import BackendOptions
 from throughline.inference.serving import listen, remote, worker
 from throughline.inference.serving.channel import Open
-from throughline.inference.serving.served import Limits, served_models
+from throughline.inference.serving.served import ServerLimits, served_models
 from throughline.inference.serving.server import Server, build_app
 from throughline.inference.serving.telemetry import Telemetry
 
@@ -77,7 +77,7 @@ async def running(
 
     patch.setattr(remote, "spawn", ThreadProcess)
     patch.setattr(worker, "WorkerModel", Noted)
-    bounds, telemetry = Limits(**limits), Telemetry()
+    bounds, telemetry = ServerLimits(**limits), Telemetry()
     options = BackendOptions(device="cpu", threads=1)
     server = Server(served_models(specs, bounds, options, telemetry), bounds, telemetry)
     app = build_app(server, keys)
@@ -109,7 +109,7 @@ def on_a_port_with(
 ) -> Iterator[tuple[str, Server]]:
     """A server with these models on a port; gives its address as a URL that ends with /, and the server."""
     patch.setattr(remote, "spawn", ThreadProcess)
-    bounds, telemetry = Limits(**limits), Telemetry()
+    bounds, telemetry = ServerLimits(**limits), Telemetry()
     server = Server(
         served_models(specs, bounds, BackendOptions("cpu", threads=1), telemetry), bounds, telemetry
     )

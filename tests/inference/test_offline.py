@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import WrongUse
-from throughline.inference.runtimes.sampling import GREEDY, Sampling
+from throughline.inference.runtimes.sampling import Sampling
 from throughline.inference.serving import offline
+from throughline.inference.serving.generation import NO_IDS, Job
 from throughline.inference.serving.offline import embed_file, generate_file
 from throughline.inference.serving.texts import continue_text, embed_texts
 
@@ -29,26 +30,28 @@ def lines(path: Path) -> list[dict]:
 def test_every_line_is_answered_in_order(gpt_onnx: Path, tmp_path: Path) -> None:
     rows = [{"prompt": prompt, "id": number} for number, prompt in enumerate(PROMPTS)]
     rows[1] |= {"samples": 2, "seed": 7, "temperature": 1.0, "max_tokens": 3}
+    rows += [{"prompt": "a", "id": 6, "samples": 0}, {"prompt": "a", "id": 7, "top_k": 2.5}]
     source, out = written(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    facts = generate_file(gpt_onnx, source, out, GREEDY, 8, options=CPU)
-    assert facts == {"lines": 6, "resumed": 0, "errors": 1}
+    facts = generate_file(gpt_onnx, source, out, Job(NO_IDS, 8), CPU)
+    assert facts == {"lines": 8, "resumed": 0, "errors": 3}
     found = lines(out)
-    assert [row["id"] for row in found] == list(range(6)) and "fills the model's context" in found[4]["error"]
-    assert [len(row.get("answers", [])) for row in found] == [1, 2, 1, 1, 0, 1]
+    assert [row["id"] for row in found] == list(range(8)) and "fills the model's context" in found[4]["error"]
+    assert [len(row.get("answers", [])) for row in found] == [1, 2, 1, 1, 0, 1, 0, 0]
+    assert "samples" in found[6]["error"] and "top_k" in found[7]["error"]
     for number in (0, 3, 5):
-        alone = "".join(d.text for _, d in continue_text(gpt_onnx, PROMPTS[number], GREEDY, 8, options=CPU))
+        alone = "".join(d.text for _, d in continue_text(gpt_onnx, PROMPTS[number], Job(NO_IDS, 8), CPU))
         assert found[number]["answers"] == [alone]
     sampled = Sampling(temperature=1.0, seed=8)
-    second = "".join(d.text for _, d in continue_text(gpt_onnx, PROMPTS[1], sampled, 3, options=CPU))
+    second = "".join(d.text for _, d in continue_text(gpt_onnx, PROMPTS[1], Job(NO_IDS, 3, sampled), CPU))
     assert found[1]["answers"][1] == second
     with pytest.raises(WrongUse, match="there is a file already"):
-        generate_file(gpt_onnx, source, out, GREEDY, 8, options=CPU)
+        generate_file(gpt_onnx, source, out, Job(NO_IDS, 8), CPU)
 
 
 def test_a_stopped_run_goes_on(gpt_onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = written(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS * 3])
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    generate_file(gpt_onnx, source, whole, GREEDY, 6, options=CPU)
+    generate_file(gpt_onnx, source, whole, Job(NO_IDS, 6), CPU)
     partial = tmp_path / "out.jsonl.partial"
 
     class Stop(Exception):
@@ -64,13 +67,13 @@ def test_a_stopped_run_goes_on(gpt_onnx: Path, tmp_path: Path, monkeypatch: pyte
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(offline, "_generate", stopping)
-        generate_file(gpt_onnx, source, out, GREEDY, 6, options=CPU)
+        generate_file(gpt_onnx, source, out, Job(NO_IDS, 6), CPU)
     assert not out.exists()
     with open(partial, "ab") as file:
         file.write(b'9\t{"cut')  # by a crash
     with pytest.raises(WrongUse, match="of another model, input or setting"):
-        generate_file(gpt_onnx, source, out, GREEDY, 7, options=CPU)
-    facts = generate_file(gpt_onnx, source, out, GREEDY, 6, options=CPU)
+        generate_file(gpt_onnx, source, out, Job(NO_IDS, 7), CPU)
+    facts = generate_file(gpt_onnx, source, out, Job(NO_IDS, 6), CPU)
     assert facts["resumed"] == 7 and out.read_bytes() == whole.read_bytes() and not partial.exists()
 
 
@@ -101,5 +104,5 @@ def test_a_line_that_is_no_request_is_named_before_anything_runs(gpt_onnx: Path,
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "a"}\n\n{"text": "b"}\n')
     with pytest.raises(WrongUse, match="prompt") as refused:
-        generate_file(gpt_onnx, source, tmp_path / "out.jsonl", GREEDY, 5, options=CPU)
+        generate_file(gpt_onnx, source, tmp_path / "out.jsonl", Job(NO_IDS, 5), CPU)
     assert "in.jsonl:3" in str(refused.value) and not list(tmp_path.glob("out*"))

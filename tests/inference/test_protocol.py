@@ -18,11 +18,11 @@ from throughline.inference.serving.server import Server, build_app
 @pytest.fixture
 def address(in_thread, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """A server without models whose deadlines are short."""
-    from throughline.inference.serving.served import Limits
+    from throughline.inference.serving.served import ServerLimits
     from throughline.inference.serving.telemetry import Telemetry
 
     monkeypatch.setattr(listen, "HEADER_S", 0.3)
-    limits = Limits(body_s=0.3)
+    limits = ServerLimits(body_s=0.3)
     with in_thread.on_a_port(build_app(Server([], limits, Telemetry()))) as found:
         yield found
 
