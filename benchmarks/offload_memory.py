@@ -87,9 +87,7 @@ def host_side(trainer: Trainer, before: set[int]) -> set[int]:
     assert isinstance(trainer.engine, SingleEngine)
     offload.wait()
     kept = [value for slots in trainer.optimizer.state.values() for value in slots.values()]
-    kept += [value for _, value in offload.named_parameters()]
-    for value in vars(offload).values():
-        kept += [item for item in value if isinstance(item, Tensor)] if isinstance(value, list) else []
+    kept += [value for side in offload.sides for name, value in vars(side).items() if name != "parameter"]
     device = {parameter.untyped_storage().data_ptr() for parameter in trainer.engine.model.parameters()}
     host = {value.untyped_storage().data_ptr() for value in kept if isinstance(value, Tensor)}
     return before | (host - device)

@@ -15,8 +15,8 @@ from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.train.parallel.compression import (  # noqa: E402
     Bf16,
     Bf16Sum,
+    CommunicationHook,
     Communicator,
-    CompressedSum,
     DenseSum,
     PowerSum,
     Signs,
@@ -76,14 +76,12 @@ def test_error_feedback_loses_nothing(world: int, codec: Signs | Bf16) -> None:
     numel, steps = 5000, 6
 
     def work(communicator: Communicator) -> tuple[Tensor, Tensor]:
-        compressed = CompressedSum(communicator, codec, numel, torch.zeros(1, dtype=torch.float64))
+        hook = CommunicationHook(communicator)
         out = torch.zeros(numel, dtype=torch.float64)
         for step in range(steps):
-            out += compressed(draw(step, communicator.axis.rank, numel).double())
-        held = compressed.own_error.flatten()
-        held[communicator.axis.rank * compressed.sum_error.numel() :][: compressed.sum_error.numel()] += (
-            compressed.sum_error
-        )
+            out += hook.compressed_sum(codec, 0, draw(step, communicator.axis.rank, numel).double())
+        held, part = hook.kept["own.0"].flatten(), hook.kept["sum.0"]
+        held[communicator.axis.rank * len(part) :][: len(part)] += part
         return out.numpy(), held[:numel].numpy()
 
     results = [(torch.from_numpy(out), torch.from_numpy(held)) for out, held in ranks(world, work)]
@@ -109,7 +107,7 @@ def test_power_sum_loses_nothing(world: int) -> None:
             power.sum_gradients(gradients)
             for total, gradient in zip(out, gradients):
                 total += gradient
-        held = [power.lost[i].numpy() if i in power.lost else 0.0 for i in range(len(shapes))]
+        held = [power.kept.get(f"lost.{i}", torch.zeros(())).numpy() for i in range(len(shapes))]
         return [(total.numpy(), lost) for total, lost in zip(out, held)]
 
     results = ranks(world, work)
@@ -134,8 +132,8 @@ def test_bytes_counted_are_bytes_sent(world: int, scheme: str, socket_bytes: Cal
     def work(communicator: Communicator) -> tuple[float, int]:
         matrices = [draw(0, communicator.axis.rank, 256, numel // 256)]
         if scheme == "signs":
-            compressed = CompressedSum(communicator, Signs(), numel, matrices[0])
-            send = lambda: compressed(matrices[0].flatten())  # noqa: E731
+            hook = CommunicationHook(communicator)
+            send = lambda: hook.compressed_sum(Signs(), 0, matrices[0].flatten())  # noqa: E731
         else:
             total = (
                 {"dense": DenseSum, "bf16": Bf16Sum}[scheme](communicator)
@@ -325,7 +323,7 @@ def test_what_is_owed_keeps_pace_with_the_loss_scale() -> None:
                     scale /= 2
                     total.rescale(0.5)
             if isinstance(total, PowerSum):
-                held = total.lost[0]
+                held = total.kept["lost.0"]
             else:
                 own, part = total.errors()["own.0"].flatten(), total.errors()["sum.0"]
                 own[communicator.axis.rank * len(part) :][: len(part)] += part

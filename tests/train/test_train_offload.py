@@ -90,10 +90,15 @@ def test_continues_to_the_bit(make_plan: Callable[..., RunPlan], tmp_path: Path)
 def test_memory_is_that_of_its_tensors(make_plan: Callable[..., RunPlan]) -> None:
     plan = make_plan("gpt", train={"offload": True, "precision": "bf16", "micro_batch_rows": 2})
     trainer = build_trainer(plan)
-    held = trainer.engine.offload.bytes_held(trainer.optimizer)
-    assert held["device"]["weights"] == plan.memory["weights"] == 2 * plan.config.parameter_count()
-    for term in ("master weights", "transfer buffers", "gradient sums"):
-        assert held["host"][term] == plan.memory[term]
+    sides = trainer.engine.offload.sides
+    assert plan.memory["weights"] == sum(side.parameter.nbytes for side in sides)
+    assert plan.memory["weights"] == 2 * plan.config.parameter_count()
+    for term, field in (
+        ("master weights", "master"),
+        ("transfer buffers", "staging"),
+        ("gradient sums", "total"),
+    ):
+        assert plan.memory[term] == sum(getattr(side, field).nbytes for side in sides)
 
 
 def test_what_it_cannot_do_is_told(make_recipe: Callable[..., Recipe]) -> None:

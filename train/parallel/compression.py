@@ -27,6 +27,8 @@ from ...planner.tables import SIGNS_PER_SCALE, low_rank_pays
 from .mesh import Axis
 from .sharding import buckets
 
+ERRORS = ("own.", "sum.", "lost.")  # what names of `kept` that are errors begin with
+
 
 class Communicator:
     """The collectives of an axis, and the bytes that this process has sent through them (headers of messages
@@ -42,6 +44,11 @@ class Communicator:
             dist.all_reduce(x, group=self.axis.group)
             self.count_all_reduce(x.nbytes)
         return x
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sum these in place, a bucket at a time."""
+        for bucket in buckets(tensors):
+            unpack(self.all_reduce(pack(bucket)), bucket)
 
     def count_all_reduce(self, nbytes: int) -> None:
         """Count a sum of so many bytes over the axis, done here or elsewhere."""
@@ -102,101 +109,15 @@ class Signs:
         return (signs.unflatten(-1, (-1, self.unit)) * scales[..., None]).flatten(-2)
 
 
-class CompressedSum:
-    """The sum of vectors over an axis in the bytes of a codec: each process sums one part of it and sends
-    that to all.
+class CommunicationHook:
+    """How the gradients of the copies of a model become one: what a layout's engine asks of a scheme.
 
-    Two compressions, each with its error: of what this process contributes, and of the part that it sums. The
-    sum itself is in full precision, so it does not matter how many processes there are. Everyone decodes the
-    same bytes: the result is the same on all to the bit.
+    `kept` is what this process alone knows, by name: what its compressions lost so far, for one.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        codec: Bf16 | Signs,
-        numel: int,
-        like: Tensor,
-        error_feedback: bool = True,
-    ) -> None:
-        self.communicator, self.codec, self.numel, self.error_feedback = (
-            communicator,
-            codec,
-            numel,
-            error_feedback,
-        )
-        processes = communicator.axis.size
-        part = -(-numel // (processes * codec.unit)) * codec.unit
-        self.own_error = like.new_zeros(processes, part)
-        self.sum_error = like.new_zeros(part)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(numel,) -> (numel,), about the sum of every process's `x`."""
-        if self.communicator.axis.group is None:
-            return x
-        missing = self.own_error.numel() - self.numel
-        parts = F.pad(x, (0, missing)).view_as(self.own_error)
-        received = self.communicator.all_to_all(self._encode(parts, self.own_error))
-        total = self.codec.decode(received, x.dtype).sum(0)
-        everything = self.communicator.all_gather(self._encode(total, self.sum_error))
-        return self.codec.decode(everything, x.dtype).flatten()[: self.numel]
-
-    def _encode(self, x: Tensor, error: Tensor) -> Tensor:
-        """The bytes of x and the error so far; `error` becomes what they miss. A number that is not finite
-        leaves no error.
-        """
-        wanted = x + error
-        data = self.codec.encode(wanted)
-        if self.error_feedback:
-            torch.sub(wanted, self.codec.decode(data, x.dtype), out=error)
-            error.nan_to_num_(0.0, 0.0, 0.0)
-        return data
-
-
-class CompressedSums:
-    """A compressed sum for each of a list of vectors that comes again every step."""
-
-    def __init__(self, communicator: Communicator, codec: Bf16 | Signs, error_feedback: bool = True) -> None:
-        self.communicator, self.codec, self.error_feedback = communicator, codec, error_feedback
-        self._sums: list[CompressedSum] = []
-        self._restored: dict[str, Tensor] = {}
-
-    def __call__(self, index: int, x: Tensor) -> Tensor:
-        """About the sum over the axis of the vector of that index."""
-        if index == len(self._sums):
-            made = CompressedSum(self.communicator, self.codec, x.numel(), x, self.error_feedback)
-            for kind, error in (("own", made.own_error), ("sum", made.sum_error)):
-                saved = self._restored.get(f"{kind}.{index}")
-                if (
-                    saved is not None and saved.shape == error.shape
-                ):  # else of another layout: errors start at zero
-                    error.copy_(saved)
-            self._sums.append(made)
-        return self._sums[index](x)
-
-    def errors(self) -> dict[str, Tensor]:
-        """This process's errors by name, for a checkpoint; not copies."""
-        sums = enumerate(self._sums)
-        return {
-            f"{kind}.{i}": error
-            for i, x in sums
-            for kind, error in (("own", x.own_error), ("sum", x.sum_error))
-        }
-
-    def load_errors(self, errors: dict[str, Tensor]) -> None:
-        """Go on with the errors of a checkpoint, before the first sum."""
-        self._restored = errors
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the errors, since what comes next is that much larger."""
-        for error in self.errors().values():
-            error.mul_(factor)
-
-
-class CommunicationHook:
-    """How the gradients of the copies of a model become one: what a layout's engine asks of a scheme."""
-
-    communicator: Communicator
+    def __init__(self, communicator: Communicator, error_feedback: bool = True) -> None:
+        self.communicator, self.error_feedback = communicator, error_feedback
+        self.kept: dict[str, Tensor] = {}
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sum in place over the axis. The same gradients in the same order every time."""
@@ -210,48 +131,74 @@ class CommunicationHook:
 
     def errors(self) -> dict[str, Tensor]:
         """What this process alone knows, for a checkpoint; not copies."""
-        return {}
+        return self.kept
 
     def load_errors(self, errors: dict[str, Tensor]) -> None:
         """Go on with what `errors` gave, before the first sum."""
+        self.kept = dict(errors)
 
     def rescale(self, factor: float) -> None:
         """fp16's loss scale, and with it every gradient to come, has become `factor` times as large: so do
         the errors.
         """
+        for name, error in self.kept.items():
+            if name.startswith(ERRORS):
+                error.mul_(factor)
+
+    def error(self, name: str, like: Tensor) -> Tensor:
+        """What was lost under that name so far: zeros the first time, or where another layout saved it."""
+        known = self.kept.get(name)
+        self.kept[name] = (
+            torch.zeros_like(like) if known is None or known.shape != like.shape else known.to(like)
+        )
+        return self.kept[name]
+
+    def compressed_sum(self, codec: Bf16 | Signs, index: int, x: Tensor) -> Tensor:
+        """(numel,) -> (numel,), about the sum over the axis of the vector of that index, in the bytes of a codec:
+        each process sums one part of it and sends that to all.
+
+        Two compressions, each with its error: of what this process contributes, and of the part that it sums. The
+        sum itself is in full precision, so it does not matter how many processes there are. Everyone decodes the
+        same bytes: the result is the same on all to the bit.
+        """
+        axis = self.communicator.axis
+        if axis.group is None:
+            return x
+        part = -(-x.numel() // (axis.size * codec.unit)) * codec.unit
+        parts = F.pad(x, (0, axis.size * part - x.numel())).view(axis.size, part)
+        received = self.communicator.all_to_all(self._encode(codec, parts, f"own.{index}"))
+        total = codec.decode(received, x.dtype).sum(0)
+        everything = self.communicator.all_gather(self._encode(codec, total, f"sum.{index}"))
+        return codec.decode(everything, x.dtype).flatten()[: x.numel()]
+
+    def _encode(self, codec: Bf16 | Signs, x: Tensor, name: str) -> Tensor:
+        """The bytes of x and the error so far, which becomes what they miss. A number that is not finite leaves
+        no error.
+        """
+        error = self.error(name, x)
+        wanted = x + error
+        data = codec.encode(wanted)
+        if self.error_feedback:
+            torch.sub(wanted, codec.decode(data, x.dtype), out=error)
+            error.nan_to_num_(0.0, 0.0, 0.0)
+        return data
 
 
 class DenseSum(CommunicationHook):
     """Gradients summed as they are: what the other schemes are compared with."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
-
     @torch.no_grad()
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
-        for bucket in buckets(gradients):
-            unpack(self.communicator.all_reduce(pack(bucket)), bucket)
+        self.communicator.sum(gradients)
 
 
 class Bf16Sum(CommunicationHook):
     """Gradients summed in bfloat16, rounded twice whatever the number of processes."""
 
-    def __init__(self, communicator: Communicator, error_feedback: bool = True) -> None:
-        self.communicator, self.sums = communicator, CompressedSums(communicator, Bf16(), error_feedback)
-
     @torch.no_grad()
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         for index, bucket in enumerate(buckets(gradients)):
-            unpack(self.sums(index, pack(bucket)), bucket)
-
-    def errors(self) -> dict[str, Tensor]:
-        return self.sums.errors()
-
-    def load_errors(self, errors: dict[str, Tensor]) -> None:
-        self.sums.load_errors(errors)
-
-    def rescale(self, factor: float) -> None:
-        self.sums.rescale(factor)
+            unpack(self.compressed_sum(Bf16(), index, pack(bucket)), bucket)
 
 
 class PowerSum(CommunicationHook):
@@ -261,87 +208,50 @@ class PowerSum(CommunicationHook):
     The factor of columns starts where it ended the step before, so one power iteration a step follows the
     largest directions. `dense_steps` at the start are summed as they are: gradients change fastest there.
     Every process orthogonalises the same numbers; on unlike machines the results could differ in the last
-    bit.
+    bit. Not torch's powerSGD_hook: it takes the buckets of DistributedDataParallel, and keeps a NaN for ever.
     """
 
     def __init__(
         self, communicator: Communicator, rank: int = 4, dense_steps: int = 10, error_feedback: bool = True
     ) -> None:
-        self.communicator, self.rank, self.dense_steps, self.error_feedback = (
-            communicator,
-            rank,
-            dense_steps,
-            error_feedback,
-        )
-        self.steps = 0
-        self.dense = DenseSum(communicator)
-        self.factors: dict[int, Tensor] = {}  # by the place of the gradient: (columns, rank)
-        self.lost: dict[int, Tensor] = {}  # by the place of the gradient: (rows, columns)
+        super().__init__(communicator, error_feedback)
+        self.rank, self.dense_steps = rank, dense_steps
 
     @torch.no_grad()
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
-        self.steps += 1
+        steps = int(self.kept.get("steps", 0)) + 1
+        self.kept["steps"] = torch.tensor(steps)  # on the host
         if self.communicator.axis.group is None:
             return
         pays = [
-            self.steps > self.dense_steps and low_rank_pays(gradient.shape, self.rank)
-            for gradient in gradients
+            steps > self.dense_steps and low_rank_pays(gradient.shape, self.rank) for gradient in gradients
         ]
         thin = [index for index, thinned in enumerate(pays) if thinned]
-        self.dense.sum_gradients([gradient for gradient, thinned in zip(gradients, pays) if not thinned])
-        if thin:
-            # at least fp32: of 16-bit gradients too, which no library factorises, and whose errors 16 bits
-            # would lose
-            self._sum_thin({index: _at_least_fp32(gradients[index].flatten(1)) for index in thin}, gradients)
-
-    def _sum_thin(self, matrices: dict[int, Tensor], gradients: Sequence[Tensor]) -> None:
-        wanted = {}
-        for index, matrix in matrices.items():
-            if (
-                index not in self.lost or self.lost[index].shape != matrix.shape
-            ):  # the first time, or saved by another layout
-                generator = torch.Generator().manual_seed(index)
-                self.factors[index] = torch.randn(matrix.shape[1], self.rank, generator=generator)
-                self.lost[index] = torch.zeros_like(matrix)
-            self.factors[index], self.lost[index] = (
-                self.factors[index].to(matrix),
-                self.lost[index].to(matrix),
-            )
-            wanted[index] = matrix + self.lost[index]
-        left = [wanted[index] @ self.factors[index] for index in matrices]  # (rows, rank)
-        self.dense.sum_gradients(left)
+        self.communicator.sum([gradient for gradient, thinned in zip(gradients, pays) if not thinned])
+        # at least fp32: of 16-bit gradients too, which no library factorises, and whose errors 16 bits would lose
+        dtypes = {index: torch.promote_types(gradients[index].dtype, torch.float32) for index in thin}
+        matrices = {index: gradients[index].flatten(1).to(dtypes[index]) for index in thin}
+        wanted = {index: x + self.error(f"lost.{index}", x) for index, x in matrices.items()}
+        left = [x @ self._factor(index, x) for index, x in wanted.items()]  # (rows, rank)
+        self.communicator.sum(left)
         left = [torch.linalg.qr(factor).Q for factor in left]
-        right = [wanted[index].T @ factor for index, factor in zip(matrices, left)]  # (columns, rank)
-        self.dense.sum_gradients(right)
-        for index, rows, columns in zip(matrices, left, right):
-            total = rows @ columns.T
-            self.factors[index] = torch.where(columns.isfinite().all(), columns, self.factors[index])
+        right = [x.T @ factor for x, factor in zip(wanted.values(), left)]  # (columns, rank)
+        self.communicator.sum(right)
+        for (index, x), rows, columns in zip(wanted.items(), left, right):
+            total, lost, factor = rows @ columns.T, self.kept[f"lost.{index}"], self.kept[f"factor.{index}"]
+            self.kept[f"factor.{index}"] = torch.where(columns.isfinite().all(), columns, factor)
             if self.error_feedback:  # each process's share of what the product misses of the sum
-                torch.sub(wanted[index], total, alpha=1 / self.communicator.axis.size, out=self.lost[index])
-                self.lost[index].nan_to_num_(0.0, 0.0, 0.0)
+                torch.sub(x, total, alpha=1 / self.communicator.axis.size, out=lost)
+                lost.nan_to_num_(0.0, 0.0, 0.0)
             gradients[index].copy_(total.view_as(gradients[index]))
 
-    def errors(self) -> dict[str, Tensor]:
-        """This process's errors and factors, and its count of steps."""
-        found = {f"lost.{i}": x for i, x in self.lost.items()} | {
-            f"factor.{i}": x for i, x in self.factors.items()
-        }
-        return found | {"steps": torch.tensor(self.steps)}
-
-    def load_errors(self, errors: dict[str, Tensor]) -> None:
-        self.steps = int(errors.get("steps", 0))
-        for name, x in errors.items():
-            kind, _, index = name.partition(".")
-            if index:
-                (self.lost if kind == "lost" else self.factors)[int(index)] = x
-
-    def rescale(self, factor: float) -> None:
-        for error in self.lost.values():
-            error.mul_(factor)
-
-
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    def _factor(self, index: int, matrix: Tensor) -> Tensor:
+        """(columns, rank): where it ended the step before, the same on every process."""
+        name, shape = f"factor.{index}", (matrix.shape[1], self.rank)
+        if name not in self.kept or self.kept[name].shape != shape:
+            self.kept[name] = torch.randn(shape, generator=torch.Generator().manual_seed(index))
+        self.kept[name] = self.kept[name].to(matrix)
+        return self.kept[name]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

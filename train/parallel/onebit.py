@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...planner.tables import SKETCH
-from .compression import CommunicationHook, Communicator, CompressedSums, DenseSum, Signs, pack, unpack
+from .compression import CommunicationHook, Communicator, Signs, pack, unpack
 from .sharding import buckets
 
 FLOOR = (
@@ -34,24 +34,27 @@ FLOOR = (
 class OneBitAdam(torch.optim.AdamW, CommunicationHook):
     """AdamW over the processes of an axis whose momentum travels as signs after `warmup_steps` steps.
 
-    Its state per parameter is AdamW's, the same on every process; `errors` are this process's own.
+    Its state per parameter is AdamW's, the same on every process; `errors` are this process's own. Steps are counted
+    on the host: nothing of the device is read.
     """
 
     def __init__(self, params: Any, communicator: Communicator, warmup_steps: int, **options: Any) -> None:
         super().__init__(params, **options)
-        self.communicator, self.warmup_steps = communicator, warmup_steps
-        self.dense = DenseSum(communicator)
-        self.sums = CompressedSums(communicator, Signs())
+        CommunicationHook.__init__(self, communicator)
+        self.warmup_steps = warmup_steps
         self._steps: int | None = None  # taken so far; None: not read from the state yet
-        self._frozen = False  # by a state whose warm-up was over, whatever this run's would be
+        self._frozen_at: int | None = None  # the steps that made the variance, once it is frozen
 
     @property
     def frozen(self) -> bool:
-        """Whether the warm-up is over."""
+        """Whether the warm-up is over, or was in the state that was loaded, whatever this run's would be."""
         if self._steps is None:
-            self._steps = max((int(slots["step"]) for slots in self.state.values() if slots), default=0)
-            self._frozen = any("frozen_at" in slots for slots in self.state.values())
-        return self._frozen or self._steps >= self.warmup_steps
+            known = [slots for slots in self.state.values() if slots]
+            self._steps = max((int(slots["step"]) for slots in known), default=0)
+            self._frozen_at = max(
+                (slots["frozen_at"] for slots in known if "frozen_at" in slots), default=None
+            )
+        return self._frozen_at is not None or self._steps >= self.warmup_steps
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As AdamW's; the phase follows the steps in the state."""
@@ -62,7 +65,7 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sum in place over the axis during the warm-up; nothing afterwards."""
         if not self.frozen:
-            self.dense.sum_gradients(gradients)
+            self.communicator.sum(gradients)
 
     @torch.no_grad()
     def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
@@ -92,18 +95,18 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
         """One update: AdamW's while warming up; then momentum exchanged in signs and divided by the frozen
         variance's root.
         """
-        warming_up = not self.frozen
-        self._steps = (self._steps or 0) + 1
-        if warming_up:
+        frozen, before = self.frozen, self._steps or 0
+        self._steps = before + 1
+        if not frozen:
             super().step(closure)
             return
-        moved = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        groups = {id(p): group for p, group in moved}
-        for index, bucket in enumerate(buckets([p for p, _ in moved])):
-            flat = pack([self._contribution(p, groups[id(p)]["betas"][0]) for p in bucket])
-            unpack(self.sums(index, flat), [self.state[p]["exp_avg"] for p in bucket])
+        self._frozen_at = before if self._frozen_at is None else self._frozen_at
+        groups = {p: group for group in self.param_groups for p in group["params"] if p.grad is not None}
+        for index, bucket in enumerate(buckets(list(groups))):
+            flat = pack([self._contribution(p, groups[p]["betas"][0]) for p in bucket])
+            unpack(self.compressed_sum(Signs(), index, flat), [self.state[p]["exp_avg"] for p in bucket])
             for p in bucket:
-                self._move(p, groups[id(p)])
+                self._move(p, groups[p], self._steps, self._frozen_at)
 
     def _contribution(self, p: Tensor, beta1: float) -> Tensor:
         """What this process adds to the new momentum: its gradient's part, and an equal share of the old
@@ -112,18 +115,12 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
         assert p.grad is not None
         return self.state[p]["exp_avg"] * (beta1 / self.communicator.axis.size) + p.grad * (1 - beta1)
 
-    def _move(self, p: Tensor, group: dict[str, Any]) -> None:
+    def _move(self, p: Tensor, group: dict[str, Any], steps: int, frozen_at: int) -> None:
         slots, (beta1, beta2) = self.state[p], group["betas"]
-        # the steps that made the variance are its own: a run continued with another length has another warm-up
-        frozen_at = slots.setdefault("frozen_at", int(slots["step"]))
+        # a run continued with another length has another warm-up: the variance keeps the correction of its own steps
+        slots["frozen_at"] = frozen_at
         slots["step"] += 1
         root = (slots["exp_avg_sq"] / (1 - beta2**frozen_at)).sqrt_()
         root = torch.maximum(root, FLOOR * root.square().mean().sqrt()) + group["eps"]
         p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.addcdiv_(slots["exp_avg"], root, value=-group["lr"] / (1 - beta1 ** float(slots["step"])))
-
-    def errors(self) -> dict[str, Tensor]:
-        return self.sums.errors()
-
-    def load_errors(self, errors: dict[str, Tensor]) -> None:
-        self.sums.load_errors(errors)
+        p.addcdiv_(slots["exp_avg"], root, value=-group["lr"] / (1 - beta1**steps))

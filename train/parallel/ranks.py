@@ -5,6 +5,7 @@ of one and joins no group.
 """
 
 import os
+import pickle
 import re
 import shutil
 import time
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from ...core.artifact import Manifest
 from ...core.console import configure
-from ...core.errors import Failed, Refused, ThroughlineError, WrongUse
+from ...core.errors import Failed, Refused, WrongUse
 from ...core.files import write_atomic
 from ...core.workspace import Workspace
 from ...planner.layout import Layout
@@ -35,6 +36,8 @@ LOST = re.compile(
 STALLED = re.compile("[Tt]imed out|[Tt]imeout")
 HANDOVER_SECONDS = 2.0  # in which the processes of a launcher that was just killed have ended
 LOOK_EVERY_S = 0.5  # whether the first process has let the others go
+HEARD_SECONDS = 10.0  # at most, until all have heard it: they look once in half a second unless they are gone
+UNFORESEEN = -1  # in place of an exit code: a failure of the first process that is no user's error
 OWNER = ".owner"  # the token of the start that writes the run's directory
 HEARTBEAT = ".heartbeat"  # in it: how far its processes are
 
@@ -61,21 +64,21 @@ def _loss(error: BaseException | None) -> str | None:
 
 
 class RunWorkspace(Workspace):
-    """The run's directory as its owner sees it: whoever starts the run later becomes the owner, and this one
-    writes no more.
+    """The run's directory as the start of that token sees it: whoever starts the run later becomes its owner, and this
+    one writes no more. The processes other than the first read it only, and take no lock.
 
     The lock keeps two starts on one machine apart. Where it does not reach (another machine, a file system
     without locks) a start that was taken for dead can wake up beside its successor; the token it left in the
     directory is then another's.
     """
 
-    def __init__(self, path: Path | str, token: str) -> None:
+    def __init__(self, path: Path | str, token: str, leads: bool = True) -> None:
         super().__init__(path)
-        self.token = token
+        self.token, self.leads = token, leads
 
     def __enter__(self) -> "RunWorkspace":
         end = time.monotonic() + HANDOVER_SECONDS
-        while True:
+        while self.leads:
             try:
                 super().__enter__()
                 break
@@ -90,12 +93,15 @@ class RunWorkspace(Workspace):
         run that lives.
         """
         write_atomic(self.path / OWNER, self.token)
-        shutil.rmtree(
-            self.path / HEARTBEAT, ignore_errors=True
-        )  # of processes that were killed, perhaps more than there are now
+        # of processes that were killed, perhaps more than there are now
+        shutil.rmtree(self.path / HEARTBEAT, ignore_errors=True)
 
     def check_owner(self) -> None:
-        """Raises Refused when the run was started again elsewhere since."""
+        """Raises Refused when the run was started again elsewhere since. What the other processes write is taken by
+        the first or not at all.
+        """
+        if not self.leads:
+            return
         file = self.path / OWNER
         found = file.read_text() if file.exists() else "nobody"
         if found != self.token:
@@ -107,29 +113,16 @@ class RunWorkspace(Workspace):
             )
 
     def append(self, name: str, *records: dict[str, Any], sync: bool = False) -> None:
-        self.check_owner()
-        super().append(name, *records, sync=sync)
+        if self.leads:
+            self.check_owner()
+            super().append(name, *records, sync=sync)
 
-    def finish(self, *arguments: Any, **options: Any) -> Manifest:
+    def finish(self, *arguments: Any, **options: Any) -> Manifest | None:  # type: ignore[override]
+        if not self.leads:
+            return None
         self.check_owner()
         (self.path / OWNER).unlink()
         return super().finish(*arguments, **options)
-
-
-class SilentWorkspace(RunWorkspace):
-    """The run's directory as the other processes see it: read, never written, and without the lock."""
-
-    def __enter__(self) -> "SilentWorkspace":
-        return self
-
-    def check_owner(self) -> None:
-        """What these write is taken by the first process or not at all."""
-
-    def append(self, name: str, *records: dict[str, Any], sync: bool = False) -> None:
-        """Only the first process keeps records."""
-
-    def finish(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        """Only the first process ends the run."""
 
 
 class Ranks:
@@ -137,11 +130,10 @@ class Ranks:
 
     def __init__(self, mesh: Mesh, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.mesh, self.timeout_seconds = mesh, timeout_seconds
-        self.token = self.share(
-            os.urandom(4).hex()
-        )  # of this start: tells what it writes from remains of another
         self.behind: list[str] = []  # who the others waited for when a collective failed
         self._turns = 0  # of the first process before the others
+        # of this start: tells what it writes from remains of another
+        self.token = self.first_decides(lambda: os.urandom(4).hex())
 
     @classmethod
     def start(cls, layout: Layout, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> "Ranks":
@@ -164,6 +156,7 @@ class Ranks:
         if self.alone:
             return
         if error is None:
+            self._until_heard()
             dist.destroy_process_group()
         elif said := _loss(error):
             raise Lost(
@@ -180,20 +173,58 @@ class Ranks:
         exit code.
         """
         if not self.leads:
-            self._wait_for_first()
-            good, answer = self.share(None)
-            if not good:
-                raise SystemExit(answer)
-            return answer
-        try:
+            return self._hear()
+        with self._failure_told():
             answer = decide()
-        except ThroughlineError as error:
-            self._let_others_go()
-            self.share((False, error.exit_code))
-            raise
-        self._let_others_go()
-        self.share((True, answer))
+        self._tell(answer)
         return answer
+
+    @contextmanager
+    def one_first(self) -> Iterator[None]:
+        """The first process does this before the others, who then find what it wrote. Collective."""
+        if self.leads:
+            with self._failure_told():
+                yield
+            self._tell(None)
+        else:
+            self._hear()
+            yield
+
+    # At the store of the groups and not in a collective, whose time limit is none for the index or the
+    # checkpoint of a large run.
+    def _tell(self, answer: Any, exit_code: int | None = None) -> None:
+        self._turns += 1
+        if not self.alone:
+            _store().set(f"turn/{self._turns}", pickle.dumps((answer, exit_code)))  # type: ignore[arg-type]
+
+    def _hear(self) -> Any:
+        self._turns += 1
+        turn, pause_s = f"turn/{self._turns}", 0.01
+        while not _store().check([turn]):  # in pieces: a signal is heard in between
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOOK_EVERY_S)
+        answer, exit_code = pickle.loads(_store().get(turn))  # noqa: S301 (written by `_tell`)
+        _store().add(f"heard/{self._turns}", 1)
+        if exit_code == UNFORESEEN:
+            raise Lost("the first process of the run has failed", fix="its message says why")
+        if exit_code is not None:
+            raise SystemExit(exit_code)
+        return answer
+
+    @contextmanager
+    def _failure_told(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._tell(None, getattr(error, "exit_code", UNFORESEEN))
+            self._until_heard()
+            raise
+
+    def _until_heard(self) -> None:
+        """Before the first process ends, and the store with it: wait until the others have its last word."""
+        end, others = time.monotonic() + HEARD_SECONDS, self.mesh.world.size - 1 if self.leads else 0
+        while others and _store().add(f"heard/{self._turns}", 0) < others and time.monotonic() < end:
+            time.sleep(0.01)
 
     @property
     def leads(self) -> bool:
@@ -206,7 +237,7 @@ class Ranks:
 
     def workspace(self, path: Path | str) -> RunWorkspace:
         """The run's directory: owned by the first process, read by the others."""
-        return (RunWorkspace if self.leads else SilentWorkspace)(path, self.token)
+        return RunWorkspace(path, self.token, self.leads)
 
     @contextmanager
     def watch(self, directory: Path) -> Iterator[Heartbeat]:
@@ -235,14 +266,6 @@ class Ranks:
         if self.leads:
             heartbeat.remove()
 
-    def share(self, value: Any) -> Any:
-        """The first process's value, on every process. Collective."""
-        if self.alone:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.mesh.device)
-        return box[0]
-
     def most(self, number: int) -> int:
         """The largest of all processes' numbers. Collective."""
         if self.alone:
@@ -253,37 +276,6 @@ class Ranks:
     def wait(self) -> None:
         """Wait until every process is here. Collective."""
         self.most(0)
-
-    @contextmanager
-    def one_first(self) -> Iterator[None]:
-        """The first process does this before the others, who then find what it wrote. Collective."""
-        if not self.leads:
-            self._wait_for_first()
-        try:
-            yield
-        except BaseException:
-            if self.leads:
-                self._let_others_go("failed")
-                time.sleep(0 if self.alone else 2 * LOOK_EVERY_S)  # the store ends with this process
-            raise
-        if self.leads:
-            self._let_others_go()
-
-    # At the store of the groups and not in a collective, whose time limit is none for the index or the
-    # checkpoint of a large run.
-    def _wait_for_first(self) -> None:
-        self._turns += 1
-        turn, pause_s = f"turn/{self._turns}", 0.01
-        while not _store().check([turn]):  # in pieces: a signal is heard in between
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LOOK_EVERY_S)
-        if _store().get(turn) == b"failed":
-            raise Lost("the first process of the run has failed", fix="its message says why")
-
-    def _let_others_go(self, how: str = "") -> None:
-        self._turns += 1
-        if not self.alone:
-            _store().set(f"turn/{self._turns}", how)
 
 
 def _store() -> dist.Store:
