@@ -12,7 +12,6 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,14 @@ from ..planner.cost import step_seconds
 from ..planner.hardware import Cluster, this_machine
 from ..planner.memory import IN_A_STEP
 from .build import StepBatches, build_trainer, plan_run, training_rows
-from .parallel.mesh import ALONE, make_mesh, running_processes, start_group
+from .parallel.mesh import ALONE, make_mesh
+from .parallel.rates import probe_all_reduce, probe_machine
 from .precision import computing_dtype
 from .predict import described, predicted_memory
 from .recipe import Recipe, resolve
 from .step import train_step
 
 WARM_UP = 3  # steps before the clock: allocations, compilation, caches
-REPEATS = 5  # of a probe; the best counts, as others may use the machine
 
 
 @dataclass(frozen=True)
@@ -49,82 +48,6 @@ class Stretch:
     seconds: float
     spread: float
     peak_bytes: int = 0
-
-
-def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """The shortest of some timings of `work`, each long enough to be timed."""
-    count, best = 1, math.inf
-    for _ in range(REPEATS + 3):
-        start = time.perf_counter()
-        for _ in range(count):
-            work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        spent = time.perf_counter() - start
-        if spent < 0.02:
-            count *= 4
-            continue
-        best = min(best, spent / count)
-    return best
-
-
-def probe_machine(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """TFLOP/s of the best product of a sweep, GB/s of a copy (read and written), seconds of the smallest kernel."""
-    speeds = []
-    for rows, inner, outer in ((256, 256, 256), (512, 512, 512), (1024, 512, 2048), (1024, 1024, 1024)):
-        left, right = (torch.randn(size, device=device).to(dtype) for size in ((rows, inner), (inner, outer)))
-        seconds = best_seconds(lambda left=left, right=right: left @ right, device)  # type: ignore[misc]
-        speeds.append(2 * rows * inner * outer / seconds)
-    source = torch.zeros(2**24, device=device)
-    target, one = torch.empty_like(source), torch.zeros(1, device=device)
-    copied = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), device)
-    launch = best_seconds(lambda: one.add_(1.0), device)
-    return {"tflops": max(speeds) / 1e12, "bandwidth_gb_s": copied / 1e9, "launch_s": launch}
-
-
-def group_sizes(world: int) -> list[int]:
-    """Sizes of groups to probe: the powers of two that divide the processes, and all of them."""
-    powers = [2**power for power in range(1, world.bit_length()) if world % 2**power == 0]
-    return sorted({*powers, world} - {1})
-
-
-def probe_all_reduce(device: torch.device) -> list[dict[str, float]]:
-    """For each size of a group of neighbours the seconds of the smallest sum and the GB/s of a large one, all groups
-    at once as in a step; empty for one process.
-    """
-    rank, world = running_processes()
-    if world == 1:
-        return []
-    start_group(device, 60)
-    found = []
-    for size in group_sizes(world):
-        groups = [
-            torch.distributed.new_group(list(range(first, first + size))) for first in range(0, world, size)
-        ]
-        seconds = [_sum_seconds(numbers, device, groups[rank // size]) for numbers in (1, 2**22)]
-        moved = 2 * (size - 1) / size * 4 * 2**22
-        found.append(
-            {
-                "ranks": size,
-                "start_s": seconds[0],
-                "gb_s": moved / max(seconds[1] - seconds[0], 1e-9) / 1e9,
-            }
-        )
-    return found
-
-
-def _sum_seconds(numbers: int, device: torch.device, group: Any) -> float:
-    """Median seconds of a sum of so many numbers, of the slowest process."""
-    values, times = torch.zeros(numbers, device=device), []
-    for _ in range(2 * REPEATS):
-        start = time.perf_counter()
-        torch.distributed.all_reduce(values, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    median = torch.tensor([statistics.median(times)], device=device)
-    torch.distributed.all_reduce(median, torch.distributed.ReduceOp.MAX)
-    return float(median.item())
 
 
 def stretches(recipe: Recipe, steps: int, cache: Path) -> list[Stretch]:

@@ -19,7 +19,7 @@ SLOWED = 30  # times: no busy neighbour slows one of three processes as much in 
 
 
 def rank_rates() -> tuple[list[Rates], str]:
-    module.SIZES["cpu"] = (256, 1 << 22, 1 << 18)
+    module.PRODUCTS["cpu"], module.COPIED["cpu"], module.SUMMED["cpu"] = ((256,) * 3,), 1 << 20, 1 << 16
     with Ranks.start(Layout(data=3), torch.device("cpu"), 60) as ranks:
         if ranks.mesh.rank == 1:
             product = torch.Tensor.__matmul__

@@ -11,7 +11,7 @@ from throughline.planner.collectives import all_reduce, gather  # noqa: E402
 from throughline.planner.constants import FITTED  # noqa: E402
 from throughline.planner.hardware import this_machine  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
-from throughline.train.study import group_sizes, probe_all_reduce  # noqa: E402
+from throughline.train.parallel.rates import group_sizes, probe_all_reduce  # noqa: E402
 
 SUMS = ((2, 1e-4, 2.0), (8, 4e-4, 0.5))  # ranks, seconds to start, GB/s
 

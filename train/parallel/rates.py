@@ -1,24 +1,28 @@
-"""How fast this process multiplies, copies and adds up with the others, and which process is slow: for
-`throughline doctor`.
+"""How fast this process multiplies, copies, starts kernels and adds up with the others: for `throughline doctor`,
+which names the slow one, and for `throughline study`.
 
-Each rate is the best of several short trials: what the hardware can do now, not what a busy moment left of
-it.
+Each rate is the best of several trials: what the hardware can do now, not what a busy moment left of it. All
+processes are measured at the same time, as in training.
 """
 
+import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .mesh import Axis
+from .mesh import Axis, running_processes, start_group
 
-TRIALS = 5
+REPEATS = 5  # of a probe; the best counts, as others may use the machine
+LEAST_SECONDS = 0.02  # of a timing
 SLOW = 0.8  # of the median of all processes: a process below it holds the others up
-SIZES = {
-    "cpu": (1024, 1 << 26, 1 << 24),
-    "cuda": (8192, 1 << 30, 1 << 28),
-}  # of a matrix; bytes copied; bytes summed
+# products (rows, inner, outer) of which the best counts; numbers copied and summed: beyond any cache
+PRODUCTS = {"cpu": ((512, 512, 512), (1024, 512, 2048), (1024, 1024, 1024)), "cuda": ((8192, 8192, 8192),)}
+COPIED = {"cpu": 1 << 24, "cuda": 1 << 28}
+SUMMED = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
@@ -31,43 +35,85 @@ class Rates:
     all_reduce: float | None  # bytes/s that each process sends in a ring: 2 (n - 1) / n of the tensor
 
 
-def measure(device: torch.device, world: Axis) -> list[Rates]:
-    """The rates of every process, by rank. Collective; products and copies of all run at the same time, as in
-    training.
-    """
-    size, copied, summed = SIZES[device.type]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    matrix = torch.ones(size, size, device=device, dtype=dtype)
-    source = torch.ones(copied // 4, device=device)
-    target = torch.empty_like(source)
-    message = torch.ones(summed // 4, device=device)
-    token = torch.zeros(1, device=device)
-
-    def best(work: Callable[[], object]) -> float:
-        """Seconds of the fastest trial; all processes begin together."""
-        work()
-        seconds = []
-        for _ in range(TRIALS):
-            world.all_reduce(token)
-            _settle(device)
-            start = time.perf_counter()
+def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """The shortest of some timings of `work`, each long enough to be timed."""
+    count, best, tries = 1, math.inf, 0
+    while tries < REPEATS:
+        start = time.perf_counter()
+        for _ in range(count):
             work()
-            _settle(device)
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        spent = time.perf_counter() - start
+        if spent < LEAST_SECONDS:
+            count *= 4
+            continue
+        best, tries = min(best, spent / count), tries + 1
+    return best
 
-    product = 2 * size**3 / best(lambda: matrix @ matrix)
-    copy = 2 * copied / best(lambda: target.copy_(source))
-    ring = 2 * (world.size - 1) / world.size * summed
-    reduce = ring / best(lambda: world.all_reduce(message)) if world.group is not None else 0.0
+
+def probe_machine(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """TFLOP/s of the best product of a sweep, GB/s of a copy (read and written), seconds of the smallest kernel."""
+    speeds = []
+    for rows, inner, outer in PRODUCTS[device.type]:
+        left, right = (torch.randn(size, device=device).to(dtype) for size in ((rows, inner), (inner, outer)))
+        seconds = best_seconds(lambda left=left, right=right: left @ right, device)  # type: ignore[misc]
+        speeds.append(2 * rows * inner * outer / seconds)
+    source, one = torch.zeros(COPIED[device.type], device=device), torch.zeros(1, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), device)
+    launch = best_seconds(lambda: one.add_(1.0), device)
+    return {"tflops": max(speeds) / 1e12, "bandwidth_gb_s": copied / 1e9, "launch_s": launch}
+
+
+def group_sizes(world: int) -> list[int]:
+    """Sizes of groups to probe: the powers of two that divide the processes, and all of them."""
+    powers = [2**power for power in range(1, world.bit_length()) if world % 2**power == 0]
+    return sorted({*powers, world} - {1})
+
+
+def probe_all_reduce(device: torch.device) -> list[dict[str, float]]:
+    """For each size of a group of neighbours the seconds of the smallest sum and the GB/s of a large one, all groups
+    at once as in a step; empty for one process.
+    """
+    rank, world = running_processes()
+    if world == 1:
+        return []
+    start_group(device, 60)
+    found = []
+    for size in group_sizes(world):
+        groups = [
+            torch.distributed.new_group(list(range(first, first + size))) for first in range(0, world, size)
+        ]
+        numbers = SUMMED[device.type]
+        small, large = (_sum_seconds(count, device, groups[rank // size]) for count in (1, numbers))
+        moved = 2 * (size - 1) / size * 4 * numbers
+        found.append({"ranks": size, "start_s": small, "gb_s": moved / max(large - small, 1e-9) / 1e9})
+    return found
+
+
+def _sum_seconds(numbers: int, device: torch.device, group: Any) -> float:
+    """Median seconds of a sum of so many numbers, of the slowest process."""
+    values, times = torch.zeros(numbers, device=device), []
+    for _ in range(2 * REPEATS):
+        start = time.perf_counter()
+        torch.distributed.all_reduce(values, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    median = torch.tensor([statistics.median(times)], device=device)
+    torch.distributed.all_reduce(median, torch.distributed.ReduceOp.MAX)
+    return float(median.item())
+
+
+def measure(device: torch.device, world: Axis) -> list[Rates]:
+    """The rates of every process, by rank. Collective."""
+    probes = probe_machine(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    sums = [row["gb_s"] for row in probe_all_reduce(device)]
     table = torch.zeros(world.size, 3, dtype=torch.float64, device=device)
-    table[world.rank] = torch.tensor([product, copy, reduce], dtype=torch.float64)
+    mine = (1e12 * probes["tflops"], 1e9 * probes["bandwidth_gb_s"], 1e9 * sums[-1] if sums else 0.0)
+    table[world.rank] = torch.tensor(mine, dtype=torch.float64)
     return [Rates(rank, a, b, c or None) for rank, (a, b, c) in enumerate(world.all_reduce(table).tolist())]
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def slowest(rates: Sequence[Rates]) -> str:
