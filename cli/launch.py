@@ -81,9 +81,9 @@ def command(
         from ..train.parallel.launch import run_processes
 
         sys.exit(run_processes(processes, arguments, restarts if made else 0))
-    from ..train.parallel.jobs import job_file, make_job
+    from ..train.parallel.jobs import Job, job_file
 
-    job = make_job(arguments, processes, per_machine, name, run_dir, about, restarts, gpus)
+    job = Job(arguments, processes, per_machine, name, run_dir, about, restarts, gpus)
     text = job_file(emit, job, image)
     console.result(
         {"kind": emit, "machines": job.machines, "processes": processes, "text": text}, text.splitlines()

@@ -5,6 +5,7 @@ Shazeer and Stern 2018 (arXiv:1804.04235), algorithms 4 and 5, without momentum:
 of the weights. The recipe's learning rate is the paper's relative step rho. Vectors keep their whole mean
 square. A stored matrix counts as one, query, key and value together.
 
+Not torch's Adafactor, which would take the root mean squares of a part for those of the whole.
 Cut parameters: row sums are completed over the tensor axis where columns are cut, column sums over shards
 and where rows are cut, and norms over both: two rounds of sums a step for all parameters together.
 """

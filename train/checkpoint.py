@@ -54,6 +54,8 @@ from ..planner.tables import parameter_shapes
 from .engine import LocalShard, whole_shard
 from .parallel.ranks import Lost
 from .snapshot import (
+    COUNTS,
+    SCALES,
     SUMMED_DIM,
     Buffers,
     Snapshot,
@@ -273,9 +275,9 @@ def restore(directory: Path, trainer: Trainer) -> None:
     _restore_optimizer(directory, trainer, state["optimizer_scalars"])
     rng = TensorReader(directory, "rng")
     engine.load_states(rng.table, rng, state["layout"] == engine.layout.facts())
-    trainer.step, trainer.samples = state["step"], state["samples"]
-    trainer.skipped, trainer.skipped_in_row = state["skipped"], state["skipped_in_row"]
-    trainer.scaler.scale, trainer.scaler.good_steps = state["scale"], state["good_steps"]
+    for names, owner in ((COUNTS, trainer), (SCALES, trainer.scaler)):
+        for name in names:
+            setattr(owner, name, state[name])
     now = {
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -283,7 +285,7 @@ def restore(directory: Path, trainer: Trainer) -> None:
         "layout": engine.layout.facts(),
     }
     changed = [f"{name} was {state[name]}, is {value}" for name, value in now.items() if state[name] != value]
-    if changed:
+    if changed and engine.mesh.rank == 0:  # the others would say the same
         warn(f"the run goes on, but not to the last bit: {'; '.join(changed)}")
 
 

@@ -63,14 +63,9 @@ def read_nanogpt(path: Path) -> GPT:
         name = name.removeprefix("_orig_mod.")
         turned = ".attn." in name or ".mlp." in name
         theirs[name] = value.t() if turned and value.dim() == 2 else value
-    return _filled(config, theirs, path)
-
-
-def _filled(config: GPTConfig, theirs: dict[str, Tensor], path: Path) -> GPT:
     model = empty_model(config, "cpu", torch.float32)
     ours = dict(model.named_parameters())
-    table = [pair for pair in pairs(config) if pair.ours in ours]
-    fill(model, table, config.head_size, theirs, path)
+    fill(model, [pair for pair in pairs(config) if pair.ours in ours], config.head_size, theirs, path)
     assert isinstance(model, GPT)
     return model.eval()
 
@@ -89,40 +84,31 @@ def megatron_file(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-# Megatron-LM's names of modules -> ours; the second of two for one is the older
-OUTSIDE = {
-    "embedding.word_embeddings": "token_table",
-    "embedding.position_embeddings": "position_table",
-    "embedding.tokentype_embeddings": "type_table",
-    "lm_head.dense": "mlm_transform",
-    "lm_head.layer_norm": "mlm_norm",
-    "lm_head.layernorm": "mlm_norm",
-    "lm_head.norm": "mlm_norm",
-    "pooler.dense": "pooler",
-    "binary_head": "nsp",
-    "output_layer": "output",
-}
-LAYER = {
-    "input_layernorm": "attention_norm",
-    "input_norm": "attention_norm",
-    "self_attention.linear_qkv": "attention.qkv",
-    "self_attention.query_key_value": "attention.qkv",
-    "attention.query_key_value": "attention.qkv",
-    "self_attention.linear_proj": "attention.out",
-    "self_attention.dense": "attention.out",
-    "attention.dense": "attention.out",
-    "pre_mlp_layernorm": "mlp_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "post_attention_norm": "mlp_norm",
-    "mlp.linear_fc1": "mlp.up",
-    "mlp.dense_h_to_4h": "mlp.up",
-    "mlp.linear_fc2": "mlp.down",
-    "mlp.dense_4h_to_h": "mlp.down",
-    # transformer engine's linears hold the norm before them
-    "self_attention.linear_qkv.layer_norm": "attention_norm",
-    "mlp.linear_fc1.layer_norm": "mlp_norm",
-}
-STACK = re.compile(r"(?:decoder|encoder|transformer)\.(?:layers\.(\d+)\.)?(.+)[._](weight|bias)")
+# Megatron-LM's names -> ours, one after the other: those of Megatron core and those before it
+NAMES = (
+    (
+        r"[._](weight|bias)$",
+        r".\1",
+    ),  # transformer engine's linears hold the norm before them: layer_norm_weight
+    (r"^language_model\.", ""),
+    (r"^(lm_head|output_layer)\.bias$", "mlm_bias"),
+    (r"^embedding\.word_embeddings\.", "token_table."),
+    (r"^embedding\.position_embeddings\.", "position_table."),
+    (r"^embedding\.tokentype_embeddings\.", "type_table."),
+    (r"^lm_head\.dense\.", "mlm_transform."),
+    (r"^lm_head\.(layer_?)?norm\.", "mlm_norm."),
+    (r"^pooler\.dense\.", "pooler."),
+    (r"^binary_head\.", "nsp."),
+    (r"^output_layer\.", "output."),
+    (r"^(decoder|encoder|transformer)\.final_(layer)?norm\.", "norm."),
+    (r"^(decoder|encoder|transformer)\.layers\.", "blocks."),
+    (r"\.(self_attention\.linear_qkv\.layer_norm|input_(layer)?norm)\.", ".attention_norm."),
+    (r"\.(mlp\.linear_fc1\.layer_norm|pre_mlp_layernorm|post_attention_(layer)?norm)\.", ".mlp_norm."),
+    (r"\.(self_)?attention\.(linear_qkv|query_key_value)\.", ".attention.qkv."),
+    (r"\.(self_)?attention\.(linear_proj|dense)\.", ".attention.out."),
+    (r"\.mlp\.(linear_fc1|dense_h_to_4h)\.", ".mlp.up."),
+    (r"\.mlp\.(linear_fc2|dense_4h_to_h)\.", ".mlp.down."),
+)
 
 
 def read_megatron(path: Path) -> GPT | BERT:
@@ -168,16 +154,9 @@ def _tensors(state: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Tens
 
 def our_name(name: str) -> str:
     """Our name of one of Megatron's; an unknown one stays as it is."""
-    name = name.removeprefix("language_model.")
-    if name in ("lm_head.bias", "output_layer.bias"):
-        return "mlm_bias"
-    if matched := STACK.fullmatch(name):
-        layer, module, kind = matched.groups()
-        if layer is not None:
-            return f"blocks.{layer}.{LAYER.get(module, module)}.{kind}"
-        return f"norm.{kind}" if module in ("final_layernorm", "final_norm") else name
-    module, _, kind = name.rpartition(".")
-    return f"{OUTSIDE.get(module, module)}.{kind}"
+    for theirs, ours in NAMES:
+        name = re.sub(theirs, ours, name)
+    return name
 
 
 def _by_heads(value: Tensor, heads: int, version: float) -> Tensor:

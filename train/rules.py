@@ -270,40 +270,37 @@ def compression_rule(recipe: Recipe) -> Iterable[Problem]:
     processes alone.
     """
     scheme, parallel = recipe.compression.scheme, recipe.parallel
-    if scheme == "none":
-        return
-    if parallel.data == 1:
-        yield Problem(
-            "compression.scheme", "one data process sends no gradients", 'set it to "none", or parallel.data'
-        )
-    if parallel.sharding != "replicated":
-        yield Problem(
-            "compression.scheme",
+    one_bit = scheme == "one-bit-adam"
+    split = parallel.tensor * parallel.pipeline * parallel.context > 1
+    problems = (
+        (parallel.data == 1, "one data process sends no gradients", 'set it to "none", or parallel.data'),
+        (
+            parallel.sharding != "replicated",
             f"{parallel.sharding} sums gradients by itself",
             'parallel.sharding = "replicated"',
-        )
-    if scheme == "one-bit-adam":
-        if recipe.optimizer.name != "adamw":
-            yield Problem(
-                "compression.scheme",
-                f"{scheme} is AdamW, not {recipe.optimizer.name}",
-                'optimizer.name = "adamw"',
-            )
-        if recipe.train.offload:
-            yield Problem(
-                "compression.scheme",
-                f"{scheme} updates where its sums are",
-                '"bf16" and "powersgd" work with offload',
-            )
-        if parallel.tensor * parallel.pipeline * parallel.context > 1:
-            text = f"{scheme} works with data processes alone"
-            yield Problem("compression.scheme", text, '"bf16" and "powersgd" work in any layout')
-        if not recipe.compression.warmup(recipe.train.steps):
-            yield Problem(
-                "compression.warmup_steps",
-                "the variance needs steps to form",
-                "at least 1, usually 15 % of the run",
-            )
+        ),
+        (
+            one_bit and recipe.optimizer.name != "adamw",
+            f"{scheme} is AdamW, not {recipe.optimizer.name}",
+            'optimizer.name = "adamw"',
+        ),
+        (
+            one_bit and recipe.train.offload,
+            f"{scheme} updates where its sums are",
+            '"bf16" and "powersgd" work with offload',
+        ),
+        (
+            one_bit and split,
+            f"{scheme} works with data processes alone",
+            '"bf16" and "powersgd" work in any layout',
+        ),
+    )
+    for wrong, text, fix in problems:
+        if scheme != "none" and wrong:
+            yield Problem("compression.scheme", text, fix)
+    if one_bit and not recipe.compression.warmup(recipe.train.steps):
+        text, fix = "the variance needs steps to form", "at least 1, usually 15 % of the run"
+        yield Problem("compression.warmup_steps", text, fix)
 
 
 def evaluation_rule(recipe: Recipe) -> Iterable[Problem]:

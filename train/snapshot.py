@@ -24,6 +24,8 @@ from .tensor_file import write_tensor_file
 
 TENSORS = "tensors.json"
 GROUPS = ("weights", "optimizer", "rng")
+COUNTS = ("step", "samples", "skipped", "skipped_in_row")  # of a trainer
+SCALES = ("scale", "good_steps")  # of its loss scaler
 SUMMED_DIM = {"row_square": 1, "column_square": 0}  # Adafactor's slots, and the dim over which each is a mean
 
 Table = dict[str, dict[str, Any]]  # group -> name -> {"shape", "dtype", "chunks"}
@@ -129,12 +131,8 @@ def take_snapshot(trainer: Trainer, buffers: Buffers | None = None) -> Snapshot:
     return Snapshot(
         tensors=tensors,
         state={
-            "step": trainer.step,
-            "samples": trainer.samples,
-            "skipped": trainer.skipped,
-            "skipped_in_row": trainer.skipped_in_row,
-            "scale": trainer.scaler.scale,
-            "good_steps": trainer.scaler.good_steps,
+            **{name: getattr(trainer, name) for name in COUNTS},
+            **{name: getattr(trainer.scaler, name) for name in SCALES},
             "optimizer_scalars": scalars,
             "precision": trainer.precision,
             "threads": torch.get_num_threads(),

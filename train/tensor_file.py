@@ -1,8 +1,7 @@
 """Tensors written in the safetensors format in pieces.
 
-The library's writer first copies every tensor with the interpreter's lock held, and each copy is fresh
-memory: training would stand still meanwhile. Here a piece is hashed and handed to the system without the
-lock, and nothing is copied.
+The library's writer gives no hash, and one of the file read back would not tell what was written from what was
+meant. Here a piece of memory is hashed and handed to the system in one pass, without the interpreter's lock or a copy.
 """
 
 import hashlib

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.errors import WrongUse
-from throughline.train.parallel.jobs import make_job
+from throughline.train.parallel.jobs import Job
 
 RECIPE = """
 version = 1
@@ -224,13 +224,13 @@ def test_words_that_mean_something_in_yaml_stay_what_they_are(tmp_path: Path) ->
 
 def test_machines_are_filled() -> None:
     with pytest.raises(WrongUse, match="do not fill"):
-        make_job(["train", "x"], 12, 8, "x", "runs/x", "")
+        Job(["train", "x"], 12, 8, "x", "runs/x", "")
 
 
 @pytest.mark.parametrize("name", ["модель", "530B on 2,240", "-", "a" * 80, "big model_v2"])
 def test_any_name_of_a_recipe_becomes_one_that_kubernetes_takes(name: str) -> None:
     """A Service's is a label that begins with a letter (RFC 1035); a pod's host name adds the pod's number."""
-    found = make_job(["train", "x"], 8, 8, name, "runs/x", "").name
+    found = Job(["train", "x"], 8, 8, name, "runs/x", "").name
     assert re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", found), found
     assert len(f"{found}-9999") <= 63
 

@@ -101,6 +101,7 @@ def test_same_run_as_one_process_and_goes_on_in_another_layout(store: Path, tmp_
     finish(start(store, tmp_path / "two", "parallel.tensor=2"))
     errors = finish(start(store, tmp_path / "two", "parallel.data=2", 'parallel.sharding="zero1"', steps=9))
     assert "resumed at step 6" in errors
+    assert errors.count("not to the last bit: layout was") == 1
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert sorted(one) == sorted(two) == list(range(1, 10))
     assert max(abs(one[step] - two[step]) for step in one) < 1e-12

@@ -1,7 +1,8 @@
 """Who is behind when the processes of a run wait for one another: each writes now and then how far it is.
 
 The records are files in the run's directory, which all processes share: unlike keys of a store they can be
-read when the process that would serve them is the one that stands still. A process that stands still for most
+read when the process that would serve them is the one that stands still, and unlike torch's flight recorder, which
+each process has in its own memory, when it is the one that is stopped. A process that stands still for most
 of the groups' time limit reads them and says who is behind, before NCCL's watchdog would end it without a
 word.
 """

@@ -28,9 +28,9 @@ GRACE_SECONDS = 300  # between the signal to stop and the kill: time to save
 ENVIRONMENT = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """What a job file is written for."""
+    """What a job file is written for; its name becomes one that Kubernetes takes."""
 
     arguments: Sequence[str]  # of throughline
     processes: int
@@ -40,6 +40,19 @@ class Job:
     describe: str  # the layout in words
     restarts: int = 3
     gpus: bool = True  # one for each process, else one core
+
+    def __post_init__(self) -> None:
+        """Raises WrongUse when the processes are no whole number of machines."""
+        self.per_machine = min(self.per_machine, self.processes)
+        if self.processes % self.per_machine:
+            raise WrongUse(
+                f"{self.processes} processes do not fill machines of {self.per_machine}",
+                where="--per-machine",
+                fix=f"a divisor of {self.processes}",
+            )
+        # what Kubernetes takes as the name of a Service, with room for the number of a pod in its 63 characters
+        name = re.sub("[^a-z0-9]+", "-", self.name.lower())[:50].strip("-")
+        self.name = name if name[:1].isalpha() else f"run-{name}".strip("-")
 
     @property
     def machines(self) -> int:
@@ -56,30 +69,6 @@ class Job:
             f"--max-restarts={self.restarts} --shutdown-timeout={GRACE_SECONDS} "
             f"--module throughline.cli.main {arguments}"
         )
-
-
-def make_job(
-    arguments: Sequence[str],
-    processes: int,
-    per_machine: int,
-    name: str,
-    run_dir: str | None,
-    describe: str,
-    restarts: int = 3,
-    gpus: bool = True,
-) -> Job:
-    """Raises WrongUse when the processes are no whole number of machines."""
-    per_machine = min(per_machine, processes)
-    if processes % per_machine:
-        raise WrongUse(
-            f"{processes} processes do not fill machines of {per_machine}",
-            where="--per-machine",
-            fix=f"a divisor of {processes}",
-        )
-    # what Kubernetes takes as the name of a Service, with room for the number of a pod in its 63 characters
-    name = re.sub("[^a-z0-9]+", "-", name.lower())[:50].strip("-")
-    name = name if name[:1].isalpha() else f"run-{name}".strip("-")
-    return Job(arguments, processes, per_machine, name, run_dir, describe, restarts, gpus)
 
 
 def job_file(kind: str, job: Job, image: str) -> str:
