@@ -63,7 +63,7 @@ from .snapshot import (
     TensorReader,
     take_snapshot,
     without_dim,
-    write_snapshot,
+    write_table,
     write_tensors,
 )
 from .step import Trainer
@@ -139,19 +139,34 @@ class CheckpointWriter:
             self._thread.shutdown(wait=True)
 
     def _write(self, snapshot: Snapshot, facts: dict[str, Any]) -> Path:
+        """Every process writes its part; the first puts them together."""
         step = snapshot.state["step"]
-        if self.process:
-            return self._write_part(snapshot, step)
+        part = self._part(step, self.process)
+        try:
+            with full_disk(part):
+                part.mkdir(parents=True)
+                table, hashes = write_tensors(part, snapshot, self.process)
+                if damaged := [name for name in hashes if sha256_file(part / name) != hashes[name]]:
+                    raise Failed("a file of a checkpoint is not what was written", where=part / damaged[0])
+                aside = part / f"{PART}.tmp"
+                write_atomic(aside, json.dumps({"table": table, "hashes": hashes}))
+                # the last touch: from here on the first process takes the directory away
+                os.rename(aside, part / PART)
+            return part if self.process else self._put_together(snapshot, facts)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+    def _put_together(self, snapshot: Snapshot, facts: dict[str, Any]) -> Path:
+        step = snapshot.state["step"]
         path = self.directory / f"step-{step:08d}"
         if not is_artifact(path):
             shutil.rmtree(path, ignore_errors=True)  # remains of a removal; a damaged one is replaced below
         with create_artifact(
             path, "checkpoint", inputs=self.inputs, recipe_hash=self.recipe_hash, overwrite=True
         ) as draft:
-            others = self._take_parts(step, draft) if self.processes > 1 else []
+            table = write_table(draft.path, snapshot, self._take_parts(step, draft))
             read_back = set(draft.known)
-            table, hashes = write_snapshot(draft.path, snapshot, others)
-            draft.known |= hashes
             if self.tokenizer_json is not None:
                 (draft.path / "tokenizer.json").write_bytes(self.tokenizer_json)
             state, parameters = snapshot.state, table["weights"].values()
@@ -169,35 +184,15 @@ class CheckpointWriter:
         return path
 
     def _part(self, step: int, process: int) -> Path:
+        """Where a process puts its files, flushed, hashed and read back; `part.json` comes last."""
         return self.directory / f".step-{step:08d}.{self.token}-{process:05d}.tmp"
 
-    def _write_part(self, snapshot: Snapshot, step: int) -> Path:
-        """The files of a process other than the first, flushed, hashed and read back, in a directory of their
-        own; `part.json` comes last.
-        """
-        path = self._part(step, self.process)
-        try:
-            with full_disk(path):
-                path.mkdir(parents=True)
-                table, hashes = write_tensors(path, snapshot, self.process)
-                if damaged := [name for name in hashes if sha256_file(path / name) != hashes[name]]:
-                    raise Failed("a file of a checkpoint is not what was written", where=path / damaged[0])
-                aside = path / f"{PART}.tmp"
-                write_atomic(aside, json.dumps({"table": table, "hashes": hashes}))
-                os.rename(
-                    aside, path / PART
-                )  # the last touch: from here on the first process takes the directory away
-        except BaseException:
-            shutil.rmtree(path, ignore_errors=True)
-            raise
-        return path
-
     def _take_parts(self, step: int, draft: Draft) -> list[Table]:
-        """Wait for the parts of the other processes and move their files into the checkpoint. No process
-        waits for the first.
+        """Wait for the parts of all processes and move their files into the checkpoint. No process waits for the
+        first.
         """
         tables = []
-        for process in range(1, self.processes):
+        for process in range(self.processes):
             path, written, end = self._part(step, process), -1, 0.0
             while not (path / PART).exists():
                 if (size := _size(path)) != written:  # it is at work

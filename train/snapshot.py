@@ -164,17 +164,13 @@ def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> tupl
     return table, hashes
 
 
-def write_snapshot(
-    directory: Path, snapshot: Snapshot, others: Sequence[Table] = ()
-) -> tuple[Table, dict[str, str]]:
-    """Write the files of the first process and everything that is written once; the table of all processes,
-    known sha256.
-
-    `others` are the tables of the other processes, whose files are in the directory already.
+def write_table(directory: Path, snapshot: Snapshot, parts: Sequence[Table]) -> Table:
+    """Write what is written once, beside the files of all processes: the table of their tensors, which is returned,
+    state and model.
     """
-    table, hashes = write_tensors(directory, snapshot)
-    for other in others:
-        for group, entries in other.items():
+    table: Table = {group: {} for group in GROUPS}
+    for part in parts:
+        for group, entries in part.items():
             for name, entry in entries.items():
                 known: Any = table[group].setdefault(name, entry)
                 if known is not entry:
@@ -182,14 +178,11 @@ def write_snapshot(
                     known["chunks"] += entry["chunks"]
     for group, entries in table.items():
         for name, entry in entries.items():
-            stored = sum(math.prod(chunk["shape"]) for chunk in entry["chunks"])
-            assert stored == math.prod(entry["shape"]), (
-                f"{group} {name}: {stored} of {entry['shape']} elements"
-            )
-    (directory / TENSORS).write_text(json.dumps(table, indent=1) + "\n")
-    (directory / "state.json").write_text(json.dumps(snapshot.state, indent=1) + "\n")
-    (directory / "model.json").write_text(json.dumps(snapshot.model, indent=1) + "\n")
-    return table, hashes
+            stored, wanted = sum(math.prod(c["shape"]) for c in entry["chunks"]), math.prod(entry["shape"])
+            assert stored == wanted, f"{group} {name}: {stored} of {wanted} elements"
+    for file, facts in ((TENSORS, table), ("state.json", snapshot.state), ("model.json", snapshot.model)):
+        (directory / file).write_text(json.dumps(facts, indent=1) + "\n")
+    return table
 
 
 class TensorReader:

@@ -93,8 +93,8 @@ def test_what_happens_after_the_save_does_not_reach_it(
     """The thread writes a copy: here it is held until the weights have been overwritten."""
     import threading
 
-    gate, original = threading.Event(), module.write_snapshot
-    monkeypatch.setattr(module, "write_snapshot", lambda *a: gate.wait(30) and original(*a))
+    gate, original = threading.Event(), module.write_tensors
+    monkeypatch.setattr(module, "write_tensors", lambda *a: gate.wait(30) and original(*a))
     before = {name: p.detach().clone() for name, p in trainer.engine.model.named_parameters()}
     writer = CheckpointWriter(tmp_path, 0)
     pause = writer.save(trainer)
@@ -167,7 +167,7 @@ def test_a_copy_that_somebody_made_is_left_alone(trainer: Trainer, tmp_path: Pat
     assert names(tmp_path) == ["latest", "step-00000001-good", "step-00000003"]
 
 
-@pytest.mark.parametrize("moment", ["write_snapshot", "verify_artifact", "write_atomic"])
+@pytest.mark.parametrize("moment", ["write_tensors", "write_table", "verify_artifact", "write_atomic"])
 def test_a_save_that_fails_never_becomes_latest(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
