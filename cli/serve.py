@@ -141,7 +141,7 @@ def command(
     names = {"max_body": "body_bytes", "request_timeout": "request_s"}
     bounds = ServerLimits(**{names.get(name, name): value for name, value in limits.items()})
     telemetry = Telemetry(standard_log() if access_log else None)
-    models = served_models(paths, bounds, options, telemetry)
+    models = served_models(paths, bounds, options)
     listener = bind(host, port)  # before the models: a taken port is known at once
     server = Server(models, bounds, telemetry)
     run(server, Doors(keys, cors, tls_cert, tls_key, drain_wait), listener)

@@ -24,7 +24,7 @@ from .chat import ChatTemplate
 from .encoding import Encoding, Reader, check_ids
 from .generation import Job, TextDelta, prompt_ids
 from .remote import Answer, Remote
-from .telemetry import Telemetry, Watch
+from .telemetry import Watch
 
 Prompt = str | list[int]
 TOKEN_TEXTS = 1 << 16  # tokens whose text is remembered, some 4 MB
@@ -49,9 +49,8 @@ Deltas = AsyncGenerator[tuple[int, TextDelta], None]  # of several answers, each
 class ServedModel:
     """One model; `ready` while its process answers."""
 
-    def __init__(self, name: str, remote: Remote, limits: ServerLimits, telemetry: Telemetry) -> None:
+    def __init__(self, name: str, remote: Remote, limits: ServerLimits) -> None:
         self.name, self.remote, self.limits = name, remote, limits
-        self.telemetry = telemetry
         self._tokenizer: Tokenizer | None = None
         self.chat: ChatTemplate | None = None
         self.token_text = lru_cache(TOKEN_TEXTS)(lambda token_id: self.tokenizer.decode([token_id]))
@@ -210,9 +209,7 @@ def as_list(texts: Any) -> list[Prompt]:
     return [texts] if single else texts
 
 
-def served_models(
-    specs: Sequence[str], limits: ServerLimits, options: BackendOptions, telemetry: Telemetry
-) -> list[ServedModel]:
+def served_models(specs: Sequence[str], limits: ServerLimits, options: BackendOptions) -> list[ServedModel]:
     """Models by `PATH` or `NAME=PATH`; a path's name is its last part. Raises WrongUse for a name given
     twice and for a path that does not exist.
     """
@@ -228,5 +225,5 @@ def served_models(
         if not Path(path).exists():
             raise no_model(Path(path))
         remote = Remote(name, path, options, slots=limits.slots, queue=limits.queue)
-        models[name] = ServedModel(name, remote, limits, telemetry)
+        models[name] = ServedModel(name, remote, limits)
     return list(models.values())

@@ -79,7 +79,7 @@ async def running(
     patch.setattr(worker, "WorkerModel", Noted)
     bounds, telemetry = ServerLimits(**limits), Telemetry()
     options = BackendOptions(device="cpu", threads=1)
-    server = Server(served_models(specs, bounds, options, telemetry), bounds, telemetry)
+    server = Server(served_models(specs, bounds, options), bounds, telemetry)
     app = build_app(server, keys)
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60)
     async with app.router.lifespan_context(app), client:
@@ -110,9 +110,7 @@ def on_a_port_with(
     """A server with these models on a port; gives its address as a URL that ends with /, and the server."""
     patch.setattr(remote, "spawn", ThreadProcess)
     bounds, telemetry = ServerLimits(**limits), Telemetry()
-    server = Server(
-        served_models(specs, bounds, BackendOptions("cpu", threads=1), telemetry), bounds, telemetry
-    )
+    server = Server(served_models(specs, bounds, BackendOptions("cpu", threads=1)), bounds, telemetry)
     with on_a_port(build_app(server)) as (host, port):
         while not all(model.ready for model in server.models):
             time.sleep(0.005)

@@ -15,7 +15,6 @@ import pytest
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import WrongUse
 from throughline.inference.serving.served import ServerLimits, served_models
-from throughline.inference.serving.telemetry import Telemetry
 
 
 async def stream(client: httpx.AsyncClient, **fields) -> list[dict]:
@@ -269,10 +268,10 @@ def test_long_texts_are_tokenised_beside_the_event_loop(ask, monkeypatch: pytest
 
 def test_two_models_of_one_name_are_refused(gpt_onnx: Path) -> None:
     with pytest.raises(WrongUse, match="two models are called"):
-        served_models([str(gpt_onnx), str(gpt_onnx)], ServerLimits(), BackendOptions(), Telemetry())
+        served_models([str(gpt_onnx), str(gpt_onnx)], ServerLimits(), BackendOptions())
     for spec in ("=" + str(gpt_onnx), "gpt="):
         with pytest.raises(WrongUse, match="a name and a path"):
-            served_models([spec], ServerLimits(), BackendOptions(), Telemetry())
+            served_models([spec], ServerLimits(), BackendOptions())
 
 
 def test_ids_beyond_the_tokenizer_are_a_prompt_like_any_other(ask) -> None:
