@@ -107,8 +107,8 @@ class Flat:
 
 
 def throughline_with(backend: str, tokenizer: str, text: str, out: str) -> int:
-    from throughline.data.readers import ReadOptions
-    from throughline.data.tokenize import Work, tokenize
+    from throughline.data.ingest.readers import ReadOptions
+    from throughline.data.ingest.tokenize import Work, tokenize
 
     options = ReadOptions(documents="line")
     manifest = tokenize([text], tokenizer, out, options=options, work=Work(backend=backend))

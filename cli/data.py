@@ -70,9 +70,9 @@ def tokenizer(
     from ..core.artifact import CHECK_BYTES, Input, check_free, input_record
     from ..core.errors import WrongUse
     from ..data.import_tokenizer import import_tokenizer
-    from ..data.inputs import expand_inputs
-    from ..data.sample import sample
-    from ..data.text import COUNTS
+    from ..data.ingest.inputs import expand_inputs
+    from ..data.ingest.sample import sample
+    from ..data.ingest.text import COUNTS
     from ..data.train_tokenizer import train_tokenizer
 
     check_free(out, overwrite)
@@ -199,8 +199,8 @@ def tokenize(
     """
     from ..core.errors import WrongUse
     from ..core.hardware import usable_cores
-    from ..data.tokenize import Work
-    from ..data.tokenize import tokenize as run
+    from ..data.ingest.tokenize import Work
+    from ..data.ingest.tokenize import tokenize as run
 
     if (task_index is None) != (task_count is None):
         raise WrongUse("--task-index and --task-count go together", fix="give both or neither")
@@ -337,7 +337,7 @@ def dedup(
     Example:  throughline data dedup corpus/ --near --out clean
     """
     from ..core.errors import WrongUse
-    from ..data.dedup import dedup as run
+    from ..data.ingest.dedup import dedup as run
 
     if not out and not dry_run:
         raise WrongUse("no output given", where="--out", fix="name a directory, or count only with --dry-run")

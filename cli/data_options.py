@@ -49,7 +49,7 @@ def out_options(function: Any) -> Any:
 
 def read_options(documents: str, field: str, split: str, unwrap: bool) -> Any:
     """The options of `text_options` as a `ReadOptions`."""
-    from ..data.readers import ReadOptions
+    from ..data.ingest.readers import ReadOptions
 
     return ReadOptions(documents, field, split, unwrap)  # type: ignore[arg-type]
 

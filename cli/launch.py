@@ -140,7 +140,7 @@ def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, 
 def _tokenize_array(processes: int, emit: str | None, per_machine: int, arguments: tuple[str, ...]) -> None:
     """Print the job array that tokenises."""
     from ..core.errors import WrongUse
-    from ..data.executors import slurm_array
+    from ..data.ingest.executors import slurm_array
     from .data import tokenize
 
     given = tokenize.make_context("tokenize", list(arguments[2:]), click.get_current_context()).params

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..core.errors import Failed, WrongUse
-from ..data.streams import open_blocks
+from ..data.ingest.streams import open_blocks
 
 COMPRESSION = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".tokens", ".raw")

@@ -9,10 +9,10 @@ from typing import Any
 from ..core.artifact import MANIFEST, Input, input_record, is_artifact, read_manifest
 from ..core.errors import Refused, WrongUse
 from ..core.files import sha256_file, sha256_json
-from ..data.inputs import expand_inputs
-from ..data.readers import ReadOptions
+from ..data.ingest.inputs import expand_inputs
+from ..data.ingest.readers import ReadOptions
+from ..data.ingest.tokenize import make_plan, tokenize
 from ..data.store import TokenStore
-from ..data.tokenize import make_plan, tokenize
 from ..data.tokenizer import Tokenizer, tokenizer_beside
 from .recipe import Recipe
 

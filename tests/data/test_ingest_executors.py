@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
-from throughline.data.tokenize import Work, tokenize
+from throughline.data.ingest.tokenize import Work, tokenize
 from throughline.data.train_tokenizer import train_tokenizer
 
 SHARD = 20_000
@@ -195,7 +195,7 @@ import os, sys, threading, time
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
-from throughline.data.tokenize import Work, tokenize
+from throughline.data.ingest.tokenize import Work, tokenize
 
 corpus, tokenizer, out, shard = sys.argv[1:]
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

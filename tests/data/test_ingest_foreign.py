@@ -14,14 +14,15 @@ import pytest
 from throughline.core.artifact import chain
 from throughline.core.errors import Failed, Refused, WrongUse
 from throughline.core.files import write_atomic
-from throughline.data import backends, executors
+from throughline.data import backends
 from throughline.data.backends import BACKENDS, open_backend
-from throughline.data.inputs import expand_inputs
+from throughline.data.ingest import executors
+from throughline.data.ingest.inputs import expand_inputs
+from throughline.data.ingest.readers import ReadOptions, read
+from throughline.data.ingest.task_plan import write_plan
+from throughline.data.ingest.tokenize import Work, make_plan, tokenize
 from throughline.data.inspect import inspect_store
-from throughline.data.readers import ReadOptions, read
 from throughline.data.store import TokenStore
-from throughline.data.task_plan import write_plan
-from throughline.data.tokenize import Work, make_plan, tokenize
 from throughline.data.tokenizer import CONFIG, FILE, Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from throughline.core.artifact import chain
 from throughline.core.errors import Failed, Refused, WrongUse
-from throughline.data import dedup as dedup_module
-from throughline.data import readers
-from throughline.data import task_plan as plan_module
-from throughline.data import tasks as tasks_module
-from throughline.data import tokenize as tokenize_module
 from throughline.data.backends import Reference
-from throughline.data.readers import DocumentBatch, ReadOptions
-from throughline.data.tasks import Encoder, run_task
-from throughline.data.text import PIECE_BYTES
-from throughline.data.tokenize import Work, make_plan, tokenize
+from throughline.data.ingest import dedup as dedup_module
+from throughline.data.ingest import readers
+from throughline.data.ingest import task_plan as plan_module
+from throughline.data.ingest import tasks as tasks_module
+from throughline.data.ingest import tokenize as tokenize_module
+from throughline.data.ingest.readers import DocumentBatch, ReadOptions
+from throughline.data.ingest.tasks import Encoder, run_task
+from throughline.data.ingest.text import PIECE_BYTES
+from throughline.data.ingest.tokenize import Work, make_plan, tokenize
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
 

@@ -17,11 +17,11 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
-from throughline.data import readers, streams
-from throughline.data.inputs import expand_inputs
-from throughline.data.readers import ReadOptions, read
-from throughline.data.text import cut_place
-from throughline.data.tokenize import make_plan
+from throughline.data.ingest import readers, streams
+from throughline.data.ingest.inputs import expand_inputs
+from throughline.data.ingest.readers import ReadOptions, read
+from throughline.data.ingest.text import cut_place
+from throughline.data.ingest.tokenize import make_plan
 from throughline.data.train_tokenizer import train_tokenizer
 
 

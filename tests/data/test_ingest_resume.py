@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Failed, Refused, WrongUse
-from throughline.data import tasks as tasks_module
-from throughline.data import tokenize as tokenize_module
-from throughline.data.tokenize import Work, tokenize
+from throughline.data.ingest import tasks as tasks_module
+from throughline.data.ingest import tokenize as tokenize_module
+from throughline.data.ingest.tokenize import Work, tokenize
 
 
 class Killed(BaseException):
@@ -41,8 +41,8 @@ def test_kill_in_every_phase_then_continue(stage: Any, plain: Path, tmp_path: Pa
     target, count = PHASES[phase]
     module = "finalize" if target in ("seal", "os.rename", "shutil.rmtree") else "tasks"
     code = f"""
-import os, signal, sys, throughline.data.{module} as module
-from throughline.data.tokenize import Work, tokenize
+import os, signal, sys, throughline.data.ingest.{module} as module
+from throughline.data.ingest.tokenize import Work, tokenize
 owner, name = module, {target!r}
 while "." in name:
     first, name = name.split(".", 1)

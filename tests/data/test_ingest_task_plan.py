@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from throughline.core.errors import Failed
-from throughline.data import executors
-from throughline.data.inputs import Source
-from throughline.data.readers import ReadOptions
-from throughline.data.task_plan import PLAN, Task, TaskPlan, default_shard_bytes, read_plan, write_plan
-from throughline.data.tasks import read_record
+from throughline.data.ingest import executors
+from throughline.data.ingest.inputs import Source
+from throughline.data.ingest.readers import ReadOptions
+from throughline.data.ingest.task_plan import PLAN, Task, TaskPlan, default_shard_bytes, read_plan, write_plan
+from throughline.data.ingest.tasks import read_record
 
 
 def test_a_plan_of_10_tb_takes_seconds(tmp_path: Path) -> None:

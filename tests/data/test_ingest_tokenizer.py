@@ -18,10 +18,10 @@ from throughline.core.errors import Failed, Refused, ThroughlineError, WrongUse
 from throughline.data import backends, encoders
 from throughline.data.backends import BACKENDS, NASTY, difference, open_backend
 from throughline.data.import_tokenizer import import_tokenizer
-from throughline.data.inputs import expand_inputs
-from throughline.data.readers import ReadOptions
-from throughline.data.sample import sample
-from throughline.data.text import cut_place
+from throughline.data.ingest.inputs import expand_inputs
+from throughline.data.ingest.readers import ReadOptions
+from throughline.data.ingest.sample import sample
+from throughline.data.ingest.text import cut_place
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
 

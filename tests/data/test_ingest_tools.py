@@ -22,17 +22,17 @@ from throughline.cli.data_options import parse_bytes
 from throughline.cli.main import main
 from throughline.core.artifact import read_manifest
 from throughline.core.errors import Failed, WrongUse
-from throughline.data import dedup as dedup_module
 from throughline.data.backends import BACKENDS
-from throughline.data.dedup import dedup
 from throughline.data.export import export_store
 from throughline.data.import_tokenizer import import_tokenizer
+from throughline.data.ingest import dedup as dedup_module
+from throughline.data.ingest.dedup import dedup
+from throughline.data.ingest.readers import ReadOptions
+from throughline.data.ingest.sentences import split_sentences
+from throughline.data.ingest.tokenize import tokenize
 from throughline.data.inspect import inspect_store
-from throughline.data.readers import ReadOptions
-from throughline.data.sentences import split_sentences
 from throughline.data.shard import write_index
 from throughline.data.store import TokenStore
-from throughline.data.tokenize import tokenize
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
 
@@ -347,7 +347,7 @@ def test_memory_is_flat_in_the_size_of_the_corpus(store: Path, tmp_path: Path, k
 
 def tokenize_code(text: Path, tokenizer: Path, out: Path) -> str:
     return (
-        "from throughline.data.tokenize import ReadOptions, tokenize\n"
+        "from throughline.data.ingest.tokenize import ReadOptions, tokenize\n"
         f"tokenize([{str(text)!r}], {str(tokenizer)!r}, {str(out)!r}, options=ReadOptions('line'), shard_bytes=1 << 30)"
     )
 
@@ -385,7 +385,7 @@ def test_a_worker_for_each_core_that_may_be_used(monkeypatch: pytest.MonkeyPatch
     found: list[int] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
     monkeypatch.setattr(
-        "throughline.data.tokenize.tokenize", lambda *_, work, **__: found.append(work.workers)
+        "throughline.data.ingest.tokenize.tokenize", lambda *_, work, **__: found.append(work.workers)
     )
     done = CliRunner().invoke(main, ["data", "tokenize", "x", "--tokenizer", "t", "--out", "o"])
     assert done.exit_code == 0 and found == [1], done.output

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from throughline.core.artifact import read_manifest
-from throughline.data.readers import ReadOptions
-from throughline.data.tokenize import Work, tokenize
+from throughline.data.ingest.readers import ReadOptions
+from throughline.data.ingest.tokenize import Work, tokenize
 from throughline.data.train_tokenizer import train_tokenizer
 
 TEXT = "".join(f"paragraph {i} with some words\n\n" for i in range(2000))

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from throughline.core.artifact import create_artifact, verify_artifact
 from throughline.core.errors import Refused, WrongUse
-from throughline.data.readers import ReadOptions
-from throughline.data.tokenize import tokenize
+from throughline.data.ingest.readers import ReadOptions
+from throughline.data.ingest.tokenize import tokenize
 from throughline.eval.compare import compare_scores
 from throughline.eval.opening import own_gpu
 from throughline.eval.session import Request, evaluate_checkpoints, evaluate_one, join_ranks

@@ -17,9 +17,9 @@ from throughline.cli.main import main
 from throughline.core.artifact import read_manifest
 from throughline.core.errors import Refused
 from throughline.core.recipe import dump_toml
+from throughline.data.ingest.tokenize import tokenize
 from throughline.data.samples import open_dataset
 from throughline.data.store import TokenStore
-from throughline.data.tokenize import tokenize
 from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
 from throughline.train import corpus

@@ -17,16 +17,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..core.artifact import input_record
-from ..core.errors import Failed
-from ..core.files import full_disk, read_json, sha256_file, sync, write_atomic
-from .backends import Backend, Watched
+from ...core.artifact import input_record
+from ...core.errors import Failed
+from ...core.files import full_disk, read_json, sha256_file, sync, write_atomic
+from ..backends import Backend, Watched
+from ..shard import token_dtype, write_index_in_blocks
+from ..tokenizer import Tokenizer
 from .readers import DocumentBatch
 from .sentences import split_sentences
-from .shard import token_dtype, write_index_in_blocks
 from .task_plan import Task, TaskPlan, read_unchanged
 from .text import PIECE_BYTES
-from .tokenizer import Tokenizer
 
 LONGEST = 2**31 - 1  # tokens of a sequence: Megatron's index has 32 bits for them
 SPILL_BYTES = 1 << 20  # of lengths read back at a time

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from ..core.console import progress
+from ...core.console import progress
 from .inputs import Source
 from .readers import ReadOptions, read, splittable
 from .text import MAX_REPLACED, check_replaced

@@ -18,7 +18,7 @@ import codecs
 import re
 from collections import Counter
 
-from ..core.errors import Failed
+from ...core.errors import Failed
 
 PIECE_BYTES = (
     1 << 20

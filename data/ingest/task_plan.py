@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import Failed, Refused
-from ..core.files import full_disk, read_json, sha256_json, write_atomic
+from ...core.errors import Failed, Refused
+from ...core.files import full_disk, read_json, sha256_json, write_atomic
 from .inputs import Source
 from .readers import DocumentBatch, ReadOptions, read, splittable
 

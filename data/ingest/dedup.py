@@ -26,10 +26,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..core.artifact import check_free
-from ..core.console import progress
-from ..core.errors import Failed
-from ..core.files import full_disk, written_aside
+from ...core.artifact import check_free
+from ...core.console import progress
+from ...core.errors import Failed
+from ...core.files import full_disk, written_aside
 from .inputs import Source, expand_inputs
 from .readers import ReadOptions, read_records
 from .task_plan import check_unchanged, read_unchanged

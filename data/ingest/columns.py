@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..core.errors import Failed, MissingExtra, Refused, ThroughlineError, WrongUse
+from ...core.errors import Failed, MissingExtra, Refused, ThroughlineError, WrongUse
 from .inputs import DATASET_PREFIX, is_saved_dataset
 
 TARGET_BYTES = 4 << 20  # of text per batch of rows

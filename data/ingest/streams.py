@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from ..core.errors import Failed
+from ...core.errors import Failed
 
 BLOCK_BYTES = 1 << 20
 BLANK = b" \t\r\n"

@@ -17,21 +17,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ..core.artifact import Manifest, check_free, input_record, is_artifact, read_manifest
-from ..core.console import amount, progress, say, warn
-from ..core.errors import Stopped, ThroughlineError, WrongUse
-from ..core.files import full_disk, write_atomic
-from .backends import Backend, open_backend
+from ...core.artifact import Manifest, check_free, input_record, is_artifact, read_manifest
+from ...core.console import amount, progress, say, warn
+from ...core.errors import Stopped, ThroughlineError, WrongUse
+from ...core.files import full_disk, write_atomic
+from ..backends import Backend, open_backend
+from ..store import partial
+from ..tokenizer import FILE, Tokenizer
 from .columns import hub_parts
 from .executors import run_here, run_processes, run_ray
 from .finalize import alone, finalize
 from .inputs import expand_inputs
 from .readers import DocumentBatch, ReadOptions, read
-from .store import partial
 from .task_plan import Task, TaskPlan, default_shard_bytes, write_plan
 from .tasks import STORE, read_record
 from .text import MAX_REPLACED
-from .tokenizer import FILE, Tokenizer
 
 MOST_SHARDS = 1_000_000
 KEEP_BYTES = (

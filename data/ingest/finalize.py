@@ -8,16 +8,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..core.artifact import Input, seal
-from ..core.console import warn
-from ..core.errors import Failed
-from ..core.files import sha256_json, swap_in
+from ...core.artifact import Input, seal
+from ...core.console import warn
+from ...core.errors import Failed
+from ...core.files import sha256_json, swap_in
+from ..shard import token_dtype
+from ..tokenizer import FILE, Tokenizer, tokenizer_records
 from .inputs import DATASET_PREFIX
-from .shard import token_dtype
 from .task_plan import Task, TaskPlan
 from .tasks import STORE, read_record
 from .text import COUNTS, PIECE_BYTES, check_replaced
-from .tokenizer import FILE, Tokenizer, tokenizer_records
 
 
 @contextmanager

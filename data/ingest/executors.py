@@ -19,12 +19,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
-from ..core.console import warn
-from ..core.errors import Failed, MissingExtra
-from .backends import open_backend
+from ...core.console import warn
+from ...core.errors import Failed, MissingExtra
+from ..backends import open_backend
+from ..tokenizer import FILE, Tokenizer
 from .task_plan import Task, TaskPlan, read_plan
 from .tasks import run_task
-from .tokenizer import FILE, Tokenizer
 
 TRIES = 2
 

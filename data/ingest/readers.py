@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ..core.errors import Failed
+from ...core.errors import Failed
 from .columns import dataset_rows, parquet_rows
 from .inputs import Source
 from .streams import BLANK_LINES, LINE_END, between, open_blocks

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..core.console import warn
-from ..core.errors import WrongUse
-from ..core.files import read_json
+from ...core.console import warn
+from ...core.errors import WrongUse
+from ...core.files import read_json
 
 FORMATS = {
     ".txt": "txt",
