@@ -16,15 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from common import Claim, claim, finish, parser, throughline
-from throughline.core.backend import BackendOptions
 from throughline.core.errors import WrongUse
 from throughline.inference.exports.export import Judging, export_onnx
 from throughline.inference.exports.gguf_export import export_gguf
 from throughline.inference.graphs.graph_options import GraphOptions
-from throughline.inference.graphs.parity import BOUNDS, Bounds
-from throughline.inference.graphs.real_text import compare_on_text, read_rows
-from throughline.inference.graphs.reference import reference_of
-from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.graphs.parity import Bounds
 from throughline.inference.runtimes.source import open_model
 
 SAMPLES = Path(__file__).resolve().parents[1] / "recipes" / "samples"
@@ -80,14 +76,10 @@ def judged(name: str, path: Path, text: Path, folder: Path) -> dict[str, Figures
             found["fp32 portable"]["greedy"] = report["greedy_tokens"]["equal"]
         print(f"{name} {precision} {variant}: {found[f'{precision} {variant}']}", flush=True)
     if name == "gpt" and importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"):
-        opened = open_model(path)
-        rows = read_rows(text, opened.tokenizer, opened.model.config.sequence_length)
-        reference = reference_of(opened.model, opened.tokenizer, opened.input)
-        for kind, precision in GGUF.items():
-            export_gguf(path, folder / "gguf", kind, overwrite=True)  # type: ignore[arg-type]
-            candidate = open_backend(folder / "gguf", BackendOptions("cpu"))
-            report = compare_on_text(reference, candidate, rows, BOUNDS[precision])
-            found[f"{kind} llama.cpp"] = figures(report)
+        for kind in GGUF:
+            judging = Judging(text=text, bench=False, bounds=LOOSE)
+            report = export_gguf(path, folder / "gguf", kind, judging, overwrite=True)  # type: ignore[arg-type]
+            found[f"{kind} llama.cpp"] = figures(report["text"])
             print(f"{name} {kind} llama.cpp: {found[f'{kind} llama.cpp']}", flush=True)
     return found
 

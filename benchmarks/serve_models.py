@@ -44,7 +44,7 @@ def write_models(folder: Path, quick: bool) -> None:
             options = GraphOptions("onnxruntime", precision)
             export_onnx(directory, folder / f"{kind}-{precision}", options, judging)
     if find_spec("gguf") and find_spec("llama_cpp"):
-        export_gguf(folder / "gpt", folder / "gpt-q8_0", "q8_0")
+        export_gguf(folder / "gpt", folder / "gpt-q8_0", "q8_0", Judging(bench=False))
 
 
 def gpt_tokenizer() -> Any:

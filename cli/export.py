@@ -130,9 +130,6 @@ def command(
             facts | {"path": str(out)}, [f"{facts['layers']} layers on {facts['tokens']:,} tokens", out]
         )
         return
-    if target == "gguf":
-        _export_gguf(path, out, given["precision"], overwrite)
-        return
     score = None
     if tasks is not None:
         from ..eval.exported import task_scorer
@@ -140,7 +137,13 @@ def command(
         score = task_scorer(tasks, limit)
     judging = Judging(text, calibration, score, bench, device=device)
     engine = {name: given.pop(name) for name in ("capability", "batches", "lengths", "timing_cache")}
-    if target.startswith("tensorrt"):
+    report: dict[str, Any]
+    if target == "gguf":
+        from ..inference.exports.gguf_export import export_gguf
+
+        named: dict[str, Any] = {"fp32": "f32", "fp16": "f16", "int8": "q8_0", "int4": "q4_0"}
+        report = export_gguf(path, out, named[given["precision"]], judging, overwrite)
+    elif target.startswith("tensorrt"):
         from ..inference.exports.export_engine import export_engine
 
         report = export_engine(
@@ -169,16 +172,6 @@ def command(
     console.result({"path": str(out), "to": target, **report}, lines)
 
 
-def _export_gguf(path: str, out: str, precision: str, overwrite: bool) -> None:
-    from ..inference.exports.gguf_export import export_gguf
-
-    named: dict[str, Any] = {"fp32": "f32", "fp16": "f16", "int8": "q8_0", "int4": "q4_0"}
-    report = export_gguf(path, out, named[precision], overwrite)
-    lines = [f"{name}: {value:.3g}" for name, value in report.items()]
-    lines += [f"written: {out}", f"try it:  throughline serve {shlex.quote(out)}"]
-    console.result({"path": str(out), "to": "gguf", **report}, lines)
-
-
 def _numbers(text: str, where: str) -> tuple[int, ...]:
     try:
         found = tuple(int(part) for part in text.split(","))
@@ -193,6 +186,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
     from ..inference.runtimes.bench import latency_lines
 
+    if not report:  # nothing here could run it
+        return []
     header = ["output", "max error", "mean error", "largest value", "top-1 agreement"]
     rows = [
         [name, line["max_abs"], line["mean_abs"], line["scale"], line.get("top1_agreement")]

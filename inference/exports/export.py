@@ -1,26 +1,28 @@
-"""Exports a model as an ONNX artifact that has been compared with the torch model before it may exist.
+"""Exports a model as an artifact that has been compared with the torch model before it may exist.
 
-An artifact of kind `onnx` holds model.onnx (and model.onnx.data above 1.8 GB), model.json, tokenizer.json and
-parity.json: errors per output and per layer, what ONNX Runtime fused, what real text and a task say, and a
-latency table unless that was not wanted.
+Every target goes one way: `exporting` opens the model and the artifact, the target writes its files, `judge` compares
+them with the torch model, and what it says is parity.json. An artifact of kind `onnx` holds model.onnx (and
+model.onnx.data above 1.8 GB), model.json, tokenizer.json and parity.json: errors per output and per layer, what ONNX
+Runtime fused, what real text and a task say, and a latency table unless that was not wanted.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.artifact import Input, check_free, create_artifact
+from ...core.artifact import Draft, Input, check_free, create_artifact, input_record
 from ...core.backend import BackendOptions
 from ...core.errors import Refused, WrongUse
-from ...models.config import GPTConfig, TransformerConfig, family_of
+from ...models.config import GPTConfig, family_of
 from ..graphs.calibration import calibrate, read_calibration
-from ..graphs.graph_options import PLAIN, GraphOptions
-from ..graphs.graph_probe import first_bad_node, layer_errors, optimised_operators
-from ..graphs.onnx_blocks import grouped
-from ..graphs.parity import BOUNDS, Bounds, Score, compare, compare_scores, require
+from ..graphs.graph_options import PLAIN, GraphOptions, Pooling
+from ..graphs.graph_probe import check_fusion, first_bad_node, probe
+from ..graphs.parity import BOUNDS, Bounds, Case, Score, compare, compare_scores, require
 from ..graphs.real_text import TextRows, compare_on_text, read_rows
 from ..graphs.reference import Adapted, OptimumCausal, at_asked_positions, reference_of
 from ..runtimes.backends import run_graph
@@ -56,10 +58,81 @@ class Judging:
 ALONE = Judging()
 
 
+@dataclass
+class Export:
+    """An export on its way: the model, the artifact that is being written, and what was found out."""
+
+    opened: OpenedModel
+    draft: Draft
+    judging: Judging
+    device: str
+    rows: TextRows | None
+    report: Report = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where its files go."""
+        return self.draft.path
+
+    def reference(self, pooling: Pooling = "mean") -> Loaded:
+        """The torch model in float32 on the device of the comparison."""
+        return reference_of(self.opened.model.to(self.device), self.tokenizer, self.opened.input, pooling)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer of the export."""
+        file = self.folder / "tokenizer.json"
+        return file if file.is_file() else None
+
+
+@contextmanager
+def exporting(
+    path: Path | str, out: Path | str, kind: str, judging: Judging, overwrite: bool
+) -> Iterator[Export]:
+    """The model at `path` on its way to `out`. What was found out is written when the block ends."""
+    check_free(out, overwrite)
+    device = pick_device(judging.device)
+    opened = open_model(path)
+    rows = None
+    if judging.text is not None:
+        rows = read_rows(judging.text, opened.tokenizer, opened.model.config.sequence_length)
+    with create_artifact(out, kind, inputs=[opened.input], overwrite=overwrite) as draft:
+        if rows is not None:
+            draft.inputs.append(Input(rows.source, "foreign", rows.sha256))
+        export = Export(opened, draft, judging, device, rows)
+        yield export
+        write_json(draft.path / "parity.json", export.report)
+        draft.facts = {"family": family_of(opened.model.config)} | draft.facts | parity_facts(export.report)
+
+
+def judge(
+    export: Export,
+    reference: Loaded,
+    candidate: Loaded,
+    bounds: Bounds,
+    what: str,
+    cases: list[Case] | None = None,
+    bad_node: Callable[[], str] = lambda: "",
+) -> None:
+    """Compare an export with the torch model: over shapes, on real text and by a task's score where these are asked
+    for. Raises Refused, which begins with `what`, when something is above its bound.
+    """
+    judging, report = export.judging, export.report
+    bounds = judging.bounds or bounds
+    report |= compare(reference, candidate, bounds, cases)
+    if export.rows is not None:
+        report["text"] = compare_on_text(reference, candidate, export.rows, bounds)
+    if judging.score is not None:
+        report["scores"] = compare_scores(reference, candidate, judging.score, bounds)
+    require(report, what, bad_node)
+    timed = {reference.backend.name: reference, candidate.backend.name: candidate} if judging.bench else {}
+    report["latency"] = [row for loaded in timed.values() for row in latency_table(loaded)]
+
+
 def export_onnx(
     path: Path | str,
     out: Path | str,
-    graph_options: GraphOptions = PLAIN,
+    options: GraphOptions = PLAIN,
     judging: Judging = ALONE,
     overwrite: bool = False,
 ) -> Report:
@@ -68,45 +141,52 @@ def export_onnx(
     Raises WrongUse for a graph that cannot be written and when text or calibration is missing, Refused when
     something differs from torch by more than its bound: then nothing is left at `out`.
     """
-    check_free(out, overwrite)
-    opened = open_model(path)
-    options, rows, inputs = prepare(opened, graph_options, judging)
-    with create_artifact(out, "onnx", inputs=[opened.input, *inputs], overwrite=overwrite) as draft:
-        graph = draft.path / "model.onnx"
-        nodes = write_described(opened, graph, options)
-        report = judge(opened, graph, options, judging, rows)
-        write_json(draft.path / "parity.json", report)
-        facts = {"family": family_of(opened.model.config), "precision": options.precision, "nodes": nodes}
-        facts |= {name: getattr(options, name) for name in ("variant", "opset", "names", "pooling")}
-        draft.facts |= facts | parity_facts(report)
-    return report
+    with exporting(path, out, "onnx", judging, overwrite) as export:
+        nodes = write_judged(export, options)
+        facts = {name: getattr(options, name) for name in ("variant", "opset", "names", "pooling")}
+        export.draft.facts |= {"precision": options.precision, "nodes": nodes} | facts
+    return export.report
 
 
-def prepare(
-    opened: OpenedModel, options: GraphOptions, judging: Judging
-) -> tuple[GraphOptions, TextRows | None, list[Input]]:
-    """The options with the ranges that int8 needs, the rows of the text, and both as inputs of an artifact."""
+def write_judged(export: Export, options: GraphOptions) -> int:
+    """Write model.onnx with what describes it and judge it; returns its number of nodes."""
+    opened, graph = export.opened, export.folder / "model.onnx"
     config = opened.model.config
-    rows = None
-    inputs = []
-    if judging.text is not None:
-        rows = read_rows(judging.text, opened.tokenizer, config.sequence_length)
-        inputs.append(Input(rows.source, "foreign", rows.sha256))
-    elif options.precision in ("int8", "int4"):
+    options = calibrated(export, options)
+    options.check(family_of(config))
+    nodes = write_described(opened, graph, options)
+    backend: Any
+    if options.names == "optimum" and isinstance(config, GPTConfig):
+        from ..runtimes.onnx_session import open_session
+
+        backend = OptimumCausal(open_session(graph, device=export.device), config)
+    else:
+        backend = run_graph(graph, config, BackendOptions(export.device))
+        if options.names == "optimum" and not hasattr(opened.model, "head"):
+            backend = Adapted(backend, at_asked_positions)
+    candidate = Loaded(config, export.tokenizer, opened.input, backend)
+    reference, bad_node = export.reference(options.pooling), partial(first_bad_node, graph, config)
+    judge(export, reference, candidate, BOUNDS[options.precision], "the ONNX graph", bad_node=bad_node)
+    layers, operators = probe(opened.model.to("cpu"), graph, config)
+    fused = check_fusion(operators, config, options)
+    export.report |= {"precision": options.precision, "layers": layers, "fused": fused}
+    return nodes
+
+
+def calibrated(export: Export, options: GraphOptions) -> GraphOptions:
+    """The options with the ranges that int8 with fixed scales needs."""
+    judging, rows = export.judging, export.rows
+    if rows is None and options.precision in ("int8", "int4"):
         why = "random ids show whether a graph is right; whether rounded weights are good enough shows on text alone"
         fix = "give a text file like the model's own: --text FILE"
         raise WrongUse(f"{options.precision} is judged on real text", where="--precision", why=why, fix=fix)
-    ranges: Mapping[str, float] = {}
-    if options.static and judging.calibration is not None:
-        from ...core.artifact import input_record
-
-        ranges = read_calibration(judging.calibration, opened.input)
-        inputs.append(input_record(judging.calibration))
-    elif options.static and rows is not None:
-        ranges = calibrate(opened.model, rows)
-    options = dataclasses.replace(options, ranges=ranges)
-    options.check(family_of(config))
-    return options, rows, inputs
+    if not options.static or rows is None:
+        return options
+    if judging.calibration is None:
+        return dataclasses.replace(options, ranges=calibrate(export.opened.model, rows))
+    ranges = read_calibration(judging.calibration, export.opened.input)
+    export.draft.inputs.append(input_record(judging.calibration))
+    return dataclasses.replace(options, ranges=ranges)
 
 
 def write_described(opened: OpenedModel, graph: Path, options: GraphOptions) -> int:
@@ -186,77 +266,10 @@ def write_graph(
     return writer(model, options).save(path, metadata)
 
 
-def judge(
-    opened: OpenedModel, graph: Path, options: GraphOptions, judging: Judging, rows: TextRows | None
-) -> Report:
-    """The parity report of a written graph. Raises Refused when something is above its bound."""
-    bounds = judging.bounds or BOUNDS[options.precision]
-    config = opened.model.config
-    tokenizer = graph.with_name("tokenizer.json")
-    kept = tokenizer if tokenizer.is_file() else None
-    device = pick_device(judging.device)
-    candidate = _candidate(opened, graph, kept, options, device)
-    reference = reference_of(opened.model.to(device), kept, opened.input, options.pooling)
-    report = compare(reference, candidate, bounds)
-    report["precision"] = options.precision
-    if rows is not None:
-        report["text"] = compare_on_text(reference, candidate, rows, bounds)
-    if judging.score is not None:
-        report["scores"] = compare_scores(reference, candidate, judging.score, bounds)
-    require(report, "the ONNX graph", lambda: first_bad_node(graph, config))
-    report["latency"] = latency_table(reference) + latency_table(candidate) if judging.bench else []
-    report["layers"] = layer_errors(opened.model.to("cpu"), graph, config)
-    report["fused"] = check_fusion(graph, config, options)
-    return report
-
-
-def _candidate(
-    opened: OpenedModel, graph: Path, tokenizer: Path | None, options: GraphOptions, device: str
-) -> Loaded:
-    """The graph behind the protocol of its family; under optimum's names it is asked for every position."""
-    config = opened.model.config
-    if options.names == "optimum" and isinstance(config, GPTConfig):
-        from ..runtimes.onnx_session import open_session
-
-        backend: Any = OptimumCausal(open_session(graph, device=device), config)
-    else:
-        backend = run_graph(graph, config, BackendOptions(device))
-        if options.names == "optimum" and not hasattr(opened.model, "head"):
-            backend = Adapted(backend, at_asked_positions)
-    return Loaded(config, tokenizer, opened.input, backend)
-
-
-def check_fusion(graph: Path, config: TransformerConfig, options: GraphOptions) -> dict[str, Any]:
-    """How many of each fused operator ONNX Runtime's optimised graph holds, beside how many there should be.
-
-    Raises Refused when one is missing. A graph of an opset without Attention, or for TensorRT, has none.
-    """
-    found = optimised_operators(graph)
-    layers, expected = config.layers, {}
-    fused = options.variant == "onnxruntime"
-    if found["com.microsoft.Attention"] or found["com.microsoft.QAttention"]:
-        kind = "QAttention" if options.precision == "int8" else "Attention"
-        sums = 0 if options.half else 2 * layers  # in fp16 graphs norms stand apart from sums
-        expected = {f"com.microsoft.{kind}": layers, "com.microsoft.SkipLayerNormalization": sums}
-    elif grouped(config, options):
-        expected = {"com.microsoft.GroupQueryAttention": layers}
-    elif options.opset >= 23 and options.variant != "tensorrt" and options.names == "throughline":
-        expected = {"Attention": layers} if options.opset >= 24 or not isinstance(config, GPTConfig) else {}
-    if fused and options.precision == "int8":
-        least = (3 if "com.microsoft.QAttention" in expected else 4) * layers
-        expected["com.microsoft.DynamicQuantizeMatMul"] = least
-    if options.precision == "int4":
-        expected["com.microsoft.MatMulNBits"] = 4 * layers
-    for name, count in expected.items():
-        if found[name] < count:
-            why = f"its optimised graph has {found[name]} x {name}, there should be {count}"
-            fix = "install the onnxruntime that constraints.txt names"
-            raise Refused("ONNX Runtime does not run this graph fused", where=graph, why=why, fix=fix)
-    return {name: {"found": found[name], "expected": count} for name, count in expected.items()}
-
-
 def parity_facts(report: Report) -> dict[str, Any]:
-    """What a manifest says of a parity report."""
+    """What a manifest says of a parity report; nothing of one that was not made."""
+    if not report:
+        return {}
     facts: dict[str, Any] = {
         "parity_max_abs": max(summary["max_abs"] for summary in report["outputs"].values()),
         "parity_bound": report["bound"],

@@ -9,15 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.artifact import check_free, create_artifact
 from ...core.errors import WrongUse
 from ...core.files import sha256_file
-from ...models.config import family_of
 from ..graphs.graph_options import GraphOptions, Precision
-from ..runtimes.source import open_model
 from ..runtimes.tensorrt_library import gpu_facts, load_library
 from .engine_report import engine_facts, kernels_of_inspector, kernels_of_log
-from .export import ALONE, Judging, Report, judge, parity_facts, prepare, write_described, write_json
+from .export import ALONE, Judging, Report, exporting, write_judged
 from .tensorrt_build import RTX_CAPABILITIES, buckets, build_engine
 
 T4 = "7.5"
@@ -42,44 +39,38 @@ def export_engine(
     Raises what `export_onnx` raises, and Refused when attention is not fused or a product is not in the
     precision of the graph; then nothing is left at `out`.
     """
-    check_free(out, overwrite)
     rtx = library_name == "tensorrt_rtx"
     if rtx and capability not in RTX_CAPABILITIES:
         why = f"TensorRT-RTX compiles for {', '.join(RTX_CAPABILITIES)}"
         raise WrongUse(f"no compiler for compute capability {capability}", where="--capability", why=why)
     library = load_library(library_name)
-    opened = open_model(path)
-    config = opened.model.config
-    lengths = tuple(sorted({min(length, config.sequence_length) for length in lengths}))
-    profiles = buckets(config, batches, lengths)
-    options, rows, inputs = prepare(opened, GraphOptions("tensorrt", precision), judging)
-    with create_artifact(out, "engine", inputs=[opened.input, *inputs], overwrite=overwrite) as draft:
-        graph = draft.path / "model.onnx"
-        write_described(opened, graph, options)
-        report = judge(opened, graph, options, judging, rows)
+    with exporting(path, out, "engine", judging, overwrite) as export:
+        config, graph = export.opened.model.config, export.folder / "model.onnx"
+        lengths = tuple(sorted({min(length, config.sequence_length) for length in lengths}))
+        profiles = buckets(config, batches, lengths)
+        write_judged(export, GraphOptions("tensorrt", precision))
         engine, messages = build_engine(
             library, graph, config, profiles, capability if rtx else None, timing_cache
         )
-        (draft.path / "engine.plan").write_bytes(engine)
+        (export.folder / "engine.plan").write_bytes(engine)
         kernels = kernels_of_log(messages) if rtx else kernels_of_inspector(_inspected(library, engine))
         machine = {"gpu": None, "compute_capability": capability} if rtx else gpu_facts()
         facts: dict[str, Any] = {
-            "family": family_of(config),
             "precision": precision,
             "library": library.__name__,
             "library_version": library.__version__,
             **machine,
             "profiles": [dataclasses.asdict(profile) for profile in profiles],
             "graph_sha256": sha256_file(graph),
-            "source": opened.input.hash,
+            "source": export.opened.input.hash,
             "standing": "compiled by TensorRT-RTX, not run" if rtx else "built and read back by TensorRT",
         }
         facts |= engine_facts(kernels, config, precision, len(profiles))
-        for file in draft.path.glob("model.onnx*"):
+        for file in export.folder.glob("model.onnx*"):
             file.unlink()  # the engine has the weights
-        write_json(draft.path / "parity.json", report | {"engine": facts})
-        draft.facts |= facts | parity_facts(report)
-    return report | {"engine": facts}
+        export.report["engine"] = facts
+        export.draft.facts |= facts
+    return export.report
 
 
 def _inspected(library: Any, engine: bytes) -> str:

@@ -25,53 +25,7 @@ if TYPE_CHECKING:
     from ...models.gpt import GPT
 
 GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
-LAYERS = {
-    "gpt2": {
-        "ln_1": "attn_norm",
-        "attn.c_attn": "attn_qkv",
-        "attn.c_proj": "attn_output",
-        "ln_2": "ffn_norm",
-        "mlp.c_fc": "ffn_up",
-        "mlp.c_proj": "ffn_down",
-    },
-    "llama": {
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    },
-    "bert": {
-        "attention.self.query": "attn_q",
-        "attention.self.key": "attn_k",
-        "attention.self.value": "attn_v",
-        "attention.output.dense": "attn_output",
-        "attention.output.LayerNorm": "attn_output_norm",
-        "intermediate.dense": "ffn_up",
-        "output.dense": "ffn_down",
-        "output.LayerNorm": "layer_output_norm",
-    },
-}
-AROUND = {
-    "gpt2": {
-        "transformer.wte": "token_embd",
-        "transformer.wpe": "position_embd",
-        "transformer.ln_f": "output_norm",
-        "lm_head": "output",
-    },
-    "llama": {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
-    "bert": {
-        "bert.embeddings.word_embeddings": "token_embd",
-        "bert.embeddings.position_embeddings": "position_embd",
-        "bert.embeddings.token_type_embeddings": "token_types",
-        "bert.embeddings.LayerNorm": "token_embd_norm",
-    },
-}
-PREFIX = {"gpt2": "transformer.h.", "llama": "model.layers.", "bert": "bert.encoder.layer."}
+HEADS = ("cls.", "bert.pooler")  # of pretraining, which llama.cpp has no place for
 
 
 def architecture_of(config: ModelConfig) -> str:
@@ -156,22 +110,23 @@ def _tensors(
     architecture: str, config: ModelConfig, state: dict[str, Any]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor under its GGUF name, float32 and contiguous, in the layout of llama.cpp."""
+    import gguf
+
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config.layers)
     for name, tensor in state.items():
-        values = tensor.detach().float().cpu().numpy()
-        base, kind = name.rsplit(".", 1)
-        if base.startswith(PREFIX[architecture]):
-            number, rest = base.removeprefix(PREFIX[architecture]).split(".", 1)
-            mine = f"blk.{number}.{LAYERS[architecture][rest]}"
-        elif base in AROUND[architecture]:
-            mine = AROUND[architecture][base]
-        else:  # a pretraining head or pooler, which llama.cpp has no place for
+        if name.startswith(HEADS):
             continue
-        if architecture == "gpt2" and ".h." in base and values.ndim == 2:
+        values = tensor.detach().float().cpu().numpy()
+        mine = names.get_name(name.removeprefix("bert."), (".weight", ".bias"))
+        assert mine is not None, name
+        if architecture == "gpt2" and ".h." in name and values.ndim == 2:
             values = values.T  # Hugging Face stores GPT-2's matrices (in, out)
-        if isinstance(config, GPTConfig) and mine.endswith((".attn_q", ".attn_k")):
-            heads = config.heads if mine.endswith("q") else config.key_value_heads
-            values = _neighbours(values, heads)
-        yield f"{mine}.{kind}", np.ascontiguousarray(values, np.float32)
+        if isinstance(config, GPTConfig) and ".attn_q." in mine:
+            values = _neighbours(values, config.heads)
+        if isinstance(config, GPTConfig) and ".attn_k." in mine:
+            values = _neighbours(values, config.key_value_heads)
+        yield mine, np.ascontiguousarray(values, np.float32)
 
 
 def _neighbours(values: np.ndarray, heads: int) -> np.ndarray:
@@ -197,11 +152,12 @@ def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> Non
     """The vocabulary as llama.cpp reads it. Without a tokenizer that it knows the model takes ids alone."""
     from gguf import TokenType
 
-    parts = None if file is None else _vocabulary(Tokenizer.load(file))
-    if parts is None:
+    tokenizer = None if file is None else Tokenizer.load(file)
+    parts = None if tokenizer is None else _vocabulary(tokenizer)
+    if tokenizer is None or parts is None:
         writer.add_tokenizer_model("none")
         return
-    model, pre, texts, merges, tokenizer = parts
+    model, pre, texts, merges = parts
     special = set(tokenizer.special.values())
     kinds = [TokenType.CONTROL if i in special else TokenType.NORMAL for i in range(len(texts))]
     padding = config.vocab_size - len(texts)
@@ -214,23 +170,14 @@ def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> Non
     writer.add_token_types(kinds)
     if merges:
         writer.add_token_merges(merges)
-    roles = {
-        "bos": "bos",
-        "eos": "eos",
-        "unk": "unk",
-        "pad": "pad",
-        "cls": "bos",
-        "sep": "sep",
-        "mask": "mask",
-    }
     for role, i in tokenizer.special.items():
-        if role in roles and not (role == "bos" and "cls" in tokenizer.special):
-            getattr(writer, f"add_{roles[role]}_token_id")(i)
+        if role != "bos" or "cls" not in tokenizer.special:  # [CLS] is what begins a text there
+            getattr(writer, f"add_{role.replace('cls', 'bos')}_token_id")(i)
     if model == "gpt2":
         writer.add_add_bos_token(tokenizer.puts_bos)
 
 
-def _vocabulary(tokenizer: Tokenizer) -> tuple[str, str, list[str], list[str], Tokenizer] | None:
+def _vocabulary(tokenizer: Tokenizer) -> tuple[str, str, list[str], list[str]] | None:
     """llama.cpp's names of the tokenizer's kind and of its pre-tokenizer, the tokens by id, and the merges."""
     config = tokenizer.config
     texts = [f"[UNUSED{i}]" for i in range(tokenizer.vocab_size)]
@@ -240,14 +187,14 @@ def _vocabulary(tokenizer: Tokenizer) -> tuple[str, str, list[str], list[str], T
     if kind == "BPE" and (pre := _pre_tokenizer(config)):
         merges = config["model"]["merges"]
         pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
-        return "gpt2", pre, texts, pairs, tokenizer
+        return "gpt2", pre, texts, pairs
     if kind == "WordPiece":
         special = set(tokenizer.special.values())
         phantom = [
             text if i in special else text[2:] if text.startswith("##") else "\u2581" + text
             for i, text in enumerate(texts)
         ]
-        return "bert", "", phantom, [], tokenizer
+        return "bert", "", phantom, []
     return None
 
 

@@ -9,15 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...core.artifact import check_free, create_artifact
-from ...models.config import GPTConfig, family_of
+from ...models.config import GPTConfig
 from ..graphs.graph_options import Pooling
-from ..graphs.parity import BOUNDS, compare, require
+from ..graphs.parity import BOUNDS
 from ..graphs.reference import reference_of
-from ..runtimes.bench import latency_table
-from ..runtimes.devices import pick_device
-from ..runtimes.source import open_model
-from .export import ALONE, Judging, Report, copy_tokenizer, parity_facts, write_json
+from .export import ALONE, Judging, Report, copy_tokenizer, exporting, judge, write_json
 
 
 def export_huggingface(
@@ -39,35 +35,28 @@ def export_huggingface(
     from ...models.huggingface import to_huggingface
     from ...models.huggingface_heads import head_to_huggingface, load_huggingface
 
-    check_free(out, overwrite)
-    opened = open_model(path)
-    model: Any = opened.model
-    config = model.config
-    fields, state = head_to_huggingface(model) if isinstance(model, BERTWithHead) else to_huggingface(model)
-    with create_artifact(out, "model", inputs=[opened.input], overwrite=overwrite) as draft:
+    with exporting(path, out, "model", judging, overwrite) as export:
+        model: Any = export.opened.model
+        config, folder = model.config, export.folder
+        tuned = isinstance(model, BERTWithHead)
+        fields, state = head_to_huggingface(model) if tuned else to_huggingface(model)
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-        save_file(state, draft.path / "model.safetensors", metadata={"format": "pt"})
-        special = copy_tokenizer(opened, draft.path)
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        special = copy_tokenizer(export.opened, folder)
         ids = {f"{name}_token_id": value for name, value in special.items() if name in ("bos", "eos", "pad")}
         if isinstance(config, GPTConfig):
             if "eos_token_id" in ids:  # GPT-2 begins with the token that it ends with; vLLM wants it written
                 ids.setdefault("bos_token_id", ids["eos_token_id"])
-            write_json(draft.path / "generation_config.json", ids)
-        elif not isinstance(model, BERTWithHead):
-            _write_sentence_transformers(draft.path, config.width, config.sequence_length, pooling)
-        write_json(draft.path / "config.json", fields | ids)
-        bounds = judging.bounds or BOUNDS["fp32"]
-        device = pick_device(judging.device)
-        reference = reference_of(model.to(device), None, opened.input)
-        read_back = reference_of(load_huggingface(draft.path).to(device), None, opened.input)
-        report = compare(reference, read_back, bounds)
-        require(report, "the Hugging Face directory")
-        report["latency"] = latency_table(reference) if judging.bench else []
-        report["conditions"] = conditions(draft.path, fields | ids)
-        write_json(draft.path / "parity.json", report)
-        facts = {"family": family_of(config), "architecture": fields["architectures"][0]}
-        draft.facts |= facts | parity_facts(report)
-    return report
+            write_json(folder / "generation_config.json", ids)
+        elif not tuned:
+            _write_sentence_transformers(folder, config.width, config.sequence_length, pooling)
+        write_json(folder / "config.json", fields | ids)
+        read_back = load_huggingface(folder).to(export.device)
+        candidate = reference_of(read_back, export.tokenizer, export.opened.input)
+        judge(export, export.reference(), candidate, BOUNDS["fp32"], "the Hugging Face directory")
+        export.report["conditions"] = conditions(folder, fields | ids)
+        export.draft.facts["architecture"] = fields["architectures"][0]
+    return export.report
 
 
 def _write_sentence_transformers(directory: Path, width: int, longest: int, pooling: Pooling) -> None:

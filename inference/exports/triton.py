@@ -12,12 +12,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ...core.artifact import check_free, create_artifact
 from ...core.errors import WrongUse
 from ...models.config import GPTConfig
 from ..graphs.graph_options import PLAIN, GraphOptions
-from ..runtimes.source import open_model
-from .export import ALONE, Judging, Report, judge, parity_facts, prepare, write_described, write_json
+from .export import ALONE, Judging, Report, exporting, write_judged
 
 MODEL = "bert"
 TYPES = {1: "TYPE_FP32", 7: "TYPE_INT64", 10: "TYPE_FP16"}  # by ONNX's numbers
@@ -51,34 +49,28 @@ def export_triton(
     """
     import onnx
 
-    check_free(out, overwrite)
-    opened = open_model(path)
-    if isinstance(opened.model.config, GPTConfig):
-        why = "Triton batches requests without state, and the cache of a GPT is state"
-        raise WrongUse(
-            "a GPT has no Triton repository", why=why, fix="--to huggingface, and serve it with vLLM"
-        )
     options = dataclasses.replace(options, names="optimum")  # no input whose length is not the text's
-    options, rows, inputs = prepare(opened, options, judging)
-    with create_artifact(out, "onnx", inputs=[opened.input, *inputs], overwrite=overwrite) as draft:
-        graph = draft.path / "model.onnx"
-        write_described(opened, graph, options)
-        report = judge(opened, graph, options, judging, rows)
-        facts = onnx.load(str(graph), load_external_data=False).graph
-        place = draft.path / MODEL / "1"
+    with exporting(path, out, "onnx", judging, overwrite) as export:
+        if isinstance(export.opened.model.config, GPTConfig):
+            why = "Triton batches requests without state, and the cache of a GPT is state"
+            fix = "--to huggingface, and serve it with vLLM"
+            raise WrongUse("a GPT has no Triton repository", why=why, fix=fix)
+        write_judged(export, options)
+        folder, graph = export.folder, export.folder / "model.onnx"
+        place = folder / MODEL / "1"
         place.mkdir(parents=True)
+        (folder / MODEL / "config.pbtxt").write_text(
+            config_pbtxt(MODEL, onnx.load(str(graph), load_external_data=False).graph)
+        )
         if graph.with_name("model.onnx.data").exists():
             place = place / "model.onnx"
             place.mkdir()
-        for file in draft.path.glob("model.onnx*"):
+        for file in folder.glob("model.onnx*"):
             file.rename(place / file.name)
-        (draft.path / MODEL / "config.pbtxt").write_text(config_pbtxt(MODEL, facts))
         notes = {"name": MODEL, "opset": options.opset, "queue": QUEUE, "delay": DELAY_US}
-        (draft.path / "README.md").write_text(README.format(**notes))
-        write_json(draft.path / "parity.json", report)
-        draft.facts |= {"family": "bert", "precision": options.precision, "layout": "triton"}
-        draft.facts |= parity_facts(report)
-    return report
+        (folder / "README.md").write_text(README.format(**notes))
+        export.draft.facts |= {"precision": options.precision, "layout": "triton"}
+    return export.report
 
 
 def config_pbtxt(name: str, graph: Any) -> str:

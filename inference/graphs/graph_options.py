@@ -49,11 +49,7 @@ class GraphOptions:
         ):
             if value not in get_args(kinds):
                 raise WrongUse(f"unknown kind of graph {value!r}", fix="one of " + ", ".join(get_args(kinds)))
-        least = OPSETS[0]
-        if self.half and self.static:
-            least = 19  # QuantizeLinear with float16 scales
-        elif self.static:
-            least = 17
+        least = 19 if self.half and self.static else OPSETS[0]  # 19: QuantizeLinear with float16 scales
         if self.opset not in OPSETS or self.opset < least:
             why = f"graphs of this precision can be written in opset {least} to {OPSETS[-1]}"
             raise WrongUse(f"opset {self.opset} is not supported", where="--opset", why=why)

@@ -1,7 +1,7 @@
 """Looking into a written graph: errors layer by layer, the first node that is not finite, what was fused."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,20 +9,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
-from ...models.config import GPTConfig, ModelConfig
+from ...core.errors import Refused
+from ...models.config import GPTConfig, ModelConfig, TransformerConfig
+from .graph_options import GraphOptions
+from .onnx_blocks import grouped
 
 if TYPE_CHECKING:
     from torch import nn
 
-PROBE = "probe.onnx"
+PROBE, OPTIMISED, WEIGHTS = "probe.onnx", "optimised.onnx", "optimised.onnx.data"
 TYPES = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
 ROWS, TOKENS, REAL = 2, 16, 9  # what is looked at: two rows, the second of 9 real tokens
 
 
 @contextmanager
-def opened(graph: Path, outputs: Sequence[str]) -> Iterator[Any]:
-    """A session that also returns these tensors of the graph. Its file stands beside the graph's for a while,
-    so that both read the same external weights.
+def opened(graph: Path, outputs: Sequence[str]) -> Iterator[tuple[Any, Counter[str]]]:
+    """A session on the CPU that also returns these tensors of the graph, and how often each operator stands in what
+    ONNX Runtime made of it. Its files stand beside the graph for a while, so that both read the same external weights.
     """
     import onnxruntime
 
@@ -31,14 +34,19 @@ def opened(graph: Path, outputs: Sequence[str]) -> Iterator[Any]:
     model.graph.output.extend(
         onnx.helper.make_empty_tensor_value_info(name) for name in outputs if name not in named
     )
-    path = graph.with_name(PROBE)
+    path, optimised = graph.with_name(PROBE), graph.with_name(OPTIMISED)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    options.optimized_model_filepath = str(optimised)
+    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", WEIGHTS)
     try:
         onnx.save_model(model, str(path))
-        yield onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        nodes = onnx.load(str(optimised), load_external_data=False).graph.node
+        yield session, Counter(f"{node.domain}.{node.op_type}".lstrip(".") for node in nodes)
     finally:
-        path.unlink(missing_ok=True)
+        for file in (path, optimised, graph.with_name(WEIGHTS)):
+            file.unlink(missing_ok=True)
 
 
 def _feeds(session: Any, config: ModelConfig) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -66,12 +74,12 @@ def _feeds(session: Any, config: ModelConfig) -> tuple[dict[str, np.ndarray], np
     return feeds, np.ones_like(real) if isinstance(config, GPTConfig) else real
 
 
-def layer_errors(model: "nn.Module", graph: Path, config: ModelConfig) -> list[dict[str, Any]]:
-    """Largest and mean error of what each block returns, against the torch module."""
+def probe(model: "nn.Module", graph: Path, config: ModelConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """Largest and mean error of what each block returns, against the torch module, and ONNX Runtime's operators."""
     import torch
 
     names = [f"hidden.{layer}" for layer in range(config.layers)]
-    with opened(graph, names) as session:
+    with opened(graph, names) as (session, operators):
         feeds, real = _feeds(session, config)
         theirs = session.run(names, feeds)
     found: list[np.ndarray] = []
@@ -103,15 +111,15 @@ def layer_errors(model: "nn.Module", graph: Path, config: ModelConfig) -> list[d
                 "scale": scale,
             }
         )
-    return rows
+    return rows, operators
 
 
 def first_bad_node(graph: Path, config: ModelConfig) -> str:
     """The first node of the graph whose output is not finite, in a sentence; "" when all are."""
     model = onnx.load(str(graph), load_external_data=False)
     nodes = [(node, name) for node in model.graph.node for name in node.output]
-    with opened(graph, [name for _, name in nodes]) as session:
-        feeds, _ = _feeds(session, config)
+    with opened(graph, [name for _, name in nodes]) as (session, _):
+        feeds = _feeds(session, config)[0]
         values = session.run([name for _, name in nodes], feeds)
     for (node, name), value in zip(nodes, values):
         if value.dtype.kind == "f" and not np.isfinite(value).all():
@@ -120,21 +128,31 @@ def first_bad_node(graph: Path, config: ModelConfig) -> str:
     return ""
 
 
-def optimised_operators(graph: Path) -> Counter[str]:
-    """How often each operator stands in the graph that ONNX Runtime makes of this one on a CPU."""
-    import onnxruntime
+def check_fusion(
+    found: Mapping[str, int], config: TransformerConfig, options: GraphOptions
+) -> dict[str, Any]:
+    """How many of each fused operator ONNX Runtime's optimised graph holds, beside how many there should be.
 
-    path = graph.with_name(PROBE)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.optimized_model_filepath = str(path)
-    options.add_session_config_entry(
-        "session.optimized_model_external_initializers_file_name", PROBE + ".data"
-    )
-    try:
-        onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
-        nodes = onnx.load(str(path), load_external_data=False).graph.node
-        return Counter(f"{node.domain}.{node.op_type}".lstrip(".") for node in nodes)
-    finally:
-        path.unlink(missing_ok=True)
-        path.with_name(PROBE + ".data").unlink(missing_ok=True)
+    Raises Refused when one is missing. A graph of an opset without Attention, or for TensorRT, has none.
+    """
+    layers, expected = config.layers, {}
+    fused = options.variant == "onnxruntime"
+    if found["com.microsoft.Attention"] or found["com.microsoft.QAttention"]:
+        kind = "QAttention" if options.precision == "int8" else "Attention"
+        sums = 0 if options.half else 2 * layers  # in fp16 graphs norms stand apart from sums
+        expected = {f"com.microsoft.{kind}": layers, "com.microsoft.SkipLayerNormalization": sums}
+    elif grouped(config, options):
+        expected = {"com.microsoft.GroupQueryAttention": layers}
+    elif options.opset >= 23 and options.variant != "tensorrt" and options.names == "throughline":
+        expected = {"Attention": layers} if options.opset >= 24 or not isinstance(config, GPTConfig) else {}
+    if fused and options.precision == "int8":
+        least = (3 if "com.microsoft.QAttention" in expected else 4) * layers
+        expected["com.microsoft.DynamicQuantizeMatMul"] = least
+    if options.precision == "int4":
+        expected["com.microsoft.MatMulNBits"] = 4 * layers
+    for name, count in expected.items():
+        if found[name] < count:
+            why = f"its optimised graph has {found[name]} x {name}, there should be {count}"
+            fix = "install the onnxruntime that constraints.txt names"
+            raise Refused("ONNX Runtime does not run this graph fused", why=why, fix=fix)
+    return {name: {"found": found[name], "expected": count} for name, count in expected.items()}

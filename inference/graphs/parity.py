@@ -30,7 +30,8 @@ class Bounds:
     """What an export may differ by: `error` as a share of the output's scale, `top1` agreement of the logits.
 
     `kl` (nats), `contested` and `score` are for real text: mean divergence, agreement where the reference is
-    right with a probability below 0.9, and how much a task's score may fall.
+    right with a probability below 0.9, and how much a task's score may fall. `sweep_kl`: mean divergence of the
+    logits of each case.
     """
 
     error: float
@@ -38,6 +39,7 @@ class Bounds:
     kl: float
     contested: float
     score: float
+    sweep_kl: float = np.inf
 
 
 # fp32 rounds at 6e-8; the same sums of 10^3 to 10^4 terms in another order differ by about 1e-6 of their
@@ -76,10 +78,17 @@ def sweep(vocab_size: int, context: int, seed: int = 0) -> list[Case]:
     return cases
 
 
-def compare(reference: Loaded, candidate: Loaded, bounds: Bounds = BOUNDS["fp32"]) -> dict[str, Any]:
-    """The parity report: per case and output, and over all of them; `passed` says whether every bound holds."""
+def compare(
+    reference: Loaded,
+    candidate: Loaded,
+    bounds: Bounds = BOUNDS["fp32"],
+    cases: list[Case] | None = None,
+) -> dict[str, Any]:
+    """The parity report: per case (None: `sweep`) and output, and over all of them; `passed` says whether every
+    bound holds.
+    """
     rows = []
-    for case in sweep(reference.config.vocab_size, reference.config.sequence_length):
+    for case in cases or sweep(reference.config.vocab_size, reference.config.sequence_length):
         tallies: dict[str, Tally] = {}
         for name, ours, theirs in outputs_of(reference, candidate, case):
             tallies.setdefault(name, Tally("logits" in name)).add(ours, theirs)
@@ -201,7 +210,9 @@ class Tally:
             row["top1_agreement"] = self.agreeing / self.rows
             row["kl"] = self.kl / self.rows
             one_tie = self.rows - self.agreeing <= 1  # not as a share: 6/7 < 1 - 1/7 in floating point
-            row["passed"] = row["passed"] and (one_tie or row["top1_agreement"] >= bounds.top1)
+            row["passed"] &= (one_tie or row["top1_agreement"] >= bounds.top1) and row[
+                "kl"
+            ] <= bounds.sweep_kl
         return row
 
 
@@ -273,7 +284,7 @@ def require(report: dict[str, Any], what: str, bad_node: Callable[[], str] = lam
     if bad["max_abs"] <= report["bound"] * bad["scale"]:
         numbers = f"largest error {bad['max_abs']:.3g}"
     if "top1_agreement" in bad:
-        numbers += f", top-1 agreement {bad['top1_agreement']:.2%}"
+        numbers += f", top-1 agreement {bad['top1_agreement']:.2%}, mean KL {bad['kl']:.3g} nats"
     raise Refused(
         f"{what} does not compute what the torch model computes",
         where=where,

@@ -13,9 +13,9 @@ import numpy as np
 
 from ...core.errors import WrongUse
 from ...core.files import sha256_file
-from ...core.logits import divergence, log_softmax
+from ...core.logits import log_softmax
 from ..runtimes.backends import Loaded
-from .parity import PIECE_NUMBERS, Bounds
+from .parity import PIECE_NUMBERS, Bounds, Tally
 
 ROW_TOKENS = 128
 ROWS = 128  # of each half, 16,384 tokens: agreement of 98 % is then known to about 0.3 %
@@ -82,37 +82,33 @@ def compare_on_text(reference: Loaded, candidate: Loaded, rows: TextRows, bounds
     head its labels. `contested`: agreement where the reference is right with a probability below 0.9 (its
     arg-max is the truth, or for labels: its arg-max is uncertain), None where there is no such prediction.
     """
-    kl = agreeing = contested = contested_agreeing = count = 0.0
-    losses = np.zeros(2)
+    tally, losses = Tally(logits=True), np.zeros(2)
+    contested = missed = 0
     for ours_NV, theirs_NV, truth_N in _predictions(reference, candidate, rows):
-        same = ours_NV.argmax(-1) == theirs_NV.argmax(-1)
-        count += len(same)
-        kl += float(divergence(ours_NV, theirs_NV).sum(dtype=np.float64))
-        agreeing += float(same.sum())
-        best = np.exp(log_softmax(ours_NV).max(-1))
-        decided = (ours_NV.argmax(-1) == truth_N if truth_N is not None else True) & (best < CERTAIN)
-        contested += float(np.sum(decided))
-        contested_agreeing += float((same & decided).sum())
+        tally.add(ours_NV, theirs_NV)
+        top_N = ours_NV.argmax(-1)
+        decided = np.exp(log_softmax(ours_NV).max(-1)) < CERTAIN
         if truth_N is not None:
+            decided &= top_N == truth_N
             for side, logits in enumerate((ours_NV, theirs_NV)):
                 right = np.take_along_axis(log_softmax(logits), truth_N[:, None], -1)
                 losses[side] -= float(right.sum(dtype=np.float64))
-    share = contested_agreeing / contested if contested else None
+        contested += int(decided.sum())
+        missed += int((decided & (top_N != theirs_NV.argmax(-1))).sum())
     report: dict[str, Any] = {
         "source": rows.source,
         "tokens": int(rows.judging.size),
-        "predictions": int(count),
-        "kl": kl / count,
+        "predictions": tally.rows,
+        "kl": tally.kl / tally.rows,
         "kl_bound": bounds.kl,
-        "top1_agreement": agreeing / count,
-        "contested": share,
-        "contested_predictions": int(contested),
+        "top1_agreement": tally.agreeing / tally.rows,
+        "contested": 1 - missed / contested if contested else None,
+        "contested_predictions": contested,
         "contested_bound": bounds.contested,
     }
     if losses.any():
-        report |= {"torch_loss": losses[0] / count, "exported_loss": losses[1] / count}
-    apart = int(contested - contested_agreeing)
-    enough = share is None or apart <= allowed_disagreements(int(contested), bounds.contested)
+        report |= {"torch_loss": losses[0] / tally.rows, "exported_loss": losses[1] / tally.rows}
+    enough = missed <= allowed_disagreements(contested, bounds.contested)
     return report | {"passed": bool(report["kl"] <= bounds.kl and enough)}
 
 

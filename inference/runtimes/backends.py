@@ -58,7 +58,7 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
     from .gguf_reader import read_gguf
 
     config, precision, tokenizer = read_gguf(path)
-    return Loaded(config, tokenizer, input_record(path), _run_gguf(path, config, options, precision))
+    return Loaded(config, tokenizer, input_record(path), run_gguf(path, config, options, precision))
 
 
 def _open_torch(path: Path, options: BackendOptions) -> Loaded:
@@ -86,7 +86,7 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
         else:
             backend.limits, backend.context = Limits(session.rows), min(backend.context, session.tokens)
     elif kind == "gguf":
-        backend = _run_gguf(path / "model.gguf", config, options, dtype)
+        backend = run_gguf(path / "model.gguf", config, options, dtype)
     else:
         backend = run_graph(path / "model.onnx", config, options, dtype)
     head = described.get("head", {})
@@ -126,20 +126,20 @@ def torch_backend(
     """The torch module behind the protocol of its family."""
     from ...models.gpt import GPT
     from ...models.heads import BERTWithHead
-    from .torch_backend import TorchCausal, TorchEncoder, TorchHead
+    from .torch_backend import TorchCausal, TorchEncoder
 
-    if isinstance(model, BERTWithHead):
-        classes = model.head.labels if model.head.kind == "sequence-classification" else ()
-        return Loaded(model.config, tokenizer, source, TorchHead(model), classes)
     if not isinstance(model, GPT):
-        return Loaded(model.config, tokenizer, source, TorchEncoder(model, compiled))
+        head = model.head if isinstance(model, BERTWithHead) else None
+        classes = head.labels if head is not None and head.kind == "sequence-classification" else ()
+        return Loaded(model.config, tokenizer, source, TorchEncoder(model, compiled), classes)
     if compiled:
         fix = "leave --backend out"
         raise WrongUse("only a BERT runs compiled", where="--backend torch-compiled", fix=fix)
     return Loaded(model.config, tokenizer, source, TorchCausal(model))
 
 
-def _run_gguf(file: Path, config: ModelConfig, options: BackendOptions, precision: str) -> Any:
+def run_gguf(file: Path, config: ModelConfig, options: BackendOptions, precision: str) -> Any:
+    """A GGUF file behind the protocol of its family."""
     from .llama_backend import LlamaCausal, LlamaEncoder, has_gpu
 
     device = "cpu" if options.device == "auto" and not has_gpu() else pick_device(options.device)

@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import Refused, WrongUse
+from ...data.tokenizer import CONFIG, FILE
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
 from .llama_backend import INSTALL
 from .source import no_model
 
 PRECISIONS = {0: "f32", 1: "f16", 2: "q4_0", 7: "q8_0"}  # by llama.cpp's number of the file type
+ROLES = {  # ours by llama.cpp's
+    **{role: role for role in ("bos", "eos", "cls", "mask")},
+    "unknown": "unk",
+    "padding": "pad",
+    "seperator": "sep",
+}
 CONTEXT_MOST = 8192  # tokens; a cache of every row takes this much memory
 
 
@@ -69,70 +76,50 @@ def config_of(given: dict[str, Any], tied: bool) -> ModelConfig:
 
 def _tokenizer_file(path: Path, given: dict[str, Any]) -> Path | None:
     """A tokenizer.json: the one beside the file, or one made of the metadata, which lasts as long as this process."""
-    if (beside := path.with_name("tokenizer.json")).is_file():
+    if (beside := path.with_name(FILE)).is_file():
         return beside
-    kind = given.get("tokenizer.ggml.model", "none")
+    kind, pre = given.get("tokenizer.ggml.model", "none"), given.get("tokenizer.ggml.pre", "gpt-2")
     if kind == "none":
         return None
-    made = _byte_level(given) if kind == "gpt2" else _wordpiece(given) if kind == "bert" else None
-    if made is None:
-        named = f"{kind}, {given.get('tokenizer.ggml.pre', 'no pre-tokenizer named')}"
+    if kind != "bert" and (kind, pre) != ("gpt2", "gpt-2"):
         fix = "put its tokenizer.json beside the file"
-        raise Refused("a tokenizer of this kind is not rebuilt from GGUF", where=path, why=named, fix=fix)
+        why = f"{kind}, {pre}"
+        raise Refused("a tokenizer of this kind is not rebuilt from GGUF", where=path, why=why, fix=fix)
     folder = Path(tempfile.mkdtemp(prefix="throughline-gguf-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    made.save(str(folder / "tokenizer.json"))
-    roles = ("bos", "eos", "unknown", "padding", "cls", "seperator", "mask")
-    texts, names = given["tokenizer.ggml.tokens"], {"unknown": "unk", "padding": "pad", "seperator": "sep"}
-    names |= {"bos": "cls"} if kind == "bert" else {}
-    config = {
-        f"{names.get(role, role)}_token": texts[given[f"tokenizer.ggml.{role}_token_id"]]
-        for role in roles
-        if f"tokenizer.ggml.{role}_token_id" in given
+    _rebuilt(given, kind).save(str(folder / FILE))
+    texts, roles = given["tokenizer.ggml.tokens"], ROLES | ({"bos": "cls"} if kind == "bert" else {})
+    named = {
+        f"{role}_token": texts[given[key]]
+        for name, role in roles.items()
+        if (key := f"tokenizer.ggml.{name}_token_id") in given
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder / "tokenizer.json"
+    (folder / CONFIG).write_text(json.dumps(named))
+    return folder / FILE
 
 
-def _named(given: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """The tokens by text without padding, and those of them that control."""
+def _rebuilt(given: dict[str, Any], kind: str) -> Any:
+    """GPT-2's byte-level BPE, or BERT's WordPiece in lower case, as llama.cpp reads it."""
     from gguf import TokenType
-
-    texts, kinds = given["tokenizer.ggml.tokens"], given.get("tokenizer.ggml.token_type", [])
-    kinds = [*kinds, *[TokenType.NORMAL] * (len(texts) - len(kinds))]
-    last = max((i for i, kind in enumerate(kinds) if kind != TokenType.UNUSED), default=-1)
-    vocab = {text: i for i, text in enumerate(texts[: last + 1])}
-    return vocab, [text for text, i in vocab.items() if kinds[i] == TokenType.CONTROL]
-
-
-def _byte_level(given: dict[str, Any]) -> Any:
-    """GPT-2's BPE; None where the text is cut by another pattern than GPT-2's."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    if given.get("tokenizer.ggml.pre", "gpt-2") != "gpt-2":
-        return None
-    vocab, control = _named(given)
-    merges = [tuple(merge.split(" ")) for merge in given["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(control)
-    return tokenizer
-
-
-def _wordpiece(given: dict[str, Any]) -> Any:
-    """BERT's WordPiece, in lower case as llama.cpp reads it."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    phantom, control = _named(given)
-    vocab = {
-        text if text in control else text[1:] if text.startswith("\u2581") else "##" + text: i
-        for text, i in phantom.items()
-    }
-    unknown = given["tokenizer.ggml.tokens"][given["tokenizer.ggml.unknown_token_id"]]
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
+    texts, kinds = list(given["tokenizer.ggml.tokens"]), given.get("tokenizer.ggml.token_type", [])
+    kinds = [*kinds, *[TokenType.NORMAL] * (len(texts) - len(kinds))]
+    while texts and kinds[len(texts) - 1] == TokenType.UNUSED:  # padding
+        texts.pop()
+    control = [text for text, what in zip(texts, kinds) if what == TokenType.CONTROL]
+    if kind == "gpt2":
+        merges = [tuple(merge.split(" ")) for merge in given["tokenizer.ggml.merges"]]
+        tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, merges))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        plain = [text[1:] if text.startswith("\u2581") else "##" + text for text in texts]
+        vocab = {(text if text in control else plain[i]): i for i, text in enumerate(texts)}
+        unknown = texts[given["tokenizer.ggml.unknown_token_id"]]
+        tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(control)
     return tokenizer

@@ -100,19 +100,22 @@ class TorchCausal:
 
 
 class TorchEncoder(OneCall):
-    """A BERT module (`core.backend.EncoderBackend`). `compiled`: its blocks through torch.compile."""
+    """A BERT module with its pretraining heads or a fine-tuned one (`core.backend.EncoderBackend`). `compiled`: its
+    blocks through torch.compile.
+    """
 
     name = "torch"
 
-    def __init__(self, model: BERT, compiled: bool = False) -> None:
+    def __init__(self, model: BERT | BERTWithHead, compiled: bool = False) -> None:
         self.model = model.eval()
-        self.vocab_size, self.context = model.config.vocab_size, model.config.sequence_length
-        weight = model.token_table.weight
+        self._encoder = encoder = model.encoder if isinstance(model, BERTWithHead) else model
+        self.vocab_size, self.context = encoder.config.vocab_size, encoder.config.sequence_length
+        weight = encoder.token_table.weight
         self._device, self.device, self.dtype = weight.device, str(weight.device), DTYPE_NAMES[weight.dtype]
-        self._hidden = model.hidden
+        self._hidden = encoder.hidden
         if compiled:
             self.name = "torch-compiled"
-            self._hidden = torch.compile(model.hidden, dynamic=None)
+            self._hidden = torch.compile(encoder.hidden, dynamic=None)
 
     @torch.inference_mode()
     def forward(
@@ -121,47 +124,21 @@ class TorchEncoder(OneCall):
         """See `core.backend.EncoderBackend.forward`."""
         arrays = (ids_BS, types_BS, mask_BS, ask_BN)
         ids, types, mask, ask = (torch.from_numpy(np.ascontiguousarray(x)).to(self._device) for x in arrays)
-        hidden = self._hidden(ids, types if self.model.type_table is not None else None, mask)
-        real = mask[..., None].to(hidden.dtype)
-        outputs = {
-            "last_hidden_state": hidden,
-            "mlm_logits": self.model.mlm_head(hidden.take_along_dim(ask[..., None], dim=1)),
-            "sentence_embedding": (hidden * real).sum(1) / real.sum(1),
-        }
-        if (pooled := self.model.pooled(hidden[:, 0])) is not None and self.model.nsp is not None:
-            outputs |= {"pooler_output": pooled, "nsp_logits": self.model.nsp(pooled)}
-        return {name: value.float().cpu().numpy() for name, value in outputs.items()}
-
-
-class TorchHead(OneCall):
-    """A fine-tuned BERT behind `core.backend.EncoderBackend`; it has no masked-LM logits."""
-
-    name = "torch"
-
-    def __init__(self, model: BERTWithHead) -> None:
-        self.model = model.eval()
-        self.vocab_size, self.context = model.config.vocab_size, model.config.sequence_length
-        weight = model.output.weight
-        self.device, self.dtype = str(weight.device), DTYPE_NAMES[weight.dtype]
-
-    @torch.inference_mode()
-    def forward(
-        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """float32 `last_hidden_state`, `sentence_embedding` (the mean), and `logits`, or for a span
-        `start_logits` and `end_logits`. `ask_BN` is not used.
-        """
-        place = self.model.output.weight.device
-        ids, types, mask = (
-            torch.from_numpy(np.ascontiguousarray(x)).to(place) for x in (ids_BS, types_BS, mask_BS)
-        )
-        encoder = self.model.encoder
-        hidden = encoder.hidden(ids, types if encoder.type_table is not None else None, mask)
+        hidden = self._hidden(ids, types if self._encoder.type_table is not None else None, mask)
         real = mask[..., None].to(hidden.dtype)
         outputs = {"last_hidden_state": hidden, "sentence_embedding": (hidden * real).sum(1) / real.sum(1)}
-        logits = self.model.classify(hidden)
-        if self.model.head.kind == "question-answering":
-            outputs |= {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}
-        else:
-            outputs["logits"] = logits
+        outputs |= self._heads(hidden, ask)
         return {name: value.float().cpu().numpy() for name, value in outputs.items()}
+
+    def _heads(self, hidden_BSH: torch.Tensor, ask_BN: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`logits`, or for a span `start_logits` and `end_logits`, of a fine-tuned model; else the pretraining's."""
+        model = self.model
+        if isinstance(model, BERTWithHead):
+            logits = model.classify(hidden_BSH)
+            if model.head.kind == "question-answering":
+                return {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}
+            return {"logits": logits}
+        outputs = {"mlm_logits": model.mlm_head(hidden_BSH.take_along_dim(ask_BN[..., None], dim=1))}
+        if (pooled := model.pooled(hidden_BSH[:, 0])) is not None and model.nsp is not None:
+            outputs |= {"pooler_output": pooled, "nsp_logits": model.nsp(pooled)}
+        return outputs

@@ -55,7 +55,7 @@ module, name, limit, *rest = sys.argv[1:]
 export = getattr(import_module("throughline.inference.exports." + module), name)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
 try:
-    export(*rest, **({} if module == "gguf_export" else {"judging": Judging(bench=False)}))
+    export(*rest, judging=Judging(bench=False))
 except Failed as error:
     print(error.why)
     sys.exit(error.exit_code)

@@ -3,27 +3,30 @@ and batches behind the same protocols. Skipped where llama-cpp-python (a build o
 """
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from small_models import opinionated_model
 from throughline.cli.main import main
-from throughline.core.artifact import Input
 from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import Refused, WrongUse
 from throughline.data.tokenizer import Tokenizer
-from throughline.inference.exports.gguf_export import BOUNDS, compare_gguf, export_gguf
-from throughline.inference.exports.gguf_writer import architecture_of, write_gguf
+from throughline.inference.exports.export import Judging
+from throughline.inference.exports.gguf_export import export_gguf
+from throughline.inference.exports.gguf_writer import architecture_of
 from throughline.inference.runtimes.backends import open_backend
-from throughline.inference.runtimes.source import OpenedModel
 from throughline.inference.serving.slots import answer
 from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.huggingface import to_huggingface
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf")
 
+QUIET = Judging(bench=False)
 SHAPES = {
     "gpt2": GPTConfig(vocab_size=97, sequence_length=64, layers=2, width=64, heads=4),
     "llama": GPTConfig(
@@ -48,13 +51,18 @@ SHAPES = {
 @pytest.mark.parametrize("precision", ["f32", "q8_0", "q4_0"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_llama_cpp_computes_what_torch_computes(name: str, precision: str, tmp_path: Path) -> None:
-    model, file = opinionated_model(SHAPES[name]), tmp_path / "model.gguf"
-    write_gguf(model, None, file, precision)
-    opened = OpenedModel(model, None, Input("here", "model", ""))
-    found = compare_gguf(opened, file, model.config, precision)  # raises above its bound
+    model = opinionated_model(SHAPES[name])
     assert architecture_of(model.config) == name
-    if precision == "f32":  # a wrong order of rows or positions costs whole nats
-        assert next(iter(found.values())) < BOUNDS["f32"]
+    fields, state = to_huggingface(model)
+    (tmp_path / "model").mkdir()
+    save_file({key: value.contiguous() for key, value in state.items()}, tmp_path / "model/model.safetensors")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    report = export_gguf(tmp_path / "model", tmp_path / "gguf", precision, QUIET)  # raises above its bound
+    if name == "bert":
+        assert report["outputs"].keys() == {"last_hidden_state", "sentence_embedding"}
+    else:  # a wrong order of rows or positions costs whole nats
+        kl = {"f32": 1e-3, "q8_0": 1e-2, "q4_0": 0.3}[precision]
+        assert max(summary["kl"] for summary in report["outputs"].values()) <= kl
 
 
 def test_what_llama_cpp_computes_otherwise_is_refused() -> None:
@@ -66,8 +74,8 @@ def test_an_artifact_tokenises_generates_and_shares_prompts(gpt_dir: Path, tmp_p
     """The tokens of llama.cpp's own tokenizer are ours, greedy text is torch's, alone and in a batch."""
     from throughline.inference.serving.generation import Job
 
-    report = export_gguf(gpt_dir, tmp_path / "gguf", "f32")
-    assert report["mean_kl"] <= BOUNDS["f32"]
+    report = export_gguf(gpt_dir, tmp_path / "gguf", "f32", QUIET)
+    assert report["outputs"]["logits at once"]["kl"] <= 1e-3
     options = BackendOptions(device="cpu", threads=1)
     torch_one, llama_one = (open_backend(path, options).causal for path in (gpt_dir, tmp_path / "gguf"))
     assert torch_one is not None and llama_one is not None and llama_one.name == "llamacpp"
@@ -97,7 +105,7 @@ def test_an_artifact_tokenises_generates_and_shares_prompts(gpt_dir: Path, tmp_p
 
 
 def test_a_dtype_or_runtime_of_its_own(gpt_dir: Path, tmp_path: Path) -> None:
-    export_gguf(gpt_dir, tmp_path / "gguf", "f16")
+    export_gguf(gpt_dir, tmp_path / "gguf", "f16", QUIET)
     with pytest.raises(WrongUse, match="has its own precision"):
         open_backend(tmp_path / "gguf", BackendOptions(dtype="fp16"))
     with pytest.raises(WrongUse, match="does not run a GGUF"):
@@ -106,7 +114,7 @@ def test_a_dtype_or_runtime_of_its_own(gpt_dir: Path, tmp_path: Path) -> None:
 
 def test_a_bare_file_is_opened(gpt_dir: Path, tmp_path: Path) -> None:
     """Anybody's .gguf: shape and tokenizer are those of the metadata, and the answers those of the artifact."""
-    export_gguf(gpt_dir, tmp_path / "gguf", "q8_0")
+    export_gguf(gpt_dir, tmp_path / "gguf", "q8_0", QUIET)
     (tmp_path / "alone.gguf").write_bytes((tmp_path / "gguf" / "model.gguf").read_bytes())
     options = BackendOptions(device="cpu", threads=1)
     ours, bare = (open_backend(path, options) for path in (tmp_path / "gguf", tmp_path / "alone.gguf"))
@@ -131,7 +139,7 @@ def test_a_bare_file_is_opened(gpt_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_bare_bert_embeds_the_same_words(bert_dir: Path, tmp_path: Path) -> None:
-    export_gguf(bert_dir, tmp_path / "gguf", "f32")
+    export_gguf(bert_dir, tmp_path / "gguf", "f32", QUIET)
     (tmp_path / "alone.gguf").write_bytes((tmp_path / "gguf" / "model.gguf").read_bytes())
     loaded = open_backend(tmp_path / "alone.gguf", BackendOptions(device="cpu", threads=1))
     text = "a model reads text, again."  # in lower case, as llama.cpp reads it
@@ -142,7 +150,7 @@ def test_a_bare_bert_embeds_the_same_words(bert_dir: Path, tmp_path: Path) -> No
 
 
 def test_bare_files_that_cannot_be_read(gpt_dir: Path, tmp_path: Path) -> None:
-    export_gguf(gpt_dir, tmp_path / "gguf", "f16")
+    export_gguf(gpt_dir, tmp_path / "gguf", "f16", QUIET)
     whole = (tmp_path / "gguf" / "model.gguf").read_bytes()
     for name, data in (("cut", whole[:3000]), ("short", whole[: len(whole) // 2]), ("other", b"not a model")):
         (tmp_path / f"{name}.gguf").write_bytes(data)
@@ -163,7 +171,7 @@ def test_a_gguf_file_is_served_by_its_path(
     gpt_dir: Path, in_thread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`throughline serve` of the artifact and of a file alone: the same answers."""
-    export_gguf(gpt_dir, tmp_path / "ours", "f32")
+    export_gguf(gpt_dir, tmp_path / "ours", "f32", QUIET)
     (tmp_path / "alone.gguf").write_bytes((tmp_path / "ours" / "model.gguf").read_bytes())
 
     async def body(found) -> None:

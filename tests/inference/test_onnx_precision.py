@@ -9,9 +9,8 @@ import pytest
 import torch
 from small_models import BERT, GPT, LLAMA, NOWHERE, exported, opinionated_model
 from throughline.core.errors import Refused, WrongUse
-from throughline.inference.exports.export import check_fusion
 from throughline.inference.graphs.graph_options import GraphOptions
-from throughline.inference.graphs.graph_probe import first_bad_node, layer_errors
+from throughline.inference.graphs.graph_probe import check_fusion, first_bad_node, probe
 from throughline.inference.graphs.onnx_bert import bert_graph
 from throughline.inference.graphs.onnx_gpt import gpt_graph
 from throughline.inference.graphs.onnx_products import BLOCK, int8_by_output, pack_blocks
@@ -58,10 +57,11 @@ def test_every_form_passes_the_sweep(config, form: tuple, tmp_path: Path) -> Non
     options.check("gpt" if isinstance(config, GPTConfig) else "bert")
     report = compare(reference_of(model, None, NOWHERE), exported(model, tmp_path, options), BOUNDS[form[1]])
     require(report, "the graph")
-    errors = [row["max_abs"] for row in layer_errors(model, tmp_path / "model.onnx", config)]
+    layers, operators = probe(model, tmp_path / "model.onnx", config)
+    errors = [row["max_abs"] for row in layers]
     # per layer: fp32 sums in another order; fp16 rounds at 5e-4 of values up to about 10; int8 at a 255th
     assert len(errors) == 2 and max(errors) < {"fp32": 1e-4, "fp16": 0.05, "int8": 1.0}[form[1]]
-    check_fusion(tmp_path / "model.onnx", config, options)
+    check_fusion(operators, config, options)
 
 
 def test_int4_weights_for_a_gpt(tmp_path: Path) -> None:
@@ -83,7 +83,8 @@ def test_int4_weights_for_a_gpt(tmp_path: Path) -> None:
     report = compare(reference_of(model, None, NOWHERE), candidate, BOUNDS["int4"])
     # what is left: ONNX Runtime rounds the inputs of each product to int8 (accuracy level 4)
     assert report["passed"] and report["outputs"]["logits in pieces"]["mean_abs"] < 0.06
-    fused = check_fusion(tmp_path / "model.onnx", model.config, options_for(model, "onnxruntime", "int4"))
+    _, operators = probe(model, tmp_path / "model.onnx", model.config)
+    fused = check_fusion(operators, model.config, options_for(model, "onnxruntime", "int4"))
     assert fused["com.microsoft.MatMulNBits"]["found"] >= 8
 
 
@@ -225,8 +226,9 @@ def test_a_missing_fusion_is_refused(tmp_path: Path) -> None:
     """The check reads the optimised graph: one written without fused operators does not pass for one with."""
     model = opinionated_model(BERT)
     exported(model, tmp_path, GraphOptions(opset=20))
+    _, operators = probe(model, tmp_path / "model.onnx", model.config)
     with pytest.raises(Refused, match="does not run this graph fused"):
-        check_fusion(tmp_path / "model.onnx", model.config, GraphOptions(opset=24))
+        check_fusion(operators, model.config, GraphOptions(opset=24))
 
 
 def test_nodes_may_have_several_outputs() -> None:
