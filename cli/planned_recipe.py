@@ -36,7 +36,7 @@ def _recipe_text(found: Found, best: Candidate, recipe: Recipe | None, options: 
         "sequence_length": work.length,
         "batch_rows": work.rows,
         "micro_batch_rows": int(best.layouts.micro_rows),
-        "precision": found.search.software.precision.compute.replace("tf32", "fp32"),
+        "precision": found.search.software.precision.compute,
         "recompute": RECOMPUTES[int(best.layouts.recompute)],
         "offload": bool(best.layouts.offload),
     }

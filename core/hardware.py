@@ -29,14 +29,14 @@ CPU_DTYPE_FLAGS = {
 
 @dataclass(frozen=True)
 class Chip:
-    """A row of `chips.toml`: peaks in TFLOP/s by dtype (dense), memory in the GB that cards are sold by (2**30 bytes),
+    """A row of `chips.toml`: peaks in TFLOP/s by dtype (dense), memory in GiB (the GB that cards are sold by),
     bandwidths in GB/s, and the share of the 16-bit peak that the best large product reaches; power, process and
     streaming multiprocessors.
     """
 
     key: str
     name: str
-    memory_gb: float
+    memory_gib: float
     bandwidth_gb_s: float
     tflops: dict[str, float]
     capability: str = ""
@@ -89,7 +89,7 @@ def find_chip(name: str, memory_bytes: int = 0) -> Chip | None:
     """The chip whose match words all stand in a driver's device name (its memory size counts as a word), or
     None.
     """
-    text = f" {name} {round(memory_bytes / 1e9)}gb ".lower().replace("-", " ")
+    text = f" {name} {round(memory_bytes / 2**30)}gb ".lower().replace("-", " ")
 
     def stands(word: str) -> bool:  # as whole words: "l4" is not in "l40s"
         return f" {word.replace('-', ' ')} " in text
@@ -97,7 +97,7 @@ def find_chip(name: str, memory_bytes: int = 0) -> Chip | None:
     hits = [chip for chip in chips().values() if all(map(stands, chip.match))]
     if not hits and memory_bytes:  # V100 and A100 come in two sizes: take the nearer one
         hits = [chip for chip in chips().values() if stands(chip.match[0])]
-        hits.sort(key=lambda chip: abs(chip.memory_gb * 1e9 - memory_bytes))
+        hits.sort(key=lambda chip: abs(chip.memory_gib * 2**30 - memory_bytes))
     return hits[0] if hits else None
 
 

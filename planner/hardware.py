@@ -23,7 +23,7 @@ CORE_GFLOPS = 64 * 2.5
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines of one kind. Bandwidths are GB/s (1e9), one direction, per chip."""
+    """Machines of one kind. Memory is in GiB (2**30 bytes); bandwidths are GB/s (1e9), one direction, per chip."""
 
     key: str
     chip: Chip
@@ -33,7 +33,7 @@ class Cluster:
     network_gb_s: float = 0.0  # per chip, between nodes: all adapters of the node divided by its chips
     ports_per_node: int = 1  # network adapters that carry this traffic
     sums: tuple[tuple[float, float, float], ...] = ()  # measured: ranks of a group, seconds to start, GB/s
-    host_memory_gb: float = 0.0  # of a node
+    host_memory_gib: float = 0.0  # of a node
     host_gb_s: float = 12.0  # between a chip and the host's memory (PCIe 3 x16; 25 for PCIe 4)
     price_per_chip_hour: float = 0.0  # 0: not known
     currency: str = "USD"
@@ -83,14 +83,6 @@ def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
     )
 
 
-def cluster_names() -> list[str]:
-    """Every shipped cluster and every chip that stands alone."""
-    return [
-        *shipped_clusters(),
-        *(key for key in chips() if all(row["chip"] != key for row in shipped_clusters().values())),
-    ]
-
-
 def this_machine(processes: int = 1) -> Cluster:
     """The machine this runs on: its first GPU's chip, or its processor shared by `processes`.
 
@@ -98,23 +90,24 @@ def this_machine(processes: int = 1) -> Cluster:
     that THROUGHLINE_CALIBRATION names (a directory that study wrote) replaces the guess.
     """
     here = machine()
-    memory = here.cpu.memory_bytes / 1e9
+    memory = here.cpu.memory_bytes / 2**30
     if here.gpus and here.gpus[0].chip:
         chip = here.gpus[0].chip
-        return _calibrated(Cluster("here", chip, chip.name, len(here.gpus), host_memory_gb=memory))
+        return _calibrated(Cluster("here", chip, chip.name, len(here.gpus), host_memory_gib=memory))
     peak = here.cpu.cores * CORE_GFLOPS / 1e3
     tflops = {dtype: peak * (2 if dtype != "fp32" else 1) for dtype in here.cpu.dtypes if dtype != "int8"}
-    gib = here.cpu.memory_bytes / 2**30  # cards are sold by it, and `memory_gb` of a chip is read so
     chip = Chip(
-        "cpu", here.cpu.name, gib, 10.0 * here.cpu.cores, {"bf16": peak / 2, "fp16": peak / 2} | tflops
+        "cpu", here.cpu.name, memory, 10.0 * here.cpu.cores, {"bf16": peak / 2, "fp16": peak / 2} | tflops
     )
-    found = _calibrated(Cluster("here", chip, here.cpu.name, processes, node_gb_s=4.0, host_memory_gb=memory))
+    found = _calibrated(
+        Cluster("here", chip, here.cpu.name, processes, node_gb_s=4.0, host_memory_gib=memory)
+    )
     chip, share = found.chip, 1 / processes
     return dataclasses.replace(
         found,
         chip=dataclasses.replace(
             chip,
-            memory_gb=chip.memory_gb * share,
+            memory_gib=chip.memory_gib * share,
             bandwidth_gb_s=chip.bandwidth_gb_s * share,
             tflops={dtype: value * share for dtype, value in chip.tflops.items()},
         ),

@@ -8,6 +8,7 @@ from ..core.console import amount, table
 from ..models.config import ModelConfig, family_of
 from .actions import pipeline_actions
 from .layout import Layout
+from .memory import host_terms, state_terms
 from .tables import (
     Coordinates,
     optimizer_numbers,
@@ -17,6 +18,7 @@ from .tables import (
     tensor_placement,
 )
 from .traffic import StepShape, held, traffic
+from .work import Work, layouts_of
 
 
 def places(layout: Layout) -> Iterator[Coordinates]:
@@ -31,20 +33,11 @@ def layout_report(
     config: ModelConfig, layout: Layout, batch: StepShape, optimizer: str
 ) -> tuple[dict[str, Any], list[str]]:
     """A layout for a script and for a person: what each process holds and sends in a step."""
-    kept, number = batch.numbers.weight, batch.numbers.gradient
     held_names = ("weights", "gradients", "host" if batch.halves else "optimizer")
-    processes = []
-    for place in places(layout):
-        count = held(config, layout, place)
-        whole = held(config, dataclasses.replace(layout, sharding="replicated"), place)
-        gradients = whole if layout.sharding in ("replicated", "zero1") or layout.pipeline > 1 else count
-        weights = count if layout.sharding == "full" and layout.pipeline == 1 else whole
-        sizes = {"weights": weights * kept, "gradients": gradients * batch.summed}
-        # with offload: master and gradient beside the optimizer's numbers, on the host
-        slots = _optimizer_numbers(optimizer, config, layout, place)
-        masters = 0 if number == kept else count  # with offload a gradient lies beside them
-        sizes[held_names[-1]] = number * (slots + (2 * count if batch.halves else masters))
-        processes.append(dataclasses.asdict(place) | {"parameters": count} | sizes)
+    processes = [
+        dataclasses.asdict(place) | held_bytes(config, layout, batch, optimizer, place)
+        for place in places(layout)
+    ]
     sent = {rank: traffic(config, layout, batch, rank) for rank in range(layout.pipeline)}
     facts: dict[str, Any] = {
         "layout": layout.facts(),
@@ -89,9 +82,22 @@ def layout_report(
     return facts, lines
 
 
-def _optimizer_numbers(optimizer: str, config: ModelConfig, layout: Layout, place: Coordinates) -> int:
-    mine = shard_specs(config, layout, place)
-    return sum(optimizer_numbers(optimizer, spec.name, spec.box.size) for spec in mine)
+def held_bytes(
+    config: ModelConfig, layout: Layout, batch: StepShape, optimizer: str, place: Coordinates
+) -> dict[str, int]:
+    """Parameters of a process, counted, and the bytes that the planner's memory has for so many."""
+    owned = [(spec.name, spec.box.size, spec.box.numel) for spec in shard_specs(config, layout, place)]
+    count, number = sum(numel for *_, numel in owned), batch.numbers.gradient
+    slots = sum(optimizer_numbers(optimizer, name, size) for name, size, _ in owned)
+    numbers = dataclasses.replace(batch.numbers, moments=number * slots / max(count, 1))
+    software = dataclasses.replace(batch.software, precision=numbers)
+    whole = held(config, dataclasses.replace(layout, sharding="replicated"), place)
+    layouts = layouts_of(layout, batch.rows, batch.recompute, batch.halves)
+    work = Work(config, batch.micro_batches * batch.rows * layout.data, batch.length)
+    terms = state_terms(config, layouts, numbers, whole, count)
+    terms["host"] = sum(host_terms(work, layouts, software, count).values())
+    names = ("weights", "gradients", "host" if batch.halves else "optimizer")
+    return {"parameters": count} | {name: round(float(terms[name])) for name in names}
 
 
 def shortened(words: list[str], most: int = 24) -> str:

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ..models.config import ModelConfig
 from .cost import targets
 from .kernels import Share, kept_bytes
-from .software import Software
-from .work import Layouts, Work, held_parameters, layers_on
+from .software import Precision, Software
+from .work import Layouts, Work, held_parameters, layers_on, owned_parameters
 
 Number = Any
 FRAGMENTATION = 0.04  # of the chip's memory that the allocator cannot give out
@@ -74,65 +75,84 @@ def evaluation_bytes(work: Work, layouts: Layouts, software: Software) -> Number
     return software.evaluated_tokens * (8.0 * config.vocab_size + layer) / layouts.tensor
 
 
+def largest_group(config: ModelConfig, layouts: Layouts) -> Number:
+    """Parameters that are gathered, or moved by offload, at once: a layer's, or the token table."""
+    return np.maximum(config.block_parameters(), config.vocab_size * config.width) / layouts.tensor
+
+
+def state_terms(
+    config: ModelConfig, layouts: Layouts, numbers: Precision, held: Number, owned: Number
+) -> dict[str, Number]:
+    """Bytes on the chip of `held` parameters, of which a process updates `owned`: weights, gradients and optimizer."""
+    alone, offload = layouts.pipeline == 1, np.asarray(layouts.offload) > 0
+    streamed, scattered = (layouts.sharding == 3) & alone, (layouts.sharding >= 2) & alone
+    updated = (layouts.shards > 1) & ~streamed & (numbers.master == 0)  # fp32 shards beside the whole weights
+    at_once = np.where(layouts.world == 1, np.minimum(held, largest_group(config, layouts)), held)
+    gradients = np.where(
+        offload, at_once * numbers.activation, np.where(scattered, owned, held) * numbers.gradient
+    )
+    # One buffer holds them from step to step but for shards, for one process's fp32 and for its offload.
+    stands = np.where(layouts.world == 1, (numbers.master > 0) & ~offload, layouts.sharding == 0)
+    whole, number = np.where(streamed, owned, held), np.where(offload, numbers.activation, numbers.weight)
+    return {
+        "weights": whole * number + np.where(updated, owned * numbers.weight, 0.0),
+        "cast weights": np.where(offload, 0.0, whole * numbers.cast),
+        "gradients": gradients,
+        "standing gradients": np.where(stands, gradients, 0.0),
+        "gradient residuals": held * numbers.residual * (1 + 1 / layouts.data),
+        "optimizer": np.where(offload, 0.0, owned * (numbers.master + numbers.moments)),
+    }
+
+
+def layer_at_work(work: Work, layouts: Layouts, software: Software) -> Number:
+    """Bytes that a layer makes anew in its backward: all it keeps, or in selective recomputation its scores."""
+    none = Layouts(layouts.tensor, context=layouts.context, micro_rows=layouts.micro_rows)
+    kept, number = activation_bytes(work, none, software), software.precision.activation
+    again = np.where(layouts.recompute == 2, sum(kept.values()), 0.0)
+    again = again + np.where(layouts.recompute == 1, kept["scores"], 0.0)
+    if not software.fused_softmax:  # scores, and the gradients that come in and go out of a step
+        again = again + 3 * number * kept["scores"] / (2.0 * number + 1)
+    return again
+
+
+def loss_bytes(work: Work, layouts: Layouts, software: Software, tokens: Number) -> Number:
+    """Logits of a micro-batch with what the loss makes of them; one in slices adds its matrix's gradient up in fp32."""
+    entries = tokens * targets(work, software) * work.config.vocab_size / layouts.tensor
+    matrix = 4.0 * work.config.vocab_size * work.config.width / layouts.tensor
+    number = np.maximum(software.loss_bytes, 2 * software.precision.activation)
+    logits = number * np.minimum(entries, software.logits_at_once)
+    return logits + np.where(entries > software.logits_at_once, matrix, 0.0)
+
+
 def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 0) -> dict[str, Number]:
     """Bytes on the chip, by term, of the process at this place among those of `layers_on`: 0 is the first of a
     pipeline, -1 the last (with one stage they are the same).
     """
-    config, numbers = work.config, software.precision
+    config, numbers, alone = work.config, software.precision, layouts.pipeline == 1
     held = held_parameters(config, layouts, place if layouts.split else None)
-    layers, ranks = layers_on(config, layouts)[place], layouts.data * layouts.context
+    owned = held / layouts.shards
+    group = largest_group(config, layouts)
     behind = layouts.pipeline - 1 - place if place >= 0 else 0
-    alone, sharding = layouts.pipeline == 1, layouts.sharding
-    streamed, offload = (sharding == 3) & alone, np.asarray(layouts.offload) > 0
-    states, gradients = np.where(sharding >= 1, ranks, 1), np.where((sharding >= 2) & alone, ranks, 1)
-    block = np.maximum(config.block_parameters(), config.vocab_size * config.width) / layouts.tensor
-    master = numbers.master + numbers.moments
     flying = np.where(alone, 1.0, micro_batches_in_flight(work, layouts, software, behind))
-    per_layer = sum(activation_bytes(work, layouts, software).values())
-    none = Layouts(layouts.tensor, context=layouts.context, micro_rows=layouts.micro_rows)
-    at_work = np.where(layouts.recompute == 2, sum(activation_bytes(work, none, software).values()), 0.0)
-    scores = activation_bytes(work, none, software)["scores"]
-    at_work = at_work + np.where(layouts.recompute == 1, scores, 0.0)
-    if not software.fused_softmax:  # scores, and the gradients that come in and go out of a step
-        at_work = at_work + 3 * numbers.activation * scores / (2.0 * numbers.activation + 1)
-    share = Share(layouts.micro_rows, work.length * work.fill, layouts.tensor, layouts.context)
-    tokens, whole = share.tokens, layouts.tensor if software.sequence_parallel else 1
-    has_head = alone | (np.asarray(behind) == 0)
-    entries = tokens * targets(work, software) * config.vocab_size / layouts.tensor
-    sliced = entries > software.logits_at_once  # then the matrix's gradient is added up in fp32
-    logits = np.maximum(software.loss_bytes, 2 * numbers.activation) * np.minimum(
-        entries, software.logits_at_once
+    tokens = Share(layouts.micro_rows, work.length * work.fill, context=layouts.context).tokens
+    hidden = config.width * tokens / (layouts.tensor if software.sequence_parallel else 1)
+    activations = sum(activation_bytes(work, layouts, software).values())
+    activations = layers_on(config, layouts)[place] * activations * flying
+    logits = loss_bytes(work, layouts, software, tokens) + 2 * numbers.activation * hidden
+    logits = np.where(alone | (np.asarray(behind) == 0), logits, 0.0)
+    streamed, offload = (layouts.sharding == 3) & alone, np.asarray(layouts.offload) > 0
+    saved = (
+        software.on_host * owned * (numbers.master + numbers.moments + numbers.weight * (numbers.master == 0))
     )
-    logits = logits + np.where(sliced, 4.0 * config.vocab_size * config.width / layouts.tensor, 0.0)
-    width = config.width * tokens
-    saved = software.on_host * held / states * (master + numbers.weight * (numbers.master == 0))
-    summed = np.where(
-        offload,
-        np.where(layouts.world == 1, np.minimum(held, block), held) * numbers.activation,
-        held * numbers.gradient / gradients,
-    )
-    # One buffer holds them from step to step but for shards, for one process's fp32 and for its offload.
-    stands = np.where(layouts.world == 1, (numbers.master > 0) & ~offload, sharding == 0)
-    activations = layers * per_layer * flying
-    logits = np.where(has_head, logits + 2 * numbers.activation * width / whole, 0.0)
-    return {
-        "weights": held * np.where(offload, numbers.activation, numbers.weight) / np.where(streamed, ranks, 1)
-        + np.where((states > 1) & ~streamed & (numbers.master == 0), held * numbers.weight / states, 0.0),
-        "gathered weights": np.where(streamed, software.gathered_blocks * block * numbers.sent, 0.0),
-        "cast weights": np.where(offload, 0.0, held * numbers.cast / np.where(streamed, ranks, 1)),
-        "gradients": summed,
-        "standing gradients": np.where(stands, summed, 0.0),
-        "gradient residuals": held * numbers.residual * (1 + 1 / layouts.data),
-        "optimizer": np.where(offload, 0.0, held * master / states),
+    return state_terms(config, layouts, numbers, held, owned) | {
+        "gathered weights": np.where(streamed, software.gathered_blocks * group * numbers.sent, 0.0),
         "activations": activations,
-        "layer at work": at_work,
-        "tables": np.where(
-            alone | (place == 0), (1.0 if software.dropout else 0.0) * width * flying / whole, 0.0
-        ),
+        "layer at work": layer_at_work(work, layouts, software),
+        "tables": np.where(alone | (place == 0), software.dropout * hidden * flying, 0.0),
         "logits": logits,
         "heap holes": HEAP_HOLES * software.on_host * (activations + logits),
-        "pipeline buffers": np.where(alone, 0.0, 2 * numbers.sent * width / whole),
-        "update buffers": np.where(offload, 0.0, np.minimum(held / states, 2**28) * software.update_bytes),
+        "pipeline buffers": np.where(alone, 0.0, 2 * numbers.sent * hidden),
+        "update buffers": np.where(offload, 0.0, np.minimum(owned, 2**28) * software.update_bytes),
         "checkpoint copy": saved * software.saves_between,
         "evaluated": evaluation_bytes(work, layouts, software),
         "last checkpoint": saved * (not software.saves_between),
@@ -186,18 +206,20 @@ def worst_terms(
     return {name: round(size) for name, size in terms.items() if size}
 
 
-def capacity_bytes(memory_gb: float) -> float:
-    """What of a chip's memory (in GB, sold as GiB) can be used."""
-    return memory_gb * 2**30 * (1 - FRAGMENTATION)
+def capacity_bytes(memory_gib: float) -> float:
+    """What of a chip's memory can be used."""
+    return memory_gib * 2**30 * (1 - FRAGMENTATION)
 
 
-def host_terms(work: Work, layouts: Layouts, software: Software) -> dict[str, Number]:
-    """Bytes by term that offload keeps in the host's memory for one process: 14 of a parameter (Ren et al.
-    2021, figure 1) and one block's fp32 gradients; with several micro-batches or processes those of all blocks.
+def host_terms(
+    work: Work, layouts: Layouts, software: Software, owned: Number | None = None
+) -> dict[str, Number]:
+    """Bytes by term that offload keeps in the host's memory for one process, which updates `owned` parameters: 14 of
+    each (Ren et al. 2021, figure 1) and one block's fp32 gradients; with several micro-batches or processes those of
+    all blocks.
     """
     numbers, offload, config = software.precision, np.asarray(layouts.offload) > 0, work.config
-    held = held_parameters(config, layouts)
-    owned = np.where(offload, held / np.where(layouts.sharding > 0, layouts.data * layouts.context, 1), 0.0)
+    owned = np.where(offload, owned_parameters(config, layouts) if owned is None else owned, 0.0)
     master, alone = numbers.master or numbers.weight, layouts.world == 1
     summed = work.rows > layouts.data * layouts.micro_rows
     block = config.block_parameters()

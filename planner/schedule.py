@@ -1,4 +1,4 @@
-"""When the work of a pipeline is done: an event simulation of the action lists, and the closed form it equals.
+"""When the work of a pipeline is done: an event simulation of the action lists.
 
 The lists are those of `actions.py`, which are also those that run. An action starts when its process is free and
 what it needs has arrived: a forward needs the stage before, a backward the stage after. A send takes `hop` seconds.
@@ -66,14 +66,6 @@ def simulate(
     return events
 
 
-def closed_form(micro_batches: int, stages: Sequence[float], turns: int = 1) -> float:
-    """Seconds of a 1F1B step whose processes take `stages` seconds for one micro-batch, forward and backward:
-    m t_max + (sum t - t_max) / v (Narayanan et al. 2021, section 2.2, for stages that differ).
-    """
-    slowest = max(stages)
-    return micro_batches * slowest + (sum(stages) - slowest) / turns
-
-
 def given_bubble(
     layout: Layout, layer: float, ends: tuple[float, float], micro_batches: int, forward: float
 ) -> float:
@@ -91,10 +83,3 @@ def given_bubble(
     )
     held = (sum(stages[stage] for stage in layout.stages_of(rank)) for rank in range(layout.pipeline))
     return max(event.end for event in events) - micro_batches * max(held)
-
-
-def bubble_fraction(events: Sequence[Event]) -> float:
-    """Share of the step during which a process waits, mean over processes."""
-    span = max(event.end for event in events)
-    ranks = {event.rank for event in events}
-    return 1 - sum(event.end - event.start for event in events) / (span * len(ranks))

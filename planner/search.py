@@ -90,7 +90,7 @@ class Found:
 
     @property
     def capacity(self) -> float:
-        return capacity_bytes(self.search.cluster.chip.memory_gb)
+        return capacity_bytes(self.search.cluster.chip.memory_gib)
 
 
 def enumerate_layouts(search: Search) -> Layouts:
@@ -170,11 +170,7 @@ def find_layouts(search: Search, count: int = 8) -> Found:
     parts = step_time(search.work, layouts, search.cluster, search.software, search.constants)
     seconds = sum(np.broadcast_to(part, np.shape(layouts.tensor)) for part in parts.values())
     needed = needed_bytes(search.work, layouts, search.software)
-    host = host_bytes(search.work, layouts, search.software) * np.minimum(
-        search.world, search.cluster.chips_per_node
-    )
-    fits = needed <= capacity_bytes(search.cluster.chip.memory_gb)
-    fits &= (host <= search.cluster.host_memory_gb * 1e9) | (search.cluster.host_memory_gb == 0)
+    fits = fit_in(search, needed, host_bytes(search.work, layouts, search.software))
     best: list[Candidate] = []
     seen = set()
     for index in np.argsort(np.where(fits, seconds, np.inf), kind="stable"):
@@ -221,8 +217,15 @@ def candidate_at(search: Search, layouts: Layouts) -> Candidate:
     }
     needed = float(needed_bytes(search.work, layouts, search.software))
     host = float(host_bytes(search.work, layouts, search.software))
-    capacity = capacity_bytes(search.cluster.chip.memory_gb)
-    return Candidate(layouts, sum(parts.values()), parts, needed, host, needed <= capacity)
+    return Candidate(layouts, sum(parts.values()), parts, needed, host, bool(fit_in(search, needed, host)))
+
+
+def fit_in(search: Search, needed: Any, host: Any) -> Any:
+    """Whether a chip holds these bytes, and a node's memory (where it is known) the host's bytes of all its chips."""
+    cluster = search.cluster
+    room = cluster.host_memory_gib * 2**30 or np.inf
+    on_node = host * min(search.world, cluster.chips_per_node)
+    return (needed <= capacity_bytes(cluster.chip.memory_gib)) & (on_node <= room)
 
 
 def neighbours(search: Search, best: Candidate) -> list[tuple[str, Candidate]]:
@@ -273,6 +276,8 @@ def neighbours(search: Search, best: Candidate) -> list[tuple[str, Candidate]]:
 
 def why_not(best: Candidate, other: Candidate, capacity: float) -> str:
     """One line: it does not fit, or which part of the step grew most."""
+    if other.needed_bytes <= capacity and not other.fits:
+        return f"does not fit: {other.host_bytes / 2**30:,.1f} GiB of the host's memory for each process"
     if not other.fits:
         return f"does not fit: {other.needed_bytes / 2**30:,.1f} of {capacity / 2**30:,.1f} GiB"
     grown = max(best.parts, key=lambda name: other.parts[name] - best.parts[name])

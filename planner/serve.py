@@ -16,6 +16,7 @@ from ..core.errors import WrongUse
 from ..core.hardware import Chip
 from ..models.config import BERTConfig, ModelConfig
 from .hardware import Cluster
+from .memory import capacity_bytes
 
 TILE = 128 * 128  # results of one tile of a product
 STREAM_FRACTION = 0.8  # of the memory bandwidth when weights and cache are only read
@@ -142,7 +143,7 @@ def plan_service(
     """
     chip = cluster.chip
     rows = [serve(config, chip, batch, length, new_tokens, precision) for batch in batches]
-    rows = [row for row in rows if row.bytes <= chip.memory_gb * 1e9]
+    rows = [row for row in rows if row.bytes <= capacity_bytes(chip.memory_gib)]
     if not rows:
         need = serve(config, chip, 1, length, new_tokens, precision).bytes
         raise WrongUse(

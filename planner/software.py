@@ -112,11 +112,6 @@ def _table() -> dict[str, Software]:
     return found
 
 
-def software_names() -> list[str]:
-    """Every program in `software.toml`."""
-    return list(_table())
-
-
 def find_software(name: str, compute: str = "") -> Software:
     """The program of that name, with its numbers in another dtype: fp32 and tf32 keep everything in 4 bytes,
     fp64 in 8. Raises WrongUse for an unknown name.

@@ -169,7 +169,7 @@ def replay_limits() -> list[tuple[str, bool, bool]]:
 
 
 def _fits(work: Work, layouts: Layouts, case: Case) -> bool:
-    return bool(needed_bytes(work, layouts, case.software) <= capacity_bytes(case.cluster.chip.memory_gb))
+    return bool(needed_bytes(work, layouts, case.software) <= capacity_bytes(case.cluster.chip.memory_gib))
 
 
 def _rows(kind: str) -> list[tuple[str, dict[str, Any]]]:

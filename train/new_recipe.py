@@ -2,17 +2,21 @@
 
 - Batch and learning rate are those of Brown et al. 2020, table 2.1, for the nearest size; a BERT has Devlin et al.'s.
 - Length: 20 tokens a parameter (Hoffmann et al. 2022) unless it is given.
-- Layout: data parallel; weights, gradients and optimizer states (16 bytes a parameter in mixed precision) are
-  shared out ("full") when one device does not hold them, and activations recomputed when a row does not fit beside
-  them.
+- Layout: data parallel, with as little as possible recomputed and shared out ("full"), as the planner's memory of the
+  run allows (`predict.predicted_memory`, which also refuses a run that does not fit).
 """
 
+import bisect
 from dataclasses import dataclass
 
 from ..core.errors import WrongUse, did_you_mean
 from ..core.hardware import chips
-from ..models.config import ModelConfig, family_of
+from ..core.recipe import build_recipe
+from ..models.config import family_of
 from ..models.presets import preset
+from ..planner.memory import capacity_bytes
+from .predict import predicted_memory
+from .recipe import Recipe, resolve
 
 # parameters -> (tokens in a batch, learning rate): Brown et al. 2020, table 2.1
 GPT3 = {
@@ -25,8 +29,6 @@ GPT3 = {
     13e9: (2e6, 1e-4),
     175e9: (3.2e6, 0.6e-4),
 }
-STATE_BYTES = 16  # a parameter: 16-bit weight and gradient, fp32 master, mean and mean square
-USABLE = 0.8  # of a device's memory; the rest is the allocator's, the library's and the collectives'
 WARMUP_TOKENS = 375e6  # Brown et al. 2020, appendix B
 
 
@@ -53,14 +55,14 @@ def new_recipe(
     count, length = config.parameter_count(), config.sequence_length
     bert = family_of(config) == "bert"
     batch, rate = GPT3[min(GPT3, key=lambda size: abs(size - count))] if not bert else (256 * 512, 1e-4)
-    fit = Fit(1, "replicated", "none") if machine == "cpu" else fitted(config, machine, gpus)
+    precision = "fp32" if machine == "cpu" else "bf16" if "bf16" in chips()[machine].tflops else "fp16"
+    fit = Fit(1, "replicated", "none") if machine == "cpu" else fitted(model, machine, gpus, precision)
     least = fit.micro_rows * gpus
     rows = max(round(batch / length / least), 1) * least
     total = tokens or 20 * count
     steps = max(round(total / (rows * length)), 20)
     warmup = min(max(round(WARMUP_TOKENS / (rows * length)), 1), steps // 10) if not bert else steps // 100
     source = "Devlin et al. 2019, appendix A.2" if bert else "Brown et al. 2020, table 2.1 (nearest size)"
-    precision = "fp32" if machine == "cpu" else "bf16" if "bf16" in chips()[machine].tflops else "fp16"
     where = f"{gpus} x {chips()[machine].name}" if machine != "cpu" else "a CPU"
     return f"""\
 # {model} ({count / 1e6:,.0f} M parameters) on {where}: {total / 1e9:,.3g} G tokens. Knob: train.steps
@@ -103,29 +105,43 @@ save_every_steps = {max(steps // 20, 1)}
 """
 
 
-def fitted(config: ModelConfig, machine: str, gpus: int) -> Fit:
+def fitted(model: str, machine: str, gpus: int, precision: str) -> Fit:
     """The largest micro-batch (a power of two, at most 64 rows) that fits, with as little as possible shared out and
     recomputed. Raises WrongUse when not even one row fits, naming how many devices would hold the model.
     """
-    memory = chips()[machine].memory_gb * 1e9 * USABLE
-    states = config.parameter_count() * STATE_BYTES
-    tokens = config.sequence_length
-    logits = 6.0 * tokens * config.vocab_size  # 16-bit logits and their fp32 softmax
-    # Korthikanti et al. 2022, equation 2 with the attention core's part left out (fused kernels): 34 s b h a layer
-    kept, block = config.layers * 34.0 * tokens * config.width, 34.0 * tokens * config.width
-    inputs = config.layers * 2.0 * tokens * config.width
-    for recompute, row in (("none", kept + logits), ("full", inputs + block + logits)):
-        for sharding, share in (("replicated", 1), ("full", gpus)):
-            # with full sharding a layer's weights and gradients are gathered while it runs
-            gathered = 8.0 * config.block_parameters() if share > 1 else 0.0
-            room = memory - states / share - gathered
-            if room >= row:
-                return Fit(min(1 << (int(room // row).bit_length() - 1), 64), sharding, recompute)
-    needed = -(-states // max(int(memory - inputs - block - logits), 1))
+    room = capacity_bytes(chips()[machine].memory_gib)
+    for recompute in ("none", "full"):
+        for sharding in ("replicated", "full")[:gpus]:
+            for rows in (64, 32, 16, 8, 4, 2, 1):
+                if needed(model, precision, gpus, Fit(rows, sharding, recompute)) <= room:
+                    return Fit(rows, sharding, recompute)
+    least = Fit(1, "full", "full")
+    counts = range(2, 1 << 16)
+    enough = bisect.bisect_left(
+        counts, True, key=lambda count: needed(model, precision, count, least) <= room
+    )
     raise WrongUse(
         "the model does not fit",
         where="--gpus",
-        why=f"its states take {states / 2**30:,.0f} GiB, {gpus} x {machine} has "
-        f"{gpus * memory / 2**30:,.0f} GiB for them",
-        fix=f"about {needed:,} of these would hold it with full sharding; or choose a smaller model",
+        why=f"one row takes {needed(model, precision, gpus, least) / 2**30:,.0f} GiB on each of {gpus} x {machine}, "
+        f"which has {room / 2**30:,.0f} GiB for it",
+        fix=f"about {counts[enough]:,} of these would hold it with full sharding; or choose a smaller model"
+        if enough < len(counts)
+        else "choose a smaller model: a row of it fits on no number of these",
     )
+
+
+def needed(model: str, precision: str, gpus: int, fit: Fit) -> int:
+    """Bytes that the planner predicts for the fullest device of a run with this layout."""
+    train = {
+        "steps": 20,
+        "sequence_length": preset(model).sequence_length,
+        "batch_rows": fit.micro_rows * gpus,
+        "micro_batch_rows": fit.micro_rows,
+        "precision": precision,
+        "recompute": fit.recompute,
+    }
+    parallel = {"data": gpus, "sharding": fit.sharding if gpus > 1 else "replicated"}
+    tree = {"data": {"train": "tokens"}, "model": {"preset": model}, "train": train, "parallel": parallel}
+    recipe = resolve(build_recipe(tree, Recipe))
+    return sum(predicted_memory(preset(model), recipe, "cuda").values())

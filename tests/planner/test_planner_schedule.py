@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,11 +20,26 @@ from throughline.planner.hardware import find_cluster
 from throughline.planner.kernels import Share
 from throughline.planner.layout import Layout
 from throughline.planner.memory import needed_bytes, stage_memory
-from throughline.planner.schedule import bubble_fraction, closed_form, simulate
+from throughline.planner.schedule import Event, simulate
 from throughline.planner.software import find_software
 from throughline.planner.tables import Coordinates
 from throughline.planner.traffic import held
 from throughline.planner.work import Work, layouts_of
+
+
+def closed_form(micro_batches: int, stages: Sequence[float], turns: int = 1) -> float:
+    """Seconds of a 1F1B step whose processes take `stages` seconds for one micro-batch, forward and backward:
+    m t_max + (sum t - t_max) / v (Narayanan et al. 2021, section 2.2, for stages that differ).
+    """
+    slowest = max(stages)
+    return micro_batches * slowest + (sum(stages) - slowest) / turns
+
+
+def bubble_fraction(events: Sequence[Event]) -> float:
+    """Share of the step during which a process waits, mean over processes."""
+    span = max(event.end for event in events)
+    ranks = {event.rank for event in events}
+    return 1 - sum(event.end - event.start for event in events) / (span * len(ranks))
 
 
 @pytest.mark.parametrize(("pipeline", "micro_batches"), [(2, 2), (4, 8), (8, 32), (16, 64), (64, 128)])
@@ -120,3 +136,20 @@ def test_an_even_split_costs_what_it_costs_ungiven() -> None:
     )
     for name, value in given.items():
         assert float(value) == pytest.approx(float(plain[name]), rel=5e-3 if name == "bubble" else 1e-12)
+
+
+@pytest.mark.parametrize(("pipeline", "turns"), [(2, 1), (4, 1), (2, 3), (4, 2)])
+def test_the_bubble_of_the_time_model_is_that_of_the_lists(pipeline: int, turns: int) -> None:
+    """An even split, interleaved or not: the step's work and waiting are the simulation of its stages."""
+    software, work = replace(find_software("throughline", "bf16"), pass_bytes=0), Work(GPT, 32, 1024)
+    schedule = "interleaved-1f1b" if turns > 1 else "1f1b"
+    layout = Layout(pipeline=pipeline, schedule=schedule, stages_per_process=turns)  # type: ignore[arg-type]
+    cluster = find_cluster("dgx-a100-80gb")
+    parts = step_time(work, layouts_of(layout, 1, "none", False), cluster, software, FREE)
+    busy = sum(parts[name] for name in ("matrix products", "attention", "memory-bound kernels"))
+    head = sum_of(kernel_times(head_kernels(GPT, Share(1, 1024), software, 1024), cluster, software, FREE))
+    stages = [float(busy / 32 - head) / turns] * layout.stages  # the slowest process has the head
+    stages[-1] += float(head)
+    events = simulate(layout, 32, [time / 3 for time in stages], [2 * time / 3 for time in stages])
+    waited = max(event.end for event in events) - float(busy)
+    assert float(parts["bubble"]) == pytest.approx(waited, rel=0.01)

@@ -4,9 +4,10 @@ import time
 
 import numpy as np
 import pytest
+from throughline.core.hardware import chips
 from throughline.models.presets import preset
 from throughline.planner.cost import step_time
-from throughline.planner.hardware import cluster_names, find_cluster, shipped_clusters
+from throughline.planner.hardware import find_cluster, shipped_clusters
 from throughline.planner.memory import MOMENTS, needed_bytes, stage_memory
 from throughline.planner.report import explain
 from throughline.planner.search import (
@@ -104,7 +105,7 @@ def test_every_shipped_machine_says_where_its_figures_are_from() -> None:
         assert cluster.priced or not cluster.price_per_chip_hour, key
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", [*shipped_clusters(), *chips()])
 def test_every_cluster_plans(name: str) -> None:
     """A small model on one chip of everything shipped: a time, and a peak share below one."""
     asked = search("bert-base", 1, name, 32, 128)

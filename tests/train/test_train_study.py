@@ -63,5 +63,5 @@ def test_a_processor_has_the_memory_of_the_machine_shared_by_its_processes() -> 
     """What may be planned with is all of it in GiB, as of a card, less what an allocator loses."""
     whole = machine().cpu.memory_bytes
     for processes in (1, 4):
-        capacity = capacity_bytes(this_machine(processes).chip.memory_gb)
+        capacity = capacity_bytes(this_machine(processes).chip.memory_gib)
         assert capacity == pytest.approx(whole / processes * 0.96)
