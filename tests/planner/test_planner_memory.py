@@ -13,7 +13,7 @@ from throughline.planner.memory import FRAGMENTATION, device_terms, needed_bytes
 from throughline.planner.search import Search, candidate_at, find_layouts, fit_in, why_not
 from throughline.planner.serve import RUNTIME_BYTES, serve
 from throughline.planner.software import find_software
-from throughline.planner.traffic import tensor_sends
+from throughline.planner.traffic import context_sends, tensor_sends
 from throughline.planner.work import Work, layouts_of
 
 GPT = preset("gpt3-1.3b")  # 24 layers, 16 heads of 128
@@ -74,6 +74,11 @@ def test_moments_of_a_step_are_not_added_up() -> None:
     assert terms["evaluated"] == 2048 * (8 * GPT.vocab_size + 2 * (8 * GPT.width + 2 * GPT.feed_forward_size))
     kept = sum(terms[name] for name in ("weights", "gradients", "optimizer", "activations", "runtime"))
     assert needed_bytes(WORK, layouts, software) == kept + max(terms["logits"], terms["layer at work"])
+    assert terms["logits"] > terms["layer at work"]
+    few = Work(preset("gpt3-1.3b", vocab_size=1024), 64, 2048)
+    terms = device_terms(few, layouts, OURS)
+    kept = sum(terms[name] for name in ("weights", "gradients", "optimizer", "activations", "runtime"))
+    assert needed_bytes(few, layouts, OURS) == kept + terms["layer at work"]
 
 
 def test_the_hosts_memory_bounds_offload() -> None:
@@ -132,6 +137,8 @@ def test_gathers_and_scatters_of_a_layer(name: str, calls: tuple[int, int]) -> N
         assert sum(number for kind, number, _ in sent if kind != "all-reduce") == count
         other = tensor_sends(preset(name), find_software("megatron-2022"), 1, 1, 1, 0, 0, again)
         assert sum(number for _, number, _ in other) == (8, 12)[again]
+        ring = context_sends(preset(name), OURS.precision, 1, 1, 4, again)  # forwards, and once for backward
+        assert [number for _, number, _ in ring] == [3 * (2 + again), 4]
 
 
 def test_an_engine_holds_weights_cache_and_one_layer() -> None:
