@@ -26,7 +26,6 @@ from throughline.core.recipe import build_recipe
 from throughline.models.config import ModelConfig
 from throughline.models.init import build
 from throughline.models.presets import preset
-from throughline.train.attention import fit_attention
 from throughline.train.objective import IGNORED, StepBatch, prepare
 from throughline.train.optimizers import build_optimizer
 from throughline.train.precision import LossScaler, computing_dtype
@@ -103,7 +102,6 @@ def ours(config: ModelConfig, rows: list[dict[str, Any]], precision: str) -> Cal
     """A function that makes one step and returns its sequences a second."""
     model = build(config).train()
     device = torch.device("cpu")
-    fit_attention(model, device, precision)
     section = {"name": "adamw", "learning_rate": 1e-4, "weight_decay": 0.01}
     train = {"steps": 1, "sequence_length": 512, "batch_rows": 1, "precision": precision}
     recipe = build_recipe({"train": train, "optimizer": section}, Recipe)

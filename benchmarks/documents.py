@@ -16,11 +16,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from common import claim, finish, paired, parser
+from throughline.models.attention import Documents
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig
-from throughline.models.documents import Documents, attend_documents
 from throughline.models.init import initialise
-from throughline.train.attention import fit_attention
 from throughline.train.objective import hidden as hidden_of
 from throughline.train.objective import prepare
 from torch import Tensor
@@ -60,7 +59,7 @@ def attention(lengths: list[int], dtype: torch.dtype) -> tuple[Callable[[], None
         return work
 
     return (
-        run(lambda q, k, v: attend_documents(q, k, v, documents, True, 0.0)),
+        run(lambda q, k, v: documents.attend(q, k, v, True)),
         run(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)),
     )
 
@@ -76,7 +75,6 @@ def bert(precision: str) -> tuple[Callable[[], None], Callable[[], None]]:
     rows = {"input_ids": ids, "targets": np.where(masked, ids, -100), "attention_mask": real}
     model = BERT(BERTConfig.from_dict(SHAPE | {"nsp": False}))
     initialise(model)
-    fit_attention(model, torch.device("cpu"), precision)
     device = torch.device("cpu")
     (micro_batch,) = prepare(rows, "bert", ROWS, device, torch.float32, unpad=True).micro_batches
     peer = BertModel(

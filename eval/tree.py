@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..core.scorer import Question
+from ..models.attention import scaled_dot_product
 from ..models.config import AttentionPattern
-from ..models.layers import scaled_dot_product
 
 ONE_CALL_TOKENS = 64  # up to this length one masked attention call beats a causal and a masked one
 

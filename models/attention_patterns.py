@@ -6,7 +6,7 @@ into blocks; for each block of queries only the blocks of keys that hold a visib
 fused kernel runs for all query blocks that have as many. Inside a gathered block a mask keeps the pattern
 exact to the token. Documents, padding and a relative bias come as the mask that the models make anyway, and
 only its needed parts are read. A plain window, with documents or without, is not gathered: on CUDA it is one
-call of torch's variable-length kernel, on a CPU a walk along the diagonal (`band.py`).
+call of torch's variable-length kernel, on a CPU a walk along the diagonal (`attention_cpu.py`).
 
 | kind | a token at i sees a token at j when (causal: and j <= i) |
 |---|---|
@@ -37,9 +37,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention import Documents, Mask, knows_windows, scaled_dot_product
 from .config import AttentionPattern
-from .documents import Documents, attend_documents, knows_windows
-from .layers import Block, Mask, scaled_dot_product
+from .layers import Block
 
 
 def block_table(pattern: AttentionPattern, length: int, causal: bool, layer: int = 0) -> Tensor:
@@ -144,7 +144,7 @@ def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Call
             if mask is None:
                 ends = torch.arange(len(q_BASD) + 1, dtype=torch.int32, device=q_BASD.device)
                 mask = Documents(ends * length, length)
-            return attend_documents(q_BASD, k_BGTD, v_BGTD, mask, causal, dropout, pattern.window)
+            return mask.attend(q_BASD, k_BGTD, v_BGTD, causal, dropout, pattern.window)
         return _attend_blocks(pattern, causal, layer, (q_BASD, k_BGTD, v_BGTD), mask, dropout)
 
     return attend

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention import Documents, Mask
 from .attention_patterns import apply_pattern
 from .config import BERTConfig
-from .documents import Documents
-from .layers import Block, Mask, RelativeBias, activation_function, make_norm
+from .layers import Block, RelativeBias, activation_function, make_norm
 from .linear import Linear, linear
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention import Documents, Mask
 from .attention_patterns import apply_pattern
 from .cache import KeyValueCache
 from .config import GPTConfig
-from .documents import Documents
-from .layers import Block, Mask, make_norm, rotary_table
+from .layers import Block, make_norm, rotary_table
 from .linear import Linear, linear
 
 

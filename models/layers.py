@@ -1,7 +1,7 @@
 """The parts of both models: attention, feed-forward, norms, one block.
 
-Nothing here knows about devices, ranks or files. `Attention.attend` is a plain attribute: a context-parallel
-layout or a windowed model replaces it from outside with a function of the same signature.
+Nothing here knows about devices, ranks or files. `Attention.attend` is a plain attribute: a windowed model has another
+function of the same signature, and who packs rows in a way of their own lends one for a call.
 
 Shape letters: B batch, S query positions, T key positions, W width, A heads, G key-value heads, D head width,
 F feed-forward width.
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attention import Mask, scaled_dot_product
 from .config import BERTConfig, TransformerConfig
-from .documents import Documents, attend_documents
 from .linear import Linear
 
-Mask = Tensor | Documents  # which keys a query sees
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each (1 or B, 1, S, D)
 
 
@@ -27,29 +26,6 @@ class LayerMemory(Protocol):
     """What a block needs from a key-value cache: it gives its new keys and values and gets all of them back."""
 
     def extend(self, key_BGSD: Tensor, value_BGSD: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
-def scaled_dot_product(
-    q_BASD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    *,
-    mask: Mask | None = None,
-    is_causal: bool = False,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Softmax attention through torch's fused kernel.
-
-    `mask` broadcasts to (B, A, S, T): True (or 0.0) where a query may look, False (or -inf) where not; or it
-    is the documents of the rows. With `is_causal` and no dense mask the kernel skips the upper triangle.
-    Returns (B, A, S, D).
-    """
-    if isinstance(mask, Documents):
-        return attend_documents(q_BASD, k_BGTD, v_BGTD, mask, is_causal, dropout)
-    grouped = k_BGTD.shape[1] != q_BASD.shape[1]
-    return F.scaled_dot_product_attention(
-        q_BASD, k_BGTD, v_BGTD, attn_mask=mask, is_causal=is_causal, dropout_p=dropout, enable_gqa=grouped
-    )
 
 
 def rotary_table(positions: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> Rotary:

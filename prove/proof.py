@@ -23,7 +23,6 @@ from ..core.recipe import build_recipe
 from ..models.config import FAMILIES, ModelConfig
 from ..models.init import build, initial_values
 from ..planner.layout import Layout, layout_problems
-from ..train.attention import fit_attention
 from ..train.engine import Engine
 from ..train.layout_engine import LayoutEngine
 from ..train.objective import StepBatch, prepare
@@ -220,9 +219,6 @@ def reference(case: Case) -> Reference:
     """Train the case in this process, plainly."""
     dtype = weight_dtype(case.precision)
     device, model = torch.device("cpu"), build(case.config, SEED, dtype=dtype)
-    fit_attention(
-        model, device, case.precision
-    )  # the layout's kernel: in 16 bits another one rounds otherwise
     engine = SingleEngine(model, case.precision, device)
     shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
     engine.fill(lambda name, box: value_of(case, name, shapes[name]))

@@ -16,10 +16,10 @@ FOLDERS = ("core", "models", "data", "planner", "train", "prove", "inference", "
 USED = {
     "torch.ops.aten._efficient_attention_forward": "attention within documents on CUDA takes a dense mask",
     "torch.ops.aten._flash_attention_backward": "as the forward",
-    "torch.ops.aten._flash_attention_forward": "attention on CUDA in plain products (tests of models/varlen.py)",
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "plain products (tests of models/kernels.py)",
+    "torch.ops.aten._flash_attention_forward": "attention on CUDA in other kernels (tests of attention_cpu.py)",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "plain products (tests of models/attention_cpu.py)",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "as the forward",
-    "torch.ops.aten._softmax_backward_data": "three passes (tests of models/documents.py)",
+    "torch.ops.aten._softmax_backward_data": "three passes (tests of models/attention_cpu.py)",
     "torch._C._will_engine_execute_node": "tensor parallel backward computes both gradients",
     "torch._fused_adam_": "LAMB calls torch.optim.adam.adam (tests of its optimizer)",
     "torch.cuda.memory._dump_snapshot": "train --profile writes no snapshot of memory",

@@ -21,7 +21,6 @@ from ..models.config import ModelConfig
 from ..models.init import empty_model
 from ..planner.layout import ZERO_BUBBLE
 from ..planner.nearest import require_world
-from .attention import fit_attention
 from .compile import compile_blocks, maybe_compile, to_compile
 from .corpus import open_corpus
 from .engine import Engine
@@ -279,7 +278,6 @@ def _single_engine(plan: RunPlan) -> Engine:
     torch.manual_seed(train.seed)  # dropout; initial weights have generators of their own
     dtype = computing_dtype(train.precision) if train.offload else weight_dtype(train.precision)
     model = empty_model(plan.config, plan.device, dtype).train()
-    fit_attention(model, plan.device, train.precision)
     convert_products(model, train.matmul)
     if train.offload and to_compile(plan.recipe, plan.config, plan.device):
         compile_blocks(model, train.compile)

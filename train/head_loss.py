@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..models.kernels import wide_dtype
 from ..models.linear import linear
 from ..planner.software import LARGE_VOCABULARY
 from .loss import CHUNK_LOGITS, IGNORED, cross_entropy_sum
+from .precision import wide_dtype
 
 COLUMNS = {"cpu": 1, "cuda": 64}  # of the products, a multiple of
 SLICE_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 27}  # at a time: 256 and 512 MiB in float32

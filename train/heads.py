@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..models.kernels import wide_dtype
 from ..models.linear import linear
 from ..planner.tables import even_part
 from .head_loss import Shares, head_loss_sum, softmax_shares
@@ -22,6 +21,7 @@ from .loss import cross_entropy_sum
 from .objective import IGNORED, Batch
 from .parallel.mesh import Axis
 from .parallel.tensor import gather_rows, gather_same, sum_gradient
+from .precision import wide_dtype
 
 Model = Any  # a GPT or a BERT, perhaps cut: nn.Module promises none of their attributes
 

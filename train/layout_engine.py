@@ -77,7 +77,7 @@ class LayoutEngine(Engine):
             run_products_eagerly()
             run_ring_eagerly()
         for index in self.layout.stages_of(mesh.pipeline.rank):
-            stage = make_stage(config, index, mesh, precision, held)
+            stage = make_stage(config, index, mesh, held)
             convert_products(stage.model, matmul)
             if compiling != "off":
                 compile_blocks(stage.model, compiling)

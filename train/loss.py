@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..models.kernels import wide_dtype
 from ..planner.software import LARGE_VOCABULARY
+from .precision import wide_dtype
 
 IGNORED = -100
 CHUNK_LOGITS = 1 << 20  # logits worked on at a time: 4 MiB in float32

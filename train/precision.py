@@ -53,6 +53,11 @@ def computing_dtype(precision: str) -> torch.dtype:
     return HALVES.get(precision, weight_dtype(precision))
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over numbers of this dtype are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 @dataclass
 class LossScaler:
     """The scale of the loss in fp16: halved after a step that overflowed, doubled after many that did not.

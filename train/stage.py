@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from ..models.config import BERTConfig, ModelConfig
 from ..models.init import empty_model
 from ..planner.tables import stage_holds
-from .attention import fit_attention
 from .heads import Model, bert_sums, gpt_sums
 from .objective import Batch
-from .parallel.context import apply_context_parallel, chunk_documents
+from .parallel.context import chunk_documents
 from .parallel.mesh import Axis, Mesh
 from .parallel.tensor import apply_tensor_parallel
 
@@ -89,13 +88,11 @@ class Stage(nn.Module):
         return rows, sequence_length // parts, self.model.config.width
 
 
-def make_stage(config: ModelConfig, index: int, mesh: Mesh, precision: str, dtype: torch.dtype) -> Stage:
+def make_stage(config: ModelConfig, index: int, mesh: Mesh, dtype: torch.dtype) -> Stage:
     """The stage of this process, without values, on the meta device."""
     model: Model = empty_model(config, "meta", dtype)
     remove_other_stages(model, index, mesh)
     apply_tensor_parallel(model, mesh.tensor)
-    fit_attention(model, mesh.device, precision)
-    apply_context_parallel(model, mesh.context)
     return Stage(model, index, mesh)
 
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ...core.backend import Span
+from ...models.attention import scaled_dot_product
 from ...models.cache import KeyValueCache
 from ...models.gpt import GPT
-from ...models.layers import Attention, attending, scaled_dot_product
+from ...models.layers import Attention, attending
 
 # Places that a group may read in vain before another call of the kernel is cheaper. On a CPU the call costs
 # about 15 us, the time to read 200 places of 12 heads of 64; on a GPU 5 to 10 us, in which it reads 10 MB.
@@ -89,7 +90,7 @@ class Packed:
             start = stop
 
     def attend_in(self, layer: int) -> Callable[..., Tensor]:
-        """The attention of one layer, with the signature of `layers.scaled_dot_product`."""
+        """The attention of one layer, with the signature of `Attention.attend`."""
         keys, values = self.cache.keys_LBGTD[layer], self.cache.values_LBGTD[layer]
 
         def attend(q_1ATD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, **_: object) -> Tensor:

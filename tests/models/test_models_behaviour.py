@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from throughline.models.attention import scaled_dot_product
 from throughline.models.cache import KeyValueCache
 from throughline.models.config import BERTConfig
 from throughline.models.init import build, empty_model, initial_values
-from throughline.models.layers import scaled_dot_product
 from throughline.models.presets import preset
 
 

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from throughline.models import documents as documents_module
-from throughline.models import kernels
-from throughline.models.band import band_bias, band_slices
+from throughline.models import attention_cpu, attention_cuda
+from throughline.models.attention import Documents
+from throughline.models.attention_cpu import backward, band_bias, band_slices, forward
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
-from throughline.models.documents import Documents, attend_documents
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
-from throughline.models.varlen import varlen_backward, varlen_forward
 from torch.nn import functional as F
 
 ROWS, LENGTH, HEADS, SIZE = 2, 40, 4, 8
@@ -56,10 +54,10 @@ def test_bounds_equal_the_dense_mask(
     name: str, causal: bool, kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the mask in float64, whatever the kernel: the fused one, and products in pieces of 16 queries."""
-    monkeypatch.setattr("throughline.models.documents.QUERIES", 16)
+    monkeypatch.setattr(attention_cpu, "QUERIES", 16)
     mask = documents(name).mask(ROWS, LENGTH, causal)
     given = inputs(dtype, kv_heads)
-    found = with_gradients(lambda q, k, v: attend_documents(q, k, v, documents(name), causal, 0.0), given)
+    found = with_gradients(lambda q, k, v: documents(name).attend(q, k, v, causal), given)
     expected = with_gradients(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=kv_heads < HEADS),
         [x.double() for x in given],
@@ -76,15 +74,12 @@ def test_documents_with_a_window_equal_the_dense_mask(
     name: str, window: int, causal: bool, kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Documents shorter and longer than the window, in steps of 16 queries with a rest, on every road."""
-    monkeypatch.setattr("throughline.models.documents.QUERIES", 16)
-    monkeypatch.setattr("throughline.models.band._step", lambda window: 16)
+    monkeypatch.setattr(attention_cpu, "QUERIES", 16)
     places = torch.arange(LENGTH)
     near = (places[:, None] - places).abs() < window
     mask = documents(name).mask(ROWS, LENGTH, causal) & near
     given = inputs(dtype, kv_heads)
-    found = with_gradients(
-        lambda q, k, v: attend_documents(q, k, v, documents(name), causal, 0.0, window), given
-    )
+    found = with_gradients(lambda q, k, v: documents(name).attend(q, k, v, causal, window=window), given)
     expected = with_gradients(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=kv_heads < HEADS),
         [x.double() for x in given],
@@ -97,10 +92,11 @@ def test_a_band_reads_the_keys_that_are_seen_and_few_more(causal: bool) -> None:
     """Every visible pair is in exactly one stretch; a stretch reads `window` - 1 keys beyond its own a side."""
     length, window, step = 100, 13, 16
     pairs: list[tuple[int, int]] = []
-    for queries, keys in band_slices(length, window, causal, step):
+    for queries, keys in band_slices(length, length, window, causal, step):
         sides = 1 if causal else 2
         assert keys.stop - keys.start <= queries.stop - queries.start + sides * (window - 1)
-        seen = band_bias(queries, keys, window, causal, torch.float32) == 0
+        sizes = queries.stop - queries.start, keys.stop - keys.start, queries.start - keys.start
+        seen = band_bias(*sizes, window, causal, torch.float32, torch.device("cpu")) == 0
         pairs += [(queries.start + i, keys.start + j) for i, j in seen.nonzero().tolist()]
     expected = {
         (i, j) for i in range(length) for j in range(length) if abs(i - j) < window and (j <= i or not causal)
@@ -113,7 +109,7 @@ def test_dropout_falls_back_to_the_mask(kv_heads: int) -> None:
     """The same random numbers as the dense kernel under the same seed."""
     q, k, v, _ = inputs(torch.float32, kv_heads)
     torch.manual_seed(3)
-    found = attend_documents(q, k, v, documents("unequal"), True, 0.3)
+    found = documents("unequal").attend(q, k, v, True, 0.3)
     torch.manual_seed(3)
     mask, every = documents("unequal").mask(ROWS, LENGTH, True), HEADS // kv_heads
     k, v = (x.repeat_interleave(every, 1) for x in (k, v))
@@ -131,32 +127,34 @@ def test_without_torchs_private_operator_plain_products_compute_the_same(
     results = []
     for kernel in (True, False):
         if not kernel:
-            monkeypatch.setattr(kernels, "aten", object())
-            monkeypatch.setattr(kernels, "QUERIES", 16)
-        out, lse = varlen_forward(q, k, v, q_bounds, k_bounds, LENGTH, causal)
-        parts = varlen_backward(grad, q, k, v, out, lse, q_bounds, k_bounds, LENGTH, causal)
+            monkeypatch.setattr(attention_cpu, "aten", object())
+            monkeypatch.setattr(attention_cpu, "QUERIES", 16)
+        out, lse = forward(q, k, v, q_bounds, k_bounds, LENGTH, causal)
+        parts = backward(grad, q, k, v, out, lse, q_bounds, k_bounds, LENGTH, causal)
         results.append((out, lse, *parts))
         if causal:
             banded = q, k, v, q_bounds, k_bounds, LENGTH, True, 11
-            results[-1] += varlen_forward(*banded)
-            results[-1] += varlen_backward(grad, *banded[:3], *results[-1][-2:], *banded[3:])
+            results[-1] += forward(*banded)
+            results[-1] += backward(grad, *banded[:3], *results[-1][-2:], *banded[3:])
     if not causal:
         assert not results[0][0][5:50].any() and results[0][1][:, 5:50].eq(-torch.inf).all()
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=0)
 
 
-def test_the_gradient_of_a_softmax_needs_no_private_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal in float64 to its noise, and in bf16 to a rounding of what torch's operator gives."""
-    generator = torch.Generator().manual_seed(5)
-    grad = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64)
-    shares = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64).softmax(-1)
-    pairs = [(grad, shares), (grad.bfloat16(), shares.bfloat16())]
-    expected = [documents_module._through_softmax(*pair) for pair in pairs]
-    monkeypatch.setattr(documents_module, "aten", object())
-    found = [documents_module._through_softmax(*pair) for pair in pairs]
-    torch.testing.assert_close(found[0], expected[0], atol=1e-15, rtol=0)
-    torch.testing.assert_close(found[1], expected[1], atol=2**-8, rtol=2**-7)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_gradient_of_a_softmax_needs_no_private_operator(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain products give to a rounding what they give with it, of the same result."""
+    q, k, v, grad = (x.flatten(0, 1) for x in inputs(dtype))
+    bias = q.new_zeros(())
+    out, _ = attention_cpu._plain_forward(q, k, v, bias, False)
+    expected = attention_cpu._plain_backward(grad, q, k, v, out, None, bias)
+    monkeypatch.setattr(attention_cpu, "aten", object())
+    found = attention_cpu._plain_backward(grad, q, k, v, out, None, bias)
+    for ours, theirs in zip(found, expected):
+        assert far(ours, theirs) < ERROR[dtype]
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama", "bert", "relative"])
@@ -228,7 +226,7 @@ def test_cuda_kernels_equal_the_dense_mask(
     bounds = Documents(documents(name).bounds_N.cuda(), LENGTH)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = with_gradients(lambda q, k, v: attend_documents(q, k, v, bounds, causal, dropout), given)
+        found = with_gradients(lambda q, k, v: bounds.attend(q, k, v, causal, dropout), given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     mask = documents(name).mask(ROWS, LENGTH, causal)
@@ -246,12 +244,12 @@ def test_cuda_log_sum_exp_and_merged_backward(causal: bool) -> None:
     q, k, v, grad = (x.transpose(1, 2).flatten(0, 1) for x in inputs(torch.bfloat16))
     bounds = (BOUNDS["unequal"],) * 2 if causal else ([0, 5, 50, 80], [0, 30, 30, 80])
     wide = [x.double() for x in (q, k, v, grad)]
-    out, lse = varlen_forward(*wide[:3], *bounds, LENGTH, causal)
-    expected = (out, lse, *varlen_backward(wide[3], *wide[:3], out, lse, *bounds, LENGTH, causal))
+    out, lse = forward(*wide[:3], *bounds, LENGTH, causal)
+    expected = (out, lse, *backward(wide[3], *wide[:3], out, lse, *bounds, LENGTH, causal))
     given = [x.cuda() for x in (q, k, v, grad)]
     cuda_bounds = [torch.tensor(x, dtype=torch.int32).cuda() for x in bounds]
-    out, lse = varlen_forward(*given[:3], *cuda_bounds, LENGTH, causal)
-    found = (out, lse, *varlen_backward(given[3], *given[:3], out, lse, *cuda_bounds, LENGTH, causal))
+    out, lse = attention_cuda.forward(*given[:3], *cuda_bounds, LENGTH, causal)
+    found = (out, lse, *attention_cuda.backward(given[3], *given[:3], out, lse, *cuda_bounds, LENGTH, causal))
     assert torch.equal(found[1].cpu() == -torch.inf, expected[1] == -torch.inf)
     for ours, theirs in zip(found, expected):
         finite = theirs > -torch.inf

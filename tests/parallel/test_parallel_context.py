@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from throughline.benchmarks.simulate import Watch
-from throughline.models.documents import Documents
 from throughline.train.objective import ROW_DOCUMENTS, prepare
-from throughline.train.parallel.context import chunk_documents, cut_rows, make_attend
+from throughline.train.parallel.context import ChunkDocuments, chunk_documents, cut_rows
 from throughline.train.parallel.mesh import Axis
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -40,15 +39,14 @@ def largest_and_peak(context: int, rank: int) -> tuple[int, int]:
     try:
         part = TOKENS // context
         axis = Axis(context, rank, tuple(range(context)), dist.group.WORLD)
-        documents = Documents(
-            torch.tensor([[0, part // 2]], dtype=torch.int32).expand(2 * context, -1), part // 2
-        )
+        bounds = torch.tensor([[0, part // 2]], dtype=torch.int32).expand(2 * context, -1)
+        documents = ChunkDocuments(bounds, part // 2, axis)
         with FakeTensorMode(allow_non_fake_inputs=True), Largest() as watch:
             q, k, v = (
                 torch.empty(1, part, heads, SIZE, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
                 for heads in (HEADS, KV_HEADS, KV_HEADS)
             )
-            out = make_attend(axis)(q, k, v, mask=documents, is_causal=True)
+            out = documents.attend(q, k, v, True)
             assert out.shape == q.shape
             out.backward(torch.empty_like(out))
         gc.collect()

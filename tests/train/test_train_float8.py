@@ -16,7 +16,6 @@ from throughline.models.config import GPTConfig  # noqa: E402
 from throughline.models.init import build  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
-from throughline.train.attention import fit_attention  # noqa: E402
 from throughline.train.float8 import check_products, convert_products  # noqa: E402
 from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.objective import prepare  # noqa: E402
@@ -118,7 +117,6 @@ def test_layouts_compute_what_one_process_computes(degrees: dict[str, Any]) -> N
 
     (spread, *_) = run_ranks(2, lambda: work(Layout(**degrees)))
     model = build(config, 0)
-    fit_attention(model, CPU, "bf16")
     convert_products(model, "fp8-emulated")
     single = SingleEngine(model, "bf16", CPU)
     values = [value for _, value in single.named_parameters()]

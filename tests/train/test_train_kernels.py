@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 from throughline.core.errors import WrongUse
+from throughline.models.attention import scaled_dot_product
+from throughline.models.attention_cpu import QUERIES
 from throughline.models.init import build
-from throughline.models.layers import scaled_dot_product
 from throughline.models.presets import preset
 from throughline.train import compile as compilation
 from throughline.train import loss as losses
-from throughline.train.attention import QUERIES, fit_attention, short_attention
 from throughline.train.compile import maybe_compile, pays
 from throughline.train.objective import gpt_loss
 from throughline.train.optimizers import MuonAdamW, build_optimizer, orthogonalise
@@ -81,7 +81,7 @@ def test_no_targets_is_no_loss():
 
 
 @pytest.mark.parametrize("kind", ["causal", "causal in pieces", "full", "bool mask", "padding", "bias"])
-def test_short_attention_is_as_near_to_the_truth_as_the_fused_kernel(kind):
+def test_short_attention_is_as_near_to_the_truth_as_the_fused_kernel(kind, monkeypatch):
     torch.manual_seed(0)
     qkv = torch.randn(3, 2, 4, 2 * QUERIES + 9 if kind == "causal in pieces" else 48, 32, dtype=torch.float64)
     options = {
@@ -104,25 +104,30 @@ def test_short_attention_is_as_near_to_the_truth_as_the_fused_kernel(kind):
         return out.detach().double(), x.grad.double()
 
     truth = outcome(scaled_dot_product, torch.float64)
+    ours = outcome(scaled_dot_product, torch.bfloat16)
+    monkeypatch.setattr("throughline.models.attention.SHORT_ROW", 0)
     fused = outcome(scaled_dot_product, torch.bfloat16)
-    ours = outcome(short_attention, torch.bfloat16)
     for exact, theirs, mine in zip(truth, fused, ours, strict=True):
         # scores are rounded to bf16 here and not in the fused kernel: up to twice its error, which is itself
         # bf16's
         assert (mine - exact).norm() <= 2.5 * (theirs - exact).norm()
 
 
-def test_attention_is_changed_only_where_it_is_faster():
-    model = build(preset("gpt-toy"))
-    fit_attention(model, CPU, "fp32")
-    assert all(block.attention.attend is scaled_dot_product for block in model.blocks.values())
-    fit_attention(model, CPU, "bf16")
-    assert all(block.attention.attend is short_attention for block in model.blocks.values())
-    q = torch.randn(1, 2, 1100, 8, dtype=torch.bfloat16)
-    for x in (q, q[:, :, :20].float()):  # too long, and not bf16: the fused kernel, to the bit
-        assert torch.equal(
-            short_attention(x, x, x, is_causal=True), scaled_dot_product(x, x, x, is_causal=True)
-        )
+def test_plain_products_are_for_short_bf16_rows_that_learn():
+    """Everything else gets the fused kernel, to the bit: other dtypes, long rows, grouped heads, inference."""
+
+    def plain(x, heads=2, inference=False):
+        with torch.inference_mode(inference):
+            k = x[:, :heads]
+            fused = F.scaled_dot_product_attention(x, k, k, is_causal=True, enable_gqa=heads < 2)
+            return not torch.equal(scaled_dot_product(x, k, k, is_causal=True), fused)
+
+    x = torch.randn(1, 2, 1025, 8, dtype=torch.bfloat16)
+    assert plain(x[:, :, 1:]) and not plain(x)
+    short = x[:, :, :20]
+    assert plain(short) and not (
+        plain(short.float()) or plain(short, heads=1) or plain(short, inference=True)
+    )
 
 
 # --- optimizers

@@ -22,7 +22,6 @@ from ...models.huggingface import to_huggingface
 from ...models.huggingface_config import describe
 from ...models.huggingface_heads import head_to_huggingface
 from ...planner.tables import is_decayed
-from ..attention import fit_attention
 from ..objective import StepBatch
 from ..precision import LossScaler, pick_device
 from ..single_engine import SingleEngine
@@ -55,7 +54,6 @@ def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -
     task.prepare([*learnt, *measured])
     torch.manual_seed(recipe.train.seed)
     model = task.build(_plain(base)).to(device)
-    fit_attention(getattr(model, "encoder", model), device, recipe.train.precision)
     engine = SingleEngine(model, recipe.train.precision, device, loss=task.mean_loss)
     curve = _train(recipe, task, engine, learnt, measured)
     facts: dict[str, Any] = {

@@ -15,7 +15,8 @@ Shape letters: B rows, C positions of a row here (S / context), H of a chunk (C 
 chunk, A heads, G key-value heads, D head width, N documents.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...data.options import NO_TARGET
-from ...models.documents import Documents
-from ...models.kernels import wide_dtype
-from ...models.varlen import Bounds, has_cuda_kernel, varlen_backward, varlen_forward
+from ...models import attention_cpu, attention_cuda
+from ...models.attention import Documents
 from .mesh import Axis
 
 ROW_DOCUMENTS = "row_documents"  # (B, S): documents of whole rows, of which a process has a part
@@ -64,14 +64,35 @@ def cut_rows(rows: dict[str, np.ndarray], axis: Axis) -> dict[str, np.ndarray]:
     return cut
 
 
-def chunk_documents(batch: dict[str, Tensor], axis: Axis) -> Documents:
+@dataclass(frozen=True)
+class ChunkDocuments(Documents):
     """The documents of every chunk: bounds (2 context, N + 1), those of row c within the (T,) tokens of chunk c."""
+
+    axis: Axis
+
+    def attend(
+        self,
+        q_BASD: Tensor,
+        k_BGSD: Tensor,
+        v_BGSD: Tensor,
+        is_causal: bool,
+        dropout: float = 0.0,
+        window: int = 0,
+    ) -> Tensor:
+        """Queries here, keys and values of the whole row."""
+        assert not (dropout or window), "refused by the layout's rules"
+        dtype = v_BGSD.dtype  # of the products: rotary positions leave queries and keys in fp32
+        return ring_attention(q_BASD.to(dtype), k_BGSD.to(dtype), v_BGSD, self, is_causal, self.axis)
+
+
+def chunk_documents(batch: dict[str, Tensor], axis: Axis) -> ChunkDocuments:
+    """The documents of a micro-batch, of whose rows every process of the axis has a part."""
     rows, part = batch["input_ids"].shape
     bounds = batch.get("document_bounds")
     if bounds is None:  # a row is one document
         ends = torch.arange(rows + 1, dtype=torch.int32, device=batch["input_ids"].device)
         bounds = (ends * (part // 2)).expand(2 * axis.size, -1)
-    return Documents(bounds, part // 2)
+    return ChunkDocuments(bounds, part // 2, axis)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -87,17 +108,17 @@ class _RingAttention(torch.autograd.Function):
         causal: bool,
         axis: Axis,
     ) -> Tensor:
-        bounds = _bounds(documents, q_BACD)
+        bounds, kernel = _bounds(documents.bounds_N, q_BACD)
         q = _to_chunks(q_BACD)  # (2, T, A, D)
         kv = torch.stack((_to_chunks(k_BGCD), _to_chunks(v_BGCD)))  # (2, 2, T, G, D)
-        out = torch.zeros_like(q, dtype=wide_dtype(q.dtype))
+        out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full((2, q.shape[2], q.shape[1]), -torch.inf)  # (2, A, T)
         here = kv
         for step in range(axis.size):
             passing = _Passing(here, axis) if step < axis.size - 1 else None
             for i, j, own, other in _pairs(step, causal, axis):
                 lengths = bounds[own], bounds[other], documents.longest
-                part = varlen_forward(q[i], here[0, j], here[1, j], *lengths, causal and own == other)
+                part = kernel.forward(q[i], here[0, j], here[1, j], *lengths, causal and own == other)
                 _merge(out[i], lse[i], *part)
             if passing is not None:
                 here = passing.wait()
@@ -110,7 +131,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_BACD: Tensor) -> tuple[Tensor | None, ...]:
         q, here, out, lse, bounds_CN = ctx.saved_tensors
         axis, causal = ctx.axis, ctx.causal
-        bounds = _bounds(Documents(bounds_CN, ctx.longest), q)
+        bounds, kernel = _bounds(bounds_CN, q)
         grad = _to_chunks(grad_BACD)
         dq = torch.zeros_like(q, dtype=lse.dtype)
         coming = None  # the gradients of the keys that are here, from the processes that had them before
@@ -120,7 +141,7 @@ class _RingAttention(torch.autograd.Function):
             for i, j, own, other in _pairs(step, causal, axis):
                 queries, keys = (grad[i], q[i]), (here[0, j], here[1, j])
                 lengths = bounds[own], bounds[other], ctx.longest
-                parts = varlen_backward(*queries, *keys, out[i], lse[i], *lengths, causal and own == other)
+                parts = kernel.backward(*queries, *keys, out[i], lse[i], *lengths, causal and own == other)
                 for whole, part in zip((dq[i], dkv[0, j], dkv[1, j]), parts):
                     whole += part
             if coming is not None:
@@ -167,11 +188,11 @@ def _pairs(step: int, causal: bool, axis: Axis) -> Iterator[tuple[int, int, int,
                 yield i, j, own, other
 
 
-def _bounds(documents: Documents, like: Tensor) -> list[Any]:
-    """The bounds of each chunk; where no kernel takes them from the device, as numbers, read once."""
-    there = has_cuda_kernel(like)
-    bounds: list[Bounds] = list(documents.bounds_N) if there else documents.bounds_N.tolist()
-    return bounds
+def _bounds(bounds_CN: Tensor, like: Tensor) -> tuple[list[Any], Any]:
+    """The bounds of each chunk and the kernel that takes them: on a CPU as numbers, read once."""
+    if attention_cuda.has_flash(like):
+        return list(bounds_CN), attention_cuda
+    return bounds_CN.tolist(), attention_cpu
 
 
 def _merge(out_TAD: Tensor, lse_AT: Tensor, part_TAD: Tensor, part_lse_AT: Tensor) -> None:
@@ -194,25 +215,6 @@ def _from_chunks(x_2TAD: Tensor, rows: int) -> Tensor:
     return x_2TAD.unflatten(1, (rows, -1)).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
-def make_attend(axis: Axis) -> Callable[..., Tensor]:
-    """What replaces `Attention.attend`: queries here, keys and values of the whole row."""
-
-    def attend(
-        q_BACD: Tensor,
-        k_BGCD: Tensor,
-        v_BGCD: Tensor,
-        *,
-        mask: Documents,
-        is_causal: bool = False,
-        dropout: float = 0.0,
-    ) -> Tensor:
-        assert dropout == 0.0, "refused by the layout's rules"
-        dtype = v_BGCD.dtype  # of the products: rotary positions leave queries and keys in fp32
-        return ring_attention(q_BACD.to(dtype), k_BGCD.to(dtype), v_BGCD, mask, is_causal, axis)
-
-    return attend
-
-
 def ring_attention(
     q_BACD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor, mask: Documents, is_causal: bool, axis: Axis
 ) -> Tensor:
@@ -224,11 +226,3 @@ def run_ring_eagerly() -> None:
     """Before blocks are compiled: the ring runs as it is, between two graphs."""
     global ring_attention
     ring_attention = torch.compiler.disable(ring_attention)
-
-
-def apply_context_parallel(model: Any, axis: Axis) -> None:
-    """Let every block of the model attend over the whole row."""
-    if axis.group is None:
-        return
-    for block in model.blocks.values():
-        block.attention.attend = make_attend(axis)

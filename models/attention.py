@@ -1,0 +1,143 @@
+"""Which keys a query sees, and which kernel computes it: the one place that chooses.
+
+| mask | where | kernel |
+|---|---|---|
+| none, dense | a CPU in bf16, short rows with as many key as query heads, not for inference | plain products |
+| none, dense | else | torch's fused one |
+| documents | a CPU without dropout | `attention_cpu.py`, by their bounds |
+| documents | CUDA | `attention_cuda.py`, by their bounds |
+| documents | else | as with a dense mask |
+
+torch's fused CPU kernel is slow at the backward pass of short bf16 sequences. Forward and backward on one core of an
+EPYC with AVX512-BF16: 64 rows of 64 positions, 4 heads of 32, take 35 ms fused and 7 ms in plain products; 4 rows of
+256, 12 heads of 64, take 48 and 20 ms. One row of 1,024 takes 78 ms fused, 102 in one plain product, and 60 in one for
+every 256 queries, which leaves out the keys to the right of them. The fused kernel rounds less: where nothing is
+learnt it is kept.
+
+Shape letters: B rows, S query positions, P key positions, T = B x S tokens, A heads, G key-value heads, D head width,
+N documents.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import attention_cuda
+from .attention_cpu import QUERIES, attend_runs, band_slices, softmax_of_scores
+
+SHORT_ROW = 1024  # beyond it the (S, S) scores of every head cost more than plain products save
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Takes the place of a mask: runs of the flattened (B x S) tokens, which see those of their own run only.
+
+    `bounds_N` (N + 1,) int32 rises from 0 to B x S; equal neighbours are a document without tokens. `longest` is at
+    least the length of every document. Attention costs what the documents cost, not what the rows do.
+    """
+
+    bounds_N: Tensor
+    longest: int
+
+    def ids(self, rows: int, length: int) -> Tensor:
+        """The number of each token's document, (B, S)."""
+        places = torch.arange(rows * length, device=self.bounds_N.device)
+        return torch.bucketize(places, self.bounds_N[1:], right=True).view(rows, length)
+
+    def mask(self, rows: int, length: int, is_causal: bool) -> Tensor:
+        """The same as a dense mask (B, 1, S, S), for what has no other way."""
+        ids = self.ids(rows, length)
+        same = ids[:, :, None] == ids[:, None, :]
+        return (same.tril() if is_causal else same)[:, None]
+
+    def attend(
+        self,
+        q_BASD: Tensor,
+        k_BGSD: Tensor,
+        v_BGSD: Tensor,
+        is_causal: bool,
+        dropout: float = 0.0,
+        window: int = 0,
+    ) -> Tensor:
+        """Attention (B, A, S, D) within the documents, to tokens less than `window` away: 0 for all, another only
+        where `knows_windows`.
+        """
+        rows, _, length, _ = q_BASD.shape
+        # products of the same dtype: rotary positions leave queries and keys in float32 under autocast
+        q, k, v = (x.to(v_BGSD.dtype).transpose(1, 2).flatten(0, 1) for x in (q_BASD, k_BGSD, v_BGSD))
+        out = None
+        if q.is_cuda:
+            out = attention_cuda.attend_runs(q, k, v, self.bounds_N, self.longest, is_causal, dropout, window)
+        elif dropout == 0.0 and q.device.type == "cpu":
+            out, _ = attend_runs(q, k, v, self.bounds_N, is_causal, window)
+        if out is None:
+            assert not window
+            mask = self.mask(rows, length, is_causal)
+            return scaled_dot_product(q_BASD, k_BGSD, v_BGSD, mask=mask, dropout=dropout)
+        return out.unflatten(0, (rows, length)).transpose(1, 2)
+
+
+Mask = Tensor | Documents  # which keys a query sees
+
+
+def knows_windows(q: Tensor, dropout: float) -> bool:
+    """Whether documents with such queries (..., D) can have a window too."""
+    return dropout == 0.0 and (q.device.type == "cpu" or attention_cuda.has_flash(q))
+
+
+def scaled_dot_product(
+    q_BASD: Tensor,
+    k_BGPD: Tensor,
+    v_BGPD: Tensor,
+    *,
+    mask: Mask | None = None,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention (B, A, S, D).
+
+    `mask` broadcasts to (B, A, S, P): True (or 0.0) where a query may look, False (or -inf) where not; or it is the
+    documents of the rows. With `is_causal` and no dense mask nothing is computed to the right of the diagonal.
+    """
+    if isinstance(mask, Documents):
+        return mask.attend(q_BASD, k_BGPD, v_BGPD, is_causal, dropout)
+    if _is_short(q_BASD, k_BGPD):
+        return _attend_short(q_BASD, k_BGPD, v_BGPD, mask, is_causal, dropout)
+    grouped = k_BGPD.shape[1] != q_BASD.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BASD, k_BGPD, v_BGPD, attn_mask=mask, is_causal=is_causal, dropout_p=dropout, enable_gqa=grouped
+    )
+
+
+def _is_short(q_BASD: Tensor, k_BAPD: Tensor) -> bool:
+    """Whether plain products, whose shares torch keeps for backward, are the faster kernel."""
+    return (
+        q_BASD.device.type == "cpu"
+        and q_BASD.dtype == torch.bfloat16
+        and q_BASD.shape[1] == k_BAPD.shape[1]
+        and max(q_BASD.shape[2], k_BAPD.shape[2]) <= SHORT_ROW
+        and (torch.compiler.is_compiling() or not torch.is_inference_mode_enabled())
+    )
+
+
+def _attend_short(
+    q_BASD: Tensor, k_BAPD: Tensor, v_BAPD: Tensor, mask: Tensor | None, is_causal: bool, dropout: float
+) -> Tensor:
+    batch, heads, length, _ = q_BASD.shape
+    places = k_BAPD.shape[2]
+    q, k, v = (x.flatten(0, 1) for x in (q_BASD, k_BAPD, v_BAPD))
+    bias = q.new_zeros(())
+    if mask is not None:
+        bias = mask if mask.is_floating_point() else torch.where(mask, 0.0, -math.inf)
+        if bias.dim() == 4:
+            bias = bias.expand(batch, heads, length, places).flatten(0, 1)
+    parts = []
+    for here, seen in band_slices(length, places, 0, is_causal, QUERIES if is_causal else length):
+        if is_causal:
+            bias = q.new_full((here.stop - here.start, seen.stop), -math.inf).triu(here.start + 1)
+        shares = softmax_of_scores(q[:, here], k[:, seen], bias.to(q.dtype))
+        parts.append(F.dropout(shares, dropout) @ v[:, seen])
+    return (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).unflatten(0, (batch, heads))
