@@ -6,6 +6,8 @@ head works on any selection of positions, so that training pays for logits only 
 Shape letters: B batch, S positions, W width, N selected positions, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,7 +16,6 @@ from .attention import Documents, Mask
 from .attention_patterns import apply_pattern
 from .config import BERTConfig
 from .layers import Block, RelativeBias, activation_function, make_norm
-from .linear import Linear, linear
 
 
 class BERT(nn.Module):
@@ -37,12 +38,13 @@ class BERT(nn.Module):
         if config.attention_pattern is not None:
             apply_pattern(self.blocks, config.attention_pattern, causal=False)
         self.norm = make_norm(config)  # after the embeddings (post-norm) or after the last block (norm_first)
-        self.mlm_transform = Linear(width, width, bias=config.bias) if config.mlm_transform else None
+        self.mlm_transform = nn.Linear(width, width, bias=config.bias) if config.mlm_transform else None
         self.mlm_norm = make_norm(config) if config.mlm_transform else None
         self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.bias else None
-        self.pooler = Linear(width, width, bias=config.bias) if config.nsp else None
-        self.nsp = Linear(width, 2, bias=config.bias) if config.nsp else None
+        self.pooler = nn.Linear(width, width, bias=config.bias) if config.nsp else None
+        self.nsp = nn.Linear(width, 2, bias=config.bias) if config.nsp else None
         self.activation = activation_function(config.activation)
+        self.product: Callable[..., Tensor] = F.linear  # of the masked-LM head
 
     def forward(self, input_ids: Tensor, **inputs: Tensor | None) -> Tensor:
         """Ids (B, S), and what `hidden` takes -> masked-LM logits (B, S, V)."""
@@ -117,7 +119,7 @@ class BERT(nn.Module):
 
     def mlm_head(self, hidden_NW: Tensor) -> Tensor:
         """(..., W) -> logits (..., V) at those positions."""
-        return linear(self.mlm_features(hidden_NW), self.token_table.weight, self.mlm_bias)
+        return self.product(self.mlm_features(hidden_NW), self.token_table.weight, self.mlm_bias)
 
     def mlm_features(self, hidden_NW: Tensor) -> Tensor:
         """The transform before the decoder: what a loss that computes the logits in pieces multiplies with

@@ -8,6 +8,8 @@ Shape letters: B batch, S positions, W width, V vocabulary; `hidden` (B, S, W) i
 contracts.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +19,6 @@ from .attention_patterns import apply_pattern
 from .cache import KeyValueCache
 from .config import GPTConfig
 from .layers import Block, make_norm, rotary_table
-from .linear import Linear, linear
 
 
 class GPT(nn.Module):
@@ -38,7 +39,8 @@ class GPT(nn.Module):
         if config.attention_pattern is not None:
             apply_pattern(self.blocks, config.attention_pattern, causal=True)
         self.norm = make_norm(config)
-        self.output = None if config.tied else Linear(config.width, config.vocab_size, bias=False)
+        self.output = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.product: Callable[..., Tensor] = F.linear  # of the head
 
     def forward(
         self,
@@ -111,7 +113,7 @@ class GPT(nn.Module):
 
     def head(self, hidden_BSW: Tensor) -> Tensor:
         """(..., W) -> logits (..., V)."""
-        return linear(hidden_BSW, self.output_weight())
+        return self.product(hidden_BSW, self.output_weight())
 
     def output_weight(self) -> Tensor:
         """The matrix (V, W) of the head: for a loss that computes the logits in pieces."""

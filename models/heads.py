@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from .bert import BERT
 from .config import BERTConfig
 from .init import Unfilled, initialise
-from .linear import Linear
+from .linear import use_fastest_product
 
 HeadKind = Literal["sequence-classification", "token-classification", "question-answering"]
 KINDS: tuple[HeadKind, ...] = ("sequence-classification", "token-classification", "question-answering")
@@ -50,7 +50,7 @@ class BERTWithHead(nn.Module):
         self.head = head
         self.encoder = BERT(config)
         self.encoder.mlm_transform = self.encoder.mlm_norm = self.encoder.mlm_bias = self.encoder.nsp = None
-        self.output = Linear(config.width, len(head.labels))
+        self.output = nn.Linear(config.width, len(head.labels))
 
     def forward(
         self,
@@ -80,6 +80,7 @@ def empty_with_head(
     """The module without values: on `meta` it takes no memory."""
     with torch.device("meta"), Unfilled():
         model = BERTWithHead(config, head)
+    use_fastest_product(model)
     model = model.to(dtype=dtype)
     if str(device) == "meta":
         return model

@@ -16,6 +16,7 @@ from .bert import BERT
 from .config import BERTConfig, GPTConfig, ModelConfig
 from .draw import normal
 from .gpt import GPT
+from .linear import use_fastest_product
 
 STD = 0.02  # GPT-2 and BERT alike
 RESIDUAL = ("attention.out.weight", "mlp.down.weight")
@@ -68,6 +69,7 @@ def empty_model(
     """The module without values: on `meta` it takes no memory, elsewhere its memory is not filled yet."""
     with torch.device("meta"), Unfilled():
         model: nn.Module = BERT(config) if isinstance(config, BERTConfig) else GPT(config)
+    use_fastest_product(model)
     model = model.to(dtype=dtype) if dtype is not None else model
     if str(device) == "meta":
         return model  # type: ignore[return-value]

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from .attention import Mask, scaled_dot_product
 from .config import BERTConfig, TransformerConfig
-from .linear import Linear
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each (1 or B, 1, S, D)
 
@@ -82,11 +81,11 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         self.fused = heads == kv_heads
         if self.fused:
-            self.qkv = Linear(config.width, heads * 3 * size, bias=config.bias)
+            self.qkv = nn.Linear(config.width, heads * 3 * size, bias=config.bias)
         else:
-            self.q = Linear(config.width, heads * size, bias=config.bias)
-            self.kv = Linear(config.width, kv_heads * 2 * size, bias=config.bias)
-        self.out = Linear(heads * size, config.width, bias=config.bias)
+            self.q = nn.Linear(config.width, heads * size, bias=config.bias)
+            self.kv = nn.Linear(config.width, kv_heads * 2 * size, bias=config.bias)
+        self.out = nn.Linear(heads * size, config.width, bias=config.bias)
         self.attend: Callable[..., Tensor] = scaled_dot_product
 
     def project(self, x_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,9 +137,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         size = config.feed_forward_size
-        self.up = Linear(config.width, size, bias=config.bias)
-        self.gate = Linear(config.width, size, bias=config.bias) if config.gated else None
-        self.down = Linear(size, config.width, bias=config.bias)
+        self.up = nn.Linear(config.width, size, bias=config.bias)
+        self.gate = nn.Linear(config.width, size, bias=config.bias) if config.gated else None
+        self.down = nn.Linear(size, config.width, bias=config.bias)
         self.activation = activation_function(config.activation)
 
     def forward(self, x_BSW: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ the rate of MKL: 370 against 180 GFLOP/s on two cores, 768 x 128 by 128 x 512, a
 weight alike; at GPT-2's sizes 1.5 to 3 times from one row upwards. Zen 4 knows AVX-512 but takes two turns for it:
 there both compute at 80 to 100 GFLOP/s a core, and the copy that oneDNN makes of a transposed gradient is lost time.
 Everything else (GPUs, other processors and dtypes, autocast, sharded tensors, products too small to matter) goes to
-torch.
+torch. Models are written with torch's own `nn.Linear`; whoever makes one (`init.empty_model`) puts this on.
 """
 
 import re
@@ -31,6 +31,15 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
+
+
+def use_fastest_product(model: nn.Module) -> None:
+    """Let a model's layers and its head compute by `linear` where that is not torch's own product alone."""
+    for module in model.modules() if onednn_is_faster() else ():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+        elif hasattr(module, "product"):
+            module.product = linear  # type: ignore[assignment]
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -5,6 +5,8 @@ that is meant.
 import pytest
 import torch
 from throughline.models import linear as module
+from throughline.models.config import BERTConfig, GPTConfig
+from throughline.models.init import build
 from throughline.models.linear import Linear, linear
 from torch import nn
 from torch.nn import functional as F
@@ -48,6 +50,18 @@ def test_values_and_gradients_are_those_of_torch(through_onednn, bias: bool, com
     torch.testing.assert_close(ours_x.grad, theirs_x.grad, rtol=1e-5, atol=1e-5)
     for mine, reference in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "products"), [(GPTConfig, 5), (BERTConfig, 6)])
+def test_every_product_of_a_model_that_is_made(through_onednn, monkeypatch, family, products: int) -> None:
+    """Four of a block, BERT's transform and the head; on other processors the layers are torch's own."""
+    config = family(vocab_size=512, sequence_length=64, layers=1, width=128, heads=4)
+    ids = torch.zeros(4, 64, dtype=torch.long)
+    build(config)(ids)
+    assert len(through_onednn) == products
+    monkeypatch.setattr(module, "onednn_is_faster", lambda: False)
+    layers = [layer for layer in build(config).modules() if isinstance(layer, nn.Linear)]
+    assert layers and {type(layer) for layer in layers} == {nn.Linear}
 
 
 def test_a_product_of_real_size_is_in_one_graph() -> None:
