@@ -65,6 +65,7 @@ class _Group:
     rows_R: Tensor
     keys_RM: Tensor
     visible_RCK: Tensor  # (R, C, M C) bool
+    itself_RCK: Tensor
 
 
 def _rows_by_count(
@@ -100,7 +101,8 @@ def _make_groups(
         query_positions = rows[:, None] * pattern.block + inside
         key_positions = (keys[:, :, None] * pattern.block + inside).flatten(1)
         visible = pattern.sees(query_positions[:, :, None], key_positions[:, None, :], causal, length, layer)
-        groups.append(_Group(rows, keys, visible & (key_positions < length)[:, None, :]))
+        itself = query_positions[:, :, None] == key_positions[:, None, :]
+        groups.append(_Group(rows, keys, visible & (key_positions < length)[:, None, :], itself))
     return groups, torch.cat([group.rows_R for group in groups]).argsort()
 
 
@@ -217,19 +219,14 @@ def _group_mask(group: _Group, mask: Tensor | None, batch: int) -> Tensor:
         blocks = mask.unflatten(1, (-1, size))  # (B, N, C)
         keys = blocks[:, group.keys_RM].flatten(2)  # (B, R, M C)
         taken = (blocks[:, group.rows_R][..., None] == keys[:, :, None])[:, :, None]  # (B, R, 1, C, M C)
-    elif mask.shape[2] == 1:  # the same for every query
-        blocks = mask.unflatten(3, (-1, size))[:, :, 0]  # (b, a, N, C)
-        taken = blocks[:, :, group.keys_RM]  # (b, a, R, M, C)
-        taken = taken.transpose(1, 2).flatten(3)[:, :, :, None]  # (b, R, a, 1, M C)
     else:
-        blocks = mask.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # (b, a, N, C, N, C)
+        square = mask.expand(-1, -1, mask.shape[3], -1)
+        blocks = square.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # (b, a, N, C, N, C)
         taken = blocks[:, :, group.rows_R[:, None], :, group.keys_RM]  # (R, M, b, a, C, C)
         taken = taken.permute(2, 0, 3, 4, 1, 5).flatten(4)  # (b, R, a, C, M C)
     visible = visible_RCK[None, :, None]
     seen = visible & (taken if taken.dtype == torch.bool else taken > float("-inf"))
-    same_block = (group.keys_RM == group.rows_R[:, None])[:, None, :, None]
-    itself = same_block & torch.eye(size, dtype=torch.bool, device=mask.device)[:, None]  # (R, C, M, C)
-    seen = seen | (itself.flatten(2)[None, :, None] & ~seen.any(-1, keepdim=True))
+    seen = seen | (group.itself_RCK[None, :, None] & ~seen.any(-1, keepdim=True))
     if taken.dtype != torch.bool:
         seen = taken.masked_fill(taken == float("-inf"), 0.0).masked_fill(~seen, float("-inf"))
     return seen.expand(batch, *seen.shape[1:]).flatten(0, 1)
