@@ -105,7 +105,7 @@ def backward(
             if parts[0].shape == q.shape:
                 sums = list(parts[1:])
                 continue
-            sums = sums or [torch.zeros_like(x, dtype=x.dtype if plain else _wide(x)) for x in (k, v)]
+            sums = sums or [torch.zeros_like(x) for x in (k, v)]
             for total, part in zip(sums, parts[1:]):
                 total[..., seen, :] += part
         for whole, total in zip((for_k, for_v), sums):

@@ -142,6 +142,39 @@ def test_without_torchs_private_operator_plain_products_compute_the_same(
         torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=0)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_parts_merged_by_their_log_sum_exp_are_the_whole(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two halves of the keys; backward of each half gets the merged result, and the queries' gradients add up."""
+    if not fused:
+        monkeypatch.setattr(attention_cpu, "aten", object())
+    q, k, v, grad = (x.transpose(1, 2).flatten(0, 1) for x in inputs(torch.float64))
+    every, bounds, half = len(q), [0, len(q)], len(q) // 2
+    whole, lse = forward(q, k, v, bounds, bounds, every, False)
+    expected = backward(grad, q, k, v, whole, lse, bounds, bounds, every, False)
+    halves = [(k[cut], v[cut]) for cut in (slice(half), slice(half, every))]
+    parts = [forward(q, *keys, bounds, [0, half], every, False) for keys in halves]
+    merged = torch.logaddexp(parts[0][1], parts[1][1])
+    out = sum(part * (one - merged).exp().t()[..., None] for part, one in parts)
+    found = [backward(grad, q, *keys, out, merged, bounds, [0, half], every, False) for keys in halves]
+    pairs = [(out, whole), (merged, lse), (found[0][0] + found[1][0], expected[0])]
+    pairs += [(torch.cat((found[0][n], found[1][n])), expected[n]) for n in (1, 2)]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, atol=1e-13, rtol=0)
+
+
+def test_plain_products_are_for_short_runs_and_windows_in_bf16() -> None:
+    """Where the fused kernel's backward is the slower one, and no log-sum-exp is asked for."""
+
+    def plain(length: int, window: int = 0, dtype: torch.dtype = torch.bfloat16, mergeable: bool = False):
+        x = torch.zeros(1, 1, length, 8, dtype=dtype)
+        return attention_cpu._is_plain(x, x, window, mergeable)
+
+    assert plain(512) and plain(2048, window=64) and not plain(513) and not plain(513, window=513)
+    assert not plain(64, dtype=torch.float32) and not plain(64, mergeable=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_gradient_of_a_softmax_needs_no_private_operator(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
