@@ -14,9 +14,9 @@ import torch
 from ..core.console import say
 from ..core.errors import MissingExtra, ThroughlineError, WrongUse
 from ..core.scorer import Question, Scorer, check_question
+from .kinds import rolling
 from .masked import PLL
 from .opening import ScorerOptions, open_scorer
-from .perplexity import rolling
 
 try:
     from lm_eval.api.model import LM

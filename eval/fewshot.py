@@ -46,10 +46,6 @@ def with_examples(
             where=f"task {name}",
             fix="lower --shots",
         )
-    if not source[0].pairs:
-        raise WrongUse(
-            f"task {name} takes no examples", why="it predicts whole documents", fix="leave --shots out"
-        )
     made = []
     for number, item in enumerate(items):
         picks = draw(name, number, shots, len(source), seed=seed, exclude=own[number])

@@ -78,24 +78,6 @@ def _expression(text: str) -> Any:
     return _environment().compile_expression(text, undefined_to_none=False)
 
 
-def item_of(task: Task, name: str, record: Record) -> Item:
-    """The question that a record of the task called `name` becomes. Raises Failed naming file, line and field."""
-    prompt = next(
-        (prompt for prompt in task.prompt if all(field in record.data for field in prompt.fields)), None
-    )
-    if prompt is None:
-        missing = [field for field in task.prompt[0].fields if field not in record.data]
-        raise Failed(
-            f"the record lacks the field {missing[0]!r}",
-            where=record.where,
-            why=f"task {name} reads "
-            + " or ".join("{" + ", ".join(p.fields) + "}" for p in task.prompt)
-            + f"; the record has {{{', '.join(record.data)}}}",
-            fix="mend the record, or give a task file with a [[prompt]] for this form",
-        )
-    return _Builder(task, name, prompt, record).item()
-
-
 def joined(records: Sequence[Record]) -> Record:
     """All records as one, at the first one's place: its texts, each of which ends its line, behind one
     another.
@@ -109,45 +91,26 @@ def joined(records: Sequence[Record]) -> Record:
     return Record(records[0].where, whole)
 
 
-class _Builder:
-    """Fills one prompt block from one record."""
+class Form:
+    """A record beside the prompt block that fits it, which fills the fields of an item."""
 
-    def __init__(self, task: Task, name: str, prompt: Prompt, record: Record) -> None:
-        self.task, self.name, self.prompt, self.record = task, name, prompt, record
+    def __init__(self, name: str, prompt: Prompt, record: Record) -> None:
+        self.name, self.prompt, self.record, self.where = name, prompt, record, record.where
 
-    def item(self) -> Item:
-        kind, where = self.task.kind, self.record.where
-        if kind == "multiple_choice":
-            context = self.text("context")
-            choices = self.texts("choices")
-            pairs = tuple((context, self.task.delimiter + choice) for choice in choices)
-            return Item(where, pairs, choices, self.gold(len(choices)))
-        if kind == "partial":
-            contexts = self.texts("contexts")
-            target = self.filled("target")
-            pairs = tuple((context, self.task.delimiter + target) for context in contexts)
-            return Item(where, pairs, contexts, self.gold(len(contexts)))
-        if kind == "loglikelihood":
-            return Item(where, ((self.text("context"), self.filled("target")),), gap=self.task.delimiter)
-        if kind in ("generate_until", "cloze"):
-            answers = self.evaluate("answers")
-            if (
-                not isinstance(answers, list)
-                or not answers
-                or not all(isinstance(answer, str) for answer in answers)
-            ):
-                raise self.bad("answers", f"{answers!r} is not a list of accepted answers")
-            context = self.text("context")
-            if kind == "cloze" and MASK not in context:
-                raise self.bad("context", f"it has no {MASK}")
-            asked = answers if kind == "cloze" else answers[:1]
-            return Item(
-                where,
-                tuple((context, self.task.delimiter + answer) for answer in asked),
-                answers=tuple(answers),
-            )
-        text = self.text("text")
-        return Item(where, text=text, original=self.text("original") if self.prompt.original else text)
+    @classmethod
+    def of(cls, task: Task, name: str, record: Record) -> "Form":
+        """By the first block of the task whose fields the record has. Raises Failed when none has."""
+        for prompt in task.prompt:
+            if all(field in record.data for field in prompt.fields):
+                return cls(name, prompt, record)
+        missing = [field for field in task.prompt[0].fields if field not in record.data]
+        forms = " or ".join("{" + ", ".join(prompt.fields) + "}" for prompt in task.prompt)
+        raise Failed(
+            f"the record lacks the field {missing[0]!r}",
+            where=record.where,
+            why=f"task {name} reads {forms}; the record has {{{', '.join(record.data)}}}",
+            fix="mend the record, or give a task file with a [[prompt]] for this form",
+        )
 
     def text(self, key: str) -> str:
         return self.render(key, getattr(self.prompt, key))
@@ -173,6 +136,13 @@ class _Builder:
                     f"{key}[{number}]", "it is empty" if isinstance(text, str) else f"{text!r} is not a text"
                 )
         return tuple(texts)
+
+    def answers(self) -> tuple[str, ...]:
+        """The accepted answers."""
+        found = self.evaluate("answers")
+        if not isinstance(found, list) or not found or not all(isinstance(answer, str) for answer in found):
+            raise self.bad("answers", f"{found!r} is not a list of accepted answers")
+        return tuple(found)
 
     def gold(self, choices: int) -> int:
         value = self.evaluate("gold")
@@ -209,7 +179,7 @@ class _Builder:
         fields = ", ".join(self.prompt.fields)
         return Failed(
             f"cannot make the {key} of a question",
-            where=self.record.where,
+            where=self.where,
             why=f"{why} (task {self.name}, made from the fields {fields})",
             fix="mend the record, or the task's prompt",
         )

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.scorer import Score
 from .items import Item
-from .textops import plain_answer
 
 RESAMPLES = 1000
 MOST_NATS = 300.0  # whose exponential is written
@@ -96,32 +94,6 @@ METRICS: dict[str, Metric] = {
     "adjusted_perplexity": Metric(_weighted_perplexity, "word", higher=False),
     "bits_per_byte": Metric(_bits, "byte", higher=False),
 }
-
-
-def choice_outcome(item: Item, scores: Sequence[Score]) -> dict[str, list[float]]:
-    """What a multiple-choice record contributes. Ties go to the first choice.
-
-    acc compares sums, acc_norm sums per character of the choice, acc_bytes sums per UTF-8 byte, delimiters
-    left out.
-    """
-    sums = np.array([score.logprob for score in scores])
-    characters = np.array([len(choice) for choice in item.choices])
-    size = np.array([len(choice.encode()) for choice in item.choices])
-    picks = {"acc": sums, "acc_norm": sums / characters, "acc_bytes": sums / size}
-    found = {name: [float(np.argmax(values) == item.gold)] for name, values in picks.items()}
-    labels = [float(item.gold), float(np.argmax(sums))]
-    return found | {"f1": labels, "f1_macro": [*labels, float(len(scores))]}
-
-
-def loglikelihood_outcome(scores: Sequence[Score]) -> dict[str, list[float]]:
-    """acc: every token is the arg-max; perplexity: per record, whatever its number of tokens."""
-    return {"acc": [float(scores[0].greedy)], "perplexity": [scores[0].logprob]}
-
-
-def exact_match_outcome(answers: Sequence[str], text: str) -> dict[str, list[float]]:
-    """1 when the answer equals any accepted one, case, punctuation and outer blanks aside."""
-    given = plain_answer(text)
-    return {"exact_match": [float(any(plain_answer(answer) == given for answer in answers))]}
 
 
 def aggregate(name: str, outcomes: Sequence[Sequence[float]]) -> tuple[float, float | None]:

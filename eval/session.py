@@ -15,11 +15,11 @@ from ..core.errors import Refused, WrongUse
 from ..core.workspace import Workspace
 from .asked import Settings, TaskScores
 from .contamination import contaminated, open_searched
+from .kinds import KINDS
 from .opening import Opened, ScorerOptions, checkpoints_of, open_scorer
 from .report import check_place, lines_of, write_scores
 from .runner import Ranks, evaluate, group_means
-from .task import BoundTask, find_tasks, shipped_tasks
-from .task_file import load_task
+from .task import BoundTask, find_tasks, load_task, shipped_tasks
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _wanted(request: Request) -> list[BoundTask]:
             why="it looks for the records of tasks",
             fix="give --tasks",
         )
-    if request.against is not None and all(task.task.kind == "generate_until" for task in tasks):
+    if request.against is not None and not any(task.kind.probabilities for task in tasks):
         why, fix = (
             "it compares the probabilities of answers, and no task has any",
             "give --tasks, for example blimp",
@@ -298,10 +298,8 @@ def token_gate(ours: list[TaskScores], theirs: list[TaskScores], name: str, boun
     worst: dict[str, float] = {}
     for first, second in zip(ours, theirs, strict=True):
         task = first.summary["task"]
-        if (
-            first.summary["kind"] == "generate_until"
-        ):  # text has no probabilities; that of two equal models may part at a near tie
-            continue
+        if not KINDS[first.summary["kind"]].probabilities:
+            continue  # the texts of two equal models may part at a near tie
         worst[task] = 0.0
         for one, other in zip(first.samples, second.samples, strict=True):
             for a, b in zip(_token_logprobs(one), _token_logprobs(other), strict=True):

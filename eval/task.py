@@ -1,16 +1,20 @@
 """Tasks by name: the shipped ones, groups and members, files of one's own; each with its records and questions."""
 
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import WrongUse, did_you_mean
 from ..core.files import sha256_json
-from .items import Item, item_of, joined
+from ..core.recipe import build_recipe
+from .items import Item
+from .kinds import KINDS, Kind
 from .sources import KNOWN, Record, TextLayout, find_files, hub_records, read_records, unknown_files
-from .task_file import Source, Task, load_task
+from .task_file import Source, Task
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,17 @@ class BoundTask:
 
     @property
     def prompt_hash(self) -> str:
-        """Identity of what is asked: kind, prompts and delimiter (12 hex digits)."""
-        facts = {"kind", "prompt", "delimiter", "until", "max_tokens", "stride"}
-        if self.task.kind == "masked":
-            facts.add("hidden")
-        asked = self.task.model_dump(mode="json", include=facts)
-        return sha256_json(asked)[:12]
+        """Identity of what is asked: kind, prompts, delimiter and the like (12 hex digits)."""
+        return sha256_json(self.task.model_dump(mode="json", include=set(self.kind.asked)))[:12]
+
+    @property
+    def kind(self) -> Kind:
+        """How it asks and scores."""
+        return KINDS[self.task.kind](self.task, self.name)
+
+    def items(self, records: Sequence[Record]) -> list[Item]:
+        """Questions of the records. Raises Failed naming file, line and field of the first bad one."""
+        return self.kind.items(records)
 
     def files(self, data_dir: Path | None, *, fewshot: bool = False) -> list[Path]:
         """Its files that are at hand."""
@@ -59,17 +68,6 @@ class BoundTask:
             where=" or ".join(str(root) for root in _roots(data_dir)),
             why="none of these is there: " + ", ".join(patterns or ["(the task names no local files)"]),
             fix="put the file there, or choose another --data-dir",
-        )
-
-    def items(self, records: Sequence[Record]) -> list[Item]:
-        """Questions of the records; a stream is one. Raises Failed naming file, line and field of the first
-        bad record.
-        """
-        items = [item_of(self.task, self.name, record) for record in records]
-        return (
-            [item_of(self.task, self.name, joined(records))]
-            if self.task.kind == "stream" and len(items) > 1
-            else items
         )
 
 
@@ -150,3 +148,45 @@ def _fill(value: Any, fill: dict[str, str]) -> Any:
     except (KeyError, ValueError, IndexError) as error:
         why, fix = f"{error} is not among {', '.join(fill)}", "give it to every member in [members]"
         raise WrongUse(f"cannot fill in {value!r} for a member of the group", why=why, fix=fix) from None
+
+
+@cache
+def load_task(path: Path) -> Task:
+    """Read and check a task file. Raises WrongUse with every problem at once."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongUse(
+            "cannot read the task file", where=path, why=str(error), fix="a task is TOML in UTF-8"
+        ) from None
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise WrongUse(
+            "the task file is not valid TOML", where=path, why=str(error), fix="mend that line"
+        ) from None
+    fix = f"the shipped task files are examples: {Path(str(resources.files(__package__))) / 'tasks'}"
+    task = build_recipe(tree, Task, where=path, text=text, what="the task file", fix=fix)
+    if problems := list(_problems(task)):
+        raise WrongUse(
+            f"the task cannot be one of kind {task.kind}",
+            where=path,
+            why="\n".join(problems),
+            fix="mend the file",
+        )
+    return task
+
+
+def _problems(task: Task) -> Iterator[str]:
+    kind = KINDS[task.kind]
+    for name, given in (("[[prompt]]", task.prompt), ("metrics", task.metrics)):
+        if not given:
+            yield f"{name}: at least one is needed"
+    for number, prompt in enumerate(task.prompt, 1):
+        if missing := [key for key in kind.needs if not getattr(prompt, key)]:
+            yield f"prompt {number} lacks {', '.join(missing)}"
+    if "" in task.until:
+        yield "until: an empty string would end every answer before it begins"
+    for name in task.metrics:
+        if name not in kind.metrics:
+            yield f"metrics: {name!r} is none of {', '.join(kind.metrics)}"

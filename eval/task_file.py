@@ -5,17 +5,11 @@ schema, a repackaged file); the first block whose `fields` a record has is used.
 `answers` and a `choices` or `contexts` that is one string are Jinja expressions, which keep their type.
 """
 
-import tomllib
-from collections.abc import Iterator
-from functools import cache
-from importlib import resources
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..core.errors import WrongUse
-from ..core.recipe import Section, build_recipe
+from ..core.recipe import Section
 
 Kind = Literal[
     "multiple_choice",
@@ -28,20 +22,6 @@ Kind = Literal[
     "cloze",
     "masked",
 ]
-
-# What each kind's prompt block must give, and what the kind measures.
-CHOICE = ("acc", "acc_norm", "acc_bytes", "f1", "f1_macro")
-KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "multiple_choice": (("choices", "gold"), CHOICE),
-    "partial": (("contexts", "target", "gold"), CHOICE),
-    "loglikelihood": (("context", "target"), ("acc", "perplexity")),
-    "last_token": (("text",), ("acc", "perplexity")),
-    "rolling": (("text",), ("word_perplexity", "byte_perplexity", "bits_per_byte", "token_perplexity")),
-    "stream": (("text",), ("adjusted_perplexity", "token_perplexity", "bits_per_byte")),
-    "generate_until": (("context", "answers"), ("exact_match",)),
-    "cloze": (("context", "answers"), ("p_at_1", "p_at_10")),
-    "masked": (("text",), ("mlm_accuracy", "mlm_perplexity")),
-}
 
 
 class Source(Section):
@@ -121,45 +101,3 @@ class Task(Section):
     """What the tests compared with lm-evaluation-harness: scores on real records, prompts on hand-written
     ones, or nothing.
     """
-
-
-@cache
-def load_task(path: Path) -> Task:
-    """Read and check a task file. Raises WrongUse with every problem at once."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WrongUse(
-            "cannot read the task file", where=path, why=str(error), fix="a task is TOML in UTF-8"
-        ) from None
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise WrongUse(
-            "the task file is not valid TOML", where=path, why=str(error), fix="mend that line"
-        ) from None
-    fix = f"the shipped task files are examples: {Path(str(resources.files(__package__))) / 'tasks'}"
-    task = build_recipe(tree, Task, where=path, text=text, what="the task file", fix=fix)
-    if problems := list(_problems(task)):
-        raise WrongUse(
-            f"the task cannot be one of kind {task.kind}",
-            where=path,
-            why="\n".join(problems),
-            fix="mend the file",
-        )
-    return task
-
-
-def _problems(task: Task) -> Iterator[str]:
-    needed, measured = KINDS[task.kind]
-    for name, given in (("[[prompt]]", task.prompt), ("metrics", task.metrics)):
-        if not given:
-            yield f"{name}: at least one is needed"
-    for number, prompt in enumerate(task.prompt, 1):
-        if missing := [key for key in needed if not getattr(prompt, key)]:
-            yield f"prompt {number} lacks {', '.join(missing)}"
-    if "" in task.until:
-        yield "until: an empty string would end every answer before it begins"
-    for name in task.metrics:
-        if name not in measured:
-            yield f"metrics: {name!r} is none of {', '.join(measured)}"

@@ -9,8 +9,8 @@ from throughline.core.errors import Failed, WrongUse
 from throughline.eval.asked import Settings
 from throughline.eval.causal import CausalScorer
 from throughline.eval.exported import ExportedMaskedScorer
+from throughline.eval.kinds import hidden
 from throughline.eval.masked import MaskedScorer
-from throughline.eval.perplexity import hidden
 from throughline.eval.runner import evaluate
 from throughline.eval.task import find_tasks
 

@@ -7,15 +7,19 @@ import pytest
 from throughline.core.scorer import Score
 from throughline.eval import metrics as metrics_module
 from throughline.eval.items import Item
+from throughline.eval.kinds import Kind
 from throughline.eval.metrics import (
     METRICS,
     aggregate,
     bootstrap_error,
-    choice_outcome,
-    exact_match_outcome,
-    loglikelihood_outcome,
     random_baseline,
 )
+from throughline.eval.task import find_tasks
+
+
+def kind(name: str) -> Kind:
+    """That of a shipped task."""
+    return find_tasks([name])[0].kind
 
 
 def test_choices_are_compared_by_sums_characters_and_bytes() -> None:
@@ -26,11 +30,11 @@ def test_choices_are_compared_by_sums_characters_and_bytes() -> None:
     scores = [Score(value, 0, 1) for value in (-4.0, -5.0, -6.0)]
     wins = {"acc": 0, "acc_norm": 1, "acc_bytes": 2}
     for gold in range(3):
-        found = choice_outcome(Item(item.where, item.pairs, item.choices, gold), scores)
+        found = kind("piqa").of_scores(Item(item.where, item.pairs, item.choices, gold), scores)
         assert {name: found[name] for name in wins} == {
             name: [float(gold == winner)] for name, winner in wins.items()
         }
-    assert choice_outcome(item, [Score(-1.0, 0, 1)] * 3)["acc"] == [1.0], "of equal choices the first"
+    assert kind("piqa").of_scores(item, [Score(-1.0, 0, 1)] * 3)["acc"] == [1.0], "of equal choices the first"
     assert random_baseline("acc", [item, Item("y", (), ("a", "b"))]) == pytest.approx((1 / 3 + 1 / 2) / 2)
     assert random_baseline("acc", [item]) == pytest.approx(1 / 3)
     assert random_baseline("f1", [item]) is None and random_baseline("acc", []) is None
@@ -39,16 +43,22 @@ def test_choices_are_compared_by_sums_characters_and_bytes() -> None:
 def test_f1_is_told_the_gold_and_the_predicted_label() -> None:
     """The pick is neither the first choice nor the gold one."""
     item = Item("x", (("Q", " a"), ("Q", " b"), ("Q", " c")), ("a", "b", "c"), gold=2)
-    found = choice_outcome(item, [Score(value, 0, 1) for value in (-4.0, -1.0, -6.0)])
+    found = kind("piqa").of_scores(item, [Score(value, 0, 1) for value in (-4.0, -1.0, -6.0)])
     assert (found["f1"], found["f1_macro"]) == ([2.0, 1.0], [2.0, 1.0, 3.0])
 
 
 def test_outcomes_of_answers_and_of_log_likelihoods() -> None:
     """Greedy only when every token is the arg-max; case, punctuation and outer blanks of an answer do not count."""
-    assert loglikelihood_outcome([Score(-2.5, 3, 3)]) == {"acc": [1.0], "perplexity": [-2.5]}
-    assert loglikelihood_outcome([Score(-2.5, 2, 3)])["acc"] == [0.0]
-    assert exact_match_outcome(("Paris", "City of Light"), " city of light. ") == {"exact_match": [1.0]}
-    assert exact_match_outcome(("Paris",), "Paris, France") == {"exact_match": [0.0]}
+    written = kind("triviaqa")
+    assert kind("lambada_openai").of_scores(Item("x"), [Score(-2.5, 3, 3)]) == {
+        "acc": [1.0],
+        "perplexity": [-2.5],
+    }
+    assert kind("lambada_openai").of_scores(Item("x"), [Score(-2.5, 2, 3)])["acc"] == [0.0]
+    assert written.outcome(Item("x", answers=("Paris", "City of Light")), [" city of light. "]) == {
+        "exact_match": [1.0]
+    }
+    assert written.outcome(Item("x", answers=("Paris",)), ["Paris, France"]) == {"exact_match": [0.0]}
 
 
 def test_aggregates_are_their_definitions() -> None:

@@ -11,8 +11,8 @@ import torch
 from throughline.core.errors import Failed, WrongUse
 from throughline.eval.asked import Settings
 from throughline.eval.causal import CausalScorer
+from throughline.eval.kinds import stream
 from throughline.eval.masked import MaskedScorer
-from throughline.eval.perplexity import stream
 from throughline.eval.report import rows_of
 from throughline.eval.runner import evaluate
 from throughline.eval.sources import Record

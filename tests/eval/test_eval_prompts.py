@@ -11,8 +11,7 @@ import pytest
 from throughline.eval.fewshot import with_examples
 from throughline.eval.items import Item
 from throughline.eval.sources import Record
-from throughline.eval.task import find_tasks, shipped_tasks
-from throughline.eval.task_file import load_task
+from throughline.eval.task import find_tasks, load_task, shipped_tasks
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")
 
