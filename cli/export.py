@@ -132,7 +132,7 @@ def command(
         return
     score = None
     if tasks is not None:
-        from ..eval.exported import task_scorer
+        from ..eval.opening import task_scorer
 
         score = task_scorer(tasks, limit)
     judging = Judging(text, calibration, score, bench, device=device)

@@ -1,123 +1,132 @@
 """Causal scoring: the log-probability of continuations under a GPT, by lm-evaluation-harness's rules.
 
 - A pair is tokenised whole and then split at the length of the context's own encoding; blanks at the end of
-  the context
-  belong to the continuation; an empty context is the prefix token (BOS, else EOS).
+  the context belong to the continuation; an empty context is the prefix token (BOS, else EOS).
 - An input longer than the window loses tokens from its left; how many is counted in every answer.
-- Log-softmax in float32 whatever the model's dtype; logits only at scored positions (see logits.py).
-- Batches hold questions of similar length up to a budget of tokens and are halved when memory runs out. What
-  shares a batch
-  does not change an answer by a bit on the CPU (see tree.py).
+- Log-softmax in float32 whatever the model's dtype; logits only at scored positions.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from ..core.allocator import return_freed_memory
-from ..core.backend import Limits, batches
-from ..core.errors import Failed, WrongUse
-from ..core.files import sha256_json
-from ..core.scorer import Question, Score, Scored, check_question
+from ..core.backend import CausalBackend
+from ..core.errors import WrongUse
+from ..core.scorer import Ids, Question, Score
 from ..models.gpt import GPT
-from ..models.layers import Attention, attending
-from ..models.linear import one_kernel
-from .causal_text import CausalText
-from .logits import computed_by, token_logprobs, whole_blocks
-from .tree import Tree, TreeAttention, plant
+from .backend_reader import BackendTrees
+from .module_reader import ModuleTrees
+from .scoring import BatchedScorer
+from .tree import Tree, plant
 from .written import greedy_texts
 
-BATCH_TOKENS = 16384  # of a GPU
-NARROW = (
-    512  # hidden units: below, the head is most of the work, and does it best for many questions at a time
-)
-RETURN_SECONDS = 0.25  # between two returns of freed memory: of a small model's time they would take a tenth
 
+class CausalScorer(BatchedScorer):
+    """Scores with a GPT, a torch module or behind the protocol of backends; implements `core.scorer.Scorer`.
 
-class CausalScorer(CausalText):
-    """Scores with a torch GPT; implements `core.scorer.Scorer`.
-
-    `identity` names the weights (a checkpoint's hash). `batch_tokens` bounds memory, not results. `window` is
-    the longest input, by default the model's. With `keep_tokens` answers carry the log-probability of every
-    token.
+    `window` is the longest input, by default the model's. Of a module answers are the same bits whatever shares
+    a batch; of a backend that is the backend's affair.
     """
+
+    mask = None  # no token hides another
 
     def __init__(
         self,
-        model: GPT,
+        model: GPT | CausalBackend,
         tokenizer: Any,
         *,
         identity: str = "",
         bos: bool = False,
         window: int | None = None,
         batch_tokens: int | None = None,
-        batch_questions: int | None = None,
         keep_tokens: bool = False,
     ) -> None:
-        longest = model.config.sequence_length
-        super().__init__(tokenizer, bos=bos, window=min(window or longest, longest))
-        if tokenizer.vocab_size > model.config.vocab_size:
-            raise WrongUse(
-                "the tokenizer does not belong to the model",
-                why=f"it has {tokenizer.vocab_size:,} tokens, the model predicts {model.config.vocab_size:,}",
-                fix="give the tokenizer that the model was trained with",
-            )
-        self.model = model.eval()
-        weight = model.output_weight()
-        self.device, self.dtype = weight.device, weight.dtype
-        self.batch_tokens = batch_tokens or default_batch_tokens(weight)
-        self.batch_questions = batch_questions
-        self.keep_tokens = keep_tokens
-        self.recipe = {
-            "scorer": "causal",
-            "window": self.window,
-            "bos": bos,
-            "dtype": str(self.dtype).removeprefix("torch."),
+        self.reader = ModuleTrees(model) if isinstance(model, GPT) else BackendTrees(model)
+        self.window = min(window or self.reader.context, self.reader.context)
+        if bos and tokenizer.bos_id is None:
+            raise WrongUse("the tokenizer has no BOS token", fix="evaluate without --bos")
+        self.bos: Ids = (tokenizer.bos_id,) if bos else ()
+        if tokenizer.vocab_size > self.reader.vocab_size:
+            why = f"it has {tokenizer.vocab_size:,} tokens, the model predicts {self.reader.vocab_size:,}"
+            fix = "give the tokenizer that the model was trained with"
+            raise WrongUse("the tokenizer does not belong to the model", why=why, fix=fix)
+        recipe = {"scorer": f"causal{self.reader.name}", "window": self.window, "bos": bos}
+        super().__init__(
+            self.reader,
+            tokenizer,
+            recipe,
+            identity=identity,
+            batch_tokens=batch_tokens,
+            keep_tokens=keep_tokens,
+        )
+
+    @property
+    def prefix(self) -> int:
+        """The token that stands for an empty context."""
+        for found in (self.tokenizer.bos_id, self.tokenizer.eos_id):
+            if found is not None:
+                return int(found)
+        raise WrongUse(
+            "the tokenizer has neither a BOS nor an EOS token",
+            why="a text without context (BLiMP, perplexity of a document) is predicted from one of them",
+            fix="choose tasks with a context, or a tokenizer with an end-of-text token",
+        )
+
+    def tokenize(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, without BOS."""
+        if not texts:
+            return []
+        flat, lengths = self.tokenizer.encode_batch(list(texts))
+        ends = np.cumsum(lengths)
+        flat = np.asarray(flat).tolist()
+        return [
+            tuple(flat[stop - length : stop])
+            for stop, length in zip(ends.tolist(), np.asarray(lengths).tolist())
+        ]
+
+    def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
+        """(context, continuation) texts -> ids. Each distinct text is tokenised once."""
+        moved = [[_blanks_to_the_right(*pair) for pair in pairs] for pairs in questions]
+        texts = {
+            text: Ids()
+            for pairs in moved
+            for context, continuation in pairs
+            for text in (context, context + continuation)
         }
-        by = computed_by(self.device)
-        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens, by])
+        texts.update(zip(texts, self.tokenize(list(texts))))
+        return [
+            Question(
+                tuple(
+                    self._pair(texts[context], texts[context + continuation])
+                    for context, continuation in pairs
+                )
+            )
+            for pairs in moved
+        ]
 
-    def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
-        """Answers, longest questions first, so that memory is at its peak at once. Raises Failed as
-        `check_question` does.
-        """
-        for question in questions:
-            check_question(question, self.window)
-        trees = {index: plant(question, self.window) for index, question in enumerate(questions)}
-        returned = time.monotonic()
-        limits = Limits(self.batch_questions, self.batch_tokens)
-        for batch in longest_first({index: tree.tokens for index, tree in trees.items()}, limits):
-            yield from halving(batch, lambda part: self._answer([trees[index] for index in part]))
-            if (
-                time.monotonic() - returned > RETURN_SECONDS
-            ):  # what differing sizes leave in the heap adds up to 20 MB
-                return_freed_memory()
-                returned = time.monotonic()
+    def lost(self, question: Question) -> int:
+        """See `core.scorer.Scorer.lost`: the last token of an input is predicted, not read."""
+        return max(max(0, len(context) + len(answer) - self.window - 1) for context, answer in question.pairs)
 
-    def generate(
-        self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
-    ) -> Iterator[list[tuple[int, str]]]:
-        """Greedy text, through the batching that serving uses; contexts are cut from the left to leave room
-        for the answer.
-        """
-        from ..inference.runtimes.torch_backend import TorchCausal
+    def _pair(self, context: Ids, whole: Ids) -> tuple[Ids, Ids]:
+        if context:
+            return self.bos + context, whole[len(context) :]
+        if whole[:1] == (self.prefix,):  # the text brings its own prefix token: it is not predicted
+            return whole[:1], whole[1:]
+        return (self.prefix,), whole
 
-        yield from greedy_texts(TorchCausal(self.model), self, contexts, until, max_tokens)
+    def laid_out(self, question: Question) -> tuple[int, Tree]:
+        tree = plant(question, self.window)
+        return tree.tokens, tree
 
-    @torch.inference_mode()
-    @one_kernel()
-    def _answer(self, trees: list[Tree]) -> list[tuple[Score, ...]]:
-        hidden_SW = self._hidden(trees)
-        starts = np.concatenate([[0], np.cumsum([tree.tokens for tree in trees])])
-        lines = np.concatenate([line + start for tree, start in zip(trees, starts) for line in tree.lines])
-        targets = np.concatenate([target for tree in trees for target in tree.targets])
-        logprobs, greedy, _ = token_logprobs(self.model.output_weight(), None, hidden_SW, lines, targets)
+    def answered(self, laid: list[Tree]) -> list[tuple[Score, ...]]:
+        starts = np.concatenate([[0], np.cumsum([tree.tokens for tree in laid])])
+        lines = np.concatenate([line + start for tree, start in zip(laid, starts) for line in tree.lines])
+        targets = np.concatenate([target for tree in laid for target in tree.targets])
+        logprobs, greedy = self.reader.predict(laid, lines, targets)
         answers, done = [], 0
-        for tree in trees:
+        for tree in laid:
             scores = []
             for target, truncated in zip(tree.targets, tree.truncated):
                 part = slice(done, done + len(target))
@@ -130,69 +139,21 @@ class CausalScorer(CausalText):
             answers.append(tuple(scores))
         return answers
 
-    def _hidden(self, trees: list[Tree]) -> Tensor:
-        """The packed batch through the model: (S, W)."""
-        tokens = sum(tree.tokens for tree in trees)
-        packed = np.zeros((2, whole_blocks(tokens)), np.int64)
-        packed[0, :tokens] = np.concatenate([tree.ids for tree in trees])
-        packed[1, :tokens] = np.concatenate([tree.positions for tree in trees])
-        ids, positions = torch.from_numpy(packed).to(self.device)
-        attend = TreeAttention(trees, self.device, self.dtype, self.model.config.attention_pattern)
-        modules = (module for module in self.model.modules() if isinstance(module, Attention))
-        with attending(modules, attend.of_layer):
-            return self.model.hidden(ids[None], positions[None])[0]
+    def generate(
+        self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
+    ) -> Iterator[list[tuple[int, str]]]:
+        """Greedy text, through the batching that serving uses; contexts are cut from the left to leave room
+        for the answer.
+        """
+        room = self.window - max_tokens
+        if room < 1:
+            why = f"{max_tokens:,} tokens, the window has {self.window:,}"
+            fix = "evaluate a model with a longer window"
+            raise WrongUse("an answer of that length leaves no room for a question", why=why, fix=fix)
+        prompts = [(self.bos + ids)[-room:] or (self.prefix,) for ids in self.tokenize(contexts)]
+        yield from greedy_texts(self.reader.backend, self.tokenizer, prompts, until, max_tokens)
 
 
-def default_batch_tokens(weight_VW: Tensor) -> int:
-    """Tokens in a batch. On one CPU thread a model of 128 hidden units takes 50 % longer with 256 than with
-    512 where questions are long; one of 768 is as fast with 256, and needs 15 MB less (100 MB less than with
-    1024).
-    """
-    if weight_VW.device.type != "cpu":
-        return BATCH_TOKENS
-    return whole_blocks(512 if weight_VW.shape[1] < NARROW else 256)
-
-
-def longest_first(sizes: dict[int, int], limits: Limits) -> Iterator[list[int]]:
-    """Questions by index in batches, the longest first; their tokens stand behind one another."""
-    order = sorted(sizes, key=lambda index: (-sizes[index], index))
-    return batches(order, sizes.__getitem__, limits, packed=True)
-
-
-def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ...]]]) -> Iterator[Scored]:
-    """Answer a batch; when memory runs out, its halves. Raises Failed when one question alone does not fit."""
-    try:
-        found = answer(batch)
-    except Exception as error:  # onnxruntime's own classes derive from Exception alone
-        if not _out_of_memory(error):
-            raise
-        found = None
-    if found is not None:
-        yield list(zip(batch, found))
-        return
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    if len(batch) == 1:
-        raise Failed(
-            "out of memory on a single question", fix="use a device with more memory, or a smaller --window"
-        )
-    middle = len(batch) // 2
-    for half in (batch[:middle], batch[middle:]):
-        yield from halving(half, answer)
-
-
-# What torch's allocator (a plain RuntimeError on the CPU), CUDA and ONNX Runtime write where memory ends.
-OUT_OF_MEMORY = (
-    "can't allocate memory",
-    "not enough memory",
-    "Failed to allocate memory",
-    "bad_alloc",
-    "CUDA error: out of memory",
-    "STATUS_ALLOC_FAILED",
-)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        text in str(error) for text in OUT_OF_MEMORY
-    )
+def _blanks_to_the_right(context: str, continuation: str) -> tuple[str, str]:
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import WrongUse
-from ..models.bert import BERT
+from ..core.scorer import Scorer
+from ..models.config import family_of
 from ..models.init import empty_model
 from .asked import Settings
-from .causal import CausalScorer
-from .masked import MaskedScorer
+from .opening import scorer_of
 from .runner import evaluate, group_means, prepare
 from .task import find_tasks
 
@@ -44,10 +44,8 @@ class TaskEvaluator:
             raise WrongUse("no such directory", where=self.settings.data_dir, fix=fix)
         prepare(self._scorer(empty_model(plan.config)), self.tasks, self.settings)  # asking needs no weights
 
-    def _scorer(self, model: Any) -> CausalScorer | MaskedScorer:
-        if isinstance(model, BERT):
-            return MaskedScorer(model, self.tokenizer)
-        return CausalScorer(model, self.tokenizer, bos=self.tokenizer.puts_bos)
+    def _scorer(self, model: Any) -> Scorer:
+        return scorer_of(model, family_of(model.config), self.tokenizer)
 
     def __call__(self, engine: Any, step: int) -> dict[str, float]:
         """`engine`: a SingleEngine."""

@@ -304,7 +304,7 @@ class GenerateUntil(Kind):
             fix = "evaluate a model with a longer window"
             raise WrongUse(f"task {self.name} leaves no room for a question", why=why, fix=fix)
         for item, ids in zip(items, scorer.tokenize([item.context for item in items])):
-            yield [item.context], max(0, len(ids) - room)
+            yield [item.context], max(0, len(scorer.bos) + len(ids) - room)
 
     def key(self, ask: Any) -> str:
         return f"{ask}\0{self.task.until}\0{self.task.max_tokens}"

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.version import programs
 from ..models.linear import linear
 
 LINES = 512  # positions at a time
@@ -116,9 +115,3 @@ class _Chunk:
         row = torch.from_numpy(self.rows).to(self.hidden.device)
         larger = [(self.logits(start)[row] > self.chosen[:, None]).sum(dim=-1) for start in self.starts]
         return torch.stack(larger).sum(dim=0).cpu().numpy()
-
-
-def computed_by(device: torch.device) -> list[str]:
-    """What a score depends on besides model and question: the program's and torch's versions, the device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return [*programs("torch"), name]

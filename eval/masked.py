@@ -12,32 +12,62 @@ and the head sees the masked positions alone, so a score does not depend on what
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from ..core.backend import Limits
+from ..core.backend import EncoderBackend
 from ..core.errors import WrongUse
-from ..core.files import sha256_json
-from ..core.scorer import Ids, Question, Score, Scored, check_question
+from ..core.scorer import Ids, Question, Score
 from ..models.bert import BERT
-from ..models.linear import one_kernel
-from .causal import default_batch_tokens, halving, longest_first
+from .backend_reader import BackendRows
 from .items import MASK
-from .logits import computed_by, token_logprobs, whole_blocks
+from .module_reader import ModuleRows
+from .scoring import BatchedScorer
 
 PLL = ("within_word_l2r", "original")
 
 
-class MaskedText:
-    """Rows of masked tokens and their scores, shared by whatever predicts them; `window` counts the [CLS] and
-    the [SEP].
+@dataclass(frozen=True, eq=False)
+class Row:
+    """[CLS] context continuation [SEP], the places asked for and what stands there; `given` when they are
+    masked already.
     """
 
+    ids: np.ndarray
+    asked: np.ndarray
+    targets: np.ndarray
+    truncated: int = 0
+    given: bool = False
+
+    @property
+    def lines(self) -> int:
+        """Lines that are predicted for it."""
+        return 1 if self.given else len(self.asked)
+
+
+class MaskedScorer(BatchedScorer):
+    """Scores with a BERT, a torch module or behind the protocol of backends; implements `core.scorer.Scorer`.
+
+    The window given counts the [CLS] and the [SEP].
+    """
+
+    bos: Ids = ()
+
     def __init__(
-        self, tokenizer: Any, vocab_size: int, window: int, *, pll: str, batch_tokens: int, keep_tokens: bool
+        self,
+        model: BERT | EncoderBackend,
+        tokenizer: Any,
+        *,
+        identity: str = "",
+        pll: str = "within_word_l2r",
+        window: int | None = None,
+        batch_tokens: int | None = None,
+        keep_tokens: bool = False,
     ) -> None:
+        self.reader = ModuleRows(model) if isinstance(model, BERT) else BackendRows(model)
+        vocab_size, longest = self.reader.vocab_size, min(window or self.reader.context, self.reader.context)
         missing = [role for role in ("cls", "sep", "mask") if getattr(tokenizer, f"{role}_id") is None]
         if missing or tokenizer.vocab_size > vocab_size:
             sizes = f"it has {tokenizer.vocab_size:,} tokens, the model {vocab_size:,}"
@@ -45,24 +75,21 @@ class MaskedText:
             fix = "give the tokenizer that the model was trained with"
             raise WrongUse("the tokenizer does not belong to a BERT", why=why, fix=fix)
         assert pll in PLL, pll
-        self.tokenizer, self.pll = tokenizer, pll
         self.whole_words = pll == "within_word_l2r"
-        self.bos: Ids = ()
-        self.window = window - 2
+        self.window = longest - 2
         if self.window < 1:
-            why = f"[CLS] and [SEP] take two of its {window} tokens"
+            why = f"[CLS] and [SEP] take two of its {longest} tokens"
             raise WrongUse("the window has no room for a text", why=why, fix="give a --window of 3 or more")
-        self.batch_tokens, self.keep_tokens = batch_tokens, keep_tokens
         self.inner = np.zeros(vocab_size, bool)  # pieces that continue a word
         self.inner[[number for word, number in tokenizer.vocab.items() if word.startswith("##")]] = True
-
-    def cloze(self, rows: list["Row"]) -> bool:
-        """Whether any row is a cloze question, whose answer's rank counts."""
-        return any(row.given for row in rows)
-
-    def predict(self, rows: list["Row"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows of one length: log-probability, arg-max flag and rank of every asked token, row after row."""
-        raise NotImplementedError
+        super().__init__(
+            self.reader,
+            tokenizer,
+            {"scorer": f"masked, {pll}{self.reader.name}", "window": longest},
+            identity=identity,
+            batch_tokens=batch_tokens,
+            keep_tokens=keep_tokens,
+        )
 
     @property
     def prefix(self) -> int:
@@ -99,17 +126,9 @@ class MaskedText:
             ids += ((self.tokenizer.mask_id,) if number else ()) + tuple(self.tokenizer.encode(part).tolist())
         return ids
 
-    def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
-        """Answers; questions of one batch have rows of the same length. Raises Failed as `check_question`
-        does.
-        """
-        rows = {}
-        for index, question in enumerate(questions):
-            check_question(question, self.window, mask=self.mask)
-            rows[index] = [self._row(context, continuation) for context, continuation in question.pairs]
-        sizes = {index: sum(len(row.ids) * row.lines for row in row_list) for index, row_list in rows.items()}
-        for batch in longest_first(sizes, Limits(tokens=self.batch_tokens)):
-            yield from halving(batch, lambda part: self._answer([rows[index] for index in part]))
+    def laid_out(self, question: Question) -> tuple[int, list[Row]]:
+        rows = [self._row(context, continuation) for context, continuation in question.pairs]
+        return sum(len(row.ids) * row.lines for row in rows), rows
 
     def lost(self, question: Question) -> int:
         """See `core.scorer.Scorer.lost`."""
@@ -125,12 +144,12 @@ class MaskedText:
         why, fix = "the task asks for generated text", "leave the task out, or evaluate a GPT"
         raise WrongUse("a BERT cannot write answers", why=why, fix=fix)
 
-    def _row(self, context: Ids, continuation: Ids) -> "Row":
+    def _row(self, context: Ids, continuation: Ids) -> Row:
         tokenizer = self.tokenizer
         if tokenizer.mask_id in context:
             ids = np.array([tokenizer.cls_id, *context, tokenizer.sep_id], np.int64)
             asked = np.flatnonzero(ids == tokenizer.mask_id)
-            return Row(ids, asked, np.array(continuation, np.int64), 0, given=True)
+            return Row(ids, asked, np.array(continuation, np.int64), given=True)
         if context[:1] == (tokenizer.cls_id,):  # a document's windows bring their prefix
             context = context[1:]
         room = self.window - len(continuation)
@@ -140,18 +159,7 @@ class MaskedText:
         asked = np.arange(first, first + len(continuation))
         return Row(ids, asked, ids[asked].copy(), len(context) - len(kept))
 
-    def masked(self, rows: list["Row"]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Rows of one length as lines (L, S) to predict, and for each asked token (T,): its line, its place
-        there, its id.
-        """
-        lines = np.concatenate([self._masked(row) for row in rows])
-        per_line = [len(row.asked) // row.lines for row in rows for _ in range(row.lines)]
-        places, targets = (
-            np.concatenate(parts) for parts in zip(*((row.asked, row.targets) for row in rows))
-        )
-        return lines, np.repeat(np.arange(len(lines)), per_line), places, targets
-
-    def _masked(self, row: "Row") -> np.ndarray:
+    def _masked(self, row: Row) -> np.ndarray:
         """The row once for each asked token, with that token (and later pieces of its word) masked; masked
         already, once.
         """
@@ -165,90 +173,29 @@ class MaskedText:
             made[line, place:stop] = self.tokenizer.mask_id
         return made
 
-    def _answer(self, questions: list[list["Row"]]) -> list[tuple[Score, ...]]:
-        flat = [row for rows in questions for row in rows]
-        found: list[Score | None] = [None] * len(flat)
+    def answered(self, laid: list[list[Row]]) -> list[tuple[Score, ...]]:
+        flat = [row for rows in laid for row in rows]
+        found: dict[int, Score] = {}
         for length in sorted({len(row.ids) for row in flat}):
             group = [number for number, row in enumerate(flat) if len(row.ids) == length]
-            logprobs, greedy, above = self.predict([flat[number] for number in group])
+            rows = [flat[number] for number in group]
+            lines = np.concatenate([self._masked(row) for row in rows])
+            per_line = [len(row.asked) // row.lines for row in rows for _ in range(row.lines)]
+            owner = np.repeat(np.arange(len(lines)), per_line)
+            places = np.concatenate([row.asked for row in rows])
+            targets = np.concatenate([row.targets for row in rows])
+            ranks = any(row.given for row in rows)  # of a cloze question the answer's rank counts
+            answers = self.reader.predict(lines, owner, places, targets, self.batch_tokens, ranks)
             done = 0
-            for number in group:
-                part = slice(done, done + len(flat[number].asked))
+            for number, row in zip(group, rows):
+                part = slice(done, done + len(row.asked))
                 done = part.stop
-                found[number] = self._score(flat[number], logprobs[part], greedy[part], above[part])
-        scores = iter(found)
-        return [tuple(next(scores) for _ in rows) for rows in questions]  # type: ignore[misc]
+                found[number] = self._score(row, *(values[part] for values in answers))
+        scores = (found[number] for number in range(len(flat)))
+        return [tuple(next(scores) for _ in rows) for rows in laid]
 
-    def _score(self, row: "Row", logprobs: np.ndarray, greedy: np.ndarray, above: np.ndarray) -> Score:
+    def _score(self, row: Row, logprobs: np.ndarray, greedy: np.ndarray, above: np.ndarray) -> Score:
         kept = tuple(logprobs.tolist()) if self.keep_tokens else ()
         total = float(logprobs.sum(dtype=np.float64))
         rank = int(above.max()) if row.given else 0  # whatever shares its batch
         return Score(total, int(greedy.sum()), len(row.asked), row.truncated, rank, kept)
-
-
-class MaskedScorer(MaskedText):
-    """Scores with a torch BERT; implements `core.scorer.Scorer`."""
-
-    def __init__(
-        self,
-        model: BERT,
-        tokenizer: Any,
-        *,
-        identity: str = "",
-        pll: str = "within_word_l2r",
-        window: int | None = None,
-        batch_tokens: int | None = None,
-        keep_tokens: bool = False,
-    ) -> None:
-        self.model, table = model.eval(), model.token_table.weight
-        self.device = table.device
-        longest = min(window or model.config.sequence_length, model.config.sequence_length)
-        batch = batch_tokens or 8 * default_batch_tokens(table)
-        super().__init__(
-            tokenizer, model.config.vocab_size, longest, pll=pll, batch_tokens=batch, keep_tokens=keep_tokens
-        )
-        self.recipe = {
-            "scorer": f"masked, {pll}",
-            "window": longest,
-            "dtype": str(table.dtype).removeprefix("torch."),
-        }
-        by = computed_by(table.device)
-        self.identity = sha256_json([identity, tokenizer.fingerprint(), self.recipe, keep_tokens, by])
-
-    @torch.inference_mode()
-    @one_kernel()
-    def predict(self, rows: list["Row"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `MaskedText.predict`."""
-        lines, owner, places, targets = self.masked(rows)
-        begins = np.searchsorted(owner, np.arange(len(lines) + 1))
-        features = []
-        at_once = max(1, self.batch_tokens // lines.shape[1])
-        for first in range(0, len(lines), at_once):
-            part = lines[first : first + at_once]
-            # whole blocks of lines for the matrix products, as in logits.py: a small batch repeats its rows
-            least = -(-whole_blocks(1) // lines.shape[1])
-            ids = torch.from_numpy(np.resize(part, (max(len(part), least), lines.shape[1]))).to(self.device)
-            asked = slice(begins[first], begins[first + len(part)])
-            line, place = (
-                torch.from_numpy(array[asked]).to(self.device) for array in (owner - first, places)
-            )
-            features.append(self.model.hidden(ids)[line, place])
-        hidden_NW = torch.cat(features)
-        filled = torch.from_numpy(np.resize(np.arange(len(places)), whole_blocks(len(places)))).to(
-            self.device
-        )
-        hidden_NW = self.model.mlm_features(hidden_NW[filled])
-        table, bias = self.model.token_table.weight, self.model.mlm_bias
-        return token_logprobs(table, bias, hidden_NW, np.arange(len(places)), targets, ranks=self.cloze(rows))
-
-
-class Row:
-    """[CLS] context continuation [SEP], the places asked for and what stands there; `given` when they are
-    masked already.
-    """
-
-    def __init__(
-        self, ids: np.ndarray, asked: np.ndarray, targets: np.ndarray, truncated: int, *, given: bool = False
-    ) -> None:
-        self.ids, self.asked, self.targets, self.truncated, self.given = ids, asked, targets, truncated, given
-        self.lines = 1 if given else len(asked)

@@ -1,9 +1,10 @@
 """From a path to a scorer: a run, a checkpoint, a model directory or an ONNX artifact, GPT or BERT."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from ..core.allocator import return_freed_memory
 from ..core.artifact import Input, is_artifact
@@ -13,10 +14,6 @@ from ..core.errors import WrongUse
 from ..core.scorer import Scorer
 
 LEAST_SHARE = 0.9  # of a vocabulary: models are padded by some per cent at most
-
-if TYPE_CHECKING:
-    from ..models.bert import BERT
-    from ..models.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,6 @@ class ScorerOptions:
     bos: bool | None = None
     window: int | None = None
     batch_tokens: int | None = None
-    batch_questions: int | None = None
     keep_tokens: bool = False
     pll: str = "within_word_l2r"
     dtype: str = "auto"
@@ -52,58 +48,72 @@ class Opened:
 def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> Opened:
     """The scorer of the model at `path`. Raises WrongUse when there is none, or it has no tokenizer."""
     from ..data.tokenizer import Tokenizer
-    from ..inference.runtimes.backends import kind_of
+    from ..inference.runtimes.backends import kind_of, open_backend
+    from ..inference.runtimes.devices import pick_dtype
+    from ..inference.runtimes.source import find_model
     from ..models.config import family_of
 
     path = Path(path)
-    if kind_of(path) in ("onnx", "engine", "gguf"):
-        return _open_exported(path, options)
-    from ..inference.runtimes.devices import pick_dtype
-    from ..inference.runtimes.source import find_model
+    model: Any
+    module = None
+    if (kind := kind_of(path)) in ("onnx", "engine", "gguf"):
+        device = own_gpu(options.device, runs_on_gpu(kind))
+        loaded = open_backend(path, BackendOptions(device, options.dtype))
+        family, source, file = loaded.family, loaded.input, _tokenizer_of(loaded.tokenizer, path)
+        model, tokenizer = loaded.causal or loaded.encoder, Tokenizer.load(file)
+    else:
+        found = find_model(path)
+        file = _tokenizer_of(found.tokenizer, path)
+        tokenizer = Tokenizer.load(file)
+        tokenizer.fingerprint()  # takes 40 MB for a moment: now, and not on top of the weights
+        return_freed_memory()
+        device = own_gpu(options.device)
+        opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(), device))
+        model = module = opened.model
+        family, source = family_of(model.config), opened.input
+        _check_tokenizer(tokenizer, model.config.vocab_size, file)
+    scorer = scorer_of(model, family, tokenizer, options, source.hash)
+    return_freed_memory()  # scoring would come on top of it
+    return Opened(scorer, family, source, _step(source.path), module, tokenizer)
 
-    found = find_model(path)
-    file = _tokenizer_of(found.tokenizer, path)
-    tokenizer = Tokenizer.load(file)
-    tokenizer.fingerprint()  # takes 40 MB for a moment: now, and not on top of the weights
-    return_freed_memory()
-    device = own_gpu(options.device)
-    opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(), device))
-    family = family_of(opened.model.config)
-    _check_tokenizer(tokenizer, opened.model.config.vocab_size, file)
-    scorer: Scorer
+
+def scorer_of(
+    model: Any, family: str, tokenizer: Any, options: ScorerOptions = ScorerOptions(), identity: str = ""
+) -> Scorer:
+    """The scorer of a module or a backend."""
+    common: dict[str, Any] = {
+        "identity": identity,
+        "window": options.window,
+        "batch_tokens": options.batch_tokens,
+        "keep_tokens": options.keep_tokens,
+    }
     if family == "bert":
         from .masked import MaskedScorer
 
-        scorer = MaskedScorer(
-            cast("BERT", opened.model),
-            tokenizer,
-            identity=opened.input.hash,
-            pll=options.pll,
-            window=options.window,
-            batch_tokens=options.batch_tokens,
-            keep_tokens=options.keep_tokens,
-        )
-    else:
-        from .causal import CausalScorer
+        return MaskedScorer(model, tokenizer, pll=options.pll, **common)
+    from .causal import CausalScorer
 
-        scorer = CausalScorer(
-            cast("GPT", opened.model),
-            tokenizer,
-            identity=opened.input.hash,
-            bos=tokenizer.puts_bos if options.bos is None else options.bos,
-            window=options.window,
-            batch_tokens=options.batch_tokens,
-            batch_questions=options.batch_questions,
-            keep_tokens=options.keep_tokens,
-        )
-    return_freed_memory()  # scoring would come on top of it
-    return Opened(scorer, family, opened.input, _step(opened.input.path), opened.model, tokenizer)
+    bos = tokenizer.puts_bos if options.bos is None else options.bos
+    return CausalScorer(model, tokenizer, bos=bos, **common)
 
 
-def own_gpu(device: str) -> str:
-    """The device as torch names it; under a launcher `cuda` and `auto` are the GPU of this process. Raises
-    WrongUse for a device that the machine has not, or has fewer of than processes.
+def runs_on_gpu(kind: str) -> bool:
+    """Whether the runtime of an exported file could use a GPU."""
+    if kind == "gguf":
+        from ..inference.runtimes.llama_backend import has_gpu
+
+        return has_gpu()
+    from ..inference.runtimes.backends import pick_onnx_device
+
+    return kind == "engine" or pick_onnx_device("auto") != "cpu"
+
+
+def own_gpu(device: str, auto: bool = True) -> str:
+    """The device as torch names it; under a launcher `cuda` and (with `auto`) "auto" are the GPU of this process.
+    Raises WrongUse for a device that the machine has not, or has fewer of than processes.
     """
+    if device == "auto" and not auto:
+        return "cpu"
     from ..inference.runtimes.devices import pick_device
 
     picked = pick_device(device)
@@ -130,33 +140,6 @@ def _check_tokenizer(tokenizer: Any, vocab_size: int, file: Path) -> None:
         warn(f"{file} has {sizes}: if it is not the model's own, the scores mean nothing")
 
 
-def _open_exported(path: Path, options: ScorerOptions) -> Opened:
-    from ..data.tokenizer import Tokenizer
-    from ..inference.runtimes.backends import open_backend, pick_onnx_device
-    from .exported import ExportedMaskedScorer, ExportedScorer
-
-    on_cpu = pick_onnx_device(options.device) == "cpu"
-    device = "cpu" if on_cpu else own_gpu(options.device)
-    loaded = open_backend(path, BackendOptions(device, options.dtype))
-    file = _tokenizer_of(loaded.tokenizer, path)
-    tokenizer = Tokenizer.load(file)
-    common: dict[str, Any] = {
-        "identity": loaded.input.hash,
-        "window": options.window,
-        "batch_tokens": options.batch_tokens,
-        "keep_tokens": options.keep_tokens,
-    }
-    scorer: Scorer
-    if loaded.causal is not None:
-        scorer = ExportedScorer(
-            loaded.causal, tokenizer, bos=tokenizer.puts_bos if options.bos is None else options.bos, **common
-        )
-    else:
-        assert loaded.encoder is not None
-        scorer = ExportedMaskedScorer(loaded.encoder, tokenizer, pll=options.pll, **common)
-    return Opened(scorer, loaded.family, loaded.input, None, None, tokenizer)
-
-
 def _tokenizer_of(file: Path | None, path: Path) -> Path:
     if file is None:
         raise WrongUse(
@@ -179,3 +162,29 @@ def checkpoints_of(run: Path | str) -> list[Path]:
     if not found:
         raise WrongUse("no checkpoints here", where=run, fix="--all-checkpoints needs the directory of a run")
     return found
+
+
+def task_scorer(names: str, limit: int | None = None) -> Callable[[Any], dict[str, float]]:
+    """A function that scores a loaded backend on tasks: {"task metric": value} of metrics of which more is
+    better. Raises WrongUse for tasks that are not known, at once.
+    """
+    from ..data.tokenizer import Tokenizer
+    from .asked import Settings
+    from .runner import evaluate
+    from .task import find_tasks
+
+    tasks = find_tasks([name.strip() for name in names.split(",") if name.strip()])
+
+    def score(loaded: Any) -> dict[str, float]:
+        if loaded.tokenizer is None:
+            raise WrongUse("the model has no tokenizer, so no task can be scored", where="--tasks")
+        tokenizer = Tokenizer.load(loaded.tokenizer)
+        scorer = scorer_of(loaded.causal or loaded.encoder, loaded.family, tokenizer)
+        return {
+            f"{scores.summary['task']} {name}": metric["value"]
+            for scores in evaluate(scorer, tasks, Settings(limit=limit))
+            for name, metric in scores.summary["metrics"].items()
+            if metric["higher_is_better"]
+        }
+
+    return score

@@ -6,11 +6,12 @@ from typing import Any, cast
 import numpy as np
 
 from ..core.backend import Cache, CausalBackend, Span
-from ..core.errors import Failed, WrongUse
+from ..core.errors import Failed
+from ..core.logits import library
+from ..core.scorer import Ids
 from ..inference.runtimes.sampling import GREEDY
 from ..inference.serving.generation import Job
 from ..inference.serving.slots import answer
-from .causal_text import CausalText
 
 SLOTS = 16
 
@@ -26,8 +27,8 @@ class _Checked:
 
     def step(self, spans: Sequence[Span], cache: Cache) -> Any:
         logits_NV = self._backend.step(spans, cache)
-        best_N = np.array([float(logits_V.max()) for logits_V in logits_NV])  # arrays and tensors alike
-        if not np.isfinite(best_N).all():
+        xp = library(logits_NV)
+        if not xp.isfinite(xp.amax(logits_NV, axis=-1)).all():
             why = "a logit is no finite number, so the answers would mean nothing"
             fix = "look for NaN or overflow in its weights; evaluate an earlier checkpoint"
             raise Failed("the model predicts nothing", why=why, fix=fix)
@@ -35,23 +36,12 @@ class _Checked:
 
 
 def greedy_texts(
-    backend: CausalBackend, text: CausalText, contexts: Sequence[str], until: Sequence[str], max_tokens: int
+    backend: CausalBackend, tokenizer: Any, prompts: Sequence[Ids], until: Sequence[str], max_tokens: int
 ) -> Iterator[list[tuple[int, str]]]:
-    """Yields batches of (index, answer) as they end. A context loses tokens from its left when it and the
-    answer do not fit the window.
-    """
-    room = text.window - max_tokens
-    if room < 1:
-        why, fix = (
-            f"{max_tokens:,} tokens, the window has {text.window:,}",
-            "evaluate a model with a longer window",
-        )
-        raise WrongUse("an answer of that length leaves no room for a question", why=why, fix=fix)
-    prompts = [(text.bos + ids)[-room:] or (text.prefix,) for ids in text.tokenize(contexts)]
+    """Yields batches of (index, answer) as they end."""
     jobs = [Job(np.array(ids, np.int64), max_tokens, GREEDY, tuple(until)) for ids in prompts]
     answers = [""] * len(jobs)
-    own = text.tokenizer
-    rest = own.decode, own.eos_id, own.vocab_size, min(SLOTS, len(jobs))
+    rest = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size, min(SLOTS, len(jobs))
     for number, _, piece in answer(cast(CausalBackend, _Checked(backend)), jobs, *rest):
         answers[number] += piece.text
         if piece.finish:

@@ -6,11 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from throughline.core.backend import Limits
 from throughline.core.errors import Failed, WrongUse
 from throughline.core.scorer import Question
-from throughline.eval.causal import CausalScorer, longest_first
-from throughline.eval.exported import ExportedScorer
+from throughline.eval.causal import CausalScorer
 from throughline.eval.logits import token_logprobs
 from throughline.eval.tree import plant
 from throughline.inference.runtimes.torch_backend import TorchCausal
@@ -82,15 +80,13 @@ def test_a_model_that_sees_a_window_is_scored_through_it(windowed_gpt, gpt2_toke
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_answers_are_the_same_bits_in_any_batch(gpt, gpt2_tokenizer, threads: int) -> None:
-    """Batches of 1, 7 and 64 questions and of several token budgets, at each number of threads."""
+    """Batches of one question, of some and of all, at each number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         found = []
-        for most, budget in ((1, None), (7, None), (64, None), (None, 333)):
-            scorer = CausalScorer(
-                gpt, gpt2_tokenizer, batch_questions=most, batch_tokens=budget, keep_tokens=True
-            )
+        for budget in (1, 150, 333, 10_000):
+            scorer = CausalScorer(gpt, gpt2_tokenizer, batch_tokens=budget, keep_tokens=True)
             found.append(answers(scorer, scorer.encode(QUESTIONS * 2)))
         assert all(one == found[0] for one in found[1:])
     finally:
@@ -100,7 +96,7 @@ def test_answers_are_the_same_bits_in_any_batch(gpt, gpt2_tokenizer, threads: in
 def test_a_backend_scores_like_the_module(gpt, gpt2_tokenizer) -> None:
     """The path of exported graphs (cache rows, copied prefixes) through the torch backend."""
     native = CausalScorer(gpt, gpt2_tokenizer, keep_tokens=True)
-    other = ExportedScorer(TorchCausal(gpt), gpt2_tokenizer, keep_tokens=True)
+    other = CausalScorer(TorchCausal(gpt), gpt2_tokenizer, keep_tokens=True)
     questions = native.encode(QUESTIONS)
     ours, theirs = answers(native, questions), answers(other, questions)
     for index, tree_scores in ours.items():
@@ -119,7 +115,7 @@ def test_an_onnx_graph_scores_like_the_module(gpt, gpt2_tokenizer, tmp_path) -> 
     write_graph(gpt, tmp_path / "model.onnx", {})
     native = CausalScorer(gpt, gpt2_tokenizer, keep_tokens=True)
     backend = run_graph(tmp_path / "model.onnx", gpt.config)
-    exported = ExportedScorer(backend, gpt2_tokenizer, keep_tokens=True)
+    exported = CausalScorer(backend, gpt2_tokenizer, keep_tokens=True)
     questions = native.encode(QUESTIONS)
     ours, theirs = answers(native, questions), answers(exported, questions)
     for index, scores in ours.items():
@@ -206,7 +202,7 @@ def test_out_of_memory_halves_the_batch(
     scorer = CausalScorer(small_gpt, gpt2_tokenizer, batch_tokens=100_000)
     questions = scorer.encode(QUESTIONS)
     wanted = answers(scorer, questions)
-    real, sizes = scorer._answer, []
+    real, sizes = scorer.answered, []
 
     def small(trees):
         sizes.append(len(trees))
@@ -214,19 +210,22 @@ def test_out_of_memory_halves_the_batch(
             full()
         return real(trees)
 
-    monkeypatch.setattr(scorer, "_answer", small)
+    monkeypatch.setattr(scorer, "answered", small)
     assert answers(scorer, questions) == wanted
     assert sizes[0] == len(QUESTIONS) and max(sizes[1:]) <= 3
-    monkeypatch.setattr(scorer, "_answer", lambda trees: full())
+    monkeypatch.setattr(scorer, "answered", lambda trees: full())
     with pytest.raises(Failed, match="single question"):
         answers(scorer, questions)
 
 
-def test_batches_respect_the_budget_and_come_longest_first() -> None:
-    sizes = dict(enumerate([5, 90, 40, 40, 7, 300]))
-    made = list(longest_first(sizes, Limits(tokens=100)))
-    assert made[0] == [5] and sorted(itertools.chain(*made)) == list(range(6))
-    assert all(sum(sizes[i] for i in batch) <= 100 or len(batch) == 1 for batch in made)
+def test_batches_respect_the_budget_and_come_longest_first(small_gpt, gpt2_tokenizer) -> None:
+    scorer = CausalScorer(small_gpt, gpt2_tokenizer, batch_tokens=40)
+    real, batches = scorer.answered, []
+    scorer.answered = lambda trees: (batches.append([tree.tokens for tree in trees]), real(trees))[1]
+    answers(scorer, scorer.encode(QUESTIONS * 3))
+    asked = list(itertools.chain(*batches))
+    assert asked == sorted(asked, reverse=True) and max(map(len, batches)) > 2
+    assert all(sum(batch) <= 40 or len(batch) == 1 for batch in batches)
 
 
 def test_wrong_questions_are_refused(small_gpt, gpt2_tokenizer, bert_tokenizer) -> None:

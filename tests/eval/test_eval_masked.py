@@ -8,7 +8,6 @@ import torch
 from throughline.core.errors import Failed, WrongUse
 from throughline.eval.asked import Settings
 from throughline.eval.causal import CausalScorer
-from throughline.eval.exported import ExportedMaskedScorer
 from throughline.eval.kinds import hidden
 from throughline.eval.masked import MaskedScorer
 from throughline.eval.runner import evaluate
@@ -91,7 +90,7 @@ def test_an_exported_bert_scores_like_the_module(bert, bert_tokenizer, tmp_path)
     backend = run_graph(tmp_path / "model.onnx", bert.config)
     for pll in ("original", "within_word_l2r"):
         native = MaskedScorer(bert, bert_tokenizer, pll=pll, keep_tokens=True)
-        exported = ExportedMaskedScorer(backend, bert_tokenizer, pll=pll, keep_tokens=True)
+        exported = MaskedScorer(backend, bert_tokenizer, pll=pll, keep_tokens=True)
         questions = native.encode([*QUESTIONS, [("The capital of France is [MASK] .", "paris")]])
         (document,) = native.tokenize(["All work and no play makes Jack a dull boy. " * 20])
         questions += hidden(document, native.window, native.mask, 0.15)

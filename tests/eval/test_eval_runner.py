@@ -26,7 +26,7 @@ LIMIT = 12
 
 @pytest.fixture(scope="module")
 def scorer(small_gpt, gpt2_tokenizer) -> CausalScorer:
-    return CausalScorer(small_gpt, gpt2_tokenizer, identity="weights", batch_questions=4)
+    return CausalScorer(small_gpt, gpt2_tokenizer, identity="weights", batch_tokens=64)
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +63,14 @@ def test_a_killed_evaluation_goes_on_where_it_was(
     assert evaluate(scorer, find_tasks(TASKS), Settings(limit=LIMIT), tmp_path) == wanted
 
 
-@pytest.mark.parametrize(("world", "batch"), [(1, 1), (1, 7), (1, 64), (2, 64), (3, 1)])
+@pytest.mark.parametrize(("world", "batch"), [(1, 1), (1, 333), (1, 4096), (2, 4096), (3, 1)])
 def test_any_number_of_ranks_and_any_batch_give_the_same_scores(
     small_gpt, gpt2_tokenizer, wanted, tmp_path: Path, world: int, batch: int
 ) -> None:
     """Ranks in turn, the first one last; of three one dies without having answered anything. Equal to the
     last bit.
     """
-    scorer = CausalScorer(small_gpt, gpt2_tokenizer, identity="weights", batch_questions=batch)
+    scorer = CausalScorer(small_gpt, gpt2_tokenizer, identity="weights", batch_tokens=batch)
     for rank in reversed(range(world)):
         if rank == world - 1 and world == 3:
             continue
@@ -354,7 +354,7 @@ def test_kept_answers_are_said_and_belong_to_one_program(
     """The same weights under another version of the program or of torch, or on another device, are asked anew."""
     from importlib import metadata
 
-    from throughline.eval import logits
+    from throughline.eval.module_reader import computed_by
 
     tasks, settings = find_tasks(["lambada_openai"]), Settings(limit=4)
     days = iter(["2024-02-28", "2024-02-29"])
@@ -374,7 +374,7 @@ def test_kept_answers_are_said_and_belong_to_one_program(
             assert "kept" not in run()
     card = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
-    assert logits.computed_by(card) != logits.computed_by(torch.device("cpu"))
+    assert computed_by(card) != computed_by(torch.device("cpu"))
 
 
 def test_a_model_of_nans_writes_no_answer(gpt_directory: Path, gpt2_tokenizer, tmp_path: Path) -> None:

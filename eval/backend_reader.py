@@ -1,0 +1,124 @@
+"""Log-probabilities by any backend (a graph, an engine, a file of llama.cpp) through the protocols of
+`core.backend`.
+
+A tree's prefix is read once into a cache row, copied to one row per branch, and the branches are read on top.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ..core.backend import CausalBackend, EncoderBackend, Limits, Span, batches
+from ..core.logits import log_sum
+from ..core.version import programs
+from .tree import Tree
+
+BATCH_TOKENS = 1024
+LOGITS = 1 << 25  # numbers asked for at a time: 128 MiB
+
+
+class BackendReader:
+    """A backend that reads (`scoring.Reader`)."""
+
+    dtype = "as exported"
+    batch_tokens = BATCH_TOKENS
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.name = f" ({backend.name})"
+        self.vocab_size, self.context = backend.vocab_size, backend.context
+        self.by = [*programs(backend.name), backend.device, backend.dtype]
+
+
+class BackendTrees(BackendReader):
+    """A GPT."""
+
+    backend: CausalBackend
+
+    def predict(
+        self, trees: list[Tree], lines: np.ndarray, targets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `ModuleTrees.predict`. Prefixes are in rows 0 … Q-1, branches in rows in the order of the trees."""
+        firsts = np.cumsum([0, *(max(1, len(tree.branches)) for tree in trees)]).tolist()
+        cache = self.backend.new_cache(firsts[-1])
+        prefixes, branches = [], []
+        start = 0
+        for number, tree in enumerate(trees):
+            stop = start + (tree.prefix if tree.branches else tree.tokens)
+            prefixes.append((number, 0, start, stop))
+            for row, length in enumerate(tree.branches, firsts[number]):
+                start, stop = stop, stop + length
+                branches.append((row, tree.prefix, start, stop))
+            start = stop
+        ids = np.concatenate([tree.ids for tree in trees])
+        logprobs, greedy = np.empty(len(lines), np.float32), np.empty(len(lines), bool)
+
+        def read(parts: list[tuple[int, int, int, int]]) -> None:
+            spans = []
+            for row, past, start, stop in parts:
+                asked = np.flatnonzero((lines >= start) & (lines < stop))
+                count = stop - int(lines[asked].min()) if len(asked) else 0
+                if stop > start:
+                    spans.append((Span(row, past, ids[start:stop], count), asked, stop - count))
+            limits = Limits(self.backend.limits.rows, LOGITS // self.vocab_size)
+            for batch in batches(spans, lambda one: one[0].asked, limits, packed=True):
+                logits_NV = self.backend.step([span for span, _, _ in batch], cache)
+                done = 0
+                for span, asked, first in batch:
+                    mine = on_host(logits_NV[done : done + span.asked])[lines[asked] - first]
+                    logprobs[asked], greedy[asked] = predicted(mine, targets[asked])
+                    done += span.asked
+
+        read(prefixes)
+        for number, tree in reversed(list(enumerate(trees))):
+            for row in reversed(range(firsts[number], firsts[number + 1])):
+                if tree.branches and tree.prefix and row != number:
+                    self.backend.copy_row(cache, number, row, tree.prefix)
+        read(branches)
+        return logprobs, greedy
+
+
+class BackendRows(BackendReader):
+    """A BERT."""
+
+    backend: EncoderBackend
+
+    def predict(
+        self,
+        lines: np.ndarray,
+        owner: np.ndarray,
+        places: np.ndarray,
+        targets: np.ndarray,
+        batch_tokens: int,
+        ranks: bool,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `ModuleRows.predict`; the last bits may depend on what shares a batch."""
+        begins = np.searchsorted(owner, np.arange(len(lines) + 1))
+        most = int(np.diff(begins).max())  # asked of one line
+        found = []
+        limits = Limits(max(1, LOGITS // self.vocab_size // most), batch_tokens).within(self.backend.limits)
+        for batch in batches(range(len(lines)), lambda _: lines.shape[1], limits):
+            first, ids = batch[0], lines[batch]
+            part = slice(begins[first], begins[first + len(ids)])
+            line = owner[part] - first
+            nth = np.arange(part.start, part.stop) - begins[owner[part]]
+            asked = np.zeros((len(ids), most), np.int64)
+            asked[line, nth] = places[part]
+            out = self.backend.forward(ids, np.zeros_like(ids), np.ones(ids.shape, bool), asked)
+            logits_TV = out["mlm_logits"][line, nth]
+            chosen_T1 = logits_TV[np.arange(len(line)), targets[part]][:, None]
+            above = (logits_TV > chosen_T1).sum(axis=1) if ranks else np.zeros(len(line), np.int64)
+            found.append((*predicted(logits_TV, targets[part]), above))
+        logprobs, greedy, larger = (np.concatenate(parts) for parts in zip(*found))
+        return logprobs, greedy, larger
+
+
+def on_host(array: Any) -> np.ndarray:
+    """An array that a step left on its device, here."""
+    return array if isinstance(array, np.ndarray) else array.cpu().numpy()
+
+
+def predicted(logits_TV: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each target (T,): log-probability, and whether it is the arg-max."""
+    norm = log_sum(logits_TV)[:, 0]
+    return logits_TV[np.arange(len(targets)), targets] - norm, logits_TV.argmax(axis=1) == targets

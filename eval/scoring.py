@@ -1,0 +1,118 @@
+"""What scoring with a GPT and with a BERT share: questions laid out, batched and answered, whatever computes.
+
+A reader is what computes: a torch module (`module_reader.py`) or a backend of `inference` (`backend_reader.py`).
+Questions of similar length are batched up to a budget of tokens, and a batch is halved when memory runs out.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..core.allocator import return_freed_memory
+from ..core.backend import Limits, batches
+from ..core.errors import Failed
+from ..core.files import sha256_json
+from ..core.scorer import Question, Score, Scored, check_question
+
+RETURN_SECONDS = 0.25  # between two returns of freed memory: of a small model's time they would take a tenth
+
+
+class Reader(Protocol):
+    """What a scorer knows of what computes."""
+
+    name: str  # " (onnxruntime)"; "" for a torch module
+    dtype: str  # as a report prints it
+    by: list[str]  # what a score depends on besides model and question: versions of programs, the device
+    vocab_size: int
+    context: int  # tokens of the longest input
+    batch_tokens: int  # tokens of a batch that suit it
+
+
+class BatchedScorer:
+    """Answers questions in batches. `identity` names the weights (a checkpoint's hash); `batch_tokens` bounds
+    memory, not results. With `keep_tokens` answers carry the log-probability of every token.
+    """
+
+    window: int
+    mask: Any
+
+    def __init__(
+        self,
+        reader: Reader,
+        tokenizer: Any,
+        recipe: dict[str, Any],
+        *,
+        identity: str,
+        batch_tokens: int | None,
+        keep_tokens: bool,
+    ) -> None:
+        self.tokenizer, self.keep_tokens = tokenizer, keep_tokens
+        self.batch_tokens = batch_tokens or reader.batch_tokens
+        self.recipe = recipe | {"dtype": reader.dtype}
+        known = [identity, tokenizer.fingerprint(), self.recipe, keep_tokens, reader.by]
+        self.identity = sha256_json(known)
+
+    def laid_out(self, question: Question) -> tuple[int, Any]:
+        """A question as the reader takes it, with its tokens."""
+        raise NotImplementedError
+
+    def answered(self, laid: list[Any]) -> list[tuple[Score, ...]]:
+        """The answers to the questions of a batch."""
+        raise NotImplementedError
+
+    def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
+        """Answers, longest questions first, so that memory is at its peak at once. Raises Failed as
+        `check_question` does.
+        """
+        for question in questions:
+            check_question(question, self.window, mask=self.mask)
+        laid = [self.laid_out(question) for question in questions]
+        order = sorted(range(len(laid)), key=lambda index: (-laid[index][0], index))
+        limits = Limits(tokens=self.batch_tokens)
+        returned = time.monotonic()
+        for batch in batches(order, lambda index: laid[index][0], limits, packed=True):
+            yield from halving(batch, lambda part: self.answered([laid[index][1] for index in part]))
+            if time.monotonic() - returned > RETURN_SECONDS:
+                return_freed_memory()  # what differing sizes leave in the heap adds up to 20 MB
+                returned = time.monotonic()
+
+
+def halving(batch: list[int], answer: Callable[[list[int]], list[tuple[Score, ...]]]) -> Iterator[Scored]:
+    """Answer a batch; when memory runs out, its halves. Raises Failed when one question alone does not fit."""
+    try:
+        found = answer(batch)
+    except Exception as error:  # onnxruntime's own classes derive from Exception alone
+        if not _out_of_memory(error):
+            raise
+        found = None
+    if found is not None:
+        yield list(zip(batch, found))
+        return
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if len(batch) == 1:
+        raise Failed(
+            "out of memory on a single question", fix="use a device with more memory, or a smaller --window"
+        )
+    middle = len(batch) // 2
+    for half in (batch[:middle], batch[middle:]):
+        yield from halving(half, answer)
+
+
+# What torch's allocator (a plain RuntimeError on the CPU), CUDA and ONNX Runtime write where memory ends.
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "Failed to allocate memory",
+    "bad_alloc",
+    "CUDA error: out of memory",
+    "STATUS_ALLOC_FAILED",
+)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        text in str(error) for text in OUT_OF_MEMORY
+    )
