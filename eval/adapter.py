@@ -9,8 +9,6 @@ is its own command with this model known; in a program, importing this module is
 import sys
 from typing import Any
 
-import torch
-
 from ..core.console import say
 from ..core.errors import MissingExtra, ThroughlineError, WrongUse
 from ..core.scorer import Question, Scorer, check_question
@@ -29,6 +27,9 @@ except ImportError:
     sys.exit(missing.exit_code)
 
 
+OPTIONS = ("bos", "window", "batch_tokens", "pll", "dtype")
+
+
 @register_model("throughline")
 class ThroughlineLM(LM):
     """The harness's model interface over a `Scorer`; `path` is anything that `throughline eval` takes, and
@@ -39,37 +40,24 @@ class ThroughlineLM(LM):
     def __init__(
         self,
         path: str = "",
-        device: str = "cpu",
+        device: str | None = None,
         scorer: Scorer | None = None,
         *,
-        bos: bool | None = None,
-        window: int | None = None,
-        batch_tokens: int | None = None,
-        pll: str = PLL[0],
         batch_size: Any = None,
         max_batch_size: Any = None,
-        **unknown: Any,
+        **given: Any,
     ) -> None:
         super().__init__()
-        known = "path, bos, window, batch_tokens, pll"
-        if unknown:
-            raise WrongUse(
-                f"no argument of the model is called {next(iter(unknown))!r}",
-                where="--model_args",
-                fix=f"give {known}",
-            )
-        if pll not in PLL:
-            raise WrongUse(
-                f"no pseudo-log-likelihood is called {pll!r}",
-                where="--model_args",
-                fix=f"give {' or '.join(PLL)}",
-            )
+        where = "--model_args"
+        if unknown := set(given) - set(OPTIONS):
+            fix = f"give path, {', '.join(OPTIONS)}"
+            raise WrongUse(f"no argument of the model is called {min(unknown)!r}", where=where, fix=fix)
+        if (pll := given.get("pll", PLL[0])) not in PLL:
+            fix = f"give {' or '.join(PLL)}"
+            raise WrongUse(f"no pseudo-log-likelihood is called {pll!r}", where=where, fix=fix)
         if scorer is None and not path:
-            raise WrongUse("no model is given", where="--model_args", fix="give path=DIRECTORY")
-        if not torch.cuda.is_available():  # the harness asks for cuda unless told otherwise
-            device = "cpu"
-        options = ScorerOptions(device or "cpu", bos, window, batch_tokens, pll=pll)
-        self.scorer = scorer or open_scorer(path, options).scorer
+            raise WrongUse("no model is given", where=where, fix="give path=DIRECTORY")
+        self.scorer = scorer or open_scorer(path, ScorerOptions(device=device or "auto", **given)).scorer
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Requests of one record that follow one another with one context are one question, so that its
@@ -96,17 +84,12 @@ class ThroughlineLM(LM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy text; requests that ask for sampling are answered greedily as well."""
         found = [""] * len(requests)
-        for settings in {
-            (tuple(_stops(request)), request.args[1].get("max_gen_toks", 256)) for request in requests
-        }:
-            mine = [
-                i
-                for i, r in enumerate(requests)
-                if (tuple(_stops(r)), r.args[1].get("max_gen_toks", 256)) == settings
-            ]
-            for batch in self.scorer.generate(
-                [requests[i].args[0] for i in mine], list(settings[0]), settings[1]
-            ):
+        alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
+        for number, request in enumerate(requests):
+            most = request.args[1].get("max_gen_toks", 256)
+            alike.setdefault((_stops(request), most), []).append(number)
+        for (until, most), mine in alike.items():
+            for batch in self.scorer.generate([requests[i].args[0] for i in mine], until, most):
                 for place, text in batch:
                     found[mine[place]] = text
         return found
@@ -118,9 +101,9 @@ class ThroughlineLM(LM):
         return [answers[index] for index in range(len(questions))]
 
 
-def _stops(request: Any) -> list[str]:
-    until = request.args[1].get("until") or []
-    return [until] if isinstance(until, str) else list(until)
+def _stops(request: Any) -> tuple[str, ...]:
+    until = request.args[1].get("until") or ()
+    return (until,) if isinstance(until, str) else tuple(until)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Stored answers: a dict in memory, JSON lines on disk, so that a stopped evaluation goes on where it was."""
 
+import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
+from ..core.files import write_atomic
 from ..core.scorer import Score
 from ..core.workspace import Workspace, read_records
 
@@ -44,6 +46,13 @@ class Answers:
             day = time.strftime("%Y-%m-%d")
             lines = ({"key": key, "answer": answer, "date": day} for key, answer in found.items())
             Workspace(self.directory).append(self._file, *lines)
+
+
+def forget(directory: Path, keys: Set[str]) -> None:
+    """Remove the answers of these keys from every rank's file."""
+    for file in directory.glob("answers-*.jsonl"):
+        lines = [json.dumps(line) + "\n" for line in read_records(file) if line["key"] not in keys]
+        write_atomic(file, "".join(lines))
 
 
 def packed(score: Score) -> list[Any]:

@@ -19,7 +19,7 @@ from .task import BoundTask
 ANSWERS = 3  # form of the stored answers, part of their keys
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What besides tasks and model decides a score."""
 
@@ -28,6 +28,11 @@ class Settings:
     shots: int = 0
     seed: int = 0
     overlong: Literal["truncate", "error", "skip"] = "truncate"  # a record that loses tokens to the window
+
+    def __post_init__(self) -> None:
+        if self.data_dir is not None and not self.data_dir.is_dir():
+            fix = "--data-dir, or evaluation.data_dir in a recipe, names the directory that holds the tasks' files"
+            raise WrongUse("no such directory", where=self.data_dir, fix=fix)
 
 
 @dataclass

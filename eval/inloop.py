@@ -38,10 +38,8 @@ class TaskEvaluator:
             raise WrongUse("the token store has no tokenizer", where="evaluation.tasks", why=why, fix=fix)
         self.tokenizer, self.steps, self.every = plan.tokenizer, plan.recipe.train.steps, wanted.every_steps
         self.tasks = find_tasks(wanted.tasks)
-        self.settings = Settings(Path(wanted.data_dir) if wanted.data_dir else None, wanted.limit)
-        if self.settings.data_dir is not None and not self.settings.data_dir.is_dir():
-            fix = "evaluation.data_dir names the directory that holds the tasks' files"
-            raise WrongUse("no such directory", where=self.settings.data_dir, fix=fix)
+        data_dir = Path(wanted.data_dir) if wanted.data_dir else None
+        self.settings = Settings(data_dir=data_dir, limit=wanted.limit)
         prepare(self._scorer(empty_model(plan.config)), self.tasks, self.settings)  # asking needs no weights
 
     def _scorer(self, model: Any) -> Scorer:

@@ -16,7 +16,7 @@ from ..core.scorer import Scorer
 LEAST_SHARE = 0.9  # of a vocabulary: models are padded by some per cent at most
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScorerOptions:
     """How to open a scorer. None: its own window, a batch that suits the device, BOS as its tokenizer's file
     has it.

@@ -7,14 +7,16 @@ and asks only what is missing, so the number of ranks, the batch size and the po
 the scores. Question i belongs to a rank by its key, not by its place.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..core.console import say
+from ..core.errors import WrongUse
 from ..core.scorer import Scorer
-from .answers import Answers
+from .answers import Answers, forget
 from .asked import Asked, Settings, TaskScores
 from .task import BoundTask
 
@@ -28,22 +30,64 @@ class Ranks:
     meet: Callable[[], None] = lambda: None
 
 
+def join_ranks() -> Ranks:
+    """The processes that a launcher (torchrun, `throughline launch`) started with RANK and WORLD_SIZE; one
+    without. Raises WrongUse when the environment has not all that it takes to meet.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return Ranks()
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    try:
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo", timeout=timedelta(days=7)
+            )  # a rank may wait long for the slowest one
+    except ValueError as error:
+        fix = "start them with `throughline launch --nproc N -- eval …`, or unset WORLD_SIZE"
+        raise WrongUse(
+            "the processes cannot find each other", where="WORLD_SIZE", why=str(error), fix=fix
+        ) from None
+    from ..train.parallel.ranks import Lost
+
+    def meet() -> None:
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise Lost(
+                "the processes of the evaluation no longer work together",
+                why=str(error).splitlines()[0],
+                fix="the same command asks what is not answered yet",
+            ) from error
+
+    return Ranks(dist.get_rank(), dist.get_world_size(), meet)
+
+
 def evaluate(
     scorer: Scorer,
     tasks: Sequence[BoundTask],
     settings: Settings,
     directory: Path | None = None,
     ranks: Ranks = Ranks(),
+    *,
+    fresh: bool = False,
 ) -> list[TaskScores]:
-    """Score the tasks. `directory` keeps the answers for a later start. Ranks other than 0 return an empty
-    list.
+    """Score the tasks. `directory` keeps the answers for a later start; with `fresh` those of this model and these
+    questions are forgotten first. Ranks other than 0 return an empty list.
 
     Raises WrongUse when a task has no data and Failed for a bad record, naming file, line and field.
     """
-    answers = Answers(directory, ranks.rank)
     asked = prepare(scorer, tasks, settings)
+    keys = [key for work in asked for key in work.keys]
+    if fresh:
+        if ranks.rank == 0 and directory is not None:
+            forget(directory, set(keys))
+        ranks.meet()
+    answers = Answers(directory, ranks.rank)
     if ranks.rank == 0:
-        _say_kept(answers, [key for work in asked for key in work.keys])
+        _say_kept(answers, keys)
     for work in asked:
         work.answer(answers, lambda key: int(key, 16) % ranks.world == ranks.rank)
     ranks.meet()

@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..core.console import table
 from ..core.errors import WrongUse, did_you_mean
 from ..core.files import sha256_json
 from ..core.recipe import build_recipe
@@ -190,3 +191,25 @@ def _problems(task: Task) -> Iterator[str]:
     for name in task.metrics:
         if name not in kind.metrics:
             yield f"metrics: {name!r} is none of {', '.join(kind.metrics)}"
+
+
+def task_listing() -> tuple[dict[str, Any], list[str]]:
+    """All shipped tasks and the files they look for: (JSON, lines)."""
+    tasks = {name: load_task(file) for name, file in shipped_tasks().items()}
+    rows = [
+        (name, task.kind, ", ".join(task.metrics), len(task.members) or None, task.checked, task.about)
+        for name, task in tasks.items()
+    ]
+    lines = table(("task", "kind", "metrics", "members", "checked", "about"), rows)
+    lines += [
+        "",
+        "checked: what the tests compared with lm-evaluation-harness (nothing: it has no such task)",
+    ]
+    lines += ["", "files looked for below --data-dir, in order:"]
+    lines += [f"  {name:<26}{'  '.join(task.source.files)}" for name, task in tasks.items()]
+    payload = {
+        name: task.model_dump(include={"about", "kind", "metrics", "checked"})
+        | {"files": {bound.name: bound.source.files for bound in find_tasks([name])}}
+        for name, task in tasks.items()
+    }
+    return {"tasks": payload}, lines

@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("torch")
 
 from throughline.data.train_tokenizer import train_tokenizer
-from throughline.eval.session import Request, evaluate_one
+from throughline.eval.request import Request
+from throughline.eval.session import evaluate_one
 from throughline.planner.layout import Layout
 from throughline.prove.proof import Case
 

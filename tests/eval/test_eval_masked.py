@@ -107,7 +107,8 @@ def test_an_exported_bert_passes_the_gate(bert, bert_tokenizer, gpt_directory, s
     score too.
     """
     from safetensors.torch import save_file
-    from throughline.eval.session import Request, evaluate_one
+    from throughline.eval.request import Request
+    from throughline.eval.session import evaluate_one
     from throughline.inference.exports.export import export_onnx
     from throughline.models.huggingface import to_huggingface
 
@@ -212,6 +213,6 @@ def test_wrong_tokenizer_and_generation_are_refused(
     scorer = MaskedScorer(bert, bert_tokenizer)
     monkeypatch.setattr(scorer, "score", lambda questions: pytest.fail("scored before the refusal"))
     with pytest.raises(WrongUse, match="cannot write"):
-        evaluate(scorer, find_tasks(["blimp_wh_island", "triviaqa"]), Settings(tmp_path, limit=2))
+        evaluate(scorer, find_tasks(["blimp_wh_island", "triviaqa"]), Settings(data_dir=tmp_path, limit=2))
     with pytest.raises(WrongUse, match="no room for a text"):
         MaskedScorer(bert, bert_tokenizer, window=2)

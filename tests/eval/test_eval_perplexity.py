@@ -61,7 +61,7 @@ def test_wikitext_by_megatron_is_normalised_by_original_words(
     (tmp_path / "wikitext-2" / "wiki.test.tokens").write_text(TEXT)
     scorer = CausalScorer(small_gpt, gpt2_tokenizer, window=48)
     (task,) = find_tasks(["wikitext_megatron_2"])
-    (scores,) = evaluate(scorer, [task], Settings(tmp_path))
+    (scores,) = evaluate(scorer, [task], Settings(data_dir=tmp_path))
     (item,) = task.items(task.records(tmp_path, None))
     ids = gpt2_tokenizer.encode(item.text).tolist()
     total = 0.0
@@ -75,7 +75,9 @@ def test_wikitext_by_megatron_is_normalised_by_original_words(
     assert metrics["token_perplexity"]["value"] == pytest.approx(math.exp(-total / (len(ids) - 1)), rel=1e-4)
     results = {"tasks": [scores.summary], "groups": []}
     assert rows_of(results)[0][:3] == ("wikitext_megatron_2", "adjusted_perplexity", "word, stride 32")
-    (narrow,) = evaluate(CausalScorer(small_gpt, gpt2_tokenizer, window=20), [task], Settings(tmp_path))
+    (narrow,) = evaluate(
+        CausalScorer(small_gpt, gpt2_tokenizer, window=20), [task], Settings(data_dir=tmp_path)
+    )
     assert narrow.summary["stride"] == 20, "a window has no more new targets than tokens"
 
 
@@ -112,7 +114,7 @@ def test_pseudo_perplexity_masks_each_token_once(bert, bert_tokenizer, tmp_path:
     (tmp_path / "wikitext-2" / "test.txt").write_text(TEXT * 2)
     (task,) = find_tasks(["wikitext_2"])
     scorer = MaskedScorer(bert, bert_tokenizer, pll="original", window=13)
-    (scores,) = evaluate(scorer, [task], Settings(tmp_path, limit=1))
+    (scores,) = evaluate(scorer, [task], Settings(data_dir=tmp_path, limit=1))
     ids = bert_tokenizer.encode(task.items(task.records(tmp_path, 1))[0].text).tolist()
     room, total = 11, 0.0
     assert 2 * room < len(ids) and len(ids) % room
@@ -164,7 +166,7 @@ def test_cloze_counts_the_first_and_the_first_ten(bert, bert_tokenizer, tmp_path
         next(place for place in ranked if place >= 10),
     ]
     tasks = cloze_task(tmp_path, *({"a": whole[place], "c": PROMPT} for place in chosen), answers="[a]")
-    (scores,) = evaluate(scorer, tasks, Settings(tmp_path))
+    (scores,) = evaluate(scorer, tasks, Settings(data_dir=tmp_path))
     assert [sample["metrics"]["p_at_1"] for sample in scores.samples] == [
         [float(place < 1)] for place in chosen
     ]
@@ -184,7 +186,7 @@ def test_every_accepted_answer_of_a_cloze_question_counts(bert, bert_tokenizer, 
     tasks = cloze_task(
         tmp_path, {"c": PROMPT, "a": [worst, "reinterpretations", best]}, {"c": PROMPT, "a": [worst]}
     )
-    (scores,) = evaluate(scorer, tasks, Settings(tmp_path))
+    (scores,) = evaluate(scorer, tasks, Settings(data_dir=tmp_path))
     assert [sample["metrics"]["p_at_10"] for sample in scores.samples] == [[1.0], [0.0]] and ranked[0] < 10
 
 
@@ -196,7 +198,9 @@ def test_a_cloze_question_without_an_answer_is_named(bert, bert_tokenizer, tmp_p
     good = {"c": PROMPT, "a": ["paris"]}
     full = {"c": "[MASK] " + "word " * (scorer.window - 1), "a": ["paris"]}
     long = {"c": "[MASK] " + "word " * scorer.window, "a": ["paris"]}
-    (found,) = evaluate(scorer, cloze_task(tmp_path, good, full), Settings(tmp_path, overlong="error"))
+    (found,) = evaluate(
+        scorer, cloze_task(tmp_path, good, full), Settings(data_dir=tmp_path, overlong="error")
+    )
     assert (found.summary["n"], found.summary["truncated_records"]) == (2, 0)
     for wrong, complaint in (
         ({"c": "It is [MASK] .", "a": ["reinterpretations"]}, "not a cloze question"),
@@ -205,9 +209,9 @@ def test_a_cloze_question_without_an_answer_is_named(bert, bert_tokenizer, tmp_p
     ):
         tasks = cloze_task(tmp_path, good, wrong)
         with pytest.raises(Failed, match=re.escape(complaint)) as caught:
-            evaluate(scorer, tasks, Settings(tmp_path))
+            evaluate(scorer, tasks, Settings(data_dir=tmp_path))
         assert "own.jsonl:2" in caught.value.where
-    (found,) = evaluate(scorer, tasks, Settings(tmp_path, overlong="skip"))
+    (found,) = evaluate(scorer, tasks, Settings(data_dir=tmp_path, overlong="skip"))
     assert (found.summary["n"], found.summary["skipped_records"]) == (1, 1)
     with pytest.raises(WrongUse, match="takes no examples"):
-        evaluate(scorer, tasks, Settings(tmp_path, shots=1))
+        evaluate(scorer, tasks, Settings(data_dir=tmp_path, shots=1))

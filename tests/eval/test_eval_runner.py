@@ -160,7 +160,7 @@ def test_a_bad_record_is_named(scorer, tmp_path: Path, line: str, complaint: str
     file.parent.mkdir()
     file.write_text('{"query": "Q", "choices": ["a", "b"], "gold": 0}\n' + line + "\n")
     with pytest.raises(Failed, match=complaint) as caught:
-        evaluate(scorer, find_tasks(["piqa"]), Settings(tmp_path))
+        evaluate(scorer, find_tasks(["piqa"]), Settings(data_dir=tmp_path))
     assert f"{file}:2" in caught.value.where
 
 
@@ -177,11 +177,11 @@ def test_a_document_of_no_tokens_is_named(scorer, tmp_path: Path, kind: str) -> 
     (tmp_path / "own.jsonl").write_text('{"text": "Some words to predict."}\n{"text": ""}\n')
     tasks = find_tasks([str(tmp_path / "own.toml")])
     if kind == "stream":
-        (found,) = evaluate(scorer, tasks, Settings(tmp_path))
+        (found,) = evaluate(scorer, tasks, Settings(data_dir=tmp_path))
         assert found.summary["n"] == 1, "lines of one stream may be blank"
         (tmp_path / "own.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(Failed, match="text has no tokens") as caught:
-        evaluate(scorer, tasks, Settings(tmp_path))
+        evaluate(scorer, tasks, Settings(data_dir=tmp_path))
     assert f"own.jsonl:{1 if kind == 'stream' else 2}" in caught.value.where
 
 
@@ -223,13 +223,13 @@ def test_why_examples_come_from_the_evaluated_records_is_said(
             f'fewshot_files = ["{pattern}"]\n'
             '[[prompt]]\nfields = ["q"]\ncontext = "{{ q }}"\nchoices = ["no", "yes"]\ngold = "1"\n'
         )
-        evaluate(scorer, find_tasks([str(tmp_path / f"{name}.toml")]), Settings(tmp_path, shots=1))
+        evaluate(scorer, find_tasks([str(tmp_path / f"{name}.toml")]), Settings(data_dir=tmp_path, shots=1))
         assert why in capsys.readouterr().err
 
 
 def test_missing_data_and_wrong_names_are_named(scorer, tmp_path: Path) -> None:
     with pytest.raises(WrongUse, match="no data for task piqa") as caught:
-        evaluate(scorer, find_tasks(["piqa"]), Settings(tmp_path))
+        evaluate(scorer, find_tasks(["piqa"]), Settings(data_dir=tmp_path))
     assert "piqa/piqa.jsonl" in caught.value.why
     with pytest.raises(WrongUse, match="unknown task") as unknown:
         find_tasks(["helaswag"])
