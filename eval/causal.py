@@ -125,19 +125,13 @@ class CausalScorer(BatchedScorer):
         lines = np.concatenate([line + start for tree, start in zip(laid, starts) for line in tree.lines])
         targets = np.concatenate([target for tree in laid for target in tree.targets])
         logprobs, greedy = self.reader.predict(laid, lines, targets)
-        answers, done = [], 0
-        for tree in laid:
-            scores = []
-            for target, truncated in zip(tree.targets, tree.truncated):
-                part = slice(done, done + len(target))
-                done = part.stop
-                kept = tuple(logprobs[part].tolist()) if self.keep_tokens else ()
-                total = float(logprobs[part].sum(dtype=np.float64))
-                scores.append(
-                    Score(total, int(greedy[part].sum()), len(target), truncated, token_logprobs=kept)
-                )
-            answers.append(tuple(scores))
-        return answers
+        pairs = [(len(target), cut) for tree in laid for target, cut in zip(tree.targets, tree.truncated)]
+        ends = np.cumsum([length for length, _ in pairs])
+        scores = iter(
+            self.of_tokens(logprobs[end - length : end], greedy[end - length : end], cut)
+            for end, (length, cut) in zip(ends, pairs)
+        )
+        return [tuple(next(scores) for _ in tree.targets) for tree in laid]
 
     def generate(
         self, contexts: Sequence[str], until: Sequence[str], max_tokens: int

@@ -45,29 +45,23 @@ def shared_runs(texts: Sequence[np.ndarray], store: Any) -> list[bool]:
     A run that repeats (blanks, dashes) is looked for once in each record and compared once in each piece of
     the store.
     """
-    runs = [np.unique(window_hashes(ids), return_index=True) for ids in texts]
-    flat = np.concatenate([*(hashes for hashes, _ in runs), np.empty(0, np.uint64)])
-    owner = np.repeat(np.arange(len(texts)), [len(places) for _, places in runs])
-    place = np.concatenate([*(places for _, places in runs), np.empty(0, np.int64)]).astype(np.int64)
-    order = np.argsort(flat, kind="stable")
-    flat, owner, place = flat[order], owner[order], place[order]
-    hit = np.zeros(len(texts), bool)
+    runs: dict[int, list[tuple[int, int]]] = {}  # hash -> (record, place) of its runs
+    for record, ids in enumerate(texts):
+        for value, place in zip(*np.unique(window_hashes(ids), return_index=True)):
+            runs.setdefault(int(value), []).append((record, int(place)))
+    known = np.array(sorted(runs), np.uint64)
+    hit = [False] * len(texts)
     with progress("contamination", total=store.tokens, unit="tokens") as bar:
         for start in range(0, store.tokens, PIECE):
             ids = np.asarray(store.read(start, min(start + PIECE + LENGTH - 1, store.tokens)))
-            found = window_hashes(ids)
-            first, last = np.searchsorted(flat, found), np.searchsorted(flat, found, side="right")
-            matches = np.flatnonzero(last > first)
-            for window in matches[np.unique(found[matches], return_index=True)[1]]:
-                for number in range(first[window], last[window]):
-                    record, at = owner[number], place[number]
-                    if (
-                        not hit[record]
-                        and (ids[window : window + LENGTH] == texts[record][at : at + LENGTH]).all()
-                    ):
-                        hit[record] = True
+            values, places = np.unique(window_hashes(ids), return_index=True)
+            both = np.isin(values, known)
+            for value, window in zip(values[both], places[both]):
+                for record, at in runs[int(value)]:
+                    same = ids[window : window + LENGTH] == texts[record][at : at + LENGTH]
+                    hit[record] = hit[record] or bool(same.all())
             bar.advance(min(PIECE, store.tokens - start))
-    return hit.tolist()
+    return hit
 
 
 def open_searched(path: Path | str, tokenizer: Any) -> "TokenStore":

@@ -185,17 +185,14 @@ class MaskedScorer(BatchedScorer):
             places = np.concatenate([row.asked for row in rows])
             targets = np.concatenate([row.targets for row in rows])
             ranks = any(row.given for row in rows)  # of a cloze question the answer's rank counts
-            answers = self.reader.predict(lines, owner, places, targets, self.batch_tokens, ranks)
+            logprobs, greedy, above = self.reader.predict(
+                lines, owner, places, targets, self.batch_tokens, ranks
+            )
             done = 0
             for number, row in zip(group, rows):
                 part = slice(done, done + len(row.asked))
                 done = part.stop
-                found[number] = self._score(row, *(values[part] for values in answers))
+                rank = int(above[part].max()) if row.given else 0  # whatever shares its batch
+                found[number] = self.of_tokens(logprobs[part], greedy[part], row.truncated, rank)
         scores = (found[number] for number in range(len(flat)))
         return [tuple(next(scores) for _ in rows) for rows in laid]
-
-    def _score(self, row: Row, logprobs: np.ndarray, greedy: np.ndarray, above: np.ndarray) -> Score:
-        kept = tuple(logprobs.tolist()) if self.keep_tokens else ()
-        total = float(logprobs.sum(dtype=np.float64))
-        rank = int(above.max()) if row.given else 0  # whatever shares its batch
-        return Score(total, int(greedy.sum()), len(row.asked), row.truncated, rank, kept)

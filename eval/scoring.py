@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ..core.allocator import return_freed_memory
@@ -61,6 +62,12 @@ class BatchedScorer:
     def answered(self, laid: list[Any]) -> list[tuple[Score, ...]]:
         """The answers to the questions of a batch."""
         raise NotImplementedError
+
+    def of_tokens(self, logprobs: np.ndarray, greedy: np.ndarray, truncated: int, rank: int = 0) -> Score:
+        """The answer to a pair from those to its tokens."""
+        kept = tuple(logprobs.tolist()) if self.keep_tokens else ()
+        total = float(logprobs.sum(dtype=np.float64))
+        return Score(total, int(greedy.sum()), len(logprobs), truncated, rank, kept)
 
     def score(self, questions: Sequence[Question]) -> Iterator[Scored]:
         """Answers, longest questions first, so that memory is at its peak at once. Raises Failed as

@@ -379,12 +379,17 @@ def test_three_processes_write_the_report_of_one(gpt_directory: Path, tmp_path: 
     )
 
 
-def test_fresh_asks_again(gpt_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_fresh_asks_again(
+    gpt_directory: Path, small_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """This model's answers to these questions; those of another model in the same place stay."""
     asked = Request(gpt_directory, "lambada_openai", limit=3, out=tmp_path / "scores")
-    first = evaluate_one(asked)
+    other = replace(asked, path=small_directory)
+    first, second = evaluate_one(asked), evaluate_one(other)
     assert evaluate_one(asked) == first and "3 of 3 answers are kept" in capsys.readouterr().err
     stored = next((tmp_path / "scores" / "answers").iterdir())
     stored.write_text(stored.read_text().replace('"answer": [[-', '"answer": [[9'))  # of a faulty program
     assert evaluate_one(asked) != first
     capsys.readouterr()
     assert evaluate_one(replace(asked, fresh=True)) == first and "kept" not in capsys.readouterr().err
+    assert evaluate_one(other) != second and "3 of 3 answers are kept" in capsys.readouterr().err
