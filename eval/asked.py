@@ -62,24 +62,23 @@ class Asked:
         bound, settings = self.bound, self.settings
         if settings.shots and (why := self.kind.no_examples):
             raise WrongUse(f"task {bound.name} takes no examples", why=why, fix="leave --shots out")
-        items = bound.items(bound.records(settings.data_dir, settings.limit))
+
+        def items_of(limit: int | None, fewshot: bool = False) -> list[Item]:
+            return bound.items(bound.records(settings.data_dir, limit, fewshot=fewshot))
+
+        if not settings.shots:
+            return items_of(settings.limit)
         pool = None
-        if settings.shots and (bound.source.fewshot_files or bound.source.fewshot_split):
+        if bound.source.fewshot_files or bound.source.fewshot_split:
             try:
-                pool = bound.items(bound.records(settings.data_dir, None, fewshot=True))
+                pool = items_of(None, fewshot=True)
             except WrongUse as error:
                 why = error.why or error.what
                 say(
                     f"{bound.name}: no training records at hand ({why}); examples are drawn from the evaluated ones"
                 )
-        if settings.shots and pool is None and settings.limit:
-            pool_items = bound.items(
-                bound.records(settings.data_dir, None)
-            )  # the draw does not depend on --limit
-            return with_examples(bound.name, pool_items, None, settings.shots, settings.seed)[
-                : settings.limit
-            ]
-        return with_examples(bound.name, items, pool, settings.shots, settings.seed)
+        items = items_of(None if pool is None else settings.limit)  # the draw does not depend on --limit
+        return with_examples(bound.name, items, pool, settings.shots, settings.seed)[: settings.limit]
 
     def _fitting(self, items: list[Item]) -> list[tuple[int, Item, Asks, int]]:
         """(number, item, what is asked, context tokens lost); what is too long is treated as the settings say."""

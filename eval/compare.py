@@ -39,26 +39,19 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
     samples = [_by_task(Path(path)) for path in (first, second)]
     rows = []
     for name in common:
-        for key in ("prompt_hash", "shots", "seed", "n"):
-            if tasks[name][key] != others[name][key]:
-                why = f"{key} is {tasks[name][key]} and {others[name][key]}"
-                raise WrongUse(
-                    f"task {name} was not asked in the same way",
-                    where=second,
-                    why=why,
-                    fix="evaluate both alike",
-                )
-        if len({tuple(sample["record"] for sample in part[name]) for part in samples}) > 1:
-            why, fix = (
-                "each left out other records that were too long",
-                "evaluate both with the same --window or --limit",
-            )
-            raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix=fix)
-        if tasks[name].get("data_hash") != others[name].get("data_hash"):
+        one, two = tasks[name], others[name]
+        keys = ("prompt_hash", "shots", "seed", "n")
+        why = next((f"{key} is {one[key]} and {two[key]}" for key in keys if one[key] != two[key]), "")
+        fix = "evaluate both alike"
+        if not why and len({tuple(sample["record"] for sample in part[name]) for part in samples}) > 1:
+            why = "each left out other records that were too long"
+            fix = "evaluate both with the same --window or --limit"
+        if not why and one.get("data_hash") != two.get("data_hash"):
             why, fix = (
                 "the texts of its records or examples are not the same",
                 "evaluate both on the same files",
             )
+        if why:
             raise WrongUse(f"task {name} was not asked in the same way", where=second, why=why, fix=fix)
         for metric in tasks[name]["metrics"]:
             pairs = [[sample["metrics"][metric] for sample in part[name]] for part in samples]

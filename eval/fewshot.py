@@ -34,8 +34,6 @@ def with_examples(
     """The items with `shots` solved examples before every context. `pool` None: examples are the other
     evaluated items. A record that is in the pool too, by its file and line, is no example of itself.
     """
-    if not shots:
-        return list(items)
     source = items if pool is None else pool
     places = {item.where: place for place, item in enumerate(source)}
     own = [number if pool is None else places.get(item.where) for number, item in enumerate(items)]

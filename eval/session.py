@@ -4,7 +4,7 @@ of a run.
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,34 +65,28 @@ def evaluate_checkpoints(request: Request) -> tuple[dict[str, Any], list[str]] |
     ]
 
 
-@dataclass(frozen=True)
-class _Forms:
-    """What an evaluation reads: the model, a second form of it, a store to search."""
-
-    opened: Opened
-    other: Opened | None
-    store: Any
+Forms = tuple[Opened, Opened | None, Any]  # the model, a second form of it, a store to search
 
 
-def _open(request: Request) -> _Forms:
+def _open(request: Request) -> Forms:
     options = replace(request, keep_tokens=request.against is not None)
     opened = open_scorer(request.path, options)
     other = None if request.against is None else open_scorer(request.against, options)
     if other is not None:
         check_alike(opened, other)
     store = None if request.contamination is None else open_searched(request.contamination, opened.tokenizer)
-    return _Forms(opened, other, store)
+    return opened, other, store
 
 
 def _score(
     request: Request,
-    forms: _Forms,
+    forms: Forms,
     tasks: list[BoundTask],
     ranks: Ranks,
     out: Path,
     history: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any] | None:
-    opened, other, store = forms.opened, forms.other, forms.store
+    opened, other, store = forms
     validation = validation_figures(opened, needed=not tasks) if ranks.rank == 0 else {}
     kept = request.home / "answers"
     scores = evaluate(opened.scorer, tasks, request, kept, ranks, fresh=request.fresh)

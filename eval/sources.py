@@ -32,41 +32,20 @@ class Record:
     data: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class TextLayout:
-    """How a .txt file is cut into records: `lines` a record, WikiText `pages`, rows of a table (`tabs`); else
-    the whole is one.
-
-    With `pages` the lines of WikiText as records of their own are put together to the same pages.
-    """
-
-    lines: int = 0
-    pages: bool = False
-    tabs: bool = False
-
-
-def find_files(patterns: Sequence[str], roots: Sequence[Path]) -> list[Path]:
-    """The files of the first pattern that matches anything, below the first root that has it; sorted. Empty
-    if none.
+def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
+    """The files of the first pattern that matches anything below the root, sorted. Empty if none.
 
     Raises WrongUse for what cannot be a pattern below a directory, such as an absolute path.
     """
-    for root in roots:
-        for pattern in patterns:
-            if found := [path for path in _matching(pattern, root) if _format(path) in FORMATS]:
-                return _one_form(found)
+    for pattern in patterns:
+        if found := [path for path in _matching(pattern, root) if _format(path) in FORMATS]:
+            return _one_form(found)
     return []
 
 
-def unknown_files(patterns: Sequence[str], roots: Sequence[Path]) -> list[Path]:
+def unknown_files(patterns: Sequence[str], root: Path) -> list[Path]:
     """Files that match, and are of no known format."""
-    return [
-        path
-        for root in roots
-        for pattern in patterns
-        for path in _matching(pattern, root)
-        if _format(path) not in FORMATS
-    ]
+    return [path for pattern in patterns for path in _matching(pattern, root) if _format(path) not in FORMATS]
 
 
 def _matching(pattern: str, root: Path) -> list[Path]:
@@ -87,17 +66,33 @@ def _format(path: Path) -> str:
 
 
 def read_records(
-    paths: Sequence[Path], layout: TextLayout = TextLayout(), limit: int | None = None
+    paths: Sequence[Path],
+    limit: int | None = None,
+    *,
+    lines: int = 0,
+    pages: bool = False,
+    tabs: bool = False,
 ) -> list[Record]:
     """The records of several files in order, at most `limit`.
 
+    A .txt file is cut into records of `lines` each, WikiText `pages` or the rows of a table (`tabs`); else it is
+    one. With `pages` the lines of WikiText as records of their own are put together to the same pages.
+
     Raises WrongUse for a format that is not known and Failed for a damaged file, naming file and line.
     """
-    records = (record for path in paths for record in _read(path, layout))
-    return list(islice(_articles(records) if layout.pages else records, limit))
+
+    def text(file: TextIO, path: Path) -> Iterator[Record]:
+        if lines:
+            return _lines(file, path, lines)
+        if pages:
+            return _pages(file, path)
+        return _table(file, path, "\t") if tabs else iter([Record(f"{path}:1", {"text": file.read()})])
+
+    records = (record for path in paths for record in _read(path, text))
+    return list(islice(_articles(records) if pages else records, limit))
 
 
-def _read(path: Path, layout: TextLayout) -> Iterator[Record]:
+def _read(path: Path, text: Callable[[TextIO, Path], Iterator[Record]]) -> Iterator[Record]:
     kind = _format(path)
     if kind == ".parquet":
         yield from _parquet(path)
@@ -107,9 +102,7 @@ def _read(path: Path, layout: TextLayout) -> Iterator[Record]:
         ".json": _json,
         ".csv": lambda file, path: _table(file, path, ","),
         ".tsv": lambda file, path: _table(file, path, "\t"),
-        ".txt": lambda file, path: _text(file, path, layout),
-        ".tokens": lambda file, path: _text(file, path, layout),
-        ".raw": lambda file, path: _text(file, path, layout),
+        **dict.fromkeys((".txt", ".tokens", ".raw"), text),
     }
     if kind not in readers:
         raise WrongUse("unknown data format", where=path, fix=KNOWN)
@@ -205,23 +198,14 @@ def _table(file: TextIO, path: Path, delimiter: str) -> Iterator[Record]:
         yield Record(f"{path}:{rows.line_num}", dict(zip(header, row)))
 
 
-def _text(file: TextIO, path: Path, layout: TextLayout) -> Iterator[Record]:
-    if layout.lines:
-        number = 1
-        while lines := [line.rstrip("\r\n") for line in islice(file, layout.lines)]:
-            if len(lines) < layout.lines:
-                why = f"{len(lines)} lines, a record has {layout.lines}"
-                raise Failed(
-                    "the last record is cut", where=f"{path}:{number}", why=why, fix="restore the file"
-                )
-            yield Record(f"{path}:{number}", {"lines": lines})
-            number += layout.lines
-    elif layout.pages:
-        yield from _pages(file, path)
-    elif layout.tabs:
-        yield from _table(file, path, "\t")
-    else:
-        yield Record(f"{path}:1", {"text": file.read()})
+def _lines(file: TextIO, path: Path, count: int) -> Iterator[Record]:
+    number = 1
+    while lines := [line.rstrip("\r\n") for line in islice(file, count)]:
+        if len(lines) < count:
+            why = f"{len(lines)} lines, a record has {count}"
+            raise Failed("the last record is cut", where=f"{path}:{number}", why=why, fix="restore the file")
+        yield Record(f"{path}:{number}", {"lines": lines})
+        number += count
 
 
 _TITLE = re.compile("= (?!=).*(?<!=) =")  # one sign on each side: two and more are sections of an article

@@ -14,7 +14,7 @@ from ..core.files import sha256_json
 from ..core.recipe import build_recipe
 from .items import Item
 from .kinds import KINDS, Kind
-from .sources import KNOWN, Record, TextLayout, find_files, hub_records, read_records, unknown_files
+from .sources import KNOWN, Record, find_files, hub_records, read_records, unknown_files
 from .task_file import Source, Task
 
 
@@ -44,39 +44,34 @@ class BoundTask:
 
     def files(self, data_dir: Path | None, *, fewshot: bool = False) -> list[Path]:
         """Its files that are at hand."""
-        return find_files(self.source.fewshot_files if fewshot else self.source.files, _roots(data_dir))
+        return find_files(self.source.fewshot_files if fewshot else self.source.files, _root(data_dir))
 
     def records(self, data_dir: Path | None, limit: int | None, *, fewshot: bool = False) -> list[Record]:
         """The records of the task (or those few-shot examples come from). Raises WrongUse when there are
         none.
         """
-        source = self.source
+        source, root = self.source, _root(data_dir)
         if paths := self.files(data_dir, fewshot=fewshot):
-            records = read_records(paths, TextLayout(source.lines, source.pages, source.tabs), limit)
-            if not records:
-                raise WrongUse(f"no records for task {self.name}", where=paths[0], why="the file is empty")
-            return records
+            cut = source.model_dump(include={"lines", "pages", "tabs"})
+            if records := read_records(paths, limit, **cut):
+                return records
+            raise WrongUse(f"no records for task {self.name}", where=paths[0], why="the file is empty")
         split = source.fewshot_split if fewshot else source.split
         if data_dir is None and source.dataset and split:
             return hub_records(source.dataset, source.config, split, limit)
         patterns = source.fewshot_files if fewshot else source.files
-        if others := unknown_files(patterns, _roots(data_dir)):
-            raise WrongUse(
-                f"no data for task {self.name}", where=others[0], why="unknown data format", fix=KNOWN
-            )
-        raise WrongUse(
-            f"no data for task {self.name}",
-            where=" or ".join(str(root) for root in _roots(data_dir)),
-            why="none of these is there: " + ", ".join(patterns or ["(the task names no local files)"]),
-            fix="put the file there, or choose another --data-dir",
-        )
+        what = f"no data for task {self.name}"
+        if others := unknown_files(patterns, root):
+            raise WrongUse(what, where=others[0], why="unknown data format", fix=KNOWN)
+        why = "none of these is there: " + ", ".join(patterns or ["(the task names no local files)"])
+        raise WrongUse(what, where=root, why=why, fix="put the file there, or choose another --data-dir")
 
 
-def _roots(data_dir: Path | None) -> list[Path]:
+def _root(data_dir: Path | None) -> Path:
     """Where files are looked for: the user's directory alone, or the shipped samples. A file that the user's
     directory lacks is not filled in from the samples, whose records may be others.
     """
-    return [samples_dir() if data_dir is None else data_dir]
+    return samples_dir() if data_dir is None else data_dir
 
 
 def samples_dir() -> Path:

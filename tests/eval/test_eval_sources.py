@@ -113,7 +113,7 @@ def test_a_table_that_is_no_table_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", ["/etc/*.jsonl", "", "a**/x.jsonl"])
 def test_what_cannot_be_a_pattern_is_said(tmp_path: Path, pattern: str) -> None:
     with pytest.raises(WrongUse, match="no pattern of files"):
-        find_files([pattern], [tmp_path])
+        find_files([pattern], tmp_path)
 
 
 def test_local_files_ask_what_the_harness_is_asked(shared: Path) -> None:
