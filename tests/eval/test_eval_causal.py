@@ -9,7 +9,9 @@ import torch
 from throughline.core.errors import Failed, WrongUse
 from throughline.core.scorer import Question
 from throughline.eval.causal import CausalScorer
+from throughline.eval.items import Item
 from throughline.eval.logits import token_logprobs
+from throughline.eval.task import find_tasks
 from throughline.eval.tree import plant
 from throughline.inference.runtimes.torch_backend import TorchCausal
 
@@ -257,8 +259,10 @@ def test_greedy_text_equals_argmax_steps(small_gpt, gpt2_tokenizer) -> None:
         assert found[number] == gpt2_tokenizer.decode(ids[start:])
 
 
-def test_written_answers_keep_to_the_window(small_gpt, gpt2_tokenizer) -> None:
-    """A narrower window cuts the question on its left to what the answer leaves, as the report counts it."""
+def test_written_answers_keep_to_the_window(small_gpt, gpt2_tokenizer, bos_tokenizer) -> None:
+    """A narrower window cuts the question on its left to what the answer leaves, as the report counts it: the BOS is
+    one of the tokens.
+    """
     narrow, wide = (CausalScorer(small_gpt, gpt2_tokenizer, window=window) for window in (24, None))
     ids = gpt2_tokenizer.encode(
         "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age"
@@ -272,3 +276,8 @@ def test_written_answers_keep_to_the_window(small_gpt, gpt2_tokenizer) -> None:
     )
     with pytest.raises(WrongUse, match="no room for a question"):
         list(narrow.generate([context], [], 24))
+    (task,) = find_tasks(["triviaqa"])
+    for bos in (False, True):
+        scorer = CausalScorer(small_gpt, bos_tokenizer, bos=bos, window=task.task.max_tokens + 6)
+        ((_, lost),) = task.kind.asks([Item("x", ((context, " a"),))], scorer)
+        assert lost == bos_tokenizer.encode(context).size + bos - 6
