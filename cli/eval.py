@@ -99,7 +99,9 @@ from .common import device_option, dtype_option, throughline_command
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Directory of the scores (default: PATH.scores)."
 )
-@click.option("--fresh", is_flag=True, help="Discard stored answers and ask every question again.")
+@click.option(
+    "--fresh", is_flag=True, help="Discard the stored answers to these questions of this model and ask again."
+)
 @throughline_command
 def command(
     path: str | None, tasks: tuple[str, ...], listing: bool, all_checkpoints: bool, **given: Any

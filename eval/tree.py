@@ -94,11 +94,19 @@ class TreeAttention:
         pattern: AttentionPattern | None = None,
         layer: int = 0,
     ) -> None:
-        self.rows: list[tuple[int, int, Tensor | None]] = []
+        self.calls: list[
+            tuple[int, int, int, Tensor | None]
+        ] = []  # lines that ask, first line seen, mask or causal
         start = 0
         for tree in trees:
-            self.rows.append((start, tree.tokens, _mask(tree, device, dtype, pattern, layer)))
-            start += tree.tokens
+            stop = start + tree.tokens
+            mask = _mask(tree, device, dtype, pattern, layer)
+            asked = stop if mask is None else stop - len(mask)
+            if asked > start:
+                self.calls.append((start, asked, start, None))
+            if mask is not None:
+                self.calls.append((asked, stop, start, mask))
+            start = stop
         self.tokens = start
         self._made_of = trees, device, dtype, pattern
 
@@ -111,20 +119,10 @@ class TreeAttention:
         """q (1, A, S, D), k and v (1, G, S, D) -> (1, A, S, D); lines behind the last row are zero."""
         out = q.new_empty(1, q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
         out[:, :, self.tokens :] = 0
-        for start, tokens, mask in self.rows:
-            stop = start + tokens
-            if mask is None:
-                out[:, :, start:stop] = scaled_dot_product(
-                    q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], is_causal=True
-                )
-                continue
-            asked = start + tokens - mask.shape[0]
-            if asked > start:
-                out[:, :, start:asked] = scaled_dot_product(
-                    q[:, :, start:asked], k[:, :, start:asked], v[:, :, start:asked], is_causal=True
-                )
-            out[:, :, asked:stop] = scaled_dot_product(
-                q[:, :, asked:stop], k[:, :, start:stop], v[:, :, start:stop], mask=mask
+        for first, stop, seen, mask in self.calls:
+            asked, given = slice(first, stop), slice(seen, stop)
+            out[:, :, asked] = scaled_dot_product(
+                q[:, :, asked], k[:, :, given], v[:, :, given], mask=mask, is_causal=mask is None
             )
         return out
 
