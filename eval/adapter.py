@@ -9,6 +9,8 @@ is its own command with this model known; in a program, importing this module is
 import sys
 from typing import Any
 
+import torch
+
 from ..core.console import say
 from ..core.errors import MissingExtra, ThroughlineError, WrongUse
 from ..core.scorer import Question, Scorer, check_question
@@ -57,6 +59,9 @@ class ThroughlineLM(LM):
             raise WrongUse(f"no pseudo-log-likelihood is called {pll!r}", where=where, fix=fix)
         if scorer is None and not path:
             raise WrongUse("no model is given", where=where, fix="give path=DIRECTORY")
+        if device and device.startswith("cuda") and not torch.cuda.is_available():
+            say("no CUDA device here: the CPU scores")  # the harness asks for cuda unless told otherwise
+            device = "cpu"
         self.scorer = scorer or open_scorer(path, ScorerOptions(device=device or "auto", **given)).scorer
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
