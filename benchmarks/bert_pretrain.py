@@ -24,13 +24,14 @@ from common import Claim, claim, finish, paired, parser
 from throughline.core.allocator import keep_freed_memory
 from throughline.core.recipe import build_recipe
 from throughline.models.config import ModelConfig
-from throughline.models.init import build
 from throughline.models.presets import preset
+from throughline.planner.layout import Layout
+from throughline.train.engine import Engine
 from throughline.train.objective import IGNORED, StepBatch, prepare
 from throughline.train.optimizers import build_optimizer
-from throughline.train.precision import LossScaler, computing_dtype
+from throughline.train.parallel.mesh import Mesh
+from throughline.train.precision import LossScaler
 from throughline.train.recipe import Recipe
-from throughline.train.single_engine import SingleEngine
 from throughline.train.step import Trainer, train_step
 
 GOALS = {"bert-128": 2.0, "bert-512": 2.5, "bert-full-rows": 1.3}
@@ -77,7 +78,7 @@ def sequences(lengths: np.ndarray, generator: np.random.Generator) -> list[dict[
     return made
 
 
-def our_batch(rows: list[dict[str, Any]], precision: str, generator: np.random.Generator) -> StepBatch:
+def our_batch(rows: list[dict[str, Any]], generator: np.random.Generator) -> StepBatch:
     """Our batch of these sequences: masked as ours are, padding left out."""
     count, longest = len(rows), max(len(row["ids"]) for row in rows)
     batch = {
@@ -94,20 +95,19 @@ def our_batch(rows: list[dict[str, Any]], precision: str, generator: np.random.G
         batch["targets"][place, :size] = np.where(masked, row["ids"], IGNORED)
         batch["token_types"][place, :size] = row["types"]
         batch["attention_mask"][place, :size] = True
-    dtype = computing_dtype(precision) if precision == "fp64" else torch.float32
-    return prepare(batch, "bert", count, torch.device("cpu"), dtype, MASK_RATE, True)
+    return prepare(batch, "bert", count, torch.device("cpu"), MASK_RATE, True)
 
 
 def ours(config: ModelConfig, rows: list[dict[str, Any]], precision: str) -> Callable[[], float]:
     """A function that makes one step and returns its sequences a second."""
-    model = build(config).train()
     device = torch.device("cpu")
     section = {"name": "adamw", "learning_rate": 1e-4, "weight_decay": 0.01}
     train = {"steps": 1, "sequence_length": 512, "batch_rows": 1, "precision": precision}
     recipe = build_recipe({"train": train, "optimizer": section}, Recipe)
-    engine = SingleEngine(model, precision, device)
+    engine = Engine(config, Mesh(Layout(), device), precision)
+    engine.fill()
     trainer = Trainer(engine, build_optimizer(engine, recipe), LossScaler.of(precision), precision, 1.0)
-    batch = our_batch(rows, precision, np.random.default_rng(1))
+    batch = our_batch(rows, np.random.default_rng(1))
 
     def step() -> float:
         start = time.perf_counter()

@@ -129,7 +129,7 @@ def our_seconds(plan: RunPlan, steps: int = 60) -> tuple[float, float]:
     for step in range(steps):
         start = time.process_time()
         count = plan.recipe.train.rows_per_step
-        batch = prepare(rows.batch(step * count, count), "bert", count, plan.device, torch.float32, 0.3)
+        batch = prepare(rows.batch(step * count, count), "bert", count, plan.device, 0.3)
         train_step(trainer, batch, 0.01)
         times.append(time.process_time() - start)
     return float(np.mean(times[5:])), found

@@ -18,7 +18,7 @@ from throughline.models.presets import preset
 from throughline.planner.layout import Layout
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.checkpoint import CheckpointWriter
-from throughline.train.layout_engine import LayoutEngine
+from throughline.train.engine import Engine
 from throughline.train.objective import StepBatch, prepare
 from throughline.train.parallel.ranks import Ranks
 from throughline.train.precision import LossScaler
@@ -34,7 +34,7 @@ QUIET_STEPS, QUICK_QUIET_STEPS = 8, 3  # of a window without a save; one with a 
 
 def make_trainer(ranks: Ranks, config: ModelConfig) -> Trainer:
     """The run's model and AdamW on this process."""
-    engine = LayoutEngine(config, ranks.mesh, "fp32")
+    engine = Engine(config, ranks.mesh, "fp32")
     engine.fill()
     group = {"params": [parameter for _, parameter in engine.named_parameters()], "base_lr": 1e-4}
     optimizer = torch.optim.AdamW([group], lr=1e-4, fused=True)
@@ -45,7 +45,7 @@ def make_batch(ranks: Ranks, config: ModelConfig) -> StepBatch:
     """Some rows of this process."""
     generator = torch.Generator().manual_seed(ranks.mesh.rank)
     ids = torch.randint(0, config.vocab_size, (ROWS, config.sequence_length), generator=generator).numpy()
-    return prepare({"input_ids": ids, "targets": ids}, "gpt", ROWS, ranks.mesh.device, torch.float32, 0.0)
+    return prepare({"input_ids": ids, "targets": ids}, "gpt", ROWS, ranks.mesh.device, 0.0)
 
 
 def measure(

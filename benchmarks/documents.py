@@ -76,7 +76,7 @@ def bert(precision: str) -> tuple[Callable[[], None], Callable[[], None]]:
     model = BERT(BERTConfig.from_dict(SHAPE | {"nsp": False}))
     initialise(model)
     device = torch.device("cpu")
-    (micro_batch,) = prepare(rows, "bert", ROWS, device, torch.float32, unpad=True).micro_batches
+    (micro_batch,) = prepare(rows, "bert", ROWS, device, unpad=True).micro_batches
     peer = BertModel(
         BertConfig(
             vocab_size=SHAPE["vocab_size"],

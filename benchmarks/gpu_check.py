@@ -157,7 +157,7 @@ class Checks:
         import numpy as np
         from throughline.models.config import GPTConfig
         from throughline.planner.layout import Layout
-        from throughline.train.layout_engine import LayoutEngine
+        from throughline.train.engine import Engine
         from throughline.train.objective import prepare
         from throughline.train.parallel.mesh import Axis, Mesh, start_group
         from throughline.train.precision import LossScaler
@@ -178,12 +178,12 @@ class Checks:
             rows = {"input_ids": ids[:, :-1].copy(), "targets": ids[:, 1:].copy()}
             losses = []
             for mesh in (Mesh(Layout(), device), Mesh(Layout(sharding="full"), device, world=one, shard=one)):
-                engine = LayoutEngine(config, mesh, "fp32")
+                engine = Engine(config, mesh, "fp32")
                 engine.fill()
                 values = [value for _, value in engine.named_parameters()]
                 optimizer = torch.optim.AdamW([{"params": values, "base_lr": 1e-3}], lr=1e-3, fused=True)
                 trainer = Trainer(engine, optimizer, LossScaler(), "fp32", 1.0)
-                batch = prepare(rows, "gpt", 4, device, torch.float32, 0.0)
+                batch = prepare(rows, "gpt", 4, device, 0.0)
                 losses.append([train_step(trainer, batch, 1.0).loss for _ in range(4)])
             assert all(abs(a - b) <= 1e-4 * a for a, b in zip(*losses)), losses
         finally:

@@ -27,13 +27,12 @@ from throughline.benchmarks.common import Claim, claim, finish, parser
 from throughline.benchmarks.prove_scale import RECIPES, Scale, flops
 from throughline.core import hardware
 from throughline.models.config import BERTConfig, GPTConfig, family_of
-from throughline.models.init import empty_model
 from throughline.models.presets import preset
-from throughline.train.layout_engine import LayoutEngine
-from throughline.train.objective import IGNORED, LOSSES, StepBatch, prepare
-from throughline.train.parallel.mesh import make_mesh
+from throughline.planner.layout import Layout
+from throughline.train.engine import Engine
+from throughline.train.objective import IGNORED, StepBatch, prepare
+from throughline.train.parallel.mesh import Mesh, make_mesh
 from throughline.train.precision import LossScaler
-from throughline.train.single_engine import SingleEngine
 from throughline.train.step import Trainer, train_step
 
 GOAL_MFU = 0.5
@@ -67,15 +66,15 @@ def whole_step(
 ) -> Callable[[], None]:
     """A training step on fixed rows."""
     family = family_of(config)
-    model = empty_model(config, device).train()
-    draw(list(model.parameters()))
-    loss = torch.compile(LOSSES[family], dynamic=False) if device.type == "cuda" else LOSSES[family]
-    engine = SingleEngine(model, "bf16", device, loss=loss)
+    mesh, compiling = Mesh(Layout(), device), "on" if device.type == "cuda" else "off"
+    engine = Engine(config, mesh, "bf16", compiling=compiling)
+    draw([local.value for local in engine.local_shards])
+    engine.publish()
     optimizer = torch.optim.AdamW(
         [{"params": [value for _, value in engine.named_parameters()], "base_lr": 1e-4}], lr=1e-4, fused=True
     )
     trainer = Trainer(engine, optimizer, LossScaler.of("bf16"), "bf16", 1.0)
-    batch = prepare(made_rows(config, rows, length), family, micro_rows, device, torch.float32, MASKED)
+    batch = prepare(made_rows(config, rows, length), family, micro_rows, device, MASKED)
     return lambda: check(train_step(trainer, batch, 1.0).skipped)
 
 
@@ -89,7 +88,7 @@ def stage_work(scale: Scale, pipeline_rank: int, device: torch.device) -> tuple[
     the fake group.
     """
     batch = scale.batch("none")
-    engine = LayoutEngine(scale.config, make_mesh(scale.layout, device), "bf16")
+    engine = Engine(scale.config, make_mesh(scale.layout, device), "bf16")
     (stage,) = engine.stages
     draw([local.value for local in engine.local_shards])
     engine.publish()
@@ -98,7 +97,6 @@ def stage_work(scale: Scale, pipeline_rank: int, device: torch.device) -> tuple[
         family_of(scale.config),
         batch.rows,
         device,
-        PRECISION,
         MASKED,
     )
     ones = torch.ones(len(rows.counts), device=device, dtype=PRECISION)

@@ -31,8 +31,7 @@ from throughline.core.recipe import load_recipe
 from throughline.models.init import build
 from throughline.models.linear import linear
 from throughline.train.build import training_rows, validation_plan
-from throughline.train.head_loss import Shares, head_loss_sum
-from throughline.train.heads import cut_shares
+from throughline.train.loss import Words, head_loss_sum
 from throughline.train.parallel.mesh import Axis
 from throughline.train.profile import ACTIVE, SKIPPED, WARMUP
 from throughline.train.recipe import Recipe, resolve
@@ -59,9 +58,9 @@ HALF = torch.bfloat16
 class WithLoss(nn.Module):
     """Ids and targets (B, S) -> the sum of the losses over `count`: what a wrapper of torch's calls."""
 
-    def __init__(self, model: Any, count: int, shares: Shares | None = None) -> None:
+    def __init__(self, model: Any, count: int, words: Words | None = None) -> None:
         super().__init__()
-        self.model, self.count, self.shares = model, count, shares
+        self.model, self.count, self.words = model, count, words
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         hidden, weight = self.model.hidden(ids), self.model.output.weight
@@ -73,7 +72,7 @@ class WithLoss(nn.Module):
             weight = weight.to_local()
         if torch.is_autocast_enabled("cpu"):
             hidden, weight = hidden.to(HALF), weight.to(HALF)
-        return head_loss_sum(hidden.flatten(0, 1), weight, None, targets.flatten(), self.shares) / self.count
+        return head_loss_sum(hidden.flatten(0, 1), weight, None, targets.flatten(), self.words) / self.count
 
 
 def local(x: Tensor) -> Tensor:
@@ -206,7 +205,8 @@ def cut(model: Any, sequence: bool) -> DeviceMesh:
 
 
 def tensor_parallel(model: Any, recipe: Recipe, axis: Axis) -> Step:
-    held = WithLoss(model, recipe.train.rows_per_step * recipe.train.sequence_length, cut_shares(model, axis))
+    words = Words(model.config.vocab_size, axis)
+    held = WithLoss(model, recipe.train.rows_per_step * recipe.train.sequence_length, words)
 
     def run(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = held(inputs, targets)

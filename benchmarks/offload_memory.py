@@ -25,7 +25,6 @@ from throughline.train.build import StepBatches, build_trainer, plan_run, traini
 from throughline.train.parallel.mesh import ALONE
 from throughline.train.predict import described
 from throughline.train.recipe import Recipe, resolve
-from throughline.train.single_engine import SingleEngine
 from throughline.train.step import Trainer, train_step
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -84,11 +83,12 @@ def host_side(trainer: Trainer, before: set[int]) -> set[int]:
     offload = trainer.engine.offload
     if offload is None:
         return before
-    assert isinstance(trainer.engine, SingleEngine)
     offload.wait()
     kept = [value for slots in trainer.optimizer.state.values() for value in slots.values()]
     kept += [value for side in offload.sides for name, value in vars(side).items() if name != "parameter"]
-    device = {parameter.untyped_storage().data_ptr() for parameter in trainer.engine.model.parameters()}
+    device = {
+        parameter.untyped_storage().data_ptr() for parameter in trainer.engine.stages[0].model.parameters()
+    }
     host = {value.untyped_storage().data_ptr() for value in kept if isinstance(value, Tensor)}
     return before | (host - device)
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from throughline.models.config import BERTConfig, ModelConfig, family_of
 from throughline.planner.layout import Layout
 from throughline.planner.traffic import StepShape, Traffic
-from throughline.train.layout_engine import LayoutEngine
+from throughline.train.engine import Engine
 from throughline.train.objective import IGNORED, prepare
 from throughline.train.parallel.mesh import Mesh, make_mesh
 from throughline.train.parallel.sharding import before_backward
@@ -211,14 +211,14 @@ def _simulate_rank(
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         mesh = make_mesh(layout, torch.device("cpu"))
-        engine = LayoutEngine(config, mesh, "fp16", recomputing=batch.recompute, memory=fake)
+        engine = Engine(config, mesh, "fp16", recomputing=batch.recompute, memory=fake)
         with fake:
             return [_simulate_stage(engine, stage, batch) for stage in engine.stages]
     finally:
         dist.destroy_process_group()
 
 
-def _simulate_stage(engine: LayoutEngine, stage: Stage, batch: StepShape) -> Simulated:
+def _simulate_stage(engine: Engine, stage: Stage, batch: StepShape) -> Simulated:
     mesh, layout, config = engine.mesh, engine.layout, engine.config
     watch, family = Watch(), family_of(config)
     held = [local for local in engine.local_shards if local.spec.stage == stage.index]
@@ -227,7 +227,6 @@ def _simulate_stage(engine: LayoutEngine, stage: Stage, batch: StepShape) -> Sim
         family,
         batch.rows,
         mesh.device,
-        DTYPE,
         batch.predicted / (batch.rows * batch.length),
     )
     stage.load(rows.micro_batches, torch.ones(len(rows.counts), dtype=DTYPE), 1.0)
@@ -235,7 +234,8 @@ def _simulate_stage(engine: LayoutEngine, stage: Stage, batch: StepShape) -> Sim
     for tensor in (x, *(local.computed for local in held), *stage.micro_batches[0].values()):
         watch.add(tensor)
     marks = _mark_blocks(stage, watch)
-    before_backward(stage, layout, last=True)
+    if engine.sharded:
+        before_backward(stage, layout, last=True)
     with watch, _as_on_gpu():
         start = watch.alive()
         y = stage(x)

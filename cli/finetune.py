@@ -34,6 +34,8 @@ def command(recipe: str, overrides: tuple[str, ...], out: str | None, overwrite:
     from ..train.finetune.run import figures_text, finetune
 
     facts = finetune(resolved, target, overwrite)
+    if facts is None:
+        return  # the first process says it
     lines = [
         figures_text(facts["validation"]),
         f"measured on {facts['records']['validation']:,} records: {facts['measured_on']}",

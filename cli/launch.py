@@ -9,7 +9,10 @@ import click
 from ..core import console
 from .common import throughline_command
 
-LAUNCHED = "train RECIPE, study RECIPE, eval PATH, data tokenize INPUTS..., or doctor (on this machine)"
+LAUNCHED = (
+    "train RECIPE, finetune RECIPE, study RECIPE, eval PATH, data tokenize INPUTS..., "
+    "or doctor (on this machine)"
+)
 ARRAY_MACHINES = 8  # of 8 processes: the 64 shards of a corpus up to 16 GiB
 
 
@@ -54,8 +57,8 @@ def command(
     restarts: int,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run COMMAND (train, study, eval, data tokenize, doctor) on several processes of this machine, or print the job
-    file that does.
+    """Run COMMAND (train, finetune, study, eval, data tokenize, doctor) on several processes of this machine, or
+    print the job file that does.
 
     \b
     Example:  throughline launch --nproc 2 -- train gpt-shakespeare --set parallel.data=2
@@ -71,7 +74,9 @@ def command(
     if arguments[:2] == ("data", "tokenize"):
         _tokenize_array(nproc or ARRAY_MACHINES * per_machine, emit, per_machine, arguments)
         return
-    made = {"train": _train_job, "study": _train_job, "eval": _eval_job}.get(arguments[0])
+    made = {"train": _train_job, "study": _train_job, "finetune": _finetune_job, "eval": _eval_job}.get(
+        arguments[0]
+    )
     if made is None and (arguments[0] != "doctor" or emit is not None):
         raise WrongUse(f"launch does not run {arguments[0]!r}", fix=f"it takes: {LAUNCHED}")
     processes, name, run_dir, about, gpus = (
@@ -122,6 +127,18 @@ def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str,
         layout.describe(),
         section.device != "cpu",
     )
+
+
+def _finetune_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str, bool]:
+    """The same of a fine-tuning, which checks the count of its processes itself, with the model."""
+    from ..core.recipe import find_recipe, load_recipe
+    from ..train.finetune.recipe import RULES, FinetuneRecipe
+    from .finetune import command as finetune
+
+    given = finetune.make_context("finetune", list(arguments[1:]), click.get_current_context()).params
+    recipe = load_recipe(given["recipe"], FinetuneRecipe, given["overrides"], RULES)
+    layout, gpus = recipe.parallel.layout(), recipe.train.device != "cpu"
+    return nproc or layout.world, find_recipe(given["recipe"]).stem, None, layout.describe(), gpus
 
 
 def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str, bool]:

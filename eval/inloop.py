@@ -13,6 +13,7 @@ from ..core.errors import WrongUse
 from ..core.scorer import Scorer
 from ..models.config import family_of
 from ..models.init import empty_model
+from ..train.whole_model import whole_model
 from .asked import Settings
 from .opening import scorer_of
 from .runner import evaluate, group_means, prepare
@@ -20,6 +21,7 @@ from .task import find_tasks
 
 if TYPE_CHECKING:
     from ..train.build import RunPlan
+    from ..train.engine import Engine
 
 
 class TaskEvaluator:
@@ -45,16 +47,14 @@ class TaskEvaluator:
     def _scorer(self, model: Any) -> Scorer:
         return scorer_of(model, family_of(model.config), self.tokenizer)
 
-    def __call__(self, engine: Any, step: int) -> dict[str, float]:
-        """`engine`: a SingleEngine."""
+    def __call__(self, engine: "Engine", step: int) -> dict[str, float]:
+        """Collective; the first process scores, the others return nothing."""
         if step != self.steps and (not self.every or step % self.every):
             return {}
-        with engine.exact_model() as model:
-            training = model.training
-            try:
-                found = evaluate(self._scorer(model), self.tasks, self.settings)
-            finally:
-                model.train(training)
+        model = whole_model(engine)
+        if model is None:
+            return {}
+        found = evaluate(self._scorer(model), self.tasks, self.settings)
         means = group_means(found, {task.group: task.task.mean for task in self.tasks if task.group})
         inside = {summary["task"] for summary in means}
         summaries = [*(score.summary for score in found if score.summary["group"] not in inside), *means]

@@ -2,7 +2,6 @@
 of a run.
 """
 
-import copy
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -133,10 +132,10 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
         return {}
     from ..core.recipe import load_recipe
     from ..train.build import validation_plan
+    from ..train.engine import Engine
     from ..train.evaluate import Validation
     from ..train.precision import pick_device
     from ..train.recipe import Recipe
-    from ..train.single_engine import SingleEngine
 
     try:
         recipe, device = load_recipe(run / "recipe.toml", Recipe), opened.model.token_table.weight.device
@@ -149,9 +148,7 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
         return {}
     if not plan.validation_stores:
         return {}
-    engine = SingleEngine(
-        copy.deepcopy(opened.model), recipe.train.precision, device
-    )  # which may round its weights
+    engine = Engine.holding(opened.model, recipe.train.precision, device)
     return Validation(plan, run / "cache").measure(engine)
 
 

@@ -217,13 +217,23 @@ def shard_specs(config: ModelConfig, layout: Layout, place: Coordinates) -> Iter
 
 
 def make_shard_spec(
-    name: str, shape: tuple[int, ...], config: ModelConfig, stage: int, layout: Layout, place: Coordinates
+    name: str,
+    shape: tuple[int, ...],
+    config: ModelConfig,
+    stage: int,
+    layout: Layout,
+    place: Coordinates,
+    rows: int = 0,
 ) -> ShardSpec:
-    """The part of one parameter that a process holds on one of its stages."""
+    """The part of one parameter that a process holds on one of its stages; `rows` where what is sharded has more of
+    them than the box, rows of nothing below.
+    """
     placement = tensor_placement(name, config)
     box = tensor_box(name, shape, config, layout.tensor, place.tensor)
     if layout.shards > 1:
-        box = box.cut(0, *sharded_part(box.size[0], layout.shards, place.shard))
+        held = box.size[0]
+        start, size = sharded_part(max(rows, held), layout.shards, place.shard)
+        box = box.cut(0, min(start, held), max(min(size, held - start), 0))
     primary = place.replica == 0 and (placement in (0, 1) or place.tensor == 0)
     if name == "token_table.weight" and stage > 0:
         primary = False  # the tied copy on the last stage

@@ -21,16 +21,14 @@ from torch import Tensor
 
 from ..core.recipe import build_recipe
 from ..models.config import FAMILIES, ModelConfig
-from ..models.init import build, initial_values
+from ..models.init import initial_values
 from ..planner.layout import Layout, layout_problems
 from ..train.engine import Engine
-from ..train.layout_engine import LayoutEngine
 from ..train.objective import StepBatch, prepare
 from ..train.optimizers import build_optimizer
-from ..train.parallel.mesh import make_mesh, start_group
+from ..train.parallel.mesh import Mesh, make_mesh, start_group
 from ..train.precision import HALVES, LossScaler, weight_dtype
 from ..train.recipe import Recipe
-from ..train.single_engine import SingleEngine
 from ..train.step import Trainer, train_step
 from .forked import run_ranks
 
@@ -216,10 +214,8 @@ def _recipe(case: Case) -> Recipe:
 
 
 def reference(case: Case) -> Reference:
-    """Train the case in this process, plainly."""
-    dtype = weight_dtype(case.precision)
-    device, model = torch.device("cpu"), build(case.config, SEED, dtype=dtype)
-    engine = SingleEngine(model, case.precision, device)
+    """Train the case in this process."""
+    engine = Engine(case.config, Mesh(Layout(), torch.device("cpu")), case.precision, SEED)
     shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
     engine.fill(lambda name, box: value_of(case, name, shapes[name]))
     trainer = make_trainer(case, engine)
@@ -233,13 +229,13 @@ def reference(case: Case) -> Reference:
 
     steps = []
     for step in range(case.steps):
-        batch = prepare(make_rows(case, step), case.family, case.reference_rows, engine.device, dtype, 1.0)
+        batch = prepare(make_rows(case, step), case.family, case.reference_rows, engine.device, 1.0)
         result = train_step(trainer, batch, 1.0, take)
         steps.append((result.loss, result.grad_norm))
     return Reference(steps, gradients, {name: value.detach() for name, value in engine.named_parameters()})
 
 
-def own_rows(case: Case, engine: LayoutEngine, step: int) -> StepBatch:
+def own_rows(case: Case, engine: Engine, step: int) -> StepBatch:
     """This rank's part of a step's rows."""
     mesh = engine.mesh
     own = case.rows // case.layout.data
@@ -247,19 +243,17 @@ def own_rows(case: Case, engine: LayoutEngine, step: int) -> StepBatch:
         name: values[mesh.data.rank * own : (mesh.data.rank + 1) * own]
         for name, values in make_rows(case, step).items()
     }
-    return prepare(engine.cut(rows), case.family, case.micro_rows, mesh.device, engine.wide, 1.0)
+    return prepare(engine.cut(rows), case.family, case.micro_rows, mesh.device, 1.0)
 
 
-Plant = Callable[[LayoutEngine], None]
+Plant = Callable[[Engine], None]
 
 
 def train_rank(case: Case, expected: Reference, plant: Plant | None = None) -> Errors:
     """Train this rank's part of the case and compare it with the single process."""
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = LayoutEngine(
-        case.config, make_mesh(case.layout, device, 60), case.precision, SEED, case.recompute
-    )
+    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED, case.recompute)
     shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
     engine.fill(lambda name, box: value_of(case, name, shapes[name])[box.slices()])
     if plant is not None:
@@ -279,7 +273,7 @@ def train_rank(case: Case, expected: Reference, plant: Plant | None = None) -> E
     return errors
 
 
-def _compare_gradients(engine: LayoutEngine, expected: Reference, errors: Errors) -> None:
+def _compare_gradients(engine: Engine, expected: Reference, errors: Errors) -> None:
     for local in engine.local_shards:
         whole = expected.gradients[local.name]
         assert local.computed.grad is not None, f"{local.name} has no gradient"
@@ -288,7 +282,7 @@ def _compare_gradients(engine: LayoutEngine, expected: Reference, errors: Errors
             errors.gradient, errors.worst = difference.item(), local.name
 
 
-def _compare_parameters(engine: LayoutEngine, expected: Reference, case: Case, errors: Errors) -> None:
+def _compare_parameters(engine: Engine, expected: Reference, case: Case, errors: Errors) -> None:
     """In float32 the biases of the keys are left out: softmax does not change with them, so their gradient is
     pure rounding, of which Adam makes steps of full size. In 16 bits the error is that of all parameters together,
     as a share of the way that they went.

@@ -76,7 +76,7 @@ def saved_in_layouts() -> Callable[..., dict[str, Path]]:
     from throughline.prove.forked import run_ranks, warm
     from throughline.prove.proof import SEED, make_trainer, own_rows, value_of
     from throughline.train.checkpoint import CheckpointWriter, restore
-    from throughline.train.layout_engine import LayoutEngine
+    from throughline.train.engine import Engine
     from throughline.train.parallel.ranks import Ranks
     from throughline.train.step import train_step
 
@@ -90,7 +90,7 @@ def saved_in_layouts() -> Callable[..., dict[str, Path]]:
 
     def save(case: Any, target: Path, source: Path | None, steps: int, tokenizer: bytes | None) -> None:
         ranks = Ranks.start(case.layout, torch.device("cpu"))
-        engine = LayoutEngine(case.config, ranks.mesh, case.precision, SEED)
+        engine = Engine(case.config, ranks.mesh, case.precision, SEED)
         shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
         engine.fill(lambda name, box: value_of(case, name, shapes[name])[box.slices()])
         trainer = make_trainer(case, engine)

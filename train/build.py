@@ -2,11 +2,11 @@
 here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -18,28 +18,25 @@ from ..data.samples import Dataset, open_dataset
 from ..data.store import TokenStore
 from ..data.tokenizer import Tokenizer
 from ..models.config import ModelConfig
-from ..models.init import empty_model
-from ..planner.layout import ZERO_BUBBLE
+from ..planner.layout import ZERO_BUBBLE, Layout
 from ..planner.nearest import require_world
-from .compile import compile_blocks, maybe_compile, to_compile
+from .compile import to_compile
 from .corpus import open_corpus
 from .engine import Engine
-from .float8 import check_products, convert_products
+from .float8 import check_products
 from .memory import check_memory
 from .metrics import check_sinks
-from .objective import LOSSES, LossFunction, StepBatch, prepare, real_tokens, sequences_in
+from .objective import Objective, StepBatch, prepare, pretraining, real_tokens, sequences_in
 from .optimizers import build_optimizer
 from .parallel.context import cut_rows
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
-from .precision import LossScaler, computing_dtype, pick_device, weight_dtype
+from .precision import LossScaler, pick_device
 from .predict import predicted_step_seconds
 from .recipe import Recipe, model_config, model_family
-from .recompute import recompute
 from .rules import can_be_had
 from .sections import ObjectiveSection
-from .single_engine import SingleEngine
 from .step import Trainer
-from .weights_in import adopt, open_weights
+from .weights_in import adopt, open_weights, start_from
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,22 @@ class RunPlan:
     tokenizer_json: bytes | None
     inputs: Sequence[Input]
     text_bytes: int = 0  # still to be made into stores
+
+    def objective(self) -> Objective:
+        """What the engine learns."""
+        section = self.recipe.objective
+        return pretraining(self.config, section.label_smoothing if section else 0.0)
+
+    def fill(self, engine: Engine) -> None:
+        """Give the weights their values before the first step."""
+        if self.recipe.model.init_from:
+            start_from(self.recipe.model.init_from, engine)
+        else:
+            engine.fill()
+
+    def batches(self, mesh: Mesh, cache: Path | None = None) -> "Batches":
+        """The batches of this process."""
+        return StepBatches(self, training_rows(self, cache), mesh.data, mesh.context)
 
     @property
     def tokens_per_step(self) -> int:
@@ -213,6 +226,12 @@ def validation_rows(plan: RunPlan, cache: Path | None = None) -> list[Dataset]:
     return [open_dataset(store, options, None, cache) for store in plan.validation_stores]
 
 
+class Batches(Protocol):
+    """Batches that are ready for a step, by the rows that have been read before."""
+
+    def batch(self, position: int, count: int) -> StepBatch: ...
+
+
 @dataclass(frozen=True)
 class StepBatches:
     """A dataset whose batches are ready for the step, this process's part of each row; the loader's thread
@@ -234,7 +253,7 @@ class StepBatches:
     def batch(self, position: int, count: int) -> StepBatch:
         train, objective = self.plan.recipe.train, self.plan.recipe.objective
         rows = self.dataset.batch(position, count)
-        dtype, mask_fraction = weight_dtype(train.precision), objective.mask_fraction if objective else 0.0
+        mask_fraction = objective.mask_fraction if objective else 0.0
         tokens = real_tokens(rows)
         sequences = sequences_in(rows) if self.plan.family == "bert" else 0
         cut = cut_rows(rows, self.context)
@@ -243,7 +262,6 @@ class StepBatches:
             self.plan.family,
             train.rows_per_micro_batch,
             self.plan.device,
-            dtype,
             mask_fraction,
             self.unpad,
         )
@@ -253,76 +271,33 @@ class StepBatches:
 
 
 def build_trainer(plan: RunPlan, mesh: Mesh | None = None, *, fill: bool = True) -> Trainer:
-    """Engine and optimizer at step 0. `fill=False` leaves the weights to a checkpoint.
-
-    With a mesh of several processes the model is this one's part of it.
+    """Engine and optimizer at step 0: this process's part of the model in its layout. `fill=False` leaves the weights
+    to a checkpoint.
     """
-    recipe = plan.recipe
-    if mesh is None or mesh.layout.world == 1:
-        engine = _single_engine(plan)
-    else:
-        engine = _layout_engine(plan, mesh)
-    if fill:
-        engine.fill()
-    return Trainer(
-        engine=engine,
-        optimizer=_optimizer(recipe, engine),
-        scaler=LossScaler.of(recipe.train.precision),
-        precision=recipe.train.precision,
-        clip_norm=recipe.train.clip_norm,
-    )
-
-
-def _single_engine(plan: RunPlan) -> Engine:
-    train = plan.recipe.train
-    torch.manual_seed(train.seed)  # dropout; initial weights have generators of their own
-    dtype = computing_dtype(train.precision) if train.offload else weight_dtype(train.precision)
-    model = empty_model(plan.config, plan.device, dtype).train()
-    convert_products(model, train.matmul)
-    if train.offload and to_compile(plan.recipe, plan.config, plan.device):
-        compile_blocks(model, train.compile)
-    recompute(model, plan.config, train.recompute)
-    offload = None
-    loss: LossFunction = LOSSES[plan.family]
-    if smoothing := _smoothing(plan):
-        loss = partial(cast(Callable[..., Any], loss), smoothing=smoothing)
-    if train.offload:
-        from .offload import HostOffload
-
-        offload = HostOffload(model, train.rows_per_step // train.rows_per_micro_batch)
-    else:
-        loss = maybe_compile(loss, plan.recipe, plan.config, plan.device)
-    engine = SingleEngine(model, train.precision, plan.device, loss=loss, offload=offload)
-    engine.seed = train.seed
-    return engine
-
-
-def _layout_engine(plan: RunPlan, mesh: Mesh) -> Engine:
-    from .layout_engine import LayoutEngine  # torch's sharding and pipelines take a second to import
-
-    train, config = plan.recipe.train, plan.config
+    recipe, train = plan.recipe, plan.recipe.train
     # a zero-bubble schedule takes the gradients of inputs and weights apart, a compiled backward has them in one
-    splits = plan.recipe.parallel.schedule in ZERO_BUBBLE
-    compiles = not splits and to_compile(plan.recipe, config, plan.device)
-    engine = LayoutEngine(
-        config,
-        mesh,
+    splits = recipe.parallel.schedule in ZERO_BUBBLE
+    compiles = not splits and to_compile(recipe, plan.config, plan.device)
+    engine = Engine(
+        plan.config,
+        mesh or Mesh(Layout(), plan.device),
         train.precision,
         train.seed,
         train.recompute,
-        offload=train.offload,
+        offload=train.rows_per_step // train.rows_per_micro_batch if train.offload else 0,
         compiling=train.compile if compiles else "off",
         matmul=train.matmul,
+        objective=plan.objective(),
     )
-    if smoothing := _smoothing(plan):
-        for stage in engine.stages:
-            stage.head = partial(cast(Callable[..., Any], stage.head), smoothing=smoothing)
-    return engine
-
-
-def _smoothing(plan: RunPlan) -> float:
-    objective = plan.recipe.objective
-    return objective.label_smoothing if objective else 0.0
+    if fill:
+        plan.fill(engine)
+    return Trainer(
+        engine=engine,
+        optimizer=_optimizer(recipe, engine),
+        scaler=LossScaler.of(train.precision),
+        precision=train.precision,
+        clip_norm=train.clip_norm,
+    )
 
 
 def _optimizer(recipe: Recipe, engine: Engine) -> torch.optim.Optimizer:
@@ -330,11 +305,9 @@ def _optimizer(recipe: Recipe, engine: Engine) -> torch.optim.Optimizer:
     section = recipe.compression
     if section.scheme == "none" or engine.layout.data == 1:
         return build_optimizer(engine, recipe)
-    from .layout_engine import LayoutEngine
     from .parallel.compression import Bf16Sum, PowerSum
     from .parallel.onebit import OneBitAdam
 
-    assert isinstance(engine, LayoutEngine)
     communicator, warmup_steps = engine.communicator, section.warmup(recipe.train.steps)
     if section.scheme == "one-bit-adam":
         adam = partial(OneBitAdam, communicator=communicator, warmup_steps=warmup_steps)

@@ -26,7 +26,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,11 +48,10 @@ from ..core.artifact import (
 from ..core.console import warn
 from ..core.errors import Failed, Refused, ThroughlineError, WrongUse
 from ..core.files import full_disk, read_json, sha256_file, write_atomic
-from ..models.config import FAMILIES, ModelConfig
+from ..models.config import FAMILIES
 from ..models.init import empty_model
-from ..planner.tables import parameter_shapes
-from .engine import LocalShard, whole_shard
 from .parallel.ranks import Lost
+from .shards import LocalShard, whole_shard
 from .snapshot import (
     COUNTS,
     SCALES,
@@ -237,12 +236,12 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
-def load_weights(directory: Path, config: ModelConfig, local_shards: Sequence[LocalShard]) -> None:
+def load_weights(directory: Path, names: Iterable[str], local_shards: Sequence[LocalShard]) -> None:
     """Fill the values of a model, or of this process's part of one, with a checkpoint's weights. Raises
     Refused when names or shapes differ.
     """
     read = TensorReader(directory, "weights")
-    differing = set(parameter_shapes(config)) ^ set(read.table)
+    differing = set(names) ^ set(read.table)
     if differing:
         raise Refused(
             "the checkpoint is of another model", where=directory, why=f"only one has {sorted(differing)[0]}"
@@ -265,7 +264,7 @@ def restore(directory: Path, trainer: Trainer) -> None:
     state = read_json(directory / "state.json")
     engine = trainer.engine
     engine.wait()
-    load_weights(directory, engine.config, engine.local_shards)
+    load_weights(directory, engine.shapes, engine.local_shards)
     engine.publish()
     _restore_optimizer(directory, trainer, state["optimizer_scalars"])
     rng = TensorReader(directory, "rng")
@@ -391,6 +390,7 @@ def load_model(
     described = read_json(directory / "model.json")
     config = FAMILIES[described["family"]].from_dict(described["config"])
     model = empty_model(config, device, dtype)
-    load_weights(directory, config, [whole_shard(*named) for named in model.named_parameters()])
+    shards = [whole_shard(*named) for named in model.named_parameters()]
+    load_weights(directory, [shard.name for shard in shards], shards)
     tokenizer = directory / "tokenizer.json"
     return model.eval(), tokenizer if tokenizer.is_file() else None

@@ -4,14 +4,15 @@ torch.compile fuses everything between the matrix products. On a CPU that saves 
 and costs up to a minute at first, so `auto` compiles only runs that are long enough to earn it back; on a
 machine without a working C++ compiler (or without Triton on a GPU) it trains eagerly and says so in one line.
 
-One process compiles the whole loss. Layouts and offloaded models compile block by block.
+Blocks are compiled one by one, which share a graph, and the head with its loss: gathers of sharded weights and waits
+for offloaded ones stay between them.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,9 @@ from ..core.errors import Failed, WrongUse
 from ..core.hardware import machine
 from ..models.config import ModelConfig
 from ..models.linear import onednn_is_faster
-from .objective import LossFunction
+from .parallel.collectives import FIT_A_GRAPH
+from .parallel.context import run_ring_eagerly
+from .parallel.tensor import run_products_eagerly
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -36,24 +39,19 @@ SAVED = 0.1
 EAGER_FLOPS = {"cpu": 40e9, "cuda": 100e12}  # per core, per GPU
 
 
-def maybe_compile(
-    loss: LossFunction, recipe: Recipe, config: ModelConfig, device: torch.device
-) -> LossFunction:
-    """The loss function, compiled when the recipe asks for it or, with `auto`, when it pays.
+def compile_stage(stage: Any, wanted: str) -> None:
+    """Compile each block's forward, and the head with its loss. Before `recompute`, which repeats the compiled forward.
 
-    `on` raises WrongUse without a compiler and Failed when compilation breaks; `auto` goes on eagerly.
+    `on` raises Failed in the first step when compilation breaks; `auto` goes on eagerly.
     """
-    if not to_compile(recipe, config, device):
-        return loss
-    return _compiled(loss, recipe.train.compile, lambda model, *_: model)
-
-
-def compile_blocks(model: Any, wanted: str) -> None:
-    """Compile each block's forward: what is around it, gathers of sharded weights and waits for offloaded ones, stays
-    outside. Before `recompute`, which repeats the compiled forward.
-    """
-    for block in model.blocks.values():
-        block.forward = _compiled(block.forward, wanted, lambda *_, block=block: block)
+    run_products_eagerly()
+    run_ring_eagerly()
+    for block in stage.trunk.blocks.values():
+        block.forward = _compiled(block.forward, wanted, block.parameters)
+    if stage.is_last and (FIT_A_GRAPH or stage.mesh.tensor.group is None):
+        named = stage.model.named_parameters
+        outside = lambda: (parameter for name, parameter in named() if "blocks." not in name)  # noqa: E731
+        stage.head = _compiled(stage.head, wanted, outside)
 
 
 def to_compile(recipe: Recipe, config: ModelConfig, device: torch.device) -> bool:
@@ -116,10 +114,10 @@ def _without_wide_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None
 
 
 def _compiled(
-    plain: Callable[..., Any], wanted: str, module_of: Callable[..., nn.Module]
+    plain: Callable[..., Any], wanted: str, weights: Callable[[], Iterable[nn.Parameter]]
 ) -> Callable[..., Any]:
-    """A compiled function, or the plain one from the first call on when that call cannot be compiled. `module_of`
-    finds the module with its weights by its arguments.
+    """A compiled function, or the plain one from the first call on when that call cannot be compiled. `weights` are
+    asked for then, when they have memory.
     """
     # shapes repeat from step to step; a compiled program for free shapes is slower
     compiled, ready = torch.compile(plain, dynamic=False), False
@@ -133,7 +131,7 @@ def _compiled(
         nonlocal chosen, ready
         if ready:
             return chosen(*args, **kwargs)
-        parameters[:] = module_of(*args).parameters()
+        parameters[:] = weights()
         try:
             result = chosen(*args, **kwargs)
         except _not_compiled() as error:

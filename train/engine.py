@@ -1,104 +1,297 @@
 """What a step, a validation and a checkpoint ask of the model in training, on one process or on thousands.
 
-`SingleEngine` holds a whole model, `LayoutEngine` this process's part of one. Both compute with `computed`
-weights, in 16 bits where the precision says so, and hand plain `value`s to the optimizer: fp32 masters of
-16-bit weights (Micikevicius et al. 2018, section 3.1), otherwise the weights themselves. Nothing above an
-engine asks which of the two it is.
+An engine holds this process's stages of a model in their layout; one process has the trivial layout, one stage and no
+process group. It computes with `computed` weights, in 16 bits where the precision says so, and hands plain `value`s
+to the optimizer: fp32 masters of 16-bit weights (Micikevicius et al. 2018, section 3.1), otherwise the weights
+themselves. After backward the rest of a step is local: every local shard is a plain tensor, this process's box of a
+parameter, and one sum over all processes gives the gradient norm.
 """
 
-from abc import ABC, abstractmethod
+import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from signal import SIGINT, SIGTERM, Signals
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..models.config import ModelConfig
+from ..models.config import ModelConfig, family_of
 from ..models.init import initial_values
 from ..planner.layout import Layout
-from ..planner.tables import Box, ShardSpec
-from .objective import StepBatch
+from ..planner.tables import Box, is_tied
+from .objective import Model, Objective, StepBatch, fill_up, prepare, pretraining
 from .offload import HostOffload
+from .parallel.compression import CommunicationHook, Communicator
+from .parallel.context import cut_rows
+from .parallel.gradients import GradientBuffer
 from .parallel.mesh import Mesh
+from .parallel.pipeline import run_forward
+from .parallel.sharding import before_backward, sum_gradients
+from .parallelize import parallelize
+from .precision import computing_dtype
+from .shards import LocalShard, local_shards, make_master
+from .stage import Stage, remove_other_stages
+
+SIGNALS = (SIGINT, SIGTERM)  # that stop a run, the weaker first
 
 Values = Callable[[str, Box], Tensor]  # a part of the parameter of a name, on the host
 Mark = Callable[[str], None]  # is told the end of each phase of a step
 
 
-def no_mark(phase: str) -> None:
-    """Nobody watches the phases of this step."""
+class Engine:
+    """The stages of this process in their layout.
 
-
-@dataclass
-class LocalShard:
-    """This process's box of one parameter.
-
-    The module computes with `parameter`, which may be sharded; `computed` is the local part of it, and has
-    its gradient after backward; `value` is what an optimizer moves and a checkpoint saves: a master in fp32,
-    or `computed` itself.
+    With `offload`, the micro-batches of a step, the masters are on the host; blocks and head are compiled unless
+    `compiling` is "off". `objective` is pretraining unless given. `memory` is entered where tensors get theirs: a
+    simulation gives none.
     """
 
-    spec: ShardSpec
-    parameter: nn.Parameter
-    computed: nn.Parameter
-    value: nn.Parameter
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        precision: str,
+        seed: int = 0,
+        recomputing: str = "none",
+        *,
+        offload: int = 0,
+        compiling: str = "off",
+        matmul: str = "same",
+        objective: Objective | None = None,
+        memory: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self.config, self.mesh, self.seed = config, mesh, seed
+        self.objective = objective or pretraining(config)
+        self.dtype = computing_dtype(precision)  # of the products
+        self.wide = torch.promote_types(self.dtype, torch.float32)  # of masters and of summed gradients
+        self.offload: HostOffload | None = None  # the masters' side, where they are on the host
+        # counts what copies send for gradients; `fully_shard` sends by itself, uncounted
+        self.communicator = Communicator(mesh.gradient)
+        self.communication_hook: CommunicationHook | None = None  # a compressed sum over the copies
+        self.stages: list[Stage] = []
+        self.local_shards: list[LocalShard] = []
+        self._pipelines: dict[tuple[int, int, int], Any] = {}  # of the shape that the batch has now
+        self.sharded = mesh.shard.group is not None
+        # the shards of `fully_shard` are masters; without it, and with offload, weights have the products' dtype
+        held = self.wide if self.sharded and not offload else self.dtype
+        for index in self.layout.stages_of(mesh.pipeline.rank):
+            model = self.objective.empty(held)
+            self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+            remove_other_stages(model, index, mesh)
+            stage = Stage(model, index, mesh, self.objective.sums)
+            parallelize(stage, mesh, precision, matmul, compiling, recomputing)
+            with memory or nullcontext():
+                stage.to_empty(device=mesh.device)
+            self.stages.append(stage.train())
+            self.local_shards += local_shards(stage, self.shapes)
+        with memory or nullcontext():
+            if offload:
+                self._offload(offload)
+            elif held != self.wide:
+                for local in self.local_shards:
+                    local.value = make_master(local.computed)
+            trained = [local.parameter for local in self.local_shards if local.parameter.requires_grad]
+            # gradients of 16-bit weights are added up in fp32, those of copies where their sum reads them
+            added_up = not self.sharded and (mesh.gradient.group is not None or self.dtype != self.wide)
+            self.buffer = None
+            if added_up and not (self.offload and self.offload.streams):
+                self.buffer = GradientBuffer(trained, self.dtype if offload else self.wide, mesh.gradient)
 
-    @property
-    def name(self) -> str:
-        return self.spec.name
+    @classmethod
+    def holding(cls, model: Model, precision: str, device: torch.device) -> "Engine":
+        """One process with the values of a model that is there."""
+        engine, given = cls(model.config, Mesh(Layout(), device), precision), dict(model.named_parameters())
+        engine.fill(lambda name, box: given[name].detach()[box.slices()])
+        return engine
 
+    def _offload(self, micro_batches: int) -> None:
+        """Give the masters to the host. One process streams: gradients leave during backward."""
+        parts = [local.computed for local in self.local_shards]
+        if self.layout.world == 1:
+            self.offload = HostOffload(self.stages[0].model, micro_batches, parts)
+        else:
+            self.offload = HostOffload([(local.name, local.computed) for local in self.local_shards])
+        for local, (_, master) in zip(self.local_shards, self.offload.named_parameters()):
+            local.value = master
 
-class Engine(ABC):
-    """A model in training. `local_shards` are what this process holds of it; `dtype` is that of its products."""
-
-    config: ModelConfig
-    mesh: Mesh
-    dtype: torch.dtype
-    local_shards: list[LocalShard]
-    seed: int = 0
-    offload: HostOffload | None = None  # the masters' side, where they are on the host
-
-    @abstractmethod
     def accumulate(
         self,
         batch: StepBatch,
         step: int,
         loss_scale: float = 1.0,
-        mark: Mark = no_mark,
-        signal: int = 0,
+        mark: Mark = lambda phase: None,
+        signal: Callable[[], int] = lambda: 0,
         upcoming: StepBatch | None = None,
     ) -> Tensor:
         """Forward and backward of all micro-batches: the mean loss of every term and the norm of the gradient,
         of the whole batch, and the largest signal that any process has received (terms + 2,), on the device.
 
-        With the batch of the next step, `upcoming`, its target counts are summed on the same way.
+        `batch` has this process's rows and their counts. With the batch of the next step, `upcoming`, its target
+        counts are summed on the same way. The gradients of the local shards are complete afterwards.
         """
+        if self.config.dropout:
+            self._seed_dropout(step)
+        micro_batches = batch.micro_batches
+        inverse_counts = self._inverse_counts(batch) if batch.agreed is None else batch.agreed
+        for stage in self.stages:
+            stage.load(micro_batches, inverse_counts, loss_scale)
+        if self.buffer is not None and self.communication_hook is None:
+            self.buffer.expect(len(micro_batches))
+        if self.offload is not None:
+            self.offload.micro_batches = len(micro_batches)
+        if self.layout.pipeline > 1:
+            self._pipeline(batch).run()
+        else:
+            self._accumulate_alone(len(micro_batches), mark)
+        self.finish_gradients()
+        mark("backward")
+        return self._totals(inverse_counts, signal(), upcoming)
 
-    @abstractmethod
+    def _accumulate_alone(self, micro_batches: int, mark: Mark) -> None:
+        (stage,) = self.stages
+        nothing = torch.empty(0)
+        for index in range(micro_batches):
+            if self.sharded:
+                before_backward(stage, self.layout, index == micro_batches - 1)
+            loss = stage(nothing)
+            mark("forward")
+            loss.backward()
+
+    def _pipeline(self, batch: StepBatch) -> Any:
+        from .parallel.pipeline import Pipeline  # torch's schedules take a second to import
+
+        rows, part = batch.micro_batches[0]["input_ids"].shape
+        shape = (len(batch.micro_batches), rows, part * self.mesh.context.size)
+        if shape not in self._pipelines:  # a schedule is for one shape: another one would abort the processes
+            self._pipelines.clear()
+            self._pipelines[shape] = Pipeline(self.stages, self.layout, *shape, self.dtype)
+        return self._pipelines[shape]
+
+    def _inverse_counts(self, batch: StepBatch) -> Tensor:
+        """1 / target count (terms,) over the rows of all processes; 0 for a term without targets."""
+        return self._inverse(self.mesh.gradient.all_reduce(batch.counts_there.clone()))
+
+    def _inverse(self, counts: Tensor) -> Tensor:
+        return torch.where(counts > 0, 1 / counts, 0).to(self.wide)
+
+    def cut(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This process's part of each row."""
+        return cut_rows(rows, self.mesh.context)
+
+    @torch.no_grad()
     def evaluate(self, rows: dict[str, np.ndarray], mask_fraction: float) -> Tensor:
-        """Sums of a validation batch, (5,) float64 on the host: see `heads.gpt_figures`, `bert_figures`."""
+        """Sums of a validation batch over all processes, (5,) float64 on the host: see `loss.gpt_figures` and
+        `bert_figures`.
 
-    @abstractmethod
-    def discard(self) -> None:
-        """Forget the gradients of the step."""
+        Every process gives the whole batch and computes its part of the rows. Shorter rows and missing ones
+        are filled up without targets.
+        """
+        data, context, tensor = self.mesh.data, self.mesh.context.size, self.mesh.tensor.size
+        # what a whole row is a multiple of, so that none is filled up beyond it: a table of positions has no
+        # more
+        rows = fill_up(rows, data.size, tensor if context == 1 else math.lcm(2 * context, context * tensor))
+        own = len(rows["input_ids"]) // data.size
+        mine = {name: values[data.rank * own : (data.rank + 1) * own] for name, values in rows.items()}
+        heads, figures = [stage.head for stage in self.stages], self.objective.figures
+        assert figures is not None, "an objective that measures otherwise"
+        prepared = prepare(self.cut(mine), family_of(self.config), own, self.device, mask_fraction)
+        for stage in self.stages:
+            stage.eval()
+            stage.head = figures
+        sums = run_forward(self.stages, prepared.micro_batches[0], self.layout, self.dtype)
+        for stage, head in zip(self.stages, heads):
+            stage.train()
+            stage.head = head
+        if sums is None or self.mesh.tensor.rank:
+            sums = torch.zeros(5, dtype=torch.float64, device=self.device)
+        return self.mesh.world.all_reduce(sums).cpu()
 
-    @abstractmethod
-    def states(self) -> dict[str, Tensor]:
-        """What else of this process must be in a checkpoint, by unique names; not copies."""
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """Hand the gradients to the local shards and sum what was computed in parts."""
+        for local in self.local_shards:
+            local.take_gradient()
+        if self.communication_hook is not None:
+            self.communication_hook.sum_gradients(self.gradients())
+        elif self.buffer is not None:
+            self.buffer.finish()
+            self.communicator.count_all_reduce(self.buffer.flat.nbytes)
+        partial = [local for local in self.local_shards if local.spec.placement == "partial"]
+        grads = [local.computed.grad for local in partial if local.computed.grad is not None]
+        sum_gradients(grads, self.mesh.tensor)
+        self._sum_tied()
 
-    @abstractmethod
-    def load_states(self, names: Iterable[str], read: Callable[[str], Tensor], same_layout: bool) -> None:
-        """Go on with the `states` of a checkpoint that has these names."""
+    def _sum_tied(self) -> None:
+        """The token table of the first and of the last stage get the sum of both gradients."""
+        tables = [
+            local.computed.grad
+            for local in self.local_shards
+            if local.name == "token_table.weight" and local.computed.grad is not None
+        ]
+        if self.layout.stages == 1 or not tables or not is_tied(self.config):
+            return
+        if len(tables) == 2:  # both ends of a V
+            tables[0] += tables[1]
+            tables[1].copy_(tables[0])
+        else:
+            sum_gradients(tables, self.mesh.ends)
+
+    @torch.no_grad()
+    def _totals(self, inverse_counts: Tensor, signal: int, upcoming: StepBatch | None) -> Tensor:
+        """What `accumulate` returns, float64, by one sum over all processes.
+
+        Every loss and every element counts once.
+        """
+        terms = len(inverse_counts)
+        totals = torch.zeros(1 + 2 * terms + len(SIGNALS), dtype=torch.float64, device=self.device)
+        losses, heard, counts = totals[1 : 1 + terms], totals[1 + terms : -terms], totals[-terms:]
+        if (squares := self._squared_norm()) is not None:
+            totals[0] = squares
+        if self.mesh.tensor.rank == 0:
+            for stage in self.stages:
+                losses += sum(stage.sums, torch.zeros_like(inverse_counts))
+        if signal:
+            heard[SIGNALS.index(Signals(signal))].fill_(1.0)
+        if upcoming is not None and self.mesh.tensor.rank == self.mesh.pipeline.rank == 0:
+            counts += upcoming.counts_there
+        self.mesh.world.all_reduce(totals)
+        if upcoming is not None:
+            upcoming.agreed = self._inverse(counts)
+        largest = torch.zeros_like(totals[:1])
+        for number, flag in zip(SIGNALS, heard):
+            largest.masked_fill_(flag > 0, float(number))
+        return torch.cat((losses.to(self.wide) * inverse_counts, totals[:1].sqrt(), largest))
+
+    def _squared_norm(self) -> Tensor | None:
+        """This process's share of the square of the gradient's norm, float64."""
+        if self.communication_hook is not None:
+            squares = self.communication_hook.squared_norm(self.gradients())
+            if squares is not None:  # the same everywhere: each adds its share
+                return squares / self.mesh.world.size
+        if self.offload is not None and self.offload.streams:
+            return self.offload.gradient_norm().double().square()
+        mine = [local.computed for local in self.local_shards if local.spec.primary and local.value.numel()]
+        counted = [computed.grad for computed in mine if computed.grad is not None]
+        if not counted:
+            return None
+        norms = torch._foreach_norm(counted, dtype=self.wide)
+        return torch.linalg.vector_norm(torch.stack(norms)).double().square()
 
     @torch.no_grad()
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """Multiply the gradients by `factor`, let the optimizer move the values, compute with them from now."""
         if self.offload is not None:
+            if not self.offload.streams:
+                self.offload.fetch([local.computed.grad for local in self.local_shards])
             self.offload.step(optimizer, factor)
+            if not self.offload.streams:
+                self.offload.wait()  # the hooks that would wait for a block's weights are those of one process
+                self.discard()
             return
-        gradients = self.gradients()
-        if factor != 1.0 and gradients:
+        if factor != 1.0 and (gradients := self.gradients()):
             torch._foreach_mul_(gradients, factor)
         for local in self.local_shards:
             local.value.grad = local.computed.grad
@@ -114,9 +307,21 @@ class Engine(ABC):
             return
         masters = [local for local in self.local_shards if local.value is not local.computed]
         if masters:
-            torch._foreach_copy_(
-                [local.computed.detach() for local in masters], [local.value.detach() for local in masters]
-            )
+            values = [local.value.detach() for local in masters]
+            torch._foreach_copy_([local.computed.detach() for local in masters], values)
+
+    def discard(self) -> None:
+        """Forget the gradients of the step."""
+        if self.offload is not None:
+            self.offload.discard()
+        for local in self.local_shards:
+            if self.buffer is None:
+                local.parameter.grad = None
+            local.computed.grad = None
+            if self.offload is None:  # which sets and forgets those of its masters itself
+                local.value.grad = None
+        if self.buffer is not None:
+            self.buffer.zero()
 
     @torch.no_grad()
     def fill(self, values: Values | None = None) -> None:
@@ -131,20 +336,45 @@ class Engine(ABC):
         self.publish()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and values that hold anything: what an optimizer moves."""
-        return ((local.name, local.value) for local in self.local_shards if local.value.numel())
+        """Names and values that hold anything and are trained: what an optimizer moves."""
+        trained = (local for local in self.local_shards if local.parameter.requires_grad)
+        return ((local.name, local.value) for local in trained if local.value.numel())
 
     def gradients(self) -> list[Tensor]:
         """The gradients of the local shards, those without any left out."""
         return [local.computed.grad for local in self.local_shards if local.computed.grad is not None]
+
+    def states(self) -> dict[str, Tensor]:
+        """What else of this process must be in a checkpoint, by unique names; not copies: what compressed gradients
+        still owe. Dropout starts each step from its number.
+        """
+        if self.communication_hook is None:
+            return {}
+        errors = self.communication_hook.errors()
+        return {f"residual.{self.mesh.rank}.{name}": error for name, error in errors.items()}
+
+    def load_states(self, names: Iterable[str], read: Callable[[str], Tensor], same_layout: bool) -> None:
+        """Go on with the `states` of a checkpoint that has these names. In another layout all begin without errors:
+        some would find those of a place that is no longer theirs, others none.
+        """
+        if self.communication_hook is None or not same_layout:
+            return
+        # before there were masters, checkpoints said "owed." for "residual."
+        saved = {name.removeprefix("owed.").removeprefix("residual."): name for name in names}
+        mine = f"{self.mesh.rank}."
+        self.communication_hook.load_errors(
+            {short.removeprefix(mine): read(name) for short, name in saved.items() if short.startswith(mine)}
+        )
 
     def wait(self) -> None:
         """Wait for updates that are still under way, before values are read."""
         if self.offload is not None:
             self.offload.wait()
 
-    def rescale(self, factor: float) -> None:  # noqa: B027 (most keep nothing of that scale)
+    def rescale(self, factor: float) -> None:
         """fp16's loss scale, and with it every gradient to come, has become `factor` times as large."""
+        if self.communication_hook is not None:
+            self.communication_hook.rescale(factor)
 
     @property
     def layout(self) -> Layout:
@@ -157,16 +387,14 @@ class Engine(ABC):
     @property
     def bytes_sent(self) -> float:
         """Bytes that this process has sent so far to sum gradients, as far as they are counted."""
-        return 0.0
+        return self.communicator.bytes_sent
 
+    def _seed_dropout(self, step: int) -> None:
+        """Start this process's dropout stream of a step.
 
-def whole_shard(name: str, parameter: nn.Parameter, value: nn.Parameter | None = None) -> LocalShard:
-    """A parameter that one process holds as a whole."""
-    shape = tuple(parameter.shape)
-    spec = ShardSpec(name, shape, Box.whole(shape), 0, "same", True)
-    return LocalShard(spec, parameter, parameter, parameter if value is None else value)
-
-
-def make_master(parameter: nn.Parameter) -> nn.Parameter:
-    """An fp32 copy of a weight, its own memory; of a meta tensor nothing."""
-    return nn.Parameter(parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True))
+        With sequence parallelism no two processes compute the same dropout, so each has a stream of its own:
+        a function of (seed, step, rank). Masks are therefore those of the layout; with dropout 0 every layout
+        computes the same.
+        """
+        digest = hashlib.sha256(f"dropout:{self.seed}:{step}:{self.mesh.rank}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

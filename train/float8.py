@@ -10,16 +10,12 @@ scaled by that part's largest element, which rounds no coarser.
 
 import importlib.util
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.errors import MissingExtra, WrongUse
-from ..models.linear import Linear, linear
 from .parallel.tensor import ColumnLinear, Product, RowLinear, Which
 
 
@@ -88,24 +84,3 @@ def _fp8_product(config: Any) -> Product:
         return y if bias_O is None else y + bias_O
 
     return torch.compiler.allow_in_graph(product)
-
-
-@contextmanager
-def plain_products(model: Any) -> Iterator[None]:
-    """The products of `models/linear.py` in all layers, as whoever opens a checkpoint computes them."""
-    converted = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and type(module) not in (nn.Linear, Linear)
-    ]
-    for module in converted:
-        module.forward = partial(_plain, module)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for module in converted:
-            del module.forward
-
-
-def _plain(module: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, module.weight, module.bias)

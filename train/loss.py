@@ -1,61 +1,261 @@
-"""Cross-entropy as a sum over targets, in float32 (float64 stays float64).
+"""The losses: sums over targets, and what a validation counts, with the vocabulary whole or cut over the tensor axis.
 
-With a large vocabulary on a CPU the logits are worked on a few rows at a time, while they are in the cache.
-The plain form makes four arrays (N, V) in float32: with 50,257 words a tenth of a training step and 800 kB a
-token.
+Cross-entropy is a sum over targets in float32 (float64 stays float64). Of a large vocabulary the last matrix product
+and the softmax go together, over slices of the positions: nothing holds the logits of all positions, nor their
+gradient. A slice's gradient by its logits is computed beside its loss, in place of them. Where one slice is all, it
+is kept; of several slices the gradients of the hidden states and of the matrix are kept instead, so no product is
+done twice (the way of Liger's kernel, Hsu et al. 2024). Losses, and products of several slices, are added up in
+float32 at least: the loss of torch's own `linear_cross_entropy` is a bf16 number in bf16, useless for a curve. With a
+cut vocabulary the softmax is normalised by sums over the axis (Shoeybi et al. 2019, section 3).
+
+On a GPU the matrix has a multiple of 64 rows (NVIDIA's guide to matrix products asks for whole tiles, and 50,257 is
+odd): `pad_vocabulary` puts rows of zeros below it that no word has. The engine publishes, moves and saves the words'
+rows alone, and the softmax sees their columns.
+
+Shape letters: B batch, S positions of a row (of this context part), P of this tensor process, T = B x S, W width, N
+predicted positions, V vocabulary (of this process), A the same with the rows of zeros.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ..models.linear import linear
 from ..planner.software import LARGE_VOCABULARY
+from ..planner.tables import even_part
+from .parallel.collectives import reduced
+from .parallel.mesh import ALONE, Axis
+from .parallel.tensor import gather_rows, gather_same, sum_gradient
 from .precision import wide_dtype
 
 IGNORED = -100
-CHUNK_LOGITS = 1 << 20  # logits worked on at a time: 4 MiB in float32
+COLUMNS = {"cpu": 1, "cuda": 64}  # of the products, a multiple of
+SLICE_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 27}  # at a time: 256 and 512 MiB in float32
+CHUNK_LOGITS = 1 << 20  # on a CPU, worked on while they are in the cache: 4 MiB in float32
+
+Batch = dict[str, Tensor]
+Model = Any  # a GPT or a BERT, perhaps cut: nn.Module promises none of their attributes
+Sums = Callable[[Model, Tensor, Batch, Axis], Tensor]  # of the last hidden states
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of a vocabulary of `size` whose logits this process of the axis has."""
+
+    size: int
+    axis: Axis = ALONE
+
+    @property
+    def first(self) -> int:
+        return even_part(self.size, self.axis.size, self.axis.rank)[0]
+
+    @property
+    def count(self) -> int:
+        return even_part(self.size, self.axis.size, self.axis.rank)[1]
+
+
+def pad_vocabulary(model: Model, device: torch.device) -> None:
+    """Give the matrix of the head, and its bias, whole tiles of rows. The model, perhaps cut, is on the meta device:
+    whoever fills it makes the rows below its words 0.
+    """
+    owners = (model.token_table, "weight"), (getattr(model, "output", None), "weight"), (model, "mlm_bias")
+    for owner, name in owners:
+        parameter = getattr(owner, name, None)
+        if parameter is not None and (missing := -len(parameter) % COLUMNS[device.type]):
+            shape = (len(parameter) + missing, *parameter.shape[1:])
+            setattr(owner, name, nn.Parameter(parameter.new_empty(shape)))
 
 
 def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Sum of the cross-entropies (scalar) over the targets that are not IGNORED."""
-    large = logits_NV.shape[-1] >= LARGE_VOCABULARY and logits_NV.device.type == "cpu"
-    if (
-        large and type(logits_NV) is Tensor and not torch.compiler.is_compiling()
-    ):  # a compiler fuses the plain form itself
-        return _CrossEntropySum.apply(logits_NV, targets_N)
+    """Sum of the cross-entropies (scalar) over the targets that are not IGNORED, of few or small logits."""
     logits_NV = logits_NV.to(wide_dtype(logits_NV.dtype))
     return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
 
 
-class _CrossEntropySum(torch.autograd.Function):
-    """Keeps the logits and each row's log of the sum of exponentials; backward makes the gradient from them, a few
-    rows at a time.
-    """
+def softmax_loss(
+    logits_NV: Tensor, targets_N: Tensor, words: Words, with_gradient: bool, smoothing: float = 0.0
+) -> Tensor:
+    """Sum of the cross-entropies of all words, the same on every process of the axis, whose logits here become the
+    gradient by them.
 
+    On a CPU a few rows at a time; with a cut vocabulary all, for they are summed over the axis together.
+    """
+    wide, cut = wide_dtype(logits_NV.dtype), words.axis.group is not None
+    rows = CHUNK_LOGITS // words.count if logits_NV.device.type == "cpu" and not cut else len(logits_NV)
+    losses = []
+    for logits, targets in zip(logits_NV.split(max(rows, 1)), targets_N.split(max(rows, 1))):
+        kept_N, local_N = targets != IGNORED, targets - words.first
+        held_N = kept_N & (local_N >= 0) & (local_N < words.count)
+        index_N1 = local_N.where(held_N, 0)[:, None]
+        chosen_N = logits.gather(1, index_N1)[:, 0].to(wide) * held_N
+        if smoothing:  # the logit that the loss is lower by: of the target mostly, and of every word a little
+            chosen_N = chosen_N * (1 - smoothing) + logits.sum(-1, dtype=wide) * (smoothing / words.size)
+        log_sum_N = logits.to(wide).logsumexp(-1)
+        if cut:
+            peak_N = reduced(log_sum_N, words.axis, "max")
+            parts = torch.stack(((log_sum_N - peak_N).exp(), chosen_N))
+            total_N, chosen_N = reduced(parts, words.axis, "sum").unbind()
+            log_sum_N = peak_N + total_N.log()
+        losses.append((log_sum_N - chosen_N) * kept_N)
+        if with_gradient:
+            shares = torch.sub(logits, log_sum_N[:, None]).exp_()  # in the wider dtype of the two
+            shares.scatter_add_(1, index_N1, (smoothing - 1) * held_N[:, None].to(shares.dtype))
+            if smoothing:
+                shares.sub_(smoothing / words.size)
+            logits.copy_(shares.mul_(kept_N[:, None]))
+    return torch.cat(losses).sum()
+
+
+def head_loss_sum(
+    hidden_NW: Tensor,
+    weight_AW: Tensor,
+    bias_A: Tensor | None,
+    targets_N: Tensor,
+    words: Words | None = None,
+    smoothing: float = 0.0,
+) -> Tensor:
+    """Sum over the targets that are not IGNORED of the cross-entropies of `hidden @ weight + bias`.
+
+    `words` are those of the matrix, by default all of its rows. `smoothing` of the target's weight goes to all
+    words alike (Szegedy et al. 2016, section 7).
+    """
+    words = words or Words(len(weight_AW))
+    if words.axis.group is None and not smoothing and words.size < LARGE_VOCABULARY:
+        logits_NA = linear(hidden_NW, weight_AW, bias_A)
+        whole = words.count == logits_NA.shape[1]  # backward of a slice would copy
+        return cross_entropy_sum(logits_NA if whole else logits_NA[:, : words.count], targets_N)
+    if not torch.is_grad_enabled():
+        hidden_NW, weight_AW = hidden_NW.detach(), weight_AW.detach()
+        bias_A = None if bias_A is None else bias_A.detach()
+    return _HeadLoss.apply(hidden_NW, weight_AW, bias_A, targets_N, words, smoothing)
+
+
+class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        rows = max(CHUNK_LOGITS // logits_NV.shape[1], 1)
-        kept = targets_N != IGNORED
-        safe_N = targets_N.where(kept, 0)
-        wide = wide_dtype(logits_NV.dtype)
-        log_sum_N = torch.cat([chunk.to(wide).logsumexp(-1) for chunk in logits_NV.split(rows)])
-        right_N = logits_NV.gather(1, safe_N[:, None]).squeeze(1).to(wide)
-        ctx.save_for_backward(logits_NV, log_sum_N, safe_N, kept)
-        ctx.rows = rows
-        return ((log_sum_N - right_N) * kept).sum()
+    def forward(
+        ctx: Any,
+        hidden_NW: Tensor,
+        weight_AW: Tensor,
+        bias_A: Tensor | None,
+        targets_N: Tensor,
+        words: Words,
+        smoothing: float,
+    ) -> Tensor:
+        ctx.dtypes = hidden_NW.dtype, weight_AW.dtype, None if bias_A is None else bias_A.dtype
+        wanted = any(ctx.needs_input_grad[:3])
+        rows = max(SLICE_LOGITS[hidden_NW.device.type] // len(weight_AW), 1)
+        ctx.whole = len(hidden_NW) <= rows
+        total = hidden_NW.new_zeros((), dtype=wide_dtype(hidden_NW.dtype))
+        hidden_parts: list[Tensor] = []
+        sums: list[Tensor | None] = [None, None]
+        for hidden, targets in zip(hidden_NW.split(rows), targets_N.split(rows)):
+            gradient = linear(hidden, weight_AW, bias_A)  # the logits; 0 below the words
+            total = total + softmax_loss(gradient[:, : words.count], targets, words, wanted, smoothing)
+            if ctx.whole:
+                ctx.save_for_backward(gradient if wanted else None, hidden_NW, weight_AW)
+            elif wanted:
+                for_hidden, *parts = _products(gradient, hidden, weight_AW, ctx.needs_input_grad)
+                hidden_parts += [] if for_hidden is None else [for_hidden]
+                sums = [_add(x, part) for x, part in zip(sums, parts)]
+        if not ctx.whole:
+            ctx.save_for_backward(torch.cat(hidden_parts) if hidden_parts else None, *sums)
+        return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        logits_NV, log_sum_N, safe_N, kept = ctx.saved_tensors
-        scale_N = (kept * grad).to(log_sum_N.dtype)
-        gradient_NV = torch.empty_like(logits_NV)
-        parts = (logits_NV, log_sum_N, safe_N, scale_N, gradient_NV)
-        for logits, log_sum, target, scale, out in zip(*(part.split(ctx.rows) for part in parts)):
-            chunk = torch.sub(logits, log_sum[:, None]).exp_()  # float32: the wider of the two
-            chunk.scatter_add_(1, target[:, None], torch.full_like(target[:, None], -1, dtype=chunk.dtype))
-            torch.mul(chunk, scale[:, None], out=out)
-        return gradient_NV, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.whole:
+            gradient, hidden_NW, weight_AW = ctx.saved_tensors
+            hidden_NW = hidden_NW * grad.to(hidden_NW.dtype)  # the smallest thing that the factor can go into
+            results = list(_products(gradient, hidden_NW, weight_AW, ctx.needs_input_grad))
+            factors: tuple[Tensor | None, ...] = (grad, None, grad)
+        else:
+            results, factors = list(ctx.saved_tensors), (grad,) * 3
+        for place, (x, factor, dtype) in enumerate(zip(results, factors, ctx.dtypes)):
+            if x is not None:
+                results[place] = (x if factor is None else x * factor.to(x.dtype)).to(dtype)
+        return *results, None, None, None
+
+
+def _products(
+    gradient_NA: Tensor, hidden_NW: Tensor, weight_AW: Tensor, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of the hidden states, the matrix and the bias, those that are needed."""
+    return (
+        linear(gradient_NA, weight_AW.t()) if needed[0] else None,
+        linear(gradient_NA.t(), hidden_NW.t()) if needed[1] else None,
+        gradient_NA.sum(0, dtype=wide_dtype(gradient_NA.dtype)) if needed[2] else None,
+    )
+
+
+def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    if total is None or part is None:
+        return None if part is None else part.to(wide_dtype(part.dtype))
+    return total.add_(part)
+
+
+def gpt_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+    """The sum of next-token losses of a micro-batch: (1,)."""
+    hidden_NW, targets_N = gather_rows(hidden_BPW, axis).flatten(0, 1), batch["targets"].flatten()
+    words = Words(model.config.vocab_size, axis)
+    return head_loss_sum(hidden_NW, model.output_weight(), None, targets_N, words).view(1)
+
+
+def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis, smoothing: float = 0.0) -> Tensor:
+    """The sums of masked-token losses, with their labels smoothed, and of sentence-pair losses: (2,).
+
+    Each head runs where it has targets: `predicted` (N,) are the masked places in the flattened rows and
+    `predicted_targets` (N,) the tokens there; `pairs` and `pair_targets` the same for [CLS] and the sentence
+    pairs.
+    """
+    hidden_TW, words = gather_same(hidden_BPW, axis).flatten(0, 1), Words(model.config.vocab_size, axis)
+    features_NW = sum_gradient(model.mlm_features(hidden_TW.index_select(0, batch["predicted"])), axis)
+    head, targets_N = (model.token_table.weight, model.mlm_bias), batch["predicted_targets"]
+    masked = head_loss_sum(features_NW, *head, targets_N, words, smoothing)
+    if "pairs" in batch:
+        pair_logits = model.nsp_head(hidden_TW.index_select(0, batch["pairs"]))
+        pairs = cross_entropy_sum(pair_logits, batch["pair_targets"])
+    else:
+        pairs = torch.zeros_like(masked)
+    return torch.stack((masked, pairs))
+
+
+def gpt_figures(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+    """What a validation counts, (5,) float64: sum of losses, count of targets, 0, 0, 0."""
+    (loss,) = gpt_sums(model, hidden_BPW, batch, axis)
+    count = (batch["targets"] != IGNORED).sum()
+    return torch.stack((loss.double(), count.double(), *loss.new_zeros(3).double()))
+
+
+def bert_figures(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+    """What a validation counts, (5,) float64: masked loss, right ones, count; right pairs, count."""
+    hidden_TW, words = gather_same(hidden_BPW, axis).flatten(0, 1), Words(model.config.vocab_size, axis)
+    targets, features_NW = batch["predicted_targets"], hidden_TW.index_select(0, batch["predicted"])
+    logits_NA = linear(model.mlm_features(features_NW), model.token_table.weight, model.mlm_bias)
+    logits_NV = logits_NA[:, : words.count]
+    right = (largest(logits_NV, words) == targets).sum()
+    figures = [softmax_loss(logits_NV, targets, words, False), right, (targets != IGNORED).sum()]
+    if "pairs" in batch:
+        pairs = batch["pair_targets"]
+        chosen = model.nsp_head(hidden_TW.index_select(0, batch["pairs"])).argmax(-1)
+        figures += [(chosen == pairs).sum(), (pairs != IGNORED).sum()]
+    else:
+        figures += [torch.zeros_like(right)] * 2
+    return torch.stack([figure.double() for figure in figures])
+
+
+def largest(logits_NV: Tensor, words: Words) -> Tensor:
+    """The word (N,) of the largest logit, of all words."""
+    value_N, index_N = logits_NV.max(-1)
+    if words.axis.group is None:
+        return index_N
+    top_N = reduced(value_N, words.axis, "max")
+    return reduced(torch.where(value_N == top_N, index_N + words.first, words.size), words.axis, "min")
+
+
+FIGURES: dict[str, Sums] = {"gpt": gpt_figures, "bert": bert_figures}

@@ -31,7 +31,7 @@ class Metrics:
     """Buffers records and writes them about once a second; close() at the end."""
 
     def __init__(self, workspace: Workspace, sinks: list[str], name: str) -> None:
-        self._workspace = workspace
+        self.workspace = workspace
         self._buffer: list[Record] = []
         self._written = time.monotonic()
         self._sinks = [SINKS[sink](workspace.path, name) for sink in sinks]
@@ -51,7 +51,7 @@ class Metrics:
         records, self._buffer = self._buffer, []
         self._written = time.monotonic()
         if records:
-            self._workspace.append(FILE, *records)
+            self.workspace.append(FILE, *records)
             for sink in self._sinks:
                 sink(records)
 

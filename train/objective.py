@@ -1,76 +1,46 @@
-"""What is minimised: sums of losses over targets, and the counts they are divided by.
+"""What a model learns: its sums of losses, the counts they are divided by, and the batches of a step.
 
 Every objective is a sum over targets divided by the count of targets in the whole batch, so the loss and its
 gradient do not depend on how the batch is split into micro-batches or spread over processes. BERT has two
 sums, masked tokens and sentence pairs, each with its own count. Batches are prepared outside the step (numpy,
 another thread); a term without any target in the batch counts as 0 and never as NaN.
 
-Letters: B rows, S tokens in a row, N predicted positions, H width.
+Letters: B rows, S tokens in a row, N predicted positions.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.bert import BERT
-from ..models.gpt import GPT
+from ..models.config import ModelConfig, family_of
+from ..models.init import empty_model
 from ..planner.traffic import prepared_places
-from .head_loss import head_loss_sum
-from .loss import IGNORED, cross_entropy_sum
+from .loss import FIGURES, IGNORED, Batch, Model, Sums, bert_sums, gpt_sums
 from .parallel.context import ROW_DOCUMENTS
 
 TERMS = {"gpt": ("next",), "bert": ("mlm", "nsp")}
 
-INPUTS = ("token_types", "positions", "document_bounds")  # beside the ids, where a batch has them
 
-Batch = dict[str, Tensor]
-LossFunction = Callable[[Any, Batch, Tensor], tuple[Tensor, Tensor]]  # of a GPT or a BERT
-
-
-def hidden(model: Any, batch: Batch) -> Tensor:
-    """The last hidden states (B, S, H) of a GPT or a BERT for a batch, whatever else than ids it brings."""
-    return model.hidden(batch["input_ids"], **{name: batch[name] for name in INPUTS if name in batch})
-
-
-def gpt_loss(model: GPT, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss to differentiate, and the sums of its terms (1,), of one micro-batch; `inverse_counts` (1,) of the
-    whole batch.
+@dataclass(frozen=True)
+class Objective:
+    """What an engine asks of an objective: the model without values in a dtype, the sums of its losses (terms,), and
+    those that a validation counts.
     """
-    hidden_BSH = hidden(model, batch)
-    targets = batch["targets"].flatten()
-    sums = head_loss_sum(hidden_BSH.flatten(0, 1), model.output_weight(), None, targets).view(1)
-    return (sums * inverse_counts).sum(), sums.detach()
+
+    empty: Callable[[torch.dtype], Model]
+    sums: Sums
+    figures: Sums | None = None  # where an evaluator of its own measures, none
 
 
-def bert_loss(
-    model: BERT, batch: Batch, inverse_counts: Tensor, smoothing: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """As `gpt_loss` with two terms (2,): masked tokens, with their labels smoothed, and sentence pairs.
-
-    Each head runs where it has targets: `predicted` (N,) are the masked places in the flattened rows and
-    `predicted_targets` (N,) the tokens there; `pairs` and `pair_targets` the same for [CLS] and the sentence
-    pairs.
-    """
-    hidden_BSH = hidden(model, batch)
-    flat_H = hidden_BSH.flatten(0, 1)
-    features_NH = model.mlm_features(flat_H.index_select(0, batch["predicted"]))
-    table, targets = model.token_table.weight, batch["predicted_targets"]
-    mlm = head_loss_sum(features_NH, table, model.mlm_bias, targets, smoothing=smoothing)
-    if "pairs" in batch:
-        pair_logits = model.nsp_head(flat_H.index_select(0, batch["pairs"]))
-        assert pair_logits is not None, "the recipe's rules ask for the head"
-        nsp = cross_entropy_sum(pair_logits, batch["pair_targets"])
-    else:
-        nsp = torch.zeros_like(mlm)
-    sums = torch.stack((mlm, nsp))
-    return (sums * inverse_counts).sum(), sums.detach()
-
-
-LOSSES: dict[str, LossFunction] = {"gpt": gpt_loss, "bert": bert_loss}
+def pretraining(config: ModelConfig, smoothing: float = 0.0) -> Objective:
+    """Next tokens of a GPT; masked tokens, with smoothed labels, and sentence pairs of a BERT."""
+    family = family_of(config)
+    sums: Sums = gpt_sums if family == "gpt" else partial(bert_sums, smoothing=smoothing)
+    return Objective(lambda dtype: empty_model(config, "meta", dtype), sums, FIGURES[family])
 
 
 @dataclass
@@ -80,7 +50,6 @@ class StepBatch:
     micro_batches: list[Batch]
     counts: tuple[int, ...]  # targets of each term in these rows
     counts_there: Tensor  # the same (terms,), float64 on the device
-    inverse_counts: Tensor  # (terms,), 0 for a term without targets
     tokens: int  # real tokens (padding left out)
     rows: int  # of the whole batch
     sequences: int = 0  # of a BERT: pairs or stretches of text, of which a packed row holds several
@@ -94,7 +63,6 @@ def prepare(
     family: str,
     micro_rows: int,
     device: torch.device,
-    dtype: torch.dtype,
     mask_fraction: float = 0.15,
     unpad: bool = False,
 ) -> StepBatch:
@@ -107,19 +75,35 @@ def prepare(
     if family == "bert":
         counts.append(int(np.count_nonzero(rows["nsp_targets"] != IGNORED)) if "nsp_targets" in rows else 0)
     tokens, sequences = real_tokens(rows), sequences_in(rows) if family == "bert" else 0
-    inverse = torch.tensor([1.0 / count if count else 0.0 for count in counts], dtype=dtype)
     micro_batches = []
     for start in range(0, total, micro_rows):
         part = {name: values[start : start + micro_rows] for name, values in rows.items()}
         if family == "bert":
             part = _bert_inputs(part, mask_fraction)
-        part = _bound_documents(part, unpad)
-        micro_batches.append({name: _tensor(values, device) for name, values in part.items()})
-    there = _tensor(np.array(counts, np.float64), device)
-    inverse = inverse.pin_memory() if device.type == "cuda" else inverse
-    return StepBatch(
-        micro_batches, tuple(counts), there, inverse.to(device, non_blocking=True), tokens, total, sequences
-    )
+        part = bound_documents(part, unpad)
+        micro_batches.append({name: on_device(values, device) for name, values in part.items()})
+    there = on_device(np.array(counts, np.float64), device)
+    return StepBatch(micro_batches, tuple(counts), there, tokens, total, sequences)
+
+
+def fill_up(rows: dict[str, np.ndarray], row_multiple: int, length_multiple: int) -> dict[str, np.ndarray]:
+    """Rows filled up to a multiple of each by copies of the last row, and of tokens 0, none of which are
+    targets.
+    """
+    total, length = rows["input_ids"].shape
+    more_rows, more_length = -total % row_multiple, -length % length_multiple
+    if not more_rows and not more_length:
+        return rows
+    filled = {}
+    for name, values in rows.items():
+        values = np.concatenate([values, np.repeat(values[-1:], more_rows, axis=0)])
+        if name in ("targets", "nsp_targets"):
+            values[total:] = IGNORED
+        if values.ndim == 2:
+            empty = {"targets": IGNORED, "nsp_targets": IGNORED, "document_ids": -1}.get(name, 0)
+            values = np.pad(values, ((0, 0), (0, more_length)), constant_values=empty)
+        filled[name] = values
+    return filled
 
 
 def real_tokens(rows: dict[str, np.ndarray]) -> int:
@@ -144,17 +128,17 @@ def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str,
     targets = rows.pop("targets")
     rows_here, length = targets.shape
     step, _ = prepared_places(rows_here, length, mask_fraction)
-    rows["predicted"], rows["predicted_targets"] = _places(targets, step)
+    rows["predicted"], rows["predicted_targets"] = places_of(targets, step)
     if "nsp_targets" in rows:
         pairs = rows.pop("nsp_targets")
         if pairs.ndim == 1:  # one pair to a row: its [CLS] is the first token
             rows["pairs"], rows["pair_targets"] = np.arange(len(pairs)) * targets.shape[1], pairs
         else:
-            rows["pairs"], rows["pair_targets"] = _places(pairs, len(pairs))
+            rows["pairs"], rows["pair_targets"] = places_of(pairs, len(pairs))
     return rows
 
 
-def _bound_documents(rows: dict[str, np.ndarray], unpad: bool) -> dict[str, np.ndarray]:
+def bound_documents(rows: dict[str, np.ndarray], unpad: bool = False) -> dict[str, np.ndarray]:
     """The numbers of documents, or the mask of real tokens, as the bounds of runs of tokens.
 
     In both, what belongs together is a run of a row; padding is a run of its own. The count of bounds is
@@ -228,7 +212,7 @@ def _unpad(rows: dict[str, np.ndarray], starts: np.ndarray, kept: np.ndarray, ro
     return begins
 
 
-def _places(targets: np.ndarray, quantum: int) -> tuple[np.ndarray, np.ndarray]:
+def places_of(targets: np.ndarray, quantum: int) -> tuple[np.ndarray, np.ndarray]:
     """Places (N,) of the targets in the flattened rows and the targets there, filled up with IGNORED to a
     multiple of `quantum`.
 
@@ -243,7 +227,8 @@ def _places(targets: np.ndarray, quantum: int) -> tuple[np.ndarray, np.ndarray]:
     return places, values
 
 
-def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
+def on_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """On its way there, which the host does not wait for."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -304,14 +304,10 @@ def compression_rule(recipe: Recipe) -> Iterable[Problem]:
 
 
 def evaluation_rule(recipe: Recipe) -> Iterable[Problem]:
-    """Tasks are scored where the model is whole, at steps that have an evaluation."""
+    """Tasks are scored at steps that have an evaluation."""
     every, usual = recipe.evaluation.every_steps, recipe.train.eval_every_steps
     if not recipe.evaluation.tasks:
         return
-    if (world := recipe.parallel.layout().world) > 1:
-        text = f"tasks are scored by one process inside a run, and the layout has {world}"
-        fix = "take them out and score the checkpoints: throughline eval RUN --all-checkpoints --tasks ..."
-        yield Problem("evaluation.tasks", text, fix)
     if every and (not usual or every % usual):
         text = f"{every} is no multiple of train.eval_every_steps = {usual}"
         yield Problem("evaluation.every_steps", text, f"train.eval_every_steps = {every}")

@@ -24,6 +24,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.agreed = False  # by all processes of a run, to stop for it
         self._raise = False
         self._old: dict[signal.Signals, object] = {}
 
@@ -33,6 +34,15 @@ class Signals:
                 number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)
             }
         return self
+
+    def number(self) -> int:
+        """The signal that this process has received, 0 for none."""
+        return int(self.received or 0)
+
+    def agree(self, number: int) -> None:
+        """Some process has received this one (0: none): all stop for the same."""
+        if number:
+            self.agreed, self.received = True, signal.Signals(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received == signal.SIGINT and number == signal.SIGINT:

@@ -7,22 +7,17 @@ memory: no process ever holds more than its part.
 Shape letters: B batch, S positions of a row, P those of this process, W width.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..models.config import BERTConfig, ModelConfig
-from ..models.init import empty_model
+from ..models.config import BERTConfig
 from ..planner.tables import stage_holds
-from .heads import Model, bert_sums, gpt_sums
-from .objective import Batch
+from .loss import Batch, Model, Sums
 from .parallel.context import chunk_documents
-from .parallel.mesh import Axis, Mesh
-from .parallel.tensor import apply_tensor_parallel
-
-Head = Callable[[Model, Tensor, Batch, Axis], Tensor]
+from .parallel.mesh import Mesh
 
 
 class Stage(nn.Module):
@@ -33,19 +28,24 @@ class Stage(nn.Module):
     (terms,) each.
     """
 
-    def __init__(self, model: Model, index: int, mesh: Mesh) -> None:
+    def __init__(self, model: Model, index: int, mesh: Mesh, head: Sums) -> None:
         super().__init__()
         self.model: Model = model
         self.index, self.mesh = index, mesh
         self.is_first, self.is_last = index == 0, index == mesh.layout.stages - 1
         self.causal = not isinstance(model.config, BERTConfig)
-        self.micro_batches: list[Batch] = []
+        self.micro_batches: Sequence[Batch] = []
         self.sums: list[Tensor] = []
         self.inverse_counts, self.loss_scale = torch.ones(()), 1.0
-        self.head: Head = gpt_sums if self.causal else bert_sums
+        self.head = head
         self.at = 0
 
-    def load(self, micro_batches: list[Batch], inverse_counts: Tensor, loss_scale: float) -> None:
+    @property
+    def trunk(self) -> Model:
+        """What embeds and encodes: the model, or the encoder below a fine-tuned head."""
+        return getattr(self.model, "encoder", self.model)
+
+    def load(self, micro_batches: Sequence[Batch], inverse_counts: Tensor, loss_scale: float) -> None:
         """The micro-batches of the next step, the inverse counts (terms,) of the targets of its whole batch,
         and fp16's scale.
         """
@@ -68,7 +68,7 @@ class Stage(nn.Module):
 
     def encode(self, x: Tensor, batch: Batch) -> Tensor:
         """Embeddings on the first stage, this stage's blocks, the final norm where the model has one."""
-        ids, model = batch["input_ids"], self.model
+        ids, trunk = batch["input_ids"], self.trunk
         positions = batch.get("positions")
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)
@@ -79,8 +79,8 @@ class Stage(nn.Module):
             inputs["document_bounds"] = batch.get("document_bounds")
         if self.is_first:
             kinds = () if self.causal else (batch.get("token_types"),)
-            x = model.embed(ids, positions, *kinds)
-        return model.encode(x, positions, **inputs)
+            x = trunk.embed(ids, positions, *kinds)
+        return trunk.encode(x, positions, **inputs)
 
     def activation_shape(self, rows: int, sequence_length: int) -> tuple[int, int, int]:
         """(B, P, W) of what passes between stages, for `rows` rows."""
@@ -88,17 +88,9 @@ class Stage(nn.Module):
         return rows, sequence_length // parts, self.model.config.width
 
 
-def make_stage(config: ModelConfig, index: int, mesh: Mesh, dtype: torch.dtype) -> Stage:
-    """The stage of this process, without values, on the meta device."""
-    model: Model = empty_model(config, "meta", dtype)
-    remove_other_stages(model, index, mesh)
-    apply_tensor_parallel(model, mesh.tensor)
-    return Stage(model, index, mesh)
-
-
-def remove_other_stages(model: Model, index: int, mesh: Mesh) -> None:
+def remove_other_stages(model: Any, index: int, mesh: Mesh) -> None:
     """Take out of the model what other stages hold; a final norm that is elsewhere lets everything pass."""
-    for name, _ in list(model.named_parameters()):
+    for name, _ in list(model.named_parameters() if mesh.layout.stages > 1 else ()):
         if stage_holds(name, index, model.config, mesh.layout):
             continue
         parts = name.split(".")

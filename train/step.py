@@ -6,11 +6,12 @@ read together; in a layout they have been summed by one small collective.
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from .engine import Engine, Mark, no_mark
+from .engine import Engine, Mark
 from .objective import StepBatch
 from .precision import LossScaler
 
@@ -47,14 +48,14 @@ def train_step(
     trainer: Trainer,
     batch: StepBatch,
     lr_factor: float,
-    mark: Mark = no_mark,
-    signal: int = 0,
+    mark: Mark = lambda phase: None,
+    signal: Callable[[], int] = lambda: 0,
     upcoming: StepBatch | None = None,
 ) -> StepResult:
     """Forward and backward over the micro-batches, then one update, or none when a number is not finite.
 
-    `lr_factor` multiplies each group's `base_lr`; `mark` is told the end of each phase; `signal` is one that
-    this process has received, `upcoming` the batch of the next step.
+    `lr_factor` multiplies each group's `base_lr`; `mark` is told the end of each phase; `signal` says which
+    one this process has received when backward has ended, `upcoming` is the batch of the next step.
     """
     engine, scale, sent = trainer.engine, trainer.scaler.scale, trainer.engine.bytes_sent
     figures = engine.accumulate(batch, trainer.step, scale, mark, signal, upcoming)

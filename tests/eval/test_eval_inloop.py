@@ -15,6 +15,7 @@ from throughline.cli.main import main
 from throughline.core.recipe import load_recipe
 from throughline.data.tokenizer import Tokenizer
 from throughline.eval.asked import Settings
+from throughline.eval.causal import CausalScorer
 from throughline.eval.inloop import TaskEvaluator
 from throughline.eval.masked import MaskedScorer
 from throughline.eval.runner import evaluate
@@ -22,12 +23,14 @@ from throughline.eval.task import find_tasks
 from throughline.models.bert import BERT
 from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
+from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import plan_run
+from throughline.train.checkpoint import load_model
+from throughline.train.engine import Engine
 from throughline.train.loop import train
 from throughline.train.metrics import read_metrics
 from throughline.train.recipe import Recipe, resolve
 from throughline.train.rules import RULES
-from throughline.train.single_engine import SingleEngine
 
 TASKS = ["lambada_openai", "blimp_wh_island", "blimp_transitive"]
 RECIPE = f"""
@@ -121,6 +124,29 @@ def test_a_run_scores_its_tasks_as_eval_does_and_a_crash_changes_nothing(recipe:
     assert scores_by_step(tmp_path / "crashed") == curve
 
 
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"data": 2, "sharding": "full"}], ids=str)
+def test_a_layout_scores_the_checkpoint_of_the_step(
+    parallel: dict[str, Any], recipe: str, tmp_path: Path
+) -> None:
+    """The first process has the weights of all; the others keep no figures of their own and stop with it."""
+    warm()
+    changes = [f"parallel.{key}={value}" for key, value in parallel.items()]
+    wanted = resolve(load_recipe(recipe, Recipe, (*changes, "evaluation.every_steps=0"), RULES))
+
+    def work() -> dict[str, Any]:
+        torch.set_num_threads(1)
+        plan = plan_run(wanted)
+        return train(plan, tmp_path / "run", evaluators=[TaskEvaluator(plan)])["validation"]
+
+    first, second = run_ranks(2, work)
+    assert first == second and len(first) == 3
+    model, tokenizer = load_model(tmp_path / "run")
+    scorer = CausalScorer(model, Tokenizer.load(tokenizer), bos=False)
+    found = evaluate(scorer, find_tasks(["lambada_openai"]), Settings(limit=wanted.evaluation.limit))
+    for name, metric in found[0].summary["metrics"].items():
+        assert first[f"lambada_openai/{name}"] == metric["value"]
+
+
 def test_what_cannot_be_scored_is_refused_before_the_first_step(
     recipe: str, samples: Path, tmp_path: Path
 ) -> None:
@@ -133,7 +159,6 @@ def test_what_cannot_be_scored_is_refused_before_the_first_step(
         (['evaluation.tasks=["lambadda"]'], 2, "unknown task"),
         (["evaluation.data_dir=none"], 2, "no such directory"),
         (["evaluation.every_steps=3"], 2, "evaluation.every_steps"),
-        (["parallel.data=2"], 2, "throughline eval RUN --all-checkpoints"),
     ):
         result = call("train", recipe, *(word for change in changes for word in ("--set", change)))
         assert (result.exit_code, complaint in result.stderr) == (code, True), result.stderr
@@ -158,7 +183,7 @@ def test_a_bert_scores_its_tasks_inside_a_run(bert: BERT, bert_tokenizer: Tokeni
     )
     recipe = SimpleNamespace(evaluation=evaluation, train=SimpleNamespace(steps=9))
     inside = TaskEvaluator(SimpleNamespace(tokenizer=bert_tokenizer, config=bert.config, recipe=recipe))
-    engine = SingleEngine(bert, "fp32", torch.device("cpu"))
+    engine = Engine.holding(bert, "fp32", torch.device("cpu"))
     assert inside(engine, 3) == {}
     alone = evaluate(MaskedScorer(bert, bert_tokenizer), find_tasks(evaluation.tasks), Settings(limit=3))
     bert.train()

@@ -12,9 +12,9 @@ import torch
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 from throughline.train.checkpoint import CheckpointWriter, load_model, restore
+from throughline.train.engine import Engine
 from throughline.train.objective import StepBatch, prepare
 from throughline.train.precision import LossScaler
-from throughline.train.single_engine import SingleEngine
 from throughline.train.step import Trainer, train_step
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ def exact_fp32():
 def make_trainer(family: str, device: str, precision: str = "fp32", dropout: float = 0.0) -> Trainer:
     config = (GPTConfig if family == "gpt" else BERTConfig)(**SHAPE, dropout=dropout)
     torch.manual_seed(1)
-    engine = SingleEngine(build(config, 1, device).train(), precision, torch.device(device))
+    engine = Engine.holding(build(config, 1, device).train(), precision, torch.device(device))
     optimizer = torch.optim.AdamW(
         [{"params": [value for _, value in engine.named_parameters()], "base_lr": 1e-3}], lr=1e-3, fused=True
     )
@@ -49,7 +49,7 @@ def batch_of(family: str, device: str, seed: int = 0) -> StepBatch:
         rows["token_types"] = np.zeros((ROWS, LENGTH), np.int64)
         rows["attention_mask"] = np.arange(LENGTH)[None] < draw.integers(LENGTH // 2, LENGTH, (ROWS, 1))
         rows["nsp_targets"] = draw.integers(0, 2, ROWS)
-    return prepare(rows, family, ROWS // 2, torch.device(device), torch.float32, 0.15)
+    return prepare(rows, family, ROWS // 2, torch.device(device), 0.15)
 
 
 @pytest.mark.parametrize("precision", LOSS_BOUND)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, Prover, own_rows  # noqa: E402
-from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 
@@ -28,11 +28,11 @@ def prover() -> Prover:
     return Prover()
 
 
-def install(engine: LayoutEngine) -> None:
+def install(engine: Engine) -> None:
     engine.communication_hook = Bf16Sum(engine.communicator)
 
 
-def forget_a_stage(engine: LayoutEngine) -> None:
+def forget_a_stage(engine: Engine) -> None:
     """A bug: one pipeline rank does not sum."""
     install(engine)
     if engine.mesh.pipeline.rank == 1:
@@ -57,7 +57,7 @@ def conserved(case: Case) -> tuple[int, float]:
     """(matrices summed by factors, the largest part of what went into two sums that neither came out nor is owed)."""
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
+    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
     engine.fill()
     hook = engine.communication_hook = PowerSum(engine.communicator, 4, dense_steps=0)
     compress, axis = hook.sum_gradients, engine.mesh.gradient

@@ -17,7 +17,7 @@ from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.checkpoint import load_model  # noqa: E402
-from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
 from throughline.train.metrics import read_metrics  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
@@ -187,7 +187,7 @@ def residuals_after_a_step(good_steps: int) -> tuple[float, list[Any]]:
     case = Case("", Layout(data=2))
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
+    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
     engine.fill()
     engine.communication_hook = Bf16Sum(engine.communicator)
     trainer = make_trainer(case, engine)
@@ -210,7 +210,7 @@ def bert_steps(scheme: str) -> list[tuple[float, float]]:
     case = Case("", Layout(data=2), family="bert", precision="fp32")
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
+    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
     shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
     engine.fill(lambda name, box: value_of(case, name, shapes[name]))
     trainer = make_trainer(case, engine)

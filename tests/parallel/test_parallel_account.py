@@ -15,7 +15,7 @@ from throughline.planner.tables import Coordinates  # noqa: E402
 from throughline.planner.traffic import StepShape, held, traffic  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import LENGTH, ROWS, SEED, Case, own_rows  # noqa: E402
-from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
@@ -64,7 +64,7 @@ def count(case: Case) -> tuple[int, dict[str, int], dict[str, int], int]:
     device = torch.device("cpu")
     start_group(device, 60)
     mesh = make_mesh(case.layout, device, 60)
-    engine = LayoutEngine(case.config, mesh, case.precision, SEED)
+    engine = Engine(case.config, mesh, case.precision, SEED)
     engine.fill()
     for step in range(2):  # the second is steady: the first may gather what a later one finds gathered
         batch = own_rows(case, engine, step)
@@ -82,7 +82,7 @@ def compressed(case: Case, scheme: str) -> tuple[Counter[str], Counter[str], flo
     """
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
+    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
     engine.fill()
     optimizer = torch.optim.AdamW([parameter for _, parameter in engine.named_parameters()])
     if scheme == "one-bit-adam":

@@ -13,7 +13,7 @@ import torch.distributed as dist  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_trainer, own_rows  # noqa: E402
-from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
@@ -50,7 +50,7 @@ def sent_in_a_step(case: Case, sent: Callable[[], int]) -> tuple[float, float]:
     for work in works.values():
         work()  # connections are made
     cost = {name: counted(work, sent) / numbers.nbytes for name, work in works.items()}
-    engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
+    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
     engine.fill()
     trainer = make_trainer(case, engine)
     batches = [own_rows(case, engine, step) for step in range(3)]

@@ -19,7 +19,7 @@ from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
 from throughline.train import checkpoint  # noqa: E402
 from throughline.train.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
-from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.ranks import Ranks  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
@@ -51,7 +51,7 @@ def expected(family: str = "gpt") -> list[tuple[float, float]]:
 def train(case: Case, directory: Path, first: int, last: int, save: bool) -> list[tuple[float, float]]:
     """Steps [first, last) on this rank, from the checkpoint of step `first` unless it is 0."""
     ranks = Ranks.start(case.layout, torch.device("cpu"))
-    engine = LayoutEngine(case.config, ranks.mesh, case.precision, SEED)
+    engine = Engine(case.config, ranks.mesh, case.precision, SEED)
     shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
     engine.fill(lambda name, box: value_of(case, name, shapes[name])[box.slices()])
     trainer = make_trainer(case, engine)
@@ -110,7 +110,7 @@ def save_and_tell(case: Case, directory: Path, damaged: bool) -> tuple[list[str]
     the way to the disk when `damaged`.
     """
     ranks = Ranks.start(case.layout, torch.device("cpu"))
-    engine = LayoutEngine(case.config, ranks.mesh, case.precision, SEED)
+    engine = Engine(case.config, ranks.mesh, case.precision, SEED)
     engine.fill()
     read: list[str] = []
     real_hash, real_write = artifact.sha256_file, checkpoint.write_tensors

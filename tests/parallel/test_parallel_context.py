@@ -72,7 +72,7 @@ def test_bounds_of_chunks_are_those_of_the_documents() -> None:
     rows = {"input_ids": numbers.astype("int64"), "targets": numbers.astype("int64"), "document_ids": numbers}
     cut = cut_rows(rows, Axis(2, 0, (0, 1), None))
     assert cut[ROW_DOCUMENTS] is numbers and "document_ids" not in cut
-    (batch,) = prepare(cut, "gpt", 2, torch.device("cpu"), torch.float32).micro_batches
+    (batch,) = prepare(cut, "gpt", 2, torch.device("cpu")).micro_batches
     table = chunk_documents(batch, Axis(2, 0, (0, 1), None)).bounds_N
     # documents 0, 1, 2 of the first row, 0 and padding of the second; filled up to eight by empty ones
     assert [row[:6] for row in table.tolist()] == [

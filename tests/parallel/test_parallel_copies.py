@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, own_rows  # noqa: E402
-from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 
 LAYOUTS = [
@@ -27,7 +27,7 @@ def weight_copies(case: Case) -> tuple[int, int]:
     """
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
+    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
     engine.fill()
     stage = engine.stages[0]
     batch = own_rows(case, engine, 0)

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_rows, own_rows  # noqa: E402
-from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
@@ -25,7 +25,7 @@ def draw(case: Case) -> list[Drawn]:
     """What steps 0, 1 and 0 again, and an evaluation, drew on this process."""
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
+    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
     engine.fill()
     dropout, attention = F.dropout, F.scaled_dot_product_attention
     seen: list[tuple[int, int, str]] = []

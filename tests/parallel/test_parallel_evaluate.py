@@ -11,9 +11,8 @@ from throughline.models.init import build  # noqa: E402
 from throughline.planner.layout import Layout, layout_problems  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_rows  # noqa: E402
-from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
-from throughline.train.single_engine import SingleEngine  # noqa: E402
 
 # lengths that are multiples of no more than the layout asks for: as many as there are positions
 LAYOUTS = [
@@ -50,12 +49,12 @@ def test_counts_what_one_process_counts(family: str, layout: Layout, length: int
     def count() -> list[np.ndarray]:
         device = torch.device("cpu")
         start_group(device, 60)
-        engine = LayoutEngine(case.config, make_mesh(layout, device, 60), "fp64", SEED)
+        engine = Engine(case.config, make_mesh(layout, device, 60), "fp64", SEED)
         engine.fill()
         return [engine.evaluate(batch, 1.0).numpy() for batch in batches]
 
     model = build(case.config, SEED, dtype=torch.float64).eval()
-    single = SingleEngine(model, "fp64", torch.device("cpu"))
+    single = Engine.holding(model, "fp64", torch.device("cpu"))
     expected = [single.evaluate(dict(batch), 1.0) for batch in batches]
     assert all(sums[0] > 0 for sums in expected)
     for rank in run_ranks(layout.world, count):

@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from throughline.models.config import GPTConfig  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
-from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.objective import prepare  # noqa: E402
 from throughline.train.parallel import heartbeat as module  # noqa: E402
 from throughline.train.parallel.heartbeat import Heartbeat, HeartbeatRecord, name_behind, read_place  # noqa: E402
@@ -120,7 +120,7 @@ def stalled_in_a_stage(directory: Path) -> str:
     """
     config = GPTConfig(layers=2, width=32, heads=4, vocab_size=64, sequence_length=32)
     ranks = Ranks.start(Layout(pipeline=2, tensor=2), torch.device("cpu"), LIMIT_S)
-    engine = LayoutEngine(config, ranks.mesh, "fp32")
+    engine = Engine(config, ranks.mesh, "fp32")
     engine.fill()
     ids = np.ones((2, 32), np.int64)
     seen = directory / f"seen-{ranks.mesh.rank}"
@@ -130,9 +130,7 @@ def stalled_in_a_stage(directory: Path) -> str:
                 while not all((directory / f"seen-{rank}").exists() for rank in range(3)):
                     time.sleep(0.05)
                 return ""
-            engine.accumulate(
-                prepare({"input_ids": ids, "targets": ids}, "gpt", 1, ranks.mesh.device, torch.float32), 0
-            )
+            engine.accumulate(prepare({"input_ids": ids, "targets": ids}, "gpt", 1, ranks.mesh.device), 0)
     except Lost as lost:
         return lost.why
     finally:
@@ -175,9 +173,7 @@ def test_a_stopped_process_writes_no_more(tmp_path: Path) -> None:
 
 def limits() -> list[float]:
     ranks = Ranks.start(Layout(pipeline=2, data=2, tensor=2, sharding="full"), torch.device("cpu"), 77)
-    LayoutEngine(
-        GPTConfig(layers=2, width=32, heads=4, vocab_size=64, sequence_length=32), ranks.mesh, "fp32"
-    )
+    Engine(GPTConfig(layers=2, width=32, heads=4, vocab_size=64, sequence_length=32), ranks.mesh, "fp32")
     groups = dist.distributed_c10d._world.pg_map
     assert len(groups) >= 4
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]

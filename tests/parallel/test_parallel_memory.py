@@ -11,7 +11,7 @@ from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import LENGTH as ROW_LENGTH  # noqa: E402
 from throughline.prove.proof import Case, own_rows  # noqa: E402
-from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
@@ -24,7 +24,7 @@ def kept_numbers(layout: Layout) -> int:
     """Numbers that one block saves for backward, each storage once, weights left out."""
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = LayoutEngine(CONFIG, make_mesh(layout, device, 60), "fp32")
+    engine = Engine(CONFIG, make_mesh(layout, device, 60), "fp32")
     engine.fill()
     weights = {local.parameter.untyped_storage().data_ptr() for local in engine.local_shards}
     kept: dict[int, int] = {}
@@ -75,7 +75,7 @@ def largest_dim(case: Case) -> int:
     """In a whole step of this rank: forward, backward, gradients summed."""
     device = torch.device("cpu")
     start_group(device, 60)
-    engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision)
+    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision)
     engine.fill()
     batch = own_rows(case, engine, 0)
     with Shapes() as seen:

@@ -19,7 +19,7 @@ from throughline.prove.proof import (
     value_of,
 )
 from throughline.train.checkpoint import CheckpointWriter, restore
-from throughline.train.layout_engine import LayoutEngine
+from throughline.train.engine import Engine
 from throughline.train.parallel.ranks import Ranks
 from throughline.train.step import train_step
 
@@ -61,7 +61,7 @@ def test_query_key_and_value_have_ratios_of_their_own_in_a_layout(prover: Prover
 def test_norms_of_parts_alone_are_caught(prover: Prover) -> None:
     """The proof can fail: ratios of the part that a process holds."""
 
-    def plant(engine: LayoutEngine) -> None:
+    def plant(engine: Engine) -> None:
         for local in engine.local_shards:
             if local.name == "blocks.1.mlp.up.weight":
                 local.spec = replace(local.spec, placement="same")
@@ -72,7 +72,7 @@ def test_norms_of_parts_alone_are_caught(prover: Prover) -> None:
 
 def continue_from(case: Case, directory: Path, first: int, last: int) -> list[float]:
     ranks = Ranks.start(case.layout, torch.device("cpu"))
-    engine = LayoutEngine(case.config, ranks.mesh, case.precision, SEED)
+    engine = Engine(case.config, ranks.mesh, case.precision, SEED)
     shapes = {local.name: torch.Size(local.spec.shape) for local in engine.local_shards}
     engine.fill(lambda name, box: value_of(case, name, shapes[name])[box.slices()])
     trainer = make_trainer(case, engine)

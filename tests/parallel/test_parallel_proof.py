@@ -19,7 +19,7 @@ from throughline.benchmarks import prove_layouts  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import BOUNDS, Case, Prover, make_trainer, own_rows, read_table  # noqa: E402
-from throughline.train.layout_engine import LayoutEngine  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
@@ -102,23 +102,23 @@ def test_layout_equals_single_process(name: str, prover: Prover, table: dict[str
     assert not errors.beyond("fp64"), errors
 
 
-def norms_unreduced(engine: LayoutEngine) -> None:
+def norms_unreduced(engine: Engine) -> None:
     for local in engine.local_shards:
         if "norm" in local.name:
             local.spec = replace(local.spec, placement="same")
 
 
-def one_bias_unreduced(engine: LayoutEngine) -> None:
+def one_bias_unreduced(engine: Engine) -> None:
     for local in engine.local_shards:
         if local.name == "blocks.1.mlp_norm.bias":
             local.spec = replace(local.spec, placement="same")
 
 
-def tie_not_summed(engine: LayoutEngine) -> None:
+def tie_not_summed(engine: Engine) -> None:
     engine._sum_tied = lambda: None
 
 
-def mean_of_micro_batches(engine: LayoutEngine) -> None:
+def mean_of_micro_batches(engine: Engine) -> None:
     for stage in engine.stages:
         original = stage.forward
 
@@ -130,23 +130,23 @@ def mean_of_micro_batches(engine: LayoutEngine) -> None:
         stage.forward = forward
 
 
-def mean_of_processes(engine: LayoutEngine) -> None:
+def mean_of_processes(engine: Engine) -> None:
     size = engine.mesh.gradient.size
     engine._inverse_counts = lambda batch: torch.tensor(
         [1.0 / count / size for count in batch.counts], dtype=engine.dtype
     )
 
 
-def wrong_positions(engine: LayoutEngine) -> None:
+def wrong_positions(engine: Engine) -> None:
     table = engine.stages[0].model.position_table
     table.axis = replace(table.axis, rank=0)
 
 
-def norm_of_one_stage(engine: LayoutEngine) -> None:
+def norm_of_one_stage(engine: Engine) -> None:
     engine.mesh = replace(engine.mesh, world=engine.mesh.tensor)
 
 
-def scaled_by_data_ranks(engine: LayoutEngine) -> None:
+def scaled_by_data_ranks(engine: Engine) -> None:
     finish = engine.finish_gradients
 
     def scaled() -> None:
@@ -156,14 +156,14 @@ def scaled_by_data_ranks(engine: LayoutEngine) -> None:
     engine.finish_gradients = scaled
 
 
-def stale_shard(engine: LayoutEngine) -> None:
+def stale_shard(engine: Engine) -> None:
     """The optimizer moves a copy of the shard that the next gathering does not read."""
     for local in engine.local_shards:
         local.value = torch.nn.Parameter(local.value.detach().clone())
     engine.publish = lambda: None
 
 
-def causal_by_place(engine: LayoutEngine) -> None:
+def causal_by_place(engine: Engine) -> None:
     """The rows are cut in their own order, which attention takes for the head-tail order."""
     import throughline.train.parallel.context as context
 
@@ -179,7 +179,7 @@ def causal_by_place(engine: LayoutEngine) -> None:
     engine.cut = cut_in_order
 
 
-def parts_of_a_row_weigh_alike(engine: LayoutEngine) -> None:
+def parts_of_a_row_weigh_alike(engine: Engine) -> None:
     """Results over parts of the keys are added up without their shares of the exponentials."""
     import throughline.train.parallel.context as context
 
@@ -190,7 +190,7 @@ def parts_of_a_row_weigh_alike(engine: LayoutEngine) -> None:
     context._merge = merge
 
 
-def bias_added_by_everyone(engine: LayoutEngine) -> None:
+def bias_added_by_everyone(engine: Engine) -> None:
     """The bias of a row-cut matrix enters the sum once for each process."""
     block = engine.stages[0].model.blocks["0"].mlp.down
     block.forward = lambda x, forward=block.forward: forward(x) + block.bias
@@ -213,24 +213,24 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_planted_bug_is_caught(plant: Callable[[LayoutEngine], None], prover: Prover) -> None:
+def test_planted_bug_is_caught(plant: Callable[[Engine], None], prover: Prover) -> None:
     layout, witness = PLANTED[plant]
     errors = prover.prove(Case(plant.__name__, layout, steps=2), plant)
     # what it does to its witness stands far above the bound, which is itself far above rounding
     assert getattr(errors, witness) > 1e5 * BOUNDS["fp64"][witness], errors
 
 
-def no_update(engine: LayoutEngine) -> None:
+def no_update(engine: Engine) -> None:
     """The masters stay where they are."""
     engine.update = lambda optimizer, factor: engine.discard()
 
 
-def stale_copy(engine: LayoutEngine) -> None:
+def stale_copy(engine: Engine) -> None:
     """The masters move and the 16-bit weights do not follow."""
     engine.publish = lambda: None
 
 
-def reduced_in_16_bits(engine: LayoutEngine) -> None:
+def reduced_in_16_bits(engine: Engine) -> None:
     finish = engine.buffer.finish
 
     def rounded() -> None:
@@ -241,7 +241,7 @@ def reduced_in_16_bits(engine: LayoutEngine) -> None:
     engine.buffer.finish = rounded
 
 
-def one_bucket_left_out(engine: LayoutEngine) -> None:
+def one_bucket_left_out(engine: Engine) -> None:
     flat = engine.buffer.flat
     engine.buffer.expect = lambda passes: None
     engine.buffer.finish = lambda: engine.mesh.gradient.all_reduce(flat[: len(flat) // 2])
@@ -256,7 +256,7 @@ PLANTED_IN_16_BITS = {
 
 
 @pytest.mark.parametrize("plant", PLANTED_IN_16_BITS, ids=lambda plant: plant.__name__)
-def test_a_bug_of_16_bits_is_caught(plant: Callable[[LayoutEngine], None], prover: Prover) -> None:
+def test_a_bug_of_16_bits_is_caught(plant: Callable[[Engine], None], prover: Prover) -> None:
     """And the same case without it is not."""
     case = Case("16 bits", Layout(data=2), precision="bf16", steps=4)
     witness = PLANTED_IN_16_BITS[plant]
@@ -277,7 +277,7 @@ def test_a_nan_breaks_every_bound_it_touches(prover: Prover) -> None:
     finite again.
     """
 
-    def plant(engine: LayoutEngine) -> None:
+    def plant(engine: Engine) -> None:
         finish, steps = engine.finish_gradients, iter((True, False))
 
         def spoilt() -> None:
@@ -293,7 +293,7 @@ def test_a_nan_breaks_every_bound_it_touches(prover: Prover) -> None:
 
 
 def test_failing_rank_is_named(prover: Prover) -> None:
-    def fail(engine: LayoutEngine) -> None:
+    def fail(engine: Engine) -> None:
         if engine.mesh.rank == 1:
             raise ValueError("planted")
 
@@ -310,7 +310,7 @@ def test_a_number_that_is_not_finite_skips_the_step_everywhere(prover: Prover) -
         device = torch.device("cpu")
         start_group(device, 60)
         case = Case("skip", Layout(pipeline=2, tensor=2))
-        engine = LayoutEngine(case.config, make_mesh(case.layout, device, 60), case.precision)
+        engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision)
         engine.fill()
         trainer, seen = make_trainer(case, engine), []
         for step in range(3):

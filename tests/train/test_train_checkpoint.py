@@ -95,11 +95,11 @@ def test_what_happens_after_the_save_does_not_reach_it(
 
     gate, original = threading.Event(), module.write_tensors
     monkeypatch.setattr(module, "write_tensors", lambda *a: gate.wait(30) and original(*a))
-    before = {name: p.detach().clone() for name, p in trainer.engine.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in trainer.engine.stages[0].model.named_parameters()}
     writer = CheckpointWriter(tmp_path, 0)
     pause = writer.save(trainer)
     with torch.no_grad():
-        for parameter in trainer.engine.model.parameters():
+        for parameter in trainer.engine.stages[0].model.parameters():
             parameter.zero_()
     assert not (tmp_path / "latest").exists()
     gate.set()
@@ -283,7 +283,7 @@ def test_every_tensor_of_the_table_is_where_it_says(trainer: Trainer, tmp_path: 
     save_steps(tmp_path, trainer, 1)
     path = tmp_path / "step-00000001"
     table = json.loads((path / "tensors.json").read_text())
-    assert set(table["weights"]) == {name for name, _ in trainer.engine.model.named_parameters()}
+    assert set(table["weights"]) == {name for name, _ in trainer.engine.stages[0].model.named_parameters()}
     for group, entries in table.items():
         read = TensorReader(path, group)
         for name, entry in entries.items():

@@ -14,7 +14,7 @@ import pytest
 from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Stopped
 from throughline.prove.forked import run_ranks, warm
-from throughline.train import loop
+from throughline.train import build, loop
 from throughline.train.build import plan_run
 from throughline.train.checkpoint import CheckpointWriter
 from throughline.train.metrics import read_metrics
@@ -41,8 +41,8 @@ class Recording:
 def start(recipe: Recipe, run: Path) -> dict[int, bytes]:
     """One process of a start: what it read, by position."""
     seen: dict[int, bytes] = {}
-    original = loop.training_rows
-    loop.training_rows = lambda *arguments: Recording(original(*arguments), seen)
+    original = build.training_rows
+    build.training_rows = lambda *arguments: Recording(original(*arguments), seen)
     loop.train(plan_run(recipe), run)
     return seen
 

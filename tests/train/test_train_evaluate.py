@@ -11,8 +11,8 @@ import torch
 from throughline.models.init import build
 from throughline.train import evaluate
 from throughline.train.build import RunPlan, validation_rows
+from throughline.train.engine import Engine
 from throughline.train.evaluate import Validation
-from throughline.train.single_engine import SingleEngine
 from torch.nn import functional as F
 
 
@@ -30,7 +30,7 @@ def test_gpt_figures_equal_a_plain_loop_over_the_split(
         piece = ids[start : start + 33]
         total += F.cross_entropy(model(piece[None, :-1])[0], piece[1:], reduction="sum").item()
         count += len(piece) - 1
-    figures = Validation(plan)(SingleEngine(model, plan.recipe.train.precision, plan.device), 6)
+    figures = Validation(plan)(Engine.holding(model, plan.recipe.train.precision, plan.device), 6)
     assert count == store.tokens - 1 == figures["tokens"]
     assert figures["loss"] == pytest.approx(total / count, abs=1e-12)
     assert figures["perplexity"] == pytest.approx(math.exp(total / count))
@@ -51,7 +51,7 @@ def test_bert_figures_equal_a_plain_loop_over_the_rows(make_plan: Callable[..., 
         right += int((model.mlm_head(hidden).argmax(-1) == batch["targets"])[at].sum())
         masked += int(at.sum())
         pairs_right += int((model.nsp_head(hidden[:, 0]).argmax(-1) == batch["nsp_targets"]).sum())
-    figures = Validation(plan)(SingleEngine(model, plan.recipe.train.precision, plan.device), 6)
+    figures = Validation(plan)(Engine.holding(model, plan.recipe.train.precision, plan.device), 6)
     assert (figures["masked_tokens"], figures["pairs"]) == (masked, dataset.rows)
     assert figures["mlm_accuracy"] == pytest.approx(right / masked)
     assert figures["nsp_accuracy"] == pytest.approx(pairs_right / dataset.rows)
@@ -60,7 +60,7 @@ def test_bert_figures_equal_a_plain_loop_over_the_rows(make_plan: Callable[..., 
 def test_packed_pairs_are_each_counted(make_plan: Callable[..., RunPlan]) -> None:
     """Packing changes rows, not pairs: the same number of sentence pairs is judged."""
     plain, packed = make_plan("bert"), make_plan("bert", objective={"packing": True})
-    engine = SingleEngine(build(plain.config, 3), "fp32", plain.device)
+    engine = Engine.holding(build(plain.config, 3), "fp32", plain.device)
     assert Validation(plain)(engine, 6)["pairs"] == Validation(packed)(engine, 6)["pairs"]
 
 
@@ -71,9 +71,9 @@ def test_the_batch_does_not_matter_and_the_mode_is_given_back(
     plan = make_plan("bert", train={"precision": "fp64"}, model={"overrides": overrides})
     model = build(plan.config, 3, dtype=torch.float64).train()
     state = torch.get_rng_state()
-    one = Validation(plan)(SingleEngine(model, plan.recipe.train.precision, plan.device), 6)
+    one = Validation(plan)(Engine.holding(model, plan.recipe.train.precision, plan.device), 6)
     monkeypatch.setattr(evaluate, "evaluated_rows", lambda *_: 1)
-    other = Validation(plan)(SingleEngine(model, plan.recipe.train.precision, plan.device), 6)
+    other = Validation(plan)(Engine.holding(model, plan.recipe.train.precision, plan.device), 6)
     assert one == pytest.approx(other, abs=1e-12)
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
@@ -83,7 +83,7 @@ def test_inside_the_run_a_part_is_enough_at_the_end_it_is_the_whole(
     make_plan: Callable[..., RunPlan],
 ) -> None:
     plan = make_plan("gpt", train={"eval_rows": 5})
-    engine = SingleEngine(build(plan.config, 3), "fp32", plan.device)
+    engine = Engine.holding(build(plan.config, 3), "fp32", plan.device)
     validation = Validation(plan)
     assert validation(engine, 3)["tokens"] == 5 * 32
     assert validation(engine, 6)["tokens"] == plan.validation_stores[0].tokens - 1

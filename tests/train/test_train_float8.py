@@ -16,13 +16,13 @@ from throughline.models.config import GPTConfig  # noqa: E402
 from throughline.models.init import build  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
+from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.float8 import check_products, convert_products  # noqa: E402
-from throughline.train.layout_engine import LayoutEngine  # noqa: E402
 from throughline.train.objective import prepare  # noqa: E402
-from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
+from throughline.train.parallel.mesh import Mesh, make_mesh, start_group  # noqa: E402
 from throughline.train.recipe import Recipe, resolve  # noqa: E402
 from throughline.train.rules import RULES  # noqa: E402
-from throughline.train.single_engine import SingleEngine  # noqa: E402
+from throughline.train.whole_model import whole_model  # noqa: E402
 
 CPU = torch.device("cpu")
 CONFIG = GPTConfig(vocab_size=61, sequence_length=16, layers=2, width=32, heads=2)
@@ -79,15 +79,14 @@ def test_all_layers_of_the_blocks_compute_in_fp8_and_keep_their_parameters() -> 
 
 
 def test_a_scored_model_computes_as_its_checkpoint_does() -> None:
-    model: Any = build(CONFIG, 0)
-    convert_products(model, "fp8-emulated")
-    engine, ids = SingleEngine(model, "bf16", CPU), torch.from_numpy(rows()["input_ids"])
+    engine, ids = (
+        Engine(CONFIG, Mesh(Layout(), CPU), "bf16", matmul="fp8-emulated"),
+        torch.from_numpy(rows()["input_ids"]),
+    )
+    engine.fill()
     with torch.no_grad():
-        trained = engine.model(ids)
-        with engine.exact_model() as exact:
-            scored = exact(ids)
+        scored = whole_model(engine)(ids)
         assert torch.equal(scored, build(CONFIG, 0)(ids)) and scored.dtype == torch.float32
-        assert torch.equal(engine.model(ids), trained) and not torch.equal(trained.float(), scored)
 
 
 @pytest.mark.parametrize("degrees", [{"data": 2}, {"data": 2, "sharding": "full"}])
@@ -103,28 +102,27 @@ def test_layouts_compute_what_one_process_computes(degrees: dict[str, Any]) -> N
         if layout.world > 1:
             start_group(CPU, 60)
         mesh = make_mesh(layout, CPU)
-        engine = LayoutEngine(config, mesh, "bf16", matmul="fp8-emulated")
+        engine = Engine(config, mesh, "bf16", matmul="fp8-emulated")
         engine.fill()
         values = [value for _, value in engine.named_parameters()]
         optimizer = torch.optim.AdamW(values, lr=1e-2)
         mine = {name: part[mesh.data.rank :: layout.data] for name, part in rows().items()}
         figures = []
         for step in range(3):
-            batch = prepare(mine, "gpt", 2, CPU, torch.float32, 0.0)
+            batch = prepare(mine, "gpt", 2, CPU, 0.0)
             figures.append(engine.accumulate(batch, step).tolist())
             engine.update(optimizer, 1.0)
         return figures
 
     (spread, *_) = run_ranks(2, lambda: work(Layout(**degrees)))
-    model = build(config, 0)
-    convert_products(model, "fp8-emulated")
-    single = SingleEngine(model, "bf16", CPU)
+    single = Engine(config, Mesh(Layout(), CPU), "bf16", matmul="fp8-emulated")
+    single.fill()
     values = [value for _, value in single.named_parameters()]
     optimizer = torch.optim.AdamW(values, lr=1e-2)
     order = np.array([0, 2, 1, 3])  # the rows of the first process, then those of the second
     for step, figures in enumerate(spread):
         same = {name: part[order] for name, part in rows().items()}
-        mine = single.accumulate(prepare(same, "gpt", 2, CPU, torch.float32, 0.0), step).tolist()
+        mine = single.accumulate(prepare(same, "gpt", 2, CPU, 0.0), step).tolist()
         single.update(optimizer, 1.0)
         assert figures[:2] == pytest.approx(mine[:2], rel=1e-5), (step, figures, mine)
 
@@ -140,9 +138,9 @@ def test_layers_cut_over_tensor_processes_compute_in_fp8() -> None:
         torch.set_num_threads(1)
         if tensor > 1:
             start_group(CPU, 60)
-        engine = LayoutEngine(config, make_mesh(Layout(tensor=tensor), CPU), "bf16", matmul=matmul)
+        engine = Engine(config, make_mesh(Layout(tensor=tensor), CPU), "bf16", matmul=matmul)
         engine.fill()
-        engine.accumulate(prepare(rows(), "gpt", 4, CPU, torch.float32, 0.0), 0)
+        engine.accumulate(prepare(rows(), "gpt", 4, CPU, 0.0), 0)
         return {
             local.name: (local.spec.box.slices(), local.computed.grad.double().numpy())
             for local in engine.local_shards

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from throughline.models.config import GPTConfig
+from throughline.models.init import empty_model
 from throughline.planner.layout import Layout
 from throughline.prove.forked import warm
-from throughline.prove.proof import Case, Prover
-from throughline.train import head_loss
-from throughline.train.head_loss import head_loss_sum
-from throughline.train.loss import IGNORED
+from throughline.prove.proof import Case, Prover, reference
+from throughline.train import loss as losses
+from throughline.train.loss import IGNORED, Words, gpt_sums, head_loss_sum, pad_vocabulary
+from throughline.train.parallel.mesh import ALONE
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +33,7 @@ def problem(dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("slices", [1, 3])
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("columns", [1, 64])
+@pytest.mark.parametrize("columns", [V, 8256])
 def test_slices_equal_whole_logits(
     columns: int,
     biased: bool,
@@ -42,17 +44,18 @@ def test_slices_equal_whole_logits(
     bound: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Loss and gradients, against torch's in float64; a shorter last slice, ignored targets, aligned columns."""
-    monkeypatch.setitem(head_loss.COLUMNS, "cpu", columns)
-    monkeypatch.setitem(head_loss.SLICE_LOGITS, "cpu", V * -(-N // slices))
+    """Loss and gradients, against torch's in float64; a shorter last slice, ignored targets, rows of zeros below the
+    words, which get no gradient."""
+    monkeypatch.setitem(losses.SLICE_LOGITS, "cpu", V * -(-N // slices))
     given, targets = problem(dtype)
+    given = [given[0], *(torch.cat((x, x.new_zeros(columns - V, *x.shape[1:]))) for x in given[1:])]
     given = [x.requires_grad_() for x in given[: 3 if biased else 2]]
-    bias = given[2] if biased else None
-    loss = head_loss_sum(given[0], given[1], bias, targets, smoothing=smoothing)
+    bias, words = given[2] if biased else None, Words(V)
+    loss = head_loss_sum(given[0], given[1], bias, targets, words, smoothing)
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     found = torch.autograd.grad(loss * 0.25, given)
     wide = [x.detach().double().requires_grad_() for x in given]
-    logits = F.linear(*wide)
+    logits = F.linear(*wide)[:, :V]
     whole = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
     expected = torch.autograd.grad(whole * 0.25, wide)
     assert loss.item() == pytest.approx(whole.item(), rel=loss_bound)
@@ -60,7 +63,7 @@ def test_slices_equal_whole_logits(
         assert ours.dtype == dtype
         assert (ours.double() - theirs).norm() <= bound * theirs.norm()
     with torch.no_grad():
-        again = head_loss_sum(given[0], given[1], bias, targets, smoothing=smoothing)
+        again = head_loss_sum(given[0], given[1], bias, targets, words, smoothing)
         assert again.item() == loss.item()
 
 
@@ -73,7 +76,7 @@ def test_many_slices_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) ->
     weight[:, 0], bias[3] = 0.1, 8.2
     given = [x.bfloat16().requires_grad_() for x in (hidden, weight, bias)]
     targets = torch.full((400,), 3)
-    monkeypatch.setitem(head_loss.SLICE_LOGITS, "cpu", V)
+    monkeypatch.setitem(losses.SLICE_LOGITS, "cpu", V)
     found = torch.autograd.grad(head_loss_sum(*given, targets), given[1:])
     wide = [x.detach().double().requires_grad_() for x in given]
     whole = F.cross_entropy(F.linear(*wide), targets, reduction="sum")
@@ -83,7 +86,7 @@ def test_many_slices_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_no_tensor_holds_the_logits_of_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 40 positions at most 8 have logits at a time, in forward and backward."""
-    monkeypatch.setitem(head_loss.SLICE_LOGITS, "cpu", V * 8)
+    monkeypatch.setitem(losses.SLICE_LOGITS, "cpu", V * 8)
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -101,39 +104,45 @@ def test_no_tensor_holds_the_logits_of_all_positions(monkeypatch: pytest.MonkeyP
     assert 0 < largest <= 8
 
 
-class Products(TorchDispatchMode):
-    """The sizes of matrices in products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: set[int] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket.__name__ in ("mm", "addmm", "_linear_pointwise"):
-            self.sizes |= {size for x in args if isinstance(x, torch.Tensor) for size in x.shape}
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("slices", [1, 3])
-def test_the_products_have_aligned_columns(slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward; the parameters and their gradients keep the size of the vocabulary."""
-    monkeypatch.setitem(head_loss.COLUMNS, "cpu", 64)
-    monkeypatch.setitem(head_loss.SLICE_LOGITS, "cpu", V * -(-N // slices))
-    given, targets = problem(torch.float32)
-    given = [x.requires_grad_() for x in given]
-    with Products() as products:
-        head_loss_sum(*given, targets).backward()
-    assert max(products.sizes) == 8256 and not products.sizes & {V}
-    assert given[1].grad.shape == (V, W) and given[2].grad.shape == (V,)
+def test_head_and_loss_are_one_graph(slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50,257 words in rows of 64, as on a GPU: traced whole, without a break, and computed alike."""
+    monkeypatch.setitem(losses.COLUMNS, "cpu", 64)
+    monkeypatch.setitem(losses.SLICE_LOGITS, "cpu", 50304 * -(-N // slices))
+    config = GPTConfig(vocab_size=50257, sequence_length=N, layers=1, width=W, heads=1)
+    model = empty_model(config, "meta")
+    pad_vocabulary(model, torch.device("cpu"))
+    assert len(model.output_weight()) == 50304
+    values = torch.randn(50304, W, generator=torch.Generator().manual_seed(0))
+    values[50257:] = 0
+    weight = model.token_table.weight = torch.nn.Parameter(values)
+    hidden, batch = torch.randn(1, N, W), {"targets": torch.arange(N).view(1, N)}
+    compiled = torch.compile(gpt_sums, backend="eager", fullgraph=True)
+    found = []
+    for sums in (gpt_sums, compiled):
+        loss = sums(model, hidden, batch, ALONE)
+        found.append((loss.item(), torch.autograd.grad(loss, weight)[0]))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+    assert found[0][1][:50257].any() and not found[0][1][50257:].any()
 
 
+LAYOUTS = [Layout(), Layout(tensor=2), Layout(data=2, sharding="full"), Layout(pipeline=2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
 @pytest.mark.parametrize("family", ["gpt", "bert"])
-def test_a_cut_vocabulary_is_aligned_on_each_process(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """250 words are 125 for each of two tensor processes, in products 128: ten steps equal one process."""
+def test_rows_below_the_words_change_nothing(
+    layout: Layout, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """250 words, 125 for each of two tensor processes, in matrices of 256 and 128 rows, sharded too: ten steps equal
+    one process without such rows, whose boxes together are the published shape.
+    """
     warm()
-    monkeypatch.setitem(head_loss.COLUMNS, "cpu", 64)
-    case = Case("", Layout(tensor=2), family, model={"vocab_size": 250})
-    errors = Prover().prove(case)
+    case = Case("", layout, family, model={"vocab_size": 250})
+    prover = Prover()
+    prover.references[case.key()] = reference(case)
+    monkeypatch.setitem(losses.COLUMNS, "cpu", 64)
+    errors = prover.prove(case)
     assert not errors.beyond("fp64"), errors
 
 

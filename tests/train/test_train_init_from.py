@@ -21,7 +21,7 @@ from throughline.models.huggingface_heads import head_to_huggingface
 from throughline.models.init import build
 from throughline.planner.layout import Layout
 from throughline.prove.forked import run_ranks, warm
-from throughline.train.layout_engine import LayoutEngine
+from throughline.train.engine import Engine
 from throughline.train.parallel.mesh import make_mesh, start_group
 from throughline.train.weights_in import adopt, open_weights, start_from
 
@@ -340,7 +340,7 @@ def test_every_part_of_a_layout_gets_its_values(tmp_path: Path) -> None:
     def check() -> int:
         device = torch.device("cpu")
         start_group(device, 60)
-        engine = LayoutEngine(BERT_SHAPE, make_mesh(layout, device, 60), "fp32")
+        engine = Engine(BERT_SHAPE, make_mesh(layout, device, 60), "fp32")
         start_from(tmp_path, engine)
         for local in engine.local_shards:
             assert torch.equal(local.value, whole[local.name][local.spec.box.slices()]), local.name

@@ -29,7 +29,9 @@ def saved_bytes(plan: RunPlan) -> int:
     """Bytes that autograd keeps from forward for backward, parameters and inputs left out, each storage once."""
     trainer = build_trainer(plan)
     batch = StepBatches(plan, training_rows(plan)).batch(0, plan.recipe.train.rows_per_step)
-    known = {parameter.untyped_storage().data_ptr() for parameter in trainer.engine.model.parameters()}
+    known = {
+        parameter.untyped_storage().data_ptr() for parameter in trainer.engine.stages[0].model.parameters()
+    }
     known |= {value.untyped_storage().data_ptr() for value in batch.micro_batches[0].values()}
     kept: dict[int, int] = {}
 
@@ -40,7 +42,9 @@ def saved_bytes(plan: RunPlan) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = trainer.engine.loss(trainer.engine.model, batch.micro_batches[0], batch.inverse_counts)
+        (stage,) = trainer.engine.stages
+        stage.load(batch.micro_batches, torch.ones(len(batch.counts)), 1.0)
+        result = stage(torch.empty(0))
     del result
     return sum(kept.values())
 
@@ -50,7 +54,7 @@ def test_states_are_counted_exactly(make_plan: Callable[..., RunPlan]) -> None:
     trainer = build_trainer(plan)
     batch = StepBatches(plan, training_rows(plan)).batch(0, 4)
     train_step(trainer, batch, 1.0)
-    weights = sum(parameter.nbytes for parameter in trainer.engine.model.parameters())
+    weights = sum(parameter.nbytes for parameter in trainer.engine.stages[0].model.parameters())
     moments = sum(
         value.nbytes
         for slots in trainer.optimizer.state.values()
@@ -87,7 +91,7 @@ def test_recomputation_changes_memory_and_no_bit(make_plan: Callable[..., RunPla
             (
                 step.loss,
                 step.grad_norm,
-                torch.cat([p.detach().flatten() for p in trainer.engine.model.parameters()]),
+                torch.cat([p.detach().flatten() for p in trainer.engine.stages[0].model.parameters()]),
             )
         )
         kept.append(saved_bytes(plan))
@@ -125,7 +129,7 @@ def test_running_out_of_memory_names_the_phase_and_the_way_out(
     def greedy(*inputs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setitem(objective.LOSSES, "gpt", greedy)
+    monkeypatch.setattr(objective, "gpt_sums", greedy)
     with pytest.raises(Failed, match="out of memory in forward") as caught:
         train(make_plan("gpt"), tmp_path / "run")
     assert "activations" in caught.value.why

@@ -237,14 +237,14 @@ def test_too_many_bad_steps_in_a_row_stop_the_run(
     """From step 3 on every loss is NaN; a single one before is skipped and forgotten."""
     from throughline.train import objective
 
-    healthy, calls = objective.gpt_loss, []
+    healthy, calls = objective.gpt_sums, []
 
-    def failing(*inputs: object) -> tuple[torch.Tensor, ...]:
+    def failing(*inputs: object) -> torch.Tensor:
         calls.append(1)
         bad = len(calls) == 2 or len(calls) > 3
-        return tuple(part * float("nan") if bad else part for part in healthy(*inputs))
+        return healthy(*inputs) * (float("nan") if bad else 1.0)
 
-    monkeypatch.setitem(objective.LOSSES, "gpt", failing)
+    monkeypatch.setattr(objective, "gpt_sums", failing)
     with pytest.raises(Failed, match="4 steps in a row") as caught:
         train(make_plan("gpt", train={"steps": 50, "stop_after_skipped": 4}), tmp_path / "run")
     assert "learning_rate" in caught.value.fix

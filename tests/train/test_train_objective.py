@@ -5,11 +5,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from throughline.models.bert import BERT
+from throughline.models.gpt import GPT
 from throughline.models.init import build
+from throughline.planner.layout import Layout
 from throughline.train.build import RunPlan, StepBatches, training_rows
-from throughline.train.objective import IGNORED, LOSSES, StepBatch, prepare
+from throughline.train.objective import IGNORED, StepBatch, prepare, pretraining
+from throughline.train.parallel.mesh import Mesh
 from throughline.train.predict import step_shape
 from throughline.train.recipe import Recipe
+from throughline.train.stage import Stage
 from torch.nn import functional as F
 
 CPU = torch.device("cpu")
@@ -19,15 +24,25 @@ def rows_of(plan: RunPlan, count: int = 8) -> dict[str, np.ndarray]:
     return training_rows(plan).batch(3, count)
 
 
+def losses(model: GPT | BERT, batch: StepBatch) -> torch.Tensor:
+    """The mean loss of every term; the model's gradients are added up."""
+    stage = Stage(model, 0, Mesh(Layout(), CPU), pretraining(model.config).sums)
+    stage.load(
+        batch.micro_batches,
+        torch.tensor([1 / max(count, 1) for count in batch.counts], dtype=torch.float64),
+        1.0,
+    )
+    for _ in batch.micro_batches:
+        stage(torch.empty(0)).backward()
+    return sum(stage.sums) * stage.inverse_counts
+
+
 def gradients(plan: RunPlan, batch: StepBatch) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and every gradient of one step, in float64."""
     model = build(plan.config, 1, dtype=torch.float64)
-    total = 0.0
-    for micro_batch in batch.micro_batches:
-        loss, _ = LOSSES[plan.family](model, micro_batch, batch.inverse_counts)
-        loss.backward()
-        total += loss.item()
-    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return sum(losses(model, batch).tolist()), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert", "packed"])
@@ -41,8 +56,8 @@ def test_loss_and_gradients_do_not_depend_on_the_micro_batch(
     plan = make_plan("bert", objective={"packing": True}) if family == "packed" else make_plan(family)
     rows = rows_of(plan)
     rows["targets"][:3, 5:] = IGNORED
-    whole = gradients(plan, prepare(dict(rows), plan.family, 8, CPU, torch.float64, 0.15))
-    split = gradients(plan, prepare(dict(rows), plan.family, micro_rows, CPU, torch.float64, 0.15))
+    whole = gradients(plan, prepare(dict(rows), plan.family, 8, CPU, 0.15))
+    split = gradients(plan, prepare(dict(rows), plan.family, micro_rows, CPU, 0.15))
     assert split[0] == pytest.approx(whole[0], abs=1e-12)
     for name, gradient in whole[1].items():
         torch.testing.assert_close(split[1][name], gradient, atol=1e-12, rtol=0)
@@ -63,10 +78,8 @@ def test_bert_loss_is_that_of_heads_on_every_position(
     pair_targets = torch.from_numpy(rows["nsp_targets"])
     pair_logits = model.nsp_head(hidden.flatten(0, 1)) if packing else model.nsp_head(hidden[:, 0])
     nsp = F.cross_entropy(pair_logits, pair_targets.flatten())
-    batch = prepare(rows, "bert", 8, CPU, torch.float64, 0.15)
-    loss, sums = LOSSES["bert"](model, batch.micro_batches[0], batch.inverse_counts)
-    assert loss.item() == pytest.approx((mlm + nsp).item(), abs=1e-12)
-    assert (sums * batch.inverse_counts).tolist() == pytest.approx([mlm.item(), nsp.item()], abs=1e-12)
+    batch = prepare(rows, "bert", 8, CPU, 0.15)
+    assert losses(model, batch).tolist() == pytest.approx([mlm.item(), nsp.item()], abs=1e-12)
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
@@ -78,7 +91,7 @@ def test_a_batch_without_any_target_is_zero_and_not_nan(
     rows["targets"][:] = IGNORED
     if "nsp_targets" in rows:
         rows["nsp_targets"][:] = IGNORED
-    loss, grads = gradients(plan, prepare(rows, family, 2, CPU, torch.float64, 0.15))
+    loss, grads = gradients(plan, prepare(rows, family, 2, CPU, 0.15))
     assert loss == 0.0
     assert all(torch.isfinite(gradient).all() and not gradient.any() for gradient in grads.values())
 
@@ -117,9 +130,7 @@ def test_leaving_padding_out_changes_nothing_but_the_work(
             rows[name][2:, half + 1 :] = padding
     if kind == "packed":
         rows["nsp_targets"][2:, half + 1 :] = IGNORED
-    batches = [
-        prepare(dict(rows), plan.family, 4, CPU, torch.float64, 0.15, unpad=unpad) for unpad in (False, True)
-    ]
+    batches = [prepare(dict(rows), plan.family, 4, CPU, 0.15, unpad=unpad) for unpad in (False, True)]
     real = int((rows["document_ids"] >= 0)[4:].sum() if kind != "bert" else rows["attention_mask"][4:].sum())
     shape = batches[1].micro_batches[1]["input_ids"].shape
     assert shape[0] == 1 and real <= shape[1] < real + rows["input_ids"][:4].size // 8
@@ -139,7 +150,7 @@ def test_as_many_places_are_prepared_as_the_planner_counts(
     targets = np.full((rows, length), IGNORED)
     targets[:, : int(np.ceil(0.15 * length))] = 7  # the most that a row of one segment has
     batch = {"input_ids": np.ones((rows, length), np.int64), "targets": targets}
-    made = prepare(batch, "bert", rows, CPU, torch.float32, 0.15).micro_batches[0]["predicted"]
+    made = prepare(batch, "bert", rows, CPU, 0.15).micro_batches[0]["predicted"]
     assert len(made) == step_shape(recipe).predicted >= (targets != IGNORED).sum()
 
 
@@ -148,4 +159,4 @@ def test_tokens_leave_padding_out(make_plan: Callable[..., RunPlan]) -> None:
     rows = rows_of(plan)
     real = int(rows["attention_mask"].sum())
     assert real < rows["input_ids"].size
-    assert prepare(rows, "bert", 8, CPU, torch.float32, 0.15).tokens == real
+    assert prepare(rows, "bert", 8, CPU, 0.15).tokens == real

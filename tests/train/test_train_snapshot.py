@@ -41,10 +41,10 @@ def test_the_memory_of_a_copy_is_made_once(make_plan: Callable[..., RunPlan]) ->
     places = {key: tensor.data_ptr() for key, tensor in buffers._kept.items()}
     for _ in range(2):
         with torch.no_grad():
-            for parameter in trainer.engine.model.parameters():
+            for parameter in trainer.engine.stages[0].model.parameters():
                 parameter += 1
         snapshot = take_snapshot(trainer, buffers)
-        for name, parameter in trainer.engine.model.named_parameters():
+        for name, parameter in trainer.engine.stages[0].model.named_parameters():
             copy = snapshot.tensors["weights"][name]
             assert torch.equal(copy, parameter)
             assert copy.data_ptr() == places["weights", name] != parameter.data_ptr()
@@ -58,7 +58,7 @@ def test_a_save_waits_for_the_memory_of_the_one_before(
     writer = CheckpointWriter(tmp_path, 0)
     for step in range(4):
         with torch.no_grad():
-            for parameter in trainer.engine.model.parameters():
+            for parameter in trainer.engine.stages[0].model.parameters():
                 parameter.fill_(step)
         trainer.step = step
         writer.save(trainer)

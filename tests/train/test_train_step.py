@@ -29,15 +29,17 @@ def setting(
 
 def weights(trainer: Trainer) -> torch.Tensor:
     return torch.cat(
-        [parameter.detach().flatten().clone() for parameter in trainer.engine.model.parameters()]
+        [parameter.detach().flatten().clone() for parameter in trainer.engine.stages[0].model.parameters()]
     )
 
 
 def plain_step(trainer: Trainer, batch: StepBatch, clip: float) -> tuple[torch.Tensor, float]:
     """The same step in the obvious way."""
-    for micro_batch in batch.micro_batches:
-        trainer.engine.loss(trainer.engine.model, micro_batch, batch.inverse_counts)[0].backward()
-    norm = torch.nn.utils.clip_grad_norm_(trainer.engine.model.parameters(), clip).item()
+    (stage,) = trainer.engine.stages
+    stage.load(batch.micro_batches, 1 / batch.counts_there, 1.0)
+    for _ in batch.micro_batches:
+        stage(torch.empty(0)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(trainer.engine.stages[0].model.parameters(), clip).item()
     for group in trainer.optimizer.param_groups:
         group["lr"] = group["base_lr"] * 0.5
     trainer.optimizer.step()
@@ -67,14 +69,15 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(
     moments = {
         (index, slot): value.clone() for index, slots in state.items() for slot, value in slots.items()
     }
-    healthy = trainer.engine.loss
-    trainer.engine.loss = lambda *inputs: tuple(part * math.nan for part in healthy(*inputs))
+    (stage,) = trainer.engine.stages
+    healthy = stage.head
+    stage.head = lambda *inputs: healthy(*inputs) * math.nan
     assert train_step(trainer, batch, 1.0).skipped
     assert torch.equal(weights(trainer), before)
     after = trainer.optimizer.state_dict()["state"]
     assert all(torch.equal(after[index][slot], value) for (index, slot), value in moments.items())
     assert (trainer.step, trainer.samples, trainer.skipped, trainer.skipped_in_row) == (2, 8, 1, 1)
-    trainer.engine.loss = healthy
+    stage.head = healthy
     assert not train_step(trainer, batch, 1.0).skipped
     assert (trainer.skipped, trainer.skipped_in_row) == (1, 0)
 
@@ -84,7 +87,7 @@ def test_a_nan_in_one_gradient_alone_is_noticed(make_plan: Callable[..., RunPlan
     trainer, batch = setting(make_plan)
     spoil = torch.zeros(32)
     spoil[7] = math.inf
-    trainer.engine.model.norm.bias.register_hook(lambda gradient: gradient + spoil)
+    trainer.engine.stages[0].model.norm.bias.register_hook(lambda gradient: gradient + spoil)
     before = weights(trainer)
     result = train_step(trainer, batch, 1.0)
     assert result.skipped
@@ -122,7 +125,7 @@ def test_low_precision_stays_near_fp32(make_plan: Callable[..., RunPlan], precis
     trainer, batch = setting(make_plan, train={"precision": precision})
     reference, _ = setting(make_plan)
     assert all(value.dtype == torch.float32 for _, value in trainer.engine.named_parameters())
-    assert all(parameter.dtype.itemsize == 2 for parameter in trainer.engine.model.parameters())
+    assert all(parameter.dtype.itemsize == 2 for parameter in trainer.engine.stages[0].model.parameters())
     for _ in range(3):
         low, full = train_step(trainer, batch, 1.0), train_step(reference, batch, 1.0)
         assert low.loss == pytest.approx(full.loss, rel=2e-2)
@@ -265,7 +268,7 @@ def test_a_layout_waits_once_and_agrees_in_one_collective(
 
         dist.all_reduce = counting
         with Reads([part["document_bounds"] for part in second.micro_batches if family == "bert"]) as reads:
-            result = train_step(trainer, second, 1.0, signal=15 if mesh.rank == 1 else 0, upcoming=third)
+            result = train_step(trainer, second, 1.0, signal=lambda: 15 * (mesh.rank == 1), upcoming=third)
         dist.all_reduce = original
         return reads.seen, sum(small), result.signal
 

@@ -1,13 +1,16 @@
 """The fine-tuning recipe: a trained model, labelled records, and a few epochs over them. No torch here."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from ...core.recipe import Problem, Section
-from ..sections import Fraction
+from ..recipe import Recipe
+from ..rules import spread_rule
+from ..sections import Fraction, ParallelSection
 
 TASKS = ("classification", "token-classification", "question-answering", "retrieval", "instruction")
 
@@ -48,6 +51,16 @@ class FinetuneTrainSection(Section):
     """Share of the steps in which the learning rate rises."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0 = not clipped."""
+    micro_batch_rows: int | None = Field(default=None, gt=0)
+    """Records that a process computes at once, its others are accumulated; by default all. Retrieval compares the
+    passages of these.
+    """
+    recompute: Literal["none", "full", "selective"] = "none"
+    """Activations recomputed in backward: none, every layer, or the attention core alone."""
+    offload: bool = False
+    """fp32 weights, optimizer state and update on the host."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile: auto uses it where a compiler answers and the run is long enough to pay."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Arithmetic of the model, as of a training run: with bf16 and fp16 its weights have 16 bits, and what is moved,
     measured and saved are their fp32 masters.
@@ -71,6 +84,7 @@ class FinetuneRecipe(Section):
     """Trained model to start from: a run, a checkpoint, a model artifact or a Hugging Face directory."""
     data: RecordsSection = RecordsSection()
     train: FinetuneTrainSection = FinetuneTrainSection()
+    parallel: ParallelSection = ParallelSection()
     window_stride: int = Field(default=64, gt=0)
     """question-answering: tokens that consecutive windows of a context share."""
     max_answer_tokens: int = Field(default=30, gt=0)
@@ -93,7 +107,67 @@ def inputs_rule(recipe: FinetuneRecipe) -> Iterable[Problem]:
         )
 
 
-RULES = (inputs_rule,)
+def layout_rule(recipe: FinetuneRecipe) -> Iterable[Problem]:
+    """Data processes share the records, and may share the weights; a task's head is not cut."""
+    parallel, train = recipe.parallel, recipe.train
+    for axis in ("tensor", "pipeline", "context"):
+        if getattr(parallel, axis) > 1:
+            fix = f'parallel.{axis} = 1; with sharding = "full" data processes share the weights as well'
+            yield Problem(f"parallel.{axis}", "a model with a new head is not cut", fix)
+    micro = train.micro_batch_rows or train.batch_rows // parallel.data
+    if not micro or train.batch_rows % (micro * parallel.data):
+        text = f"{micro} does not divide the batch of {train.batch_rows} records on {parallel.data} processes"
+        yield Problem("train.micro_batch_rows", text, "a divisor of the records of each process")
+    else:
+        yield from spread_rule(training_recipe(recipe, 1))
+
+
+RULES = (inputs_rule, layout_rule)
+
+
+def training_recipe(recipe: FinetuneRecipe, records: int) -> Recipe:
+    """The run over so many records: AdamW, linear warm-up and decay; measured and saved at the end of each epoch,
+    which has whole batches.
+    """
+    given = recipe.train
+    epoch = math.ceil(records / given.batch_rows)
+    steps = given.epochs * epoch
+    own = {
+        "epochs",
+        "learning_rate",
+        "weight_decay",
+        "warmup_fraction",
+    }  # of other sections there, or counted
+    tree: dict[str, Any] = {
+        "data": {"train": [{"path": recipe.data.train}], "validation": recipe.data.validation},
+        "model": {"family": "gpt" if recipe.task == "instruction" else "bert", "init_from": recipe.model},
+        "train": given.model_dump(exclude=own)
+        | {
+            "steps": steps,
+            "micro_batch_rows": given.micro_batch_rows or given.batch_rows // recipe.parallel.data,
+            "eval_every_steps": epoch,
+            # fp16 finds its scale by steps that are skipped; a loss that is not finite, no scale mends
+            "stop_after_skipped": 20 if given.precision == "fp16" else 1,
+        },
+        "optimizer": {
+            "beta2": 0.999,
+            "learning_rate": given.learning_rate,
+            "weight_decay": given.weight_decay,
+        },
+        "schedule": {
+            "kind": "linear",
+            "warmup_steps": max(round(steps * given.warmup_fraction), 1),
+            "final_fraction": 0.0,
+        },
+        "checkpoint": {"save_every_steps": epoch, "keep": 1},
+        "parallel": recipe.parallel.model_dump(),
+    }
+    if recipe.task != "instruction":
+        tree["objective"] = {
+            "sentences": "none",
+            "mask_fraction": 0.01,
+        }  # what memory and FLOPs are predicted by
+    return Recipe.model_validate(tree)
 
 
 def resolve(recipe: FinetuneRecipe) -> FinetuneRecipe:

@@ -1,8 +1,14 @@
-"""Fine-tuning: one process, a few epochs, and a model artifact at the end that exports and serves like any other."""
+"""Fine-tuning: an objective of the one training loop, and a model artifact at the end that exports and serves like any
+other.
+
+The run stands beside the artifact until that is written, in a directory named by the recipe's hash: the same command
+goes on with it.
+"""
 
 import json
-import math
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +17,8 @@ import torch
 from torch import nn
 
 from ...core.artifact import check_free, create_artifact, input_record
-from ...core.console import progress, say
-from ...core.errors import Failed, WrongUse
+from ...core.console import say
+from ...core.errors import WrongUse
 from ...core.recipe import dump_toml, recipe_hash
 from ...data.tokenizer import Tokenizer
 from ...models.bert import BERT
@@ -21,59 +27,175 @@ from ...models.heads import BERTWithHead
 from ...models.huggingface import to_huggingface
 from ...models.huggingface_config import describe
 from ...models.huggingface_heads import head_to_huggingface
-from ...planner.tables import is_decayed
-from ..objective import StepBatch
-from ..precision import LossScaler, pick_device
-from ..single_engine import SingleEngine
-from ..step import Trainer, train_step
+from ...planner.nearest import require_world
+from ..build import RunPlan
+from ..checkpoint import load_weights, locate
+from ..engine import Engine
+from ..loop import train
+from ..memory import check_memory
+from ..metrics import read_metrics
+from ..objective import Objective, StepBatch, on_device
+from ..parallel.mesh import Mesh, own_device, running_processes
+from ..precision import pick_device
+from ..shards import whole_shard
 from ..weights_in import open_weights
-from .recipe import FinetuneRecipe
+from ..whole_model import whole_model
+from .recipe import FinetuneRecipe, training_recipe
 from .records import Record, Row, field_of, held_out, read_records
 from .tasks import TASKS, Task
 
-MOST_SKIPPED = 20  # steps in a row: fp16's first scale has been halved to 1 by then
 LEARNING_CHECK = "a part of the same records, held out by hash: a learning check, no benchmark score"
 
 
-def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -> dict[str, Any]:
-    """Train and write the model artifact at `out`; returns its facts.
+def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -> dict[str, Any] | None:
+    """Train and write the model artifact at `out`; returns its facts, None on processes other than the first.
 
     Raises WrongUse for records or a model that do not fit the task, Refused for a model that has no Hugging
     Face layout (before anything is trained), Failed for a loss that is not finite.
     """
     check_free(out, overwrite)
-    device = pick_device(recipe.train.device, recipe.train.precision)
-    base, tokenizer_file = open_weights(recipe.model)
+    plan = plan_task(recipe)
+    home = Path(f"{out}.{recipe_hash(recipe)[-8:]}.run")
+    validation = train(plan, home, evaluators=[plan.measure])["validation"]
+    if running_processes()[0] > 0:
+        return None
+    facts: dict[str, Any] = {
+        "family": plan.family,
+        "task": recipe.task,
+        "records": {"train": plan.records, "validation": len(plan.measured)},
+        "validation": validation,
+        "measured_on": "the validation records given" if recipe.data.validation else LEARNING_CHECK,
+    }
+    with create_artifact(
+        out, "model", inputs=plan.inputs, recipe_hash=recipe_hash(recipe), overwrite=overwrite
+    ) as draft:
+        tokenizer_json = plan.tokenizer_json
+        assert plan.tokenizer is not None and tokenizer_json is not None
+        write_model(plan.saved(home), plan.tokenizer, tokenizer_json, draft.path)
+        (draft.path / "recipe.toml").write_text(dump_toml(recipe))
+        curve = "".join(json.dumps(record) + "\n" for record in plan.curve(home))
+        (draft.path / "metrics.jsonl").write_text(curve)
+        draft.facts |= facts
+    shutil.rmtree(home)
+    return facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPlan(RunPlan):
+    """A run whose objective, batches, first values and figures are those of a task."""
+
+    task: Task
+    base: GPT | BERT
+    groups: Sequence[list[Row]]  # the rows of each record to learn from
+    measured: Sequence[Record]
+
+    @property
+    def records(self) -> int:
+        return len(self.groups)
+
+    def objective(self) -> Objective:
+        return self.task.objective(self.config)
+
+    def fill(self, engine: Engine) -> None:
+        engine.fill(self.task.values(self.base, engine.shapes))
+
+    def batches(self, mesh: Mesh, cache: Path | None = None) -> "TaskBatches":
+        return TaskBatches(self, mesh.data.size)
+
+    def measure(self, engine: Engine, step: int) -> dict[str, Any]:
+        """The evaluator of the run: figures of the weights that are saved."""
+        model = whole_model(engine)
+        if model is None:
+            return {}
+        with torch.no_grad():
+            figures = self.task.measure(model, self.measured, engine.device)
+        say(f"epoch {step // self.recipe.train.eval_every_steps}: " + figures_text(figures))
+        return figures
+
+    def saved(self, run: Path) -> nn.Module:
+        """The model of the run's last checkpoint, on the host."""
+        model = self.objective().empty(torch.float32).to_empty(device="cpu")
+        shards = [whole_shard(*named) for named in model.named_parameters()]
+        load_weights(locate(run), [shard.name for shard in shards], shards)
+        return model
+
+    def curve(self, run: Path) -> list[dict[str, Any]]:
+        """For each epoch the mean loss and the figures."""
+        records, size = read_metrics(run), self.recipe.train.eval_every_steps
+        epochs = [records[start : start + size] for start in range(0, len(records), size)]
+        return [
+            {
+                "epoch": number,
+                "loss": float(np.mean([record["loss"] for record in epoch if record["loss"] is not None])),
+                "validation": epoch[-1]["validation"],
+            }
+            for number, epoch in enumerate(epochs, 1)
+        ]
+
+
+@dataclass(frozen=True)
+class TaskBatches:
+    """The records of each epoch in an order of its own; its last batch is filled up by its first records."""
+
+    plan: TaskPlan
+    processes: int  # that share a batch
+
+    def batch(self, position: int, count: int) -> StepBatch:
+        plan, train, task = self.plan, self.plan.recipe.train, self.plan.task
+        epoch, first = divmod(position, train.eval_every_steps * train.rows_per_step)
+        order = np.random.default_rng((train.seed, epoch)).permutation(plan.records)
+        groups = [plan.groups[order[place % plan.records]] for place in range(first, first + count)]
+        micro = train.rows_per_micro_batch
+        parts = [
+            task.collated([row for group in groups[start : start + micro] for row in group])
+            for start in range(0, count, micro)
+        ]
+        targets = sum(task.count(part) for part in parts)
+        tokens = sum(int(part["attention_mask"].sum()) for part in parts) * self.processes
+        return StepBatch(
+            [{name: on_device(x, plan.device) for name, x in part.items()} for part in parts],
+            (targets,),
+            on_device(np.array([targets], np.float64), plan.device),
+            tokens,
+            count * self.processes,
+        )
+
+
+def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
+    """Open and check everything that a recipe names."""
+    device = own_device(pick_device(recipe.train.device, recipe.train.precision))
+    opened, tokenizer_file = open_weights(recipe.model)
     if tokenizer_file is None:
         raise WrongUse(
             "this model has no tokenizer.json", where=recipe.model, fix="put one beside the weights"
         )
     tokenizer = Tokenizer.load(tokenizer_file)
-    task = _task(recipe, base, tokenizer)
+    task, base = _task(recipe, opened, tokenizer), _plain(opened)
     learnt, measured = _split(recipe)
     task.prepare([*learnt, *measured])
-    torch.manual_seed(recipe.train.seed)
-    model = task.build(_plain(base)).to(device)
-    engine = SingleEngine(model, recipe.train.precision, device, loss=task.mean_loss)
-    curve = _train(recipe, task, engine, learnt, measured)
-    facts: dict[str, Any] = {
-        "family": task.family,
-        "task": recipe.task,
-        "records": {"train": len(learnt), "validation": len(measured)},
-        "validation": curve[-1]["validation"],
-        "measured_on": "the validation records given" if recipe.data.validation else LEARNING_CHECK,
-    }
-    inputs = [input_record(recipe.model), input_record(recipe.data.train)]
-    inputs += [input_record(recipe.data.validation)] if recipe.data.validation else []
-    with create_artifact(
-        out, "model", inputs=inputs, recipe_hash=recipe_hash(recipe), overwrite=overwrite
-    ) as draft:
-        with engine.exact_model() as exact:
-            write_model(exact, tokenizer, tokenizer_file, draft.path)
-        (draft.path / "recipe.toml").write_text(dump_toml(recipe))
-        (draft.path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in curve))
-        draft.facts |= facts
-    return facts
+    rows = task.rows(learnt)
+    each = 2 if recipe.task == "retrieval" else 1  # rows to a record
+    groups = [rows[start : start + each] for start in range(0, len(rows), each)]
+    run, config = training_recipe(recipe, len(groups)), base.config
+    batch = run.train.sequence_length, run.train.rows_per_step, run.train.rows_per_micro_batch
+    require_world(run.parallel.layout(), running_processes()[1], config, *batch, lambda *_: True)
+    named = (recipe.model, recipe.data.train, recipe.data.validation)
+    return TaskPlan(
+        recipe=run,
+        family=task.family,
+        config=config,
+        device=device,
+        memory=check_memory(config, run, device),
+        train_stores=(),
+        validation_stores=(),
+        tokenizer=tokenizer,
+        tokenizer_json=tokenizer_file.read_bytes(),
+        inputs=[input_record(path) for path in named if path],
+        task=task,
+        base=base,
+        groups=groups,
+        measured=measured,
+    )
 
 
 def _task(recipe: FinetuneRecipe, base: nn.Module, tokenizer: Tokenizer) -> Task:
@@ -118,76 +240,7 @@ def _split(recipe: FinetuneRecipe) -> tuple[list[Record], list[Record]]:
     return learnt, measured
 
 
-def _train(
-    recipe: FinetuneRecipe,
-    task: Task,
-    engine: SingleEngine,
-    learnt: Sequence[Record],
-    measured: Sequence[Record],
-) -> list[dict[str, Any]]:
-    """The epochs; one record each with the mean loss and the validation figures, which are those of the weights that
-    are saved.
-    """
-    train, model = recipe.train, engine.model
-    rows = task.rows(learnt)
-    twice = 2 if recipe.task == "retrieval" else 1  # rows to a record
-    groups = [rows[start : start + twice] for start in range(0, len(rows), twice)]
-    steps = train.epochs * math.ceil(len(groups) / train.batch_rows)
-    trainer = Trainer(
-        engine, _optimizer(task, engine), LossScaler.of(train.precision), train.precision, train.clip_norm
-    )
-    warmup = max(round(steps * train.warmup_fraction), 1)
-    curve = []
-    with progress("finetune", steps, "steps") as bar:
-        for epoch in range(train.epochs):
-            model.train()
-            losses = []
-            for batch in _shuffled(task, groups, epoch, engine.device):
-                step = trainer.step
-                factor = min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1), 1.0)
-                result = train_step(trainer, batch, factor)
-                # fp16 finds its scale by steps that are skipped; a loss that is not finite, no scale mends
-                if result.skipped and (not trainer.scaler.active or trainer.skipped_in_row > MOST_SKIPPED):
-                    fix = 'lower train.learning_rate, or set train.precision = "fp32"'
-                    raise Failed("the loss or a gradient is not finite", where=f"epoch {epoch + 1}", fix=fix)
-                losses.append(result.loss)
-                bar.advance(1, f"loss {losses[-1]:.4f}")
-            model.eval()
-            with torch.no_grad(), engine.exact_model() as exact:
-                figures = task.measure(exact, measured, engine.device)
-            curve.append({"epoch": epoch + 1, "loss": sum(losses) / len(losses), "validation": figures})
-            say(f"epoch {epoch + 1}: loss {curve[-1]['loss']:.4f}  " + figures_text(figures))
-    return curve
-
-
-def _shuffled(
-    task: Task, groups: Sequence[list[Row]], epoch: int, device: torch.device
-) -> Iterator[StepBatch]:
-    one = torch.ones(1, device=device)  # a task divides its loss by its own count
-    order = np.random.default_rng((task.recipe.train.seed, epoch)).permutation(len(groups))
-    size = task.recipe.train.batch_rows
-    for start in range(0, len(order), size):
-        rows = [row for index in order[start : start + size] for row in groups[index]]
-        yield StepBatch([task.batch(rows, device)], (1,), one, one, 0, len(rows))
-
-
-def _optimizer(task: Task, engine: SingleEngine) -> torch.optim.Optimizer:
-    train = task.recipe.train
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, value in engine.named_parameters():
-        if not name.startswith(task.untrained):
-            groups[is_decayed(name, value.dim())].append(value)
-    return torch.optim.AdamW(
-        [
-            {"params": groups[True], "weight_decay": train.weight_decay, "base_lr": train.learning_rate},
-            {"params": groups[False], "weight_decay": 0.0, "base_lr": train.learning_rate},
-        ],
-        lr=train.learning_rate,
-        fused=True,
-    )
-
-
-def write_model(model: nn.Module, tokenizer: Tokenizer, tokenizer_file: Path, target: Path) -> None:
+def write_model(model: nn.Module, tokenizer: Tokenizer, tokenizer_json: bytes, target: Path) -> None:
     """A Hugging Face directory of a model with its head, and the tokenizer beside it."""
     from safetensors.torch import save_file
 
@@ -200,7 +253,7 @@ def write_model(model: nn.Module, tokenizer: Tokenizer, tokenizer_file: Path, ta
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
     ids = {f"{role}_token_id": i for role, i in tokenizer.special.items() if role in ("bos", "eos", "pad")}
     (target / "config.json").write_text(json.dumps(fields | ids, indent=1) + "\n")
-    (target / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    (target / "tokenizer.json").write_bytes(tokenizer_json)
     texts = {i: text for text, i in tokenizer.vocab.items()}
     described = {"tokenizer_class": "PreTrainedTokenizerFast"} | {
         f"{role}_token": texts[i] for role, i in tokenizer.special.items()

@@ -1,29 +1,33 @@
 """The five tasks: how records become rows, what is minimised, and how predictions are scored.
 
-Each is used by `run.py` in this order: `prepare` (labels, rows), `build` (the model with its head), `loss` for
-each batch, `measure` over the records that were held out.
+Each is used in this order: `prepare` (labels), `rows`, `objective` (the model with its head, and `sums` of the losses
+of a micro-batch, which are divided by the `count` of the whole batch), `measure` over the records that were held out.
+
+Shape letters: B rows, S positions, W width, N places with a target.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.errors import WrongUse
 from ...data.tokenizer import Tokenizer
-from ...models.bert import BERT
-from ...models.gpt import GPT
-from ...models.heads import SPAN_LABELS, Head, build_with_head
-from ..loss import IGNORED, cross_entropy_sum
+from ...models.config import BERTConfig, ModelConfig
+from ...models.heads import SPAN_LABELS, Head, empty_with_head
+from ...models.init import empty_model, initial_values
+from ...planner.tables import Box
+from ..engine import Values
+from ..loss import IGNORED, Batch, Model, Words, cross_entropy_sum, head_loss_sum
+from ..objective import Objective, bound_documents, places_of
+from ..parallel.mesh import Axis
 from . import metrics
 from .recipe import FinetuneRecipe
 from .records import Record, Row, collate, field_of, pair_row
-
-Batch = dict[str, Tensor]
 
 
 @dataclass
@@ -45,24 +49,59 @@ class Task:
     def rows(self, records: Sequence[Record]) -> list[Row]:
         raise NotImplementedError
 
-    def build(self, base: nn.Module) -> nn.Module:
-        """The model to train, from the one that was pretrained."""
-        return base
+    def head(self) -> Head | None:
+        """The new head of the model, once the labels are known."""
+        return None
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
+    def objective(self, config: ModelConfig) -> Objective:
+        """For an engine, which then needs `values`."""
+
+        def empty(dtype: torch.dtype) -> Model:
+            head = self.head()
+            model: Any = empty_model(config, dtype=dtype)
+            if head is not None:
+                assert isinstance(config, BERTConfig)
+                model = empty_with_head(config, head, dtype=dtype)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(not name.startswith(self.untrained))
+            return model
+
+        return Objective(empty, self.sums)
+
+    def values(self, base: Model, shapes: Mapping[str, tuple[int, ...]]) -> Values:
+        """Those of the pretrained model below the head, and first values of what it lacks."""
+        trained = dict(base.named_parameters())
+
+        def value_of(name: str, box: Box) -> Tensor:
+            known = trained.get(name.removeprefix("encoder."))
+            if known is not None:
+                return known.detach()[box.slices()]
+            shape, seed = torch.Size(shapes[name]), self.recipe.train.seed
+            return initial_values(name, shape, base.config, seed, box.slices())
+
+        return value_of
+
+    def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+        """The sum of the losses of a micro-batch: (1,)."""
         raise NotImplementedError
 
-    def mean_loss(self, model: Any, batch: Batch, inverse_counts: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss, as an engine asks for it."""
-        loss = self.loss(model, batch)
-        return loss, loss.detach().view(1)
+    def count(self, batch: Mapping[str, np.ndarray]) -> int:
+        """By what the sum over a whole batch is divided."""
+        return len(batch["input_ids"])
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         raise NotImplementedError
 
     def batch(self, rows: Sequence[Row], device: torch.device) -> Batch:
-        pad = self.tokenizer.pad_id or 0
-        return {name: torch.from_numpy(values).to(device) for name, values in collate(rows, pad).items()}
+        batch = self.collated(rows)
+        return {name: torch.from_numpy(values).to(device) for name, values in batch.items()}
+
+    def collated(self, rows: Sequence[Row]) -> dict[str, np.ndarray]:
+        """Rows of one length; an encoder's padding is a document of its own."""
+        batch = collate(rows, self.tokenizer.pad_id or 0)
+        if self.family == "bert":
+            batch |= bound_documents({name: batch[name] for name in ("input_ids", "attention_mask")})
+        return batch
 
     def batches(self, rows: Sequence[Row], device: torch.device) -> Iterator[Batch]:
         size = self.recipe.train.batch_rows
@@ -105,12 +144,11 @@ class Classification(Task):
             rows.append(row)
         return rows
 
-    def build(self, base: nn.Module) -> nn.Module:
-        assert isinstance(base, BERT)
-        return build_with_head(base, Head("sequence-classification", self.labels), self.recipe.train.seed)
+    def head(self) -> Head:
+        return Head("sequence-classification", self.labels)
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        return F.cross_entropy(model(**encoder_inputs(batch)).float(), batch["label"])
+    def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+        return cross_entropy_sum(model.classify(hidden_BSW), batch["label"]).view(1)
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         predicted: list[int] = []
@@ -153,13 +191,14 @@ class TokenClassification(Task):
             rows.append(row)
         return rows
 
-    def build(self, base: nn.Module) -> nn.Module:
-        assert isinstance(base, BERT)
-        return build_with_head(base, Head("token-classification", self.labels), self.recipe.train.seed)
+    def head(self) -> Head:
+        return Head("token-classification", self.labels)
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        logits = model(**encoder_inputs(batch)).float()
-        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=IGNORED)
+    def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+        return cross_entropy_sum(model.classify(hidden_BSW).flatten(0, 1), batch["targets"].flatten()).view(1)
+
+    def count(self, batch: Mapping[str, np.ndarray]) -> int:
+        return int(np.count_nonzero(batch["targets"] != IGNORED))
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         predicted: list[list[str]] = []
@@ -203,15 +242,14 @@ class QuestionAnswering(Task):
                 self.windows.append((number, shift, offsets[first : first + room]))
         return rows
 
-    def build(self, base: nn.Module) -> nn.Module:
-        assert isinstance(base, BERT)
-        return build_with_head(base, Head("question-answering", SPAN_LABELS), self.recipe.train.seed)
+    def head(self) -> Head:
+        return Head("question-answering", SPAN_LABELS)
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        logits = model(**encoder_inputs(batch)).float()
-        logits = logits.masked_fill(~batch["attention_mask"][..., None], float("-inf"))
+    def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+        logits = model.classify(hidden_BSW).masked_fill(~batch["attention_mask"][..., None], float("-inf"))
         start, end = logits.unbind(-1)
-        return (F.cross_entropy(start, batch["start"]) + F.cross_entropy(end, batch["end"])) / 2
+        total = cross_entropy_sum(start, batch["start"]) + cross_entropy_sum(end, batch["end"])
+        return total.view(1) / 2
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         """The span of the largest sum of logits over all windows of a question."""
@@ -256,16 +294,18 @@ class Retrieval(Task):
             rows += [pair_row(self.tokenizer, ids, None, self.length) for ids in both]
         return rows
 
-    def vectors(self, model: BERT, batch: Batch) -> Tensor:
+    def vectors(self, hidden_BSW: Tensor, batch: Batch) -> Tensor:
         """(B, W), each of length 1."""
-        hidden_BSW = model.hidden(**encoder_inputs(batch)).float()
         real = batch["attention_mask"][..., None]
-        return F.normalize((hidden_BSW * real).sum(1) / real.sum(1), dim=-1)
+        return F.normalize((hidden_BSW.float() * real).sum(1) / real.sum(1), dim=-1)
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        vectors = self.vectors(model, batch)
+    def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+        vectors = self.vectors(hidden_BSW, batch)
         cosines = vectors[0::2] @ vectors[1::2].T / self.recipe.temperature
-        return F.cross_entropy(cosines, torch.arange(len(cosines), device=cosines.device))
+        return cross_entropy_sum(cosines, torch.arange(len(cosines), device=cosines.device)).view(1)
+
+    def count(self, batch: Mapping[str, np.ndarray]) -> int:
+        return len(batch["input_ids"]) // 2
 
     def batches(self, rows: Sequence[Row], device: torch.device) -> Iterator[Batch]:
         size = 2 * self.recipe.train.batch_rows
@@ -275,7 +315,10 @@ class Retrieval(Task):
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         """Each query against all different passages that were held out: rank of its own."""
         vectors = torch.cat(
-            [self.vectors(model, batch) for batch in self.batches(self.rows(records), device)]
+            [
+                self.vectors(model.hidden(**encoder_inputs(batch)), batch)
+                for batch in self.batches(self.rows(records), device)
+            ]
         )
         passages = [str(record[self.recipe.data.pair_field]) for record in records]
         kept = {text: place for place, text in reversed(list(enumerate(passages)))}
@@ -314,22 +357,27 @@ class Instruction(Task):
             rows.append({"input_ids": ids, "targets": targets})
         return rows
 
-    def sums(self, model: GPT, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum of losses, right tokens, count; padding is to the right, where causal attention does not look."""
-        targets = batch["targets"].flatten()
-        places = (targets != IGNORED).nonzero().squeeze(1)
-        hidden = model.hidden(batch["input_ids"]).flatten(0, 1).index_select(0, places)
-        logits, right = model.head(hidden), targets[places]
-        return cross_entropy_sum(logits, right), (logits.argmax(-1) == right).sum(), torch.tensor(len(places))
+    def collated(self, rows: Sequence[Row]) -> dict[str, np.ndarray]:
+        """Padding is to the right, where causal attention does not look."""
+        batch = super().collated(rows)
+        batch["predicted"], batch["predicted_targets"] = places_of(batch.pop("targets"), 1)
+        return batch
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        total, _, count = self.sums(model, batch)
-        return total / count.clamp(min=1).to(total.device)
+    def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
+        hidden_NW = hidden_BSW.flatten(0, 1).index_select(0, batch["predicted"])
+        targets_N, words = batch["predicted_targets"], Words(model.config.vocab_size)
+        return head_loss_sum(hidden_NW, model.output_weight(), None, targets_N, words).view(1)
+
+    def count(self, batch: Mapping[str, np.ndarray]) -> int:
+        return int(np.count_nonzero(batch["predicted_targets"] != IGNORED))
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         sums = np.zeros(3)
         for batch in self.batches(self.rows(records), device):
-            sums += [float(number) for number in self.sums(model, batch)]
+            hidden_NW = model.hidden(batch["input_ids"]).flatten(0, 1).index_select(0, batch["predicted"])
+            logits_NV, targets_N = model.head(hidden_NW), batch["predicted_targets"]
+            hits, places = (logits_NV.argmax(-1) == targets_N).sum(), (targets_N != IGNORED).sum()
+            sums += [float(cross_entropy_sum(logits_NV, targets_N)), int(hits), int(places)]
         total, right, count = sums.tolist()
         return {
             "response_loss": total / count,

@@ -66,11 +66,11 @@ class Scattering:
         return _waited(self.out, self.work).view(self.shape)
 
 
-def summed(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis, in a tensor of its own."""
+def reduced(x: Tensor, axis: Axis, how: str = "sum") -> Tensor:
+    """The sum ("max", "min") over the axis, in a tensor of its own."""
     if compiled():
-        return _waited(torch.ops._c10d_functional.all_reduce(x, "sum", axis.group_name), None)
-    return axis.all_reduce(x.contiguous().clone())
+        return _waited(torch.ops._c10d_functional.all_reduce(x, how, axis.group_name), None)
+    return axis.all_reduce(x.contiguous().clone(), getattr(dist.ReduceOp, how.upper()))
 
 
 def _waited(x: Tensor, work: dist.Work | None) -> Tensor:

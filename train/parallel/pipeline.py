@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import pipelining
 
 from ...planner.layout import Layout
 
 Stage = Any  # a module of the floor above (train/stage.py), which knows the loss
 
-SCHEDULES = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
-    "zero-bubble-v": pipelining.ScheduleZBVZeroBubble,
-    "interleaved-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+SCHEDULES = {  # torch's classes
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved-1f1b": "ScheduleInterleaved1F1B",
+    "zero-bubble-v": "ScheduleZBVZeroBubble",
+    "interleaved-zero-bubble": "ScheduleInterleavedZeroBubble",
 }
 # a failing schedule prints its whole table, hundreds of lines on every process; the error itself says what
 # failed
@@ -43,6 +42,8 @@ class Pipeline:
         sequence_length: int,
         dtype: torch.dtype,
     ) -> None:
+        from torch.distributed import pipelining  # takes a second to import
+
         self.stages, self.micro_batches = stages, micro_batches
         device, group = stages[0].mesh.device, stages[0].mesh.pipeline.group
         activation = torch.empty(
@@ -67,8 +68,9 @@ class Pipeline:
         few = (
             layout.schedule == "1f1b" and micro_batches < layout.stages
         )  # a growing batch, which torch's refuses
-        self.schedule = SCHEDULES["gpipe" if few else layout.schedule](
-            parts if layout.stages_per_process > 1 else parts[0],  # type: ignore[arg-type]
+        schedule = getattr(pipelining, SCHEDULES["gpipe" if few else layout.schedule])
+        self.schedule = schedule(
+            parts if layout.stages_per_process > 1 else parts[0],
             micro_batches,
             loss_fn=lambda loss, _: loss,  # the last stage returns it
             scale_grads=False,
@@ -76,7 +78,9 @@ class Pipeline:
 
     def run(self) -> None:
         """Forward and backward of all micro-batches that the stages were loaded with."""
-        empty = torch.empty(self.micro_batches)  # split by torch into one element for each micro-batch
+        # split by torch into one element for each micro-batch; on the device, for a sharded stage would wait for its
+        # way there
+        empty = torch.empty(self.micro_batches, device=self.stages[0].mesh.device)
         inputs = (empty,) if any(stage.is_first for stage in self.stages) else ()
         target = empty if any(stage.is_last for stage in self.stages) else None
         self.schedule.step(*inputs, target=target, return_outputs=False)

@@ -18,12 +18,11 @@ schedules).
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from ...planner.layout import Layout
 from ...planner.tables import bucket_slices
@@ -40,6 +39,8 @@ def shard_stage(stage: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, compu
     device_mesh = mesh.sharding_mesh()
     if device_mesh is None:
         return
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # a second to import
+
     summed = torch.promote_types(computed, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=summed, cast_forward_inputs=False)
     layout = mesh.layout
@@ -55,22 +56,13 @@ def shard_stage(stage: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, compu
             module.set_force_sum_reduction_for_comms(True)
 
 
-def before_backward(stage: nn.Module, layout: Layout, last: bool) -> None:
-    """Say what the next backward of an unpipelined stage does with gradients: reduce them now, or keep them
-    for the last one.
+def before_backward(stage: Any, layout: Layout, last: bool) -> None:
+    """Say what the next backward of an unpipelined stage that is sharded does with gradients: reduce them now, or
+    keep them for the last one.
     """
-    if isinstance(stage, FSDPModule):
-        reduce = last or layout.sharding != "zero1"
-        stage.set_requires_gradient_sync(reduce)
-        stage.set_is_last_backward(last)
-        stage.set_reshard_after_backward(last or layout.sharding == "full")
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a sharded tensor, sharing its memory; the tensor itself when it is not
-    sharded.
-    """
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    stage.set_requires_gradient_sync(last or layout.sharding != "zero1")
+    stage.set_is_last_backward(last)
+    stage.set_reshard_after_backward(last or layout.sharding == "full")
 
 
 @torch.no_grad()

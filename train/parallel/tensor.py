@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ...models.linear import linear
 from ...planner.tables import even_part, tensor_box, tensor_placement
-from .collectives import FIT_A_GRAPH, Gathering, Scattering, compiled, summed
+from .collectives import FIT_A_GRAPH, Gathering, Scattering, compiled, reduced
 from .mesh import Axis
 
 Which = Literal["output", "input", "weight"]  # a product, or the gradient of one of its factors
@@ -149,7 +149,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return summed(grad, ctx.axis), None
+        return reduced(grad, ctx.axis), None
 
 
 def column_linear(
@@ -224,10 +224,11 @@ class VocabularyEmbedding(nn.Module):
     def __init__(self, table: nn.Embedding, first_id: int, axis: Axis) -> None:
         super().__init__()
         self.weight, self.first_id, self.axis = table.weight, first_id, axis
+        self.words = len(table.weight)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         local_BS = ids_BS - self.first_id
-        held_BS = (local_BS >= 0) & (local_BS < len(self.weight))
+        held_BS = (local_BS >= 0) & (local_BS < self.words)
         x_BSW = F.embedding(local_BS.where(held_BS, 0), self.weight) * held_BS[..., None]
         return _ScatterSequence.apply(x_BSW, self.axis)
 

@@ -1,0 +1,33 @@
+"""All that is done to a model before it trains, in the order in which it is done: one screen.
+
+The model stays what `models/` says. Each line puts something on from outside and does nothing where its axis is alone
+or its option is off, so one process and a thousand go through the same lines. The model is on the meta device: no
+process ever holds more than its part.
+"""
+
+from .compile import compile_stage
+from .float8 import convert_products
+from .loss import pad_vocabulary
+from .parallel.mesh import Mesh
+from .parallel.sharding import shard_stage
+from .parallel.tensor import apply_tensor_parallel
+from .precision import computing_dtype
+from .recompute import recompute
+from .stage import Stage
+
+
+def parallelize(
+    stage: Stage, mesh: Mesh, precision: str, matmul: str, compiling: str, recomputing: str
+) -> None:
+    """Cut, change and wrap a stage of the model by the recipe's words for it."""
+    model, trunk = stage.model, stage.trunk  # with its heads, and what has the blocks
+    apply_tensor_parallel(model, mesh.tensor)  # matrices cut, layers that communicate in place of plain ones
+    pad_vocabulary(trunk, mesh.device)  # of what was cut: every process has whole tiles
+    # the context axis: `Stage.encode` gives the blocks documents of whole rows, which attend around the ring
+    convert_products(trunk, matmul)  # fp8, in the layers that the tensor axis left
+    if compiling != "off":
+        compile_stage(stage, compiling)  # blocks and head; what gathers or waits around them stays outside
+    recompute(trunk, trunk.config, recomputing)  # repeats a block's compiled forward
+    shard_stage(
+        stage, trunk.blocks.values(), mesh, computing_dtype(precision)
+    )  # last: it gathers for all that

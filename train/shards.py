@@ -1,0 +1,71 @@
+"""What this process holds of each parameter of its stages: the box that the layout's table says, and its weights."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..planner.tables import Box, Coordinates, ShardSpec, make_shard_spec
+from .stage import Stage
+
+
+@dataclass
+class LocalShard:
+    """This process's box of one parameter.
+
+    The module computes with `parameter`, which may be sharded or have rows of zeros below; `computed` is the
+    local part of it, and has its gradient after backward; `value` is what an optimizer moves and a checkpoint
+    saves: a master in fp32, or `computed` itself.
+    """
+
+    spec: ShardSpec
+    parameter: nn.Parameter
+    computed: nn.Parameter
+    value: nn.Parameter
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def take_gradient(self) -> None:
+        """Let `computed` have its part of the gradient of `parameter`."""
+        if self.computed is not self.parameter and self.parameter.grad is not None:
+            self.computed.grad = local_part(self.parameter.grad)[: len(self.computed)]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor that `fully_shard` may have cut (a DTensor), sharing its memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def local_shards(stage: Stage, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[LocalShard]:
+    """The boxes of a stage that has memory, by the whole shapes of the model. Rows below the words of a vocabulary
+    become 0 and stay so: no box has them.
+    """
+    mesh, config = stage.mesh, stage.model.config
+    place = Coordinates(mesh.pipeline.rank, mesh.tensor.rank, mesh.replica.rank, mesh.shard.rank)
+    for name, parameter in stage.model.named_parameters():
+        spec = make_shard_spec(
+            name, shapes[name], config, stage.index, mesh.layout, place, rows=len(parameter)
+        )
+        part, rows = local_part(parameter.detach()), spec.box.size[0]
+        computed = parameter
+        if part.shape != parameter.shape or len(part) != rows:
+            part[rows:].zero_()
+            computed = nn.Parameter(part[:rows], parameter.requires_grad)
+        assert tuple(computed.shape) == spec.box.size, (name, tuple(computed.shape), spec.box)
+        yield LocalShard(spec, parameter, computed, computed)
+
+
+def whole_shard(name: str, parameter: nn.Parameter) -> LocalShard:
+    """A parameter that one process holds as a whole."""
+    shape = tuple(parameter.shape)
+    spec = ShardSpec(name, shape, Box.whole(shape), 0, "same", True)
+    return LocalShard(spec, parameter, parameter, parameter)
+
+
+def make_master(parameter: nn.Parameter) -> nn.Parameter:
+    """An fp32 copy of a weight, its own memory; of a meta tensor nothing."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    return nn.Parameter(parameter.detach().to(wide, copy=True), parameter.requires_grad)
