@@ -141,6 +141,7 @@ class CheckpointWriter:
         """Every process writes its part; the first puts them together."""
         step = snapshot.state["step"]
         part = self._part(step, self.process)
+        self.may_write()
         try:
             with full_disk(part):
                 part.mkdir(parents=True)

@@ -97,11 +97,7 @@ class RunWorkspace(Workspace):
         shutil.rmtree(self.path / HEARTBEAT, ignore_errors=True)
 
     def check_owner(self) -> None:
-        """Raises Refused when the run was started again elsewhere since. What the other processes write is taken by
-        the first or not at all.
-        """
-        if not self.leads:
-            return
+        """Raises Refused when the run was started again elsewhere since."""
         file = self.path / OWNER
         found = file.read_text() if file.exists() else "nobody"
         if found != self.token:
