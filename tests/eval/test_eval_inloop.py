@@ -23,6 +23,7 @@ from throughline.eval.task import find_tasks
 from throughline.models.bert import BERT
 from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
+from throughline.models.init import empty_model
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import plan_run
 from throughline.train.checkpoint import load_model
@@ -185,13 +186,11 @@ def test_a_bert_scores_its_tasks_inside_a_run(bert: BERT, bert_tokenizer: Tokeni
     inside = TaskEvaluator(SimpleNamespace(tokenizer=bert_tokenizer, config=bert.config, recipe=recipe))
     engine = Engine.holding(bert, "fp32", torch.device("cpu"))
     assert inside(engine, 3) == {}
-    alone = evaluate(MaskedScorer(bert, bert_tokenizer), find_tasks(evaluation.tasks), Settings(limit=3))
-    bert.train()
-    try:
-        found = inside(engine, 4)
-        assert bert.training
-    finally:
-        bert.eval()
+    opened = empty_model(bert.config, "cpu").eval()  # as a checkpoint is opened
+    opened.load_state_dict(bert.state_dict())
+    alone = evaluate(MaskedScorer(opened, bert_tokenizer), find_tasks(evaluation.tasks), Settings(limit=3))
+    found = inside(engine, 4)
+    assert engine.stages[0].training
     assert found == {
         f"{score.summary['task']}/{name}": metric["value"]
         for score in alone
