@@ -12,6 +12,7 @@ from throughline.train.parallel.pipeline import SCHEDULES
 from throughline.train.predict import layout_facts
 from throughline.train.recipe import Recipe, model_config, resolve
 from throughline.train.rules import RULES
+from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
@@ -44,7 +45,7 @@ def recorded(layout: Layout, micro_batches: int, rank: int) -> list[str]:
         getattr(stage, f"get_{name}_ops").return_value = []
     stage.forward_one_chunk.side_effect = lambda i, *_, **__: order.append(f"{rank}F{i}")
     stage.backward_one_chunk.side_effect = lambda i, *_, **__: order.append(f"{rank}B{i}")
-    schedule = SCHEDULES[layout.schedule](stage, micro_batches)
+    schedule = getattr(pipelining, SCHEDULES[layout.schedule])(stage, micro_batches)
     with mock.patch.object(schedule, "_initialize_stage"):
         schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches)
     return order
@@ -56,7 +57,10 @@ def test_equal_the_schedules_that_run(layout: Layout, micro_batches: int) -> Non
         theirs = [recorded(layout, micro_batches, rank) for rank in range(layout.pipeline)]
     else:
         printed = get_schedule_ops(
-            SCHEDULES[layout.schedule], layout.pipeline, micro_batches, layout.stages_per_process
+            getattr(pipelining, SCHEDULES[layout.schedule]),
+            layout.pipeline,
+            micro_batches,
+            layout.stages_per_process,
         )
         theirs = [
             [str(action) for action in rank if action is not None and action.is_compute_op]
