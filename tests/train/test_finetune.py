@@ -402,6 +402,45 @@ def test_embeddings_trained_are_embeddings_given(bases: dict[str, Path]) -> None
     assert np.abs(vectors.numpy() - embed_texts(bases["bert"], texts)).max() < 1e-5
 
 
+def test_an_answer_is_learnt_from_its_first_token_to_its_end(bases: dict[str, Path]) -> None:
+    """And nothing of the prompt is, of which the end is kept where both are too long."""
+    tokenizer = Tokenizer.load(bases["gpt"] / "tokenizer.json")
+    task = TASKS["instruction"](
+        build_recipe({"task": "instruction", "data": {"label_field": "answer"}}, FinetuneRecipe), tokenizer
+    )
+    for prompt_words, answer_words in ((1, 1), (6, 3), (3, 6), (4 * task.length, 2)):
+        prompt, answer = (" ".join(DRAW.choice(WORDS, size)) for size in (prompt_words, answer_words))
+        (row,) = task.rows([{"text": prompt, "answer": answer}])
+        told, said = tokenizer.encode(prompt).tolist(), [*tokenizer.encode(answer).tolist(), tokenizer.eos_id]
+        told = told[max(len(told) + len(said) - task.length, 0) :]
+        assert row["input_ids"].tolist() == [*told, *said]
+        assert row["targets"].tolist() == [-100] * (len(told) - 1) + said + [-100]
+
+
+def test_the_rank_of_a_passage_is_its_place_among_all(bases: dict[str, Path]) -> None:
+    """Counted plainly: 1 for the nearest of the different passages. Some queries share theirs."""
+    from throughline.train.finetune.tasks import encoder_inputs
+
+    tokenizer = Tokenizer.load(bases["bert"] / "tokenizer.json")
+    recipe = build_recipe({"task": "retrieval", "data": {"pair_field": "b"}}, FinetuneRecipe)
+    task, cpu = TASKS["retrieval"](recipe, tokenizer), torch.device("cpu")
+    model, _ = open_weights(bases["bert"])
+    passages = [" ".join(DRAW.choice(WORDS, 4)) for _ in range(12)]
+    records = [{"text": " ".join(DRAW.choice(WORDS, 3)), "b": passages[i % 12]} for i in range(20)]
+    with torch.no_grad():
+        found = task.measure(model, records, cpu)
+        batch = task.batch(task.rows(records), cpu)
+        vectors = task.vectors(model.hidden(**encoder_inputs(batch)), batch).numpy()
+    ranks = []
+    for number, record in enumerate(records):
+        likeness = {other["b"]: vectors[2 * number] @ vectors[2 * i + 1] for i, other in enumerate(records)}
+        ranks.append(sorted(likeness, key=lambda text: -likeness[text]).index(record["b"]) + 1)
+    assert found["passages"] == 12 and max(ranks) > 1
+    assert found["accuracy_at_1"] == pytest.approx(np.mean(np.array(ranks) == 1))
+    assert found["accuracy_at_10"] == pytest.approx(np.mean(np.array(ranks) <= 10))
+    assert found["mean_reciprocal_rank"] == pytest.approx(np.mean(1 / np.array(ranks)))
+
+
 @pytest.mark.slow
 def test_learning_check_on_sst2(shared: Path, tmp_path: Path) -> None:
     """From random weights, four fifths of SST-2's 872 development rows and the published vocabulary. The rest has
