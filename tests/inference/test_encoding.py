@@ -1,10 +1,13 @@
 """Batches of texts: who is in one, how it is parted, and that parts change no answer."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 from throughline.core.backend import BackendOptions, Limits
 from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.serving import encoding
 from throughline.inference.serving.encoding import (
     BATCH_TOKENS,
     Encoding,
@@ -42,7 +45,10 @@ def texts_of(lengths: list[int]) -> list[Encoding]:
     return [Encoding(rng.integers(1, 100, length)) for length in lengths]
 
 
-def test_a_batch_in_lanes_answers_as_one_call_in_the_order_of_its_texts() -> None:
+def test_a_batch_in_lanes_answers_as_one_call_in_the_order_of_its_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(encoding, "_lanes", ThreadPoolExecutor(2))  # also where one core is all there is
     texts = texts_of([30, 4, 17, 5, 29, 6])
     two = Summing(2)
     for text, one, other in zip(texts, encode_batch(Summing(1), texts, 0), encode_batch(two, texts, 0)):
