@@ -8,10 +8,22 @@ import click
 
 from ..core import console
 from ..core.errors import Failed, WrongUse
+from ..core.recipe import load_recipe, shipped_recipes
+from ..models.presets import preset, preset_names
+from ..planner.constants import constants_here
+from ..planner.hardware import find_cluster, read_calibration, this_machine
+from ..planner.report import explain as explained
+from ..planner.report import pareto_lines, ranked
+from ..planner.search import Found, Search, candidate_at, fewest_chips, find_or_offload
+from ..planner.serve import plan_service
+from ..planner.software import PROCESSOR_RUNTIME_BYTES, find_software, on_processor
+from ..planner.view import days_by_chips, write_plan
+from ..planner.work import AXES, RECOMPUTES, SHARDINGS, Work
+from ..prove.own import own_validation
+from ..prove.validate import validation
 from .common import throughline_command
 
 if TYPE_CHECKING:
-    from ..planner.search import Found, Search
     from ..train.recipe import Recipe
 
 
@@ -34,88 +46,83 @@ def command() -> None:
     """
 
 
+own_hardware = click.option(
+    "--hardware",
+    type=click.Path(exists=True, path_type=Path),
+    help="TOML file with chips and clusters of your own, [chips.KEY] and [clusters.KEY].",
+)
+number_of_chips = click.option("--gpus", type=click.IntRange(1), required=True, help="Number of chips.")
+QUESTION = (
+    click.argument("model"),
+    click.option(
+        "--on",
+        required=True,
+        help="Chip or cluster, for example a100-80gb, dgx-2h, aws-p5.48xlarge or here.",
+    ),
+    click.option(
+        "--rows",
+        type=int,
+        help="Number of rows in an optimizer step (default: the recipe's, or 512).",
+    ),
+    click.option(
+        "--length",
+        type=int,
+        help="Number of tokens in a row (default: the recipe's, or the model's).",
+    ),
+    click.option(
+        "--precision",
+        help="Precision of products: fp32, tf32, fp16 or bf16 (default: the recipe's, or the chip's 16 bits).",
+    ),
+    click.option(
+        "--predicted",
+        type=float,
+        help="For a BERT: share of positions that get logits (default: the recipe's masked share, or 0.15).",
+    ),
+    click.option(
+        "--fill",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Share of a row's tokens that are no padding, where padding is left out.",
+    ),
+    click.option(
+        "--layout",
+        "fixed",
+        default="",
+        help="Parts of the layout to hold fixed, for example tensor=8,data=64,recompute=full (default: none).",
+    ),
+    click.option(
+        "--software",
+        default="throughline",
+        show_default=True,
+        help="Name of the training program, as planner/software.toml describes it.",
+    ),
+    own_hardware,
+    click.option(
+        "--target-tokens",
+        type=float,
+        default=0.0,
+        help="Number of tokens in the whole run, for its days and cost.",
+    ),
+    click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="SECTION.KEY=VALUE",
+        help="Override a field of the recipe. Repeatable.",
+    ),
+)
+
+
 def question(function: Any) -> Any:
     """The options that describe the model, the batch and the machines, shared by all commands on layouts."""
-    for option in reversed(
-        (
-            click.argument("model"),
-            click.option(
-                "--on",
-                required=True,
-                help="Chip or cluster, for example a100-80gb, dgx-2h, aws-p5.48xlarge or here.",
-            ),
-            click.option(
-                "--rows",
-                type=int,
-                help="Number of rows in an optimizer step (default: the recipe's, or 512).",
-            ),
-            click.option(
-                "--length",
-                type=int,
-                help="Number of tokens in a row (default: the recipe's, or the model's).",
-            ),
-            click.option(
-                "--precision",
-                help="Precision of products: fp32, tf32, fp16 or bf16 (default: the recipe's, or the chip's 16 bits).",
-            ),
-            click.option(
-                "--predicted",
-                type=float,
-                help="For a BERT: share of positions that get logits (default: the recipe's masked share, or 0.15).",
-            ),
-            click.option(
-                "--fill",
-                type=float,
-                default=1.0,
-                show_default=True,
-                help="Share of a row's tokens that are no padding, where padding is left out.",
-            ),
-            click.option(
-                "--layout",
-                "fixed",
-                default="",
-                help="Parts of the layout to hold fixed, for example tensor=8,data=64,recompute=full (default: none).",
-            ),
-            click.option(
-                "--software",
-                default="throughline",
-                show_default=True,
-                help="Name of the training program, as planner/software.toml describes it.",
-            ),
-            click.option(
-                "--hardware",
-                type=click.Path(exists=True, path_type=Path),
-                help="TOML file with chips and clusters of your own, [chips.KEY] and [clusters.KEY].",
-            ),
-            click.option(
-                "--target-tokens",
-                type=float,
-                default=0.0,
-                help="Number of tokens in the whole run, for its days and cost.",
-            ),
-            click.option(
-                "--set",
-                "overrides",
-                multiple=True,
-                metavar="SECTION.KEY=VALUE",
-                help="Override a field of the recipe. Repeatable.",
-            ),
-        )
-    ):
+    for option in reversed(QUESTION):
         function = option(function)
     return function
 
 
 def make_search(gpus: int, options: dict[str, Any]) -> "tuple[Search, Recipe | None]":
     """What was asked, from a recipe or from the name of a preset."""
-    from ..core.recipe import shipped_recipes
-    from ..models.presets import preset, preset_names
-    from ..planner.constants import constants_here
-    from ..planner.hardware import find_cluster, read_calibration, this_machine
-    from ..planner.search import Search
-    from ..planner.software import PROCESSOR_RUNTIME_BYTES, find_software, on_processor
-    from ..planner.work import Work
-
     cluster = find_cluster(options["on"], options["hardware"])
     recipe, rows, length, precision = None, options["rows"] or 512, options["length"], options["precision"]
     is_recipe = Path(options["model"]).is_file() or options["model"] in shipped_recipes()
@@ -125,7 +132,6 @@ def make_search(gpus: int, options: dict[str, Any]) -> "tuple[Search, Recipe | N
             config = dataclasses.replace(config, sequence_length=length)
         length = length or config.sequence_length
     else:
-        from ..core.recipe import load_recipe
         from ..train.recipe import Recipe, model_config, resolve
         from ..train.rules import RULES
 
@@ -154,8 +160,6 @@ def make_search(gpus: int, options: dict[str, Any]) -> "tuple[Search, Recipe | N
 
 def read_fixed(text: str) -> dict[str, tuple[int, ...]]:
     """`tensor=8,recompute=full` as values of the search's axes. Raises WrongUse naming the axes."""
-    from ..planner.work import AXES, RECOMPUTES, SHARDINGS
-
     fixed: dict[str, tuple[int, ...]] = {}
     for item in filter(None, text.split(",")):
         name, _, value = item.strip().partition("=")
@@ -167,37 +171,32 @@ def read_fixed(text: str) -> dict[str, tuple[int, ...]]:
     return fixed
 
 
-def require_fit(found: "Found") -> None:
-    """Raise Failed, with the layout that needs least, when nothing fits."""
+def fitting(search: Search) -> Found:
+    """The layouts of a search. Raises Failed, with the layout that needs least, when nothing fits."""
+    found = find_or_offload(search)
     if found.best:
-        return
+        return found
     if not len(found.seconds):
         raise Failed(
             "no layout is legal",
             where=f"{found.search.world} chips",
             fix="another number of chips, or --rows that they divide",
         )
-    least = found.layouts.take(int(found.needed.argmin()))
-    from ..planner.search import candidate_at
-
-    nearest = candidate_at(found.search, least)
+    nearest = candidate_at(found.search, found.layouts.take(int(found.needed.argmin())))
+    needed = f"{nearest.needed_bytes / 2**30:,.1f} of {found.capacity / 2**30:,.1f} GiB"
+    if nearest.host_bytes:
+        needed += f" and {nearest.host_bytes / 2**30:,.0f} GiB of host memory for each process"
     raise Failed(
         f"nothing fits on {found.search.world} x {found.search.cluster.chip.name}",
         where=nearest.describe(),
-        why=f"the layout that needs least needs {nearest.needed_bytes / 2**30:,.1f} "
-        f"of {found.capacity / 2**30:,.1f} GiB"
-        + (
-            f" and {nearest.host_bytes / 2**30:,.0f} GiB of host memory for each process"
-            if nearest.host_bytes
-            else ""
-        ),
+        why=f"the layout that needs least needs {needed}",
         fix="throughline plan recommend names the fewest chips that fit",
     )
 
 
 @command.command()
 @question
-@click.option("--gpus", type=click.IntRange(1), required=True, help="Number of chips.")
+@number_of_chips
 @click.option(
     "--write-recipe", type=click.Path(path_type=Path), help="Write a recipe in the best layout to this file."
 )
@@ -216,12 +215,8 @@ def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None
     \b
     Example:  throughline plan gpt-1t-deepspeed --gpus 800 --on v100-32gb --rows 2048
     """
-    from ..planner.report import ranked
-    from ..planner.search import find_or_offload
-
     search, recipe = make_search(gpus, options)
-    found = find_or_offload(search)
-    require_fit(found)
+    found = fitting(search)
     facts, lines = ranked(found, options["target_tokens"])
     if write_recipe:
         from .planned_recipe import planned_recipe
@@ -229,13 +224,8 @@ def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None
         write_recipe.write_text(planned_recipe(found, recipe, options), encoding="utf-8")
         lines += ["", f"recipe in the best layout: {write_recipe}"]
     if pareto:
-        from ..planner.report import pareto_lines
-        from ..planner.view import days_by_chips
-
         lines += ["", *pareto_lines(days_by_chips(found, options["target_tokens"]))]
     if out:
-        from ..planner.view import write_plan
-
         write_plan(out, found, facts, options["target_tokens"])
         lines += ["", f"plan in {out}: open {out / 'plan.html'}"]
     console.result(facts, lines)
@@ -243,7 +233,7 @@ def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None
 
 @command.command()
 @question
-@click.option("--gpus", type=click.IntRange(1), required=True, help="Number of chips.")
+@number_of_chips
 @throughline_command
 def explain(gpus: int, **options: Any) -> None:
     """Where the time and the memory of the best layout go; with --layout, of that one.
@@ -251,13 +241,8 @@ def explain(gpus: int, **options: Any) -> None:
     \b
     Example:  throughline plan explain gpt3-13b --gpus 64 --on a100-80gb --layout tensor=8,data=8
     """
-    from ..planner.report import explain as explained
-    from ..planner.search import find_or_offload
-
     search, _ = make_search(gpus, options)
-    found = find_or_offload(search)
-    require_fit(found)
-    console.result(*explained(search, found.best[0], options["target_tokens"]))
+    console.result(*explained(search, fitting(search).best[0], options["target_tokens"]))
 
 
 @command.command()
@@ -278,9 +263,6 @@ def recommend(target_days: float, max_gpus: int, **options: Any) -> None:
     \b
     Example:  throughline plan recommend gpt-1t-megatron --on a100-40gb --rows 3072
     """
-    from ..planner.report import ranked
-    from ..planner.search import fewest_chips
-
     if target_days and not options["target_tokens"]:
         raise WrongUse("days of how many tokens?", where="--target-days", fix="--target-tokens 300e9")
     search, _ = make_search(1, options)
@@ -315,9 +297,6 @@ def validate(all_rows: bool, own: Path | None) -> None:
     Example:  throughline plan validate
               throughline plan validate --own
     """
-    from ..prove.own import own_validation
-    from ..prove.validate import validation
-
     facts, lines, good = own_validation(own) if own else validation(all_rows)
     console.result(facts, lines)
     if not good:
@@ -347,11 +326,7 @@ def validate(all_rows: bool, own: Path | None) -> None:
 @click.option(
     "--qps", type=float, default=0.0, help="Number of requests per second that must be served (default: any)."
 )
-@click.option(
-    "--hardware",
-    type=click.Path(exists=True, path_type=Path),
-    help="TOML file with chips and clusters of your own, [chips.KEY] and [clusters.KEY].",
-)
+@own_hardware
 @throughline_command
 def serve(
     model: str,
@@ -368,10 +343,6 @@ def serve(
     \b
     Example:  throughline plan serve bert-base --on t4 --length 128 --p99 10 --qps 2000
     """
-    from ..models.presets import preset
-    from ..planner.hardware import find_cluster
-    from ..planner.serve import plan_service
-
     config, cluster = preset(model), find_cluster(on, hardware)
     length = length or min(128, config.sequence_length)
     facts = plan_service(config, cluster, length, new_tokens, precision, p99, qps)

@@ -5,6 +5,7 @@ Everything is arithmetic on numbers or arrays, so one call prices one layout or 
 
 import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from .constants import FITTED, Constants
 from .hardware import Cluster
 from .kernels import Kernel, Share, head_kernels, layer_kernels, table_kernels
 from .schedule import given_bubble
-from .software import Precision, Software
+from .software import Software
 from .tables import BUCKET_BYTES, is_tied
 from .traffic import context_sends, data_passes, partial_parameters, passed_bytes, tensor_sends
 from .work import Layouts, Work, held_parameters, layers_on, owned_parameters
@@ -37,6 +38,13 @@ PARTS = (
 )
 
 
+def step_time(
+    work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants = FITTED
+) -> dict[str, Number]:
+    """Seconds of one optimizer step by part (`PARTS`); their sum is the step time."""
+    return Step(work, layouts, cluster, software, constants).parts()
+
+
 def step_seconds(
     work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants = FITTED
 ) -> float:
@@ -48,10 +56,7 @@ def kernel_times(
     kernels: Iterable[Kernel], cluster: Cluster, software: Software, constants: Constants
 ) -> dict:
     """Seconds by (phase, kind), and of the attention core alone under ("forward", "core")."""
-    peak, bandwidth = (
-        peak_flops(cluster, software),
-        cluster.chip.bandwidth_gb_s * 1e9 * constants.memory_fraction,
-    )
+    peak, bandwidth = peak_flops(cluster, software), memory_bandwidth(cluster, constants)
     vector = software.precision.compute in ("fp32", "fp64")
     large = constants.vector_fraction if vector else 1.0
     times: dict[tuple[str, str], Number] = {
@@ -60,12 +65,11 @@ def kernel_times(
         for kind in ("product", "attention", "memory", "core")
     }
     for kernel in kernels:
-        fraction = constants.attention_fraction if kernel.kind == "attention" else large
-        slowed = (
-            1.0
-            if kernel.kind == "attention"
-            else 1 + constants.product_inner * peak / 1e12 / np.maximum(kernel.inner, 1)
-        )
+        if kernel.kind == "attention":
+            fraction, slowed = constants.attention_fraction, 1.0
+        else:
+            fraction = large
+            slowed = 1 + constants.product_inner * peak / 1e12 / np.maximum(kernel.inner, 1)
         busy = kernel.flops * slowed / (peak * fraction)
         time = np.maximum(busy, kernel.bytes / bandwidth) + kernel.launches * constants.launch_s
         times[kernel.phase, kernel.kind] = times[kernel.phase, kernel.kind] + time
@@ -78,44 +82,22 @@ def kernel_totals(
     work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants = FITTED
 ) -> dict[str, dict[str, float]]:
     """Seconds, FLOPs, bytes and launches of the kernels of one step on the first process of one layout, by kind."""
-    share = Share(layouts.micro_rows, work.length * work.fill, layouts.tensor, layouts.context)
-    layers, micro_batches = (
-        float(layers_on(work.config, layouts)[0]),
-        work.rows / (layouts.data * layouts.micro_rows),
-    )
-    totals = {
-        kind: dict.fromkeys(("seconds", "flops", "bytes", "launches"), 0.0)
-        for kind in ("product", "attention", "memory")
-    }
-    lists = [
-        (layers, layer_kernels(work.config, share, software)),
-        (1.0, table_kernels(work.config, share, software)),
-    ]
-    if layouts.pipeline == 1:
-        lists.append(
-            (1.0, head_kernels(work.config, share, software, share.tokens * targets(work, software)))
-        )
-    for index, (count, kernels) in enumerate(lists):
+    step = Step(work, layouts, cluster, software, constants)
+    names = ("seconds", "flops", "bytes", "launches")
+    totals = {kind: dict.fromkeys(names, 0.0) for kind in ("product", "attention", "memory")}
+    counts = float(layers_on(work.config, layouts)[0]), 1.0, float(layouts.pipeline == 1)
+    for index, (count, kernels) in enumerate(zip(counts, step.kernels(), strict=True)):
         for kernel in kernels:
-            again = (
-                kernel.phase == "forward"
-                and index == 0
-                and (layouts.recompute == 2 or (layouts.recompute == 1 and kernel.core))
-            )
-            times = count * micro_batches * (2 if again else 1)
+            recomputed = layouts.recompute == 2 or (layouts.recompute == 1 and kernel.core)
+            again = kernel.phase == "forward" and index == 0 and recomputed
+            times = count * step.micro_batches * (2 if again else 1)
             spent = kernel_times([kernel], cluster, software, constants)[kernel.phase, kernel.kind]
-            for name, value in (
-                ("seconds", spent),
-                ("flops", kernel.flops),
-                ("bytes", kernel.bytes),
-                ("launches", kernel.launches),
-            ):
+            for name, value in zip(names, (spent, kernel.flops, kernel.bytes, kernel.launches), strict=True):
                 totals[kernel.kind][name] += float(times * value)
-    moved = (
-        float(held_parameters(work.config, layouts)) * software.pass_bytes * micro_batches
-    )  # casts, gradients added up
+    # casts, gradients added up
+    moved = float(held_parameters(work.config, layouts)) * software.pass_bytes * step.micro_batches
     totals["memory"]["bytes"] += moved
-    totals["memory"]["seconds"] += moved / (cluster.chip.bandwidth_gb_s * 1e9 * constants.memory_fraction)
+    totals["memory"]["seconds"] += moved / memory_bandwidth(cluster, constants)
     return totals
 
 
@@ -126,57 +108,215 @@ def peak_flops(cluster: Cluster, software: Software) -> float:
     return tflops * 1e12 * (1.0 if dtype in ("fp32", "fp64") else chip.achieved)
 
 
-def step_time(
-    work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants = FITTED
-) -> dict[str, Number]:
-    """Seconds of one optimizer step by part (`PARTS`); their sum is the step time."""
-    config, full = work.config, layouts.recompute == 2
-    share = Share(layouts.micro_rows, work.length * work.fill, layouts.tensor, layouts.context)
-    micro_batches = work.rows / (layouts.data * layouts.micro_rows)
-    bandwidth = cluster.chip.bandwidth_gb_s * 1e9 * constants.memory_fraction
-    lists = (
-        layer_kernels(config, share, software),
-        table_kernels(config, share, software),
-        head_kernels(config, share, software, share.tokens * targets(work, software)),
-    )
-    layer, table, head = (kernel_times(kernels, cluster, software, constants) for kernels in lists)
-    slowest = layers, has_tables, has_head = slowest_process(
-        config, layouts, *map(sum_of, (layer, table, head))
-    )
+def memory_bandwidth(cluster: Cluster, constants: Constants) -> float:
+    """Bytes per second of the chip's memory that element-wise kernels reach."""
+    return cluster.chip.bandwidth_gb_s * 1e9 * constants.memory_fraction
 
-    def of(kind: str) -> Number:
-        """Seconds of one micro-batch on the slowest process."""
-        per_layer = layer["forward", kind] * (1 + full) + layer["backward", kind]
-        ends = [times["forward", kind] + times["backward", kind] for times in (table, head)]
-        return layers * per_layer + has_tables * ends[0] + has_head * ends[1]
 
-    core = of("attention") + np.where(layouts.recompute == 1, layers * layer["forward", "core"], 0.0)
-    one = {
-        "matrix products": of("product"),
-        "attention": core,
-        "memory-bound kernels": of("memory")
-        + held_parameters(config, layouts) * software.pass_bytes / bandwidth,
-    }
-    busy = sum(one.values())
-    issue = layers * (2 + full) * constants.issue_s * np.where(layouts.tensor > 1, 1.25, 1.0)
-    one["host issue"] = issue if software.drains_queue else np.maximum(issue - busy, 0.0)
-    machine = cluster, software, constants
-    one["tensor"] = tensor_time(work, layouts, *machine, *slowest)
-    one["context"] = np.maximum(
-        layers * context_time(work, layouts, *machine) - constants.overlap * core, 0.0
-    )
-    one["pipeline sends"] = hop_time(work, layouts, *machine)
-    spent = sum(one.values())
-    per_layer = (spent - has_head * sum_of(head)) / layers
-    backward = spent * (1 + full) / (2 + full)
-    parts = {name: micro_batches * value for name, value in one.items()}
-    parts["tensor"] = parts["tensor"] + partial_time(work, layouts, *machine)
-    parts["pipeline sends"] = parts["pipeline sends"] + tied_time(work, layouts, *machine)
-    parts["bubble"] = bubble_time(work, layouts, spent, per_layer, sum_of(table), sum_of(head))
-    parts["data exposed"] = data_time(work, layouts, *machine, micro_batches, spent, backward)
-    parts |= update_times(work, layouts, *machine, backward)
-    parts["step overhead"] = STEP_LAYERS * constants.issue_s + 0.0 * micro_batches
-    return {name: parts[name] for name in PARTS}
+def sum_of(times: dict) -> Number:
+    """Seconds of forward and backward of a list's times."""
+    return sum(value for (_, kind), value in times.items() if kind != "core")
+
+
+def targets(work: Work, software: Software) -> float:
+    """Share of positions that get logits."""
+    return 1.0 if software.every_logit or not isinstance(work.config, BERTConfig) else work.predicted
+
+
+STEP_LAYERS = 8  # the host's work for one update is that of issuing so many layers
+HOST_UPDATE_BYTES_PER_S = 36 / 0.26e-9  # CPU-Adam: 0.26 s for 1e9 parameters [2101.06840, table 4 as quoted]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of layouts on a machine, with what the price of each of its parts depends on."""
+
+    work: Work
+    layouts: Layouts
+    cluster: Cluster
+    software: Software
+    constants: Constants
+
+    @property
+    def micro_batches(self) -> Number:
+        """Of one process."""
+        return self.work.rows / (self.layouts.data * self.layouts.micro_rows)
+
+    @property
+    def tokens(self) -> Number:
+        """Of a micro-batch on one process."""
+        return self.layouts.micro_rows * self.work.length * self.work.fill / self.layouts.context
+
+    @property
+    def stride(self) -> Number:
+        """Ranks from a pipeline stage to the next."""
+        return self.layouts.tensor * self.layouts.context * self.layouts.data
+
+    @property
+    def summed_number(self) -> Number:
+        """Bytes of a gradient that copies sum: with offload those of a weight."""
+        numbers = self.software.precision
+        return np.where(np.asarray(self.layouts.offload) > 0, numbers.weight, numbers.reduced)
+
+    def kernels(self) -> tuple[list[Kernel], list[Kernel], list[Kernel]]:
+        """Of one micro-batch and process: those of a layer, of the tables and of the head."""
+        work, layouts, software = self.work, self.layouts, self.software
+        share = Share(layouts.micro_rows, work.length * work.fill, layouts.tensor, layouts.context)
+        return (
+            layer_kernels(work.config, share, software),
+            table_kernels(work.config, share, software),
+            head_kernels(work.config, share, software, share.tokens * targets(work, software)),
+        )
+
+    def times(self) -> tuple[dict, dict, dict]:
+        """`kernel_times` of the three lists of `kernels`."""
+        layer, table, head = (
+            kernel_times(kernels, self.cluster, self.software, self.constants) for kernels in self.kernels()
+        )
+        return layer, table, head
+
+    def parts(self) -> dict[str, Number]:
+        """Seconds by part (`PARTS`)."""
+        config, layouts, software, constants = self.work.config, self.layouts, self.software, self.constants
+        full, micro_batches = layouts.recompute == 2, self.micro_batches
+        layer, table, head = self.times()
+        slowest = layers, has_tables, has_head = slowest_process(
+            config, layouts, *map(sum_of, (layer, table, head))
+        )
+
+        def of(kind: str) -> Number:
+            """Seconds of one micro-batch on the slowest process."""
+            per_layer = layer["forward", kind] * (1 + full) + layer["backward", kind]
+            ends = [times["forward", kind] + times["backward", kind] for times in (table, head)]
+            return layers * per_layer + has_tables * ends[0] + has_head * ends[1]
+
+        core = of("attention") + np.where(layouts.recompute == 1, layers * layer["forward", "core"], 0.0)
+        passed = held_parameters(config, layouts) * software.pass_bytes
+        one = {
+            "matrix products": of("product"),
+            "attention": core,
+            "memory-bound kernels": of("memory") + passed / memory_bandwidth(self.cluster, constants),
+        }
+        busy = sum(one.values())
+        issue = layers * (2 + full) * constants.issue_s * np.where(layouts.tensor > 1, 1.25, 1.0)
+        one["host issue"] = issue if software.drains_queue else np.maximum(issue - busy, 0.0)
+        one["tensor"] = self.tensor_time(*slowest)
+        one["context"] = np.maximum(layers * self.context_time() - constants.overlap * core, 0.0)
+        one["pipeline sends"] = self.hop_time()
+        spent = sum(one.values())
+        per_layer = (spent - has_head * sum_of(head)) / layers
+        backward = spent * (1 + full) / (2 + full)
+        parts = {name: micro_batches * value for name, value in one.items()}
+        parts["tensor"] = parts["tensor"] + self.partial_time()
+        parts["pipeline sends"] = parts["pipeline sends"] + self.tied_time()
+        parts["bubble"] = self.bubble_time(spent, per_layer, sum_of(table), sum_of(head))
+        parts["data exposed"] = self.data_time(spent, backward)
+        parts |= self.update_times(backward)
+        parts["step overhead"] = STEP_LAYERS * constants.issue_s + 0.0 * micro_batches
+        return {name: parts[name] for name in PARTS}
+
+    def bubble_time(self, spent: Number, layer: Number, table: Number, head: Number) -> Number:
+        """Seconds that the slowest process waits in a step: m t_max + (sum t - t_max) / v (Narayanan et al. 2021,
+        section 2.2, for stages that differ) less what it works; for a given split by simulating the lists that run.
+        """
+        layouts = self.layouts
+        if layouts.given is not None:
+            forward = 1 / (2 + (layouts.recompute == 2))
+            ends, micro_batches = (float(table), float(head)), round(self.micro_batches)
+            return given_bubble(layouts.given, float(layer), ends, micro_batches, forward)
+        whole = layer * self.work.config.layers + head
+        return np.where(layouts.pipeline > 1, np.maximum(whole - spent, 0.0) / layouts.turns, 0.0)
+
+    def update_times(self, backward: Number) -> dict[str, Number]:
+        """Seconds of the optimizer, on the chip or the host, and what of the way there and back no backward hides."""
+        owned, numbers = owned_parameters(self.work.config, self.layouts), self.software.precision
+        offloaded = np.asarray(self.layouts.offload) > 0
+        updated = owned * self.software.optimizer_bytes
+        moved = owned * (numbers.gradient + numbers.weight) / (self.cluster.host_gb_s * 1e9)
+        exposed = np.maximum(moved - self.constants.overlap * backward, 0.1 * moved)
+        bandwidth = memory_bandwidth(self.cluster, self.constants)
+        return {
+            "optimizer": np.where(offloaded, updated / HOST_UPDATE_BYTES_PER_S, updated / bandwidth),
+            "offload exposed": np.where(offloaded, exposed, 0.0),
+        }
+
+    def tensor_time(self, layers: Number, tables: Number, head: Number) -> Number:
+        """Seconds of a micro-batch's traffic over the tensor axis on a process with these layers."""
+        aimed, again = self.tokens * targets(self.work, self.software), self.layouts.recompute == 2
+        ends = 1 * tables, 1 * head, 1 * again
+        seconds: Number = 0.0
+        for kind, calls, size in tensor_sends(
+            self.work.config, self.software, self.tokens, aimed, layers, *ends
+        ):
+            price = all_reduce if kind == "all-reduce" else gather
+            seconds = seconds + price(size, self.layouts.tensor, 1, self.cluster, self.constants, calls)
+        return seconds * (1 - self.constants.overlap * self.software.overlap_tensor)
+
+    def partial_time(self) -> Number:
+        """Seconds of the gradients that our engine sums over the tensor axis once a step, on a process with the
+        tables.
+        """
+        layouts = self.layouts
+        if self.software.layer_sums:
+            return 0.0 * layouts.tensor
+        layer, first, last = partial_parameters(self.work.config)
+        count = layers_on(self.work.config, layouts)[0] * layer + first + last * (layouts.pipeline == 1)
+        return all_reduce(count * self.summed_number, layouts.tensor, 1, self.cluster, self.constants)
+
+    def context_time(self) -> Number:
+        """Seconds of one layer's and micro-batch's sends round the ring of the context axis."""
+        degrees, again = (self.layouts.tensor, self.layouts.context), 1 * (self.layouts.recompute > 0)
+        sent = context_sends(self.work.config, self.software.precision, self.tokens, *degrees, again)
+        calls, size = sum(calls for _, calls, _ in sent), sum(size for *_, size in sent)
+        return ring_sends(
+            size, self.layouts.context, self.layouts.tensor, self.cluster, self.constants, calls
+        )
+
+    def hop_time(self) -> Number:
+        """Seconds of a micro-batch's sends between stages, one forward and one backward for each turn."""
+        layouts = self.layouts
+        size = passed_bytes(self.work.config, self.software, self.tokens, layouts.tensor)
+        seconds = hop(size, self.stride, self.cluster, self.constants)
+        return np.where(layouts.pipeline > 1, 2 * layouts.turns * seconds, 0.0)
+
+    def tied_time(self) -> Number:
+        """Seconds of the sum of a tied table's gradients over the two ends of a pipeline."""
+        config, layouts = self.work.config, self.layouts
+        table = is_tied(config) * config.vocab_size * config.width / layouts.tensor / layouts.shards
+        ends, apart = np.where(layouts.pipeline > 1, 2, 1), self.stride * (layouts.pipeline - 1)
+        return all_reduce(table * self.summed_number, ends, apart, self.cluster, self.constants)
+
+    def data_time(self, spent: Number, backward: Number) -> Number:
+        """Exposed seconds of gradients and sharded weights over the data axis.
+
+        Gradients hide behind the backwards after which they are summed, gathered weights behind a forward; where every
+        weight is gathered for each micro-batch, all of it behind the whole step.
+        """
+        config, layouts, software = self.work.config, self.layouts, self.software
+        micro_batches, numbers, shards = self.micro_batches, software.precision, layouts.shards
+        one_ring = dataclasses.replace(self.cluster, ports_per_node=1)
+        machine = one_ring if software.one_ring else self.cluster, self.constants
+        overlap = self.constants.overlap
+        held, layers = held_parameters(config, layouts), layers_on(config, layouts)[0]
+        in_layers = layers * config.block_parameters() / layouts.tensor
+        per_layer, per_rest, sums = data_passes(layouts.sharding, layouts.pipeline, micro_batches)
+        weights = (per_layer * in_layers + per_rest * (held - in_layers)) * numbers.sent
+        gradients = sums * held * np.where(shards > 1, numbers.reduced, self.summed_number)
+        buckets = np.ceil(gradients / BUCKET_BYTES) if software.overlap_data else 1
+        calls = sums * (layers + 1)
+        near = shards, layouts.tensor
+        apart = layouts.data * layouts.context / shards, layouts.tensor * shards
+        back = gather(weights, *near, *machine, per_layer * layers + per_rest)
+        summed = gather(gradients, *near, *machine, calls)
+        summed = summed + all_reduce(
+            gradients / shards, *apart, *machine, np.where(shards > 1, calls, buckets)
+        )
+        hides = overlap * software.overlap_data
+        unhidden = np.maximum(summed - hides * backward * sums, 0.0)
+        unhidden = unhidden + np.maximum(back - hides * (spent - backward), 0.0)
+        streamed, total = back + summed, micro_batches * spent
+        full = np.maximum(streamed - overlap * total, (1 - overlap) * np.minimum(streamed, total))
+        return np.where((layouts.pipeline == 1) & (layouts.sharding == 3), full, unhidden)
 
 
 def slowest_process(
@@ -191,172 +331,3 @@ def slowest_process(
     at_end = ends > np.maximum(starts, middle * layer)
     at_start = ~at_end & (starts >= middle * layer)
     return np.where(at_end, last, np.where(at_start, first, middle)), at_start | alone, at_end | alone
-
-
-def bubble_time(
-    work: Work, layouts: Layouts, spent: Number, layer: Number, table: Number, head: Number
-) -> Number:
-    """Seconds that the slowest process waits in a step: m t_max + (sum t - t_max) / v (Narayanan et al. 2021, section
-    2.2, for stages that differ) less what it works; for a given split by simulating the lists that run.
-    """
-    if layouts.given is not None:
-        micro_batches, forward = (
-            round(work.rows / (layouts.data * layouts.micro_rows)),
-            2 + (layouts.recompute == 2),
-        )
-        return given_bubble(
-            layouts.given, float(layer), (float(table), float(head)), micro_batches, 1 / forward
-        )
-    whole = layer * work.config.layers + head
-    return np.where(layouts.pipeline > 1, np.maximum(whole - spent, 0.0) / layouts.turns, 0.0)
-
-
-def update_times(
-    work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants, backward: Number
-) -> dict[str, Number]:
-    """Seconds of the optimizer, on the chip or on the host, and what of the way there and back no backward hides."""
-    owned, offloaded = owned_parameters(work.config, layouts), np.asarray(layouts.offload) > 0
-    numbers = software.precision
-    bandwidth = cluster.chip.bandwidth_gb_s * 1e9 * constants.memory_fraction
-    updated = owned * software.optimizer_bytes
-    moved = owned * (numbers.gradient + numbers.weight) / (cluster.host_gb_s * 1e9)
-    exposed = np.maximum(moved - constants.overlap * backward, 0.1 * moved)
-    return {
-        "optimizer": np.where(offloaded, updated / HOST_UPDATE_BYTES_PER_S, updated / bandwidth),
-        "offload exposed": np.where(offloaded, exposed, 0.0),
-    }
-
-
-STEP_LAYERS = 8  # the host's work for one update is that of issuing so many layers
-HOST_UPDATE_BYTES_PER_S = 36 / 0.26e-9  # CPU-Adam: 0.26 s for 1e9 parameters [2101.06840, table 4 as quoted]
-
-
-def sum_of(times: dict) -> Number:
-    """Seconds of forward and backward of a list's times."""
-    return sum(value for (_, kind), value in times.items() if kind != "core")
-
-
-def targets(work: Work, software: Software) -> float:
-    """Share of positions that get logits."""
-    return 1.0 if software.every_logit or not isinstance(work.config, BERTConfig) else work.predicted
-
-
-def tensor_time(
-    work: Work,
-    layouts: Layouts,
-    cluster: Cluster,
-    software: Software,
-    constants: Constants,
-    layers: Number,
-    tables: Number,
-    head: Number,
-) -> Number:
-    """Seconds of a micro-batch's traffic over the tensor axis on a process with these layers."""
-    tokens = layouts.micro_rows * work.length * work.fill / layouts.context
-    aimed, again = tokens * targets(work, software), layouts.recompute == 2
-    seconds: Number = 0.0
-    for kind, calls, size in tensor_sends(
-        work.config, software, tokens, aimed, layers, 1 * tables, 1 * head, 1 * again
-    ):
-        price = all_reduce if kind == "all-reduce" else gather
-        seconds = seconds + price(size, layouts.tensor, 1, cluster, constants, calls)
-    return seconds * (1 - constants.overlap * software.overlap_tensor)
-
-
-def partial_time(
-    work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants
-) -> Number:
-    """Seconds of the gradients that our engine sums over the tensor axis once a step, on a process with the tables."""
-    if software.layer_sums:
-        return 0.0 * layouts.tensor
-    layer, first, last = partial_parameters(work.config)
-    count = layers_on(work.config, layouts)[0] * layer + first + last * (layouts.pipeline == 1)
-    return all_reduce(
-        count * summed_number(layouts, software.precision), layouts.tensor, 1, cluster, constants
-    )
-
-
-def context_time(
-    work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants
-) -> Number:
-    """Seconds of one layer's and micro-batch's sends round the ring of the context axis."""
-    tokens = layouts.micro_rows * work.length * work.fill / layouts.context
-    again = 1 * (layouts.recompute > 0)
-    sent = context_sends(work.config, software.precision, tokens, layouts.tensor, layouts.context, again)
-    calls, size = sum(calls for _, calls, _ in sent), sum(size for *_, size in sent)
-    return ring_sends(size, layouts.context, layouts.tensor, cluster, constants, calls)
-
-
-def hop_time(
-    work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants
-) -> Number:
-    """Seconds of a micro-batch's sends between stages, one forward and one backward for each turn."""
-    tokens = layouts.micro_rows * work.length * work.fill / layouts.context
-    size = passed_bytes(work.config, software, tokens, layouts.tensor)
-    stride = layouts.tensor * layouts.context * layouts.data
-    return np.where(layouts.pipeline > 1, 2 * layouts.turns * hop(size, stride, cluster, constants), 0.0)
-
-
-def summed_number(layouts: Layouts, numbers: Precision) -> Number:
-    """Bytes of a gradient that copies sum: with offload those of a weight."""
-    return np.where(np.asarray(layouts.offload) > 0, numbers.weight, numbers.reduced)
-
-
-def tied_time(
-    work: Work, layouts: Layouts, cluster: Cluster, software: Software, constants: Constants
-) -> Number:
-    """Seconds of the sum of a tied table's gradients over the two ends of a pipeline."""
-    table = (
-        is_tied(work.config) * work.config.vocab_size * work.config.width / layouts.tensor / layouts.shards
-    )
-    stride = layouts.tensor * layouts.context * layouts.data
-    ends = np.where(layouts.pipeline > 1, 2, 1)
-    return all_reduce(
-        table * summed_number(layouts, software.precision),
-        ends,
-        stride * (layouts.pipeline - 1),
-        cluster,
-        constants,
-    )
-
-
-def data_time(
-    work: Work,
-    layouts: Layouts,
-    cluster: Cluster,
-    software: Software,
-    constants: Constants,
-    micro_batches: Number,
-    spent: Number,
-    backward: Number,
-) -> Number:
-    """Exposed seconds of gradients and sharded weights over the data axis.
-
-    Gradients hide behind the backwards after which they are summed, gathered weights behind a forward; where every
-    weight is gathered for each micro-batch, all of it behind the whole step.
-    """
-    if software.one_ring:
-        cluster = dataclasses.replace(cluster, ports_per_node=1)
-    config, numbers, shards = work.config, software.precision, layouts.shards
-    held, layers = held_parameters(config, layouts), layers_on(config, layouts)[0]
-    in_layers = layers * config.block_parameters() / layouts.tensor
-    per_layer, per_rest, sums = data_passes(layouts.sharding, layouts.pipeline, micro_batches)
-    weights = (per_layer * in_layers + per_rest * (held - in_layers)) * numbers.sent
-    gradients = sums * held * np.where(shards > 1, numbers.reduced, summed_number(layouts, numbers))
-    buckets = np.ceil(gradients / BUCKET_BYTES) if software.overlap_data else 1
-    near, apart = (shards, layouts.tensor), (layouts.data * layouts.context / shards, layouts.tensor * shards)
-    machine = cluster, constants
-    back = gather(weights, *near, *machine, per_layer * layers + per_rest)
-    summed = gather(gradients, *near, *machine, sums * (layers + 1))
-    summed = summed + all_reduce(
-        gradients / shards, *apart, *machine, np.where(shards > 1, sums * (layers + 1), buckets)
-    )
-    hides = constants.overlap * software.overlap_data
-    exposed = np.maximum(summed - hides * backward * sums, 0.0) + np.maximum(
-        back - hides * (spent - backward), 0.0
-    )
-    streamed, total = back + summed, micro_batches * spent
-    full = np.maximum(
-        streamed - constants.overlap * total, (1 - constants.overlap) * np.minimum(streamed, total)
-    )
-    return np.where((layouts.pipeline == 1) & (layouts.sharding == 3), full, exposed)

@@ -73,15 +73,13 @@ class Layout:
         """The layout for a checkpoint's state and for comparing two: its world and what differs from one
         process.
         """
-        differing = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
+        fields = {
+            field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)
         }
-        split = (
-            {"layers_per_stage": list(self.layers_per_stage)} if self.layers_per_stage else {}
-        )  # as JSON gives it back
-        return {"world": self.world} | differing | split
+        differing = {name: value for name, (value, usual) in fields.items() if value != usual}
+        if self.layers_per_stage:  # as JSON gives it back
+            differing["layers_per_stage"] = list(self.layers_per_stage)
+        return {"world": self.world} | differing
 
     def product(self) -> str:
         """The whole product, for messages: `pipeline 2 x data 2 x context 1 x tensor 2 = 8`."""
@@ -94,9 +92,8 @@ class Layout:
             stages = f", {self.stages_per_process} stages each" if self.stages_per_process > 1 else ""
             parts.append(f"pipeline {self.pipeline} ({self.schedule}{stages})")
         if self.data > 1:
-            hybrid = (
-                f", {self.replicas} copies" if self.replicas > 1 and self.sharding != "replicated" else ""
-            )
+            copies = self.replicas > 1 and self.sharding != "replicated"
+            hybrid = f", {self.replicas} copies" if copies else ""
             parts.append(f"data {self.data} ({self.sharding}{hybrid})")
         if self.context > 1:
             parts.append(f"context {self.context}" + (f" ({self.sharding})" if self.data == 1 else ""))
@@ -114,9 +111,8 @@ class Layout:
         """The layers of a stage; without a given split the first stages take what is left over (the last one
         has the head).
         """
-        split = self.layers_per_stage or tuple(
-            layers // self.stages + (index < layers % self.stages) for index in range(self.stages)
-        )
+        base, extra = divmod(layers, self.stages)
+        split = self.layers_per_stage or tuple(base + (index < extra) for index in range(self.stages))
         start = sum(split[:stage])
         return range(start, start + split[stage])
 
@@ -141,171 +137,120 @@ def layout_problems(
         for axis in AXES
         if getattr(layout, axis) < 1
     ]
-    if problems:
-        return problems
-    return [
-        *_tensor_problems(layout, config, sequence_length),
-        *_context_problems(layout, config, sequence_length),
-        *_data_problems(layout, rows, micro_rows),
-        *_pipeline_problems(layout, config, rows, micro_rows),
+    return problems or [
+        LayoutProblem(*said)
+        for wrong, *said in (
+            *_tensor_rules(layout, config, sequence_length),
+            *_context_rules(layout, config, sequence_length),
+            *_data_rules(layout, rows, micro_rows),
+            *_pipeline_rules(layout, config),
+            *_micro_batch_rules(layout, rows, micro_rows),
+        )
+        if wrong
     ]
 
 
-def _tensor_problems(layout: Layout, config: ModelConfig, sequence_length: int) -> Iterator[LayoutProblem]:
-    tensor = layout.tensor
+Rule = tuple[Any, str, str, str]  # whether it is broken; then the problem: field, text and fix
+
+
+def _tensor_rules(layout: Layout, config: ModelConfig, sequence_length: int) -> Iterator[Rule]:
+    tensor, tokens = layout.tensor, sequence_length // layout.context
     if tensor == 1:
         return
-    for name, size in (
-        ("heads", config.heads),
-        (
-            "kv_heads",
-            config.key_value_heads if config.key_value_heads > 1 else tensor,
-        ),  # a single one is held by all
-        ("mlp_width", config.feed_forward_size),
-    ):
-        if size % tensor:
-            yield LayoutProblem(
-                "tensor", f"{size} {name} cannot be shared by {tensor} processes", f"a divisor of {size}"
-            )
-    if config.vocab_size < tensor:
-        yield LayoutProblem(
-            "tensor", f"{tensor} processes for a vocabulary of {config.vocab_size}: some would hold no row"
-        )
-    if sequence_length // layout.context % tensor:
-        yield LayoutProblem(
-            "tensor",
-            f"{sequence_length // layout.context} tokens of a row cannot be shared by {tensor} processes",
-            "sequence parallelism cuts each row into equal parts: choose train.sequence_length accordingly",
-        )
+    keys = config.key_value_heads if config.key_value_heads > 1 else tensor  # a single one is held by all
+    for name, size in (("heads", config.heads), ("kv_heads", keys), ("mlp_width", config.feed_forward_size)):
+        text = f"{size} {name} cannot be shared by {tensor} processes"
+        yield size % tensor, "tensor", text, f"a divisor of {size}"
+    text = f"{tensor} processes for a vocabulary of {config.vocab_size}: some would hold no row"
+    yield config.vocab_size < tensor, "tensor", text, ""
+    text = f"{tokens} tokens of a row cannot be shared by {tensor} processes"
+    fix = "sequence parallelism cuts each row into equal parts: choose train.sequence_length accordingly"
+    yield tokens % tensor, "tensor", text, fix
 
 
-def _context_problems(layout: Layout, config: ModelConfig, sequence_length: int) -> Iterator[LayoutProblem]:
-    context = layout.context
+def _context_rules(layout: Layout, config: ModelConfig, sequence_length: int) -> Iterator[Rule]:
+    context, parts = layout.context, 2 * layout.context
     if context == 1:
         return
-    if sequence_length % (2 * context):
-        yield LayoutProblem(
-            "context",
-            f"a row of {sequence_length} tokens cannot be cut into 2 x {context} equal parts (two for each process)",
-            f"a train.sequence_length that is a multiple of {2 * context}",
-        )
-    if config.dropout:
-        yield LayoutProblem(
-            "context",
-            f"dropout {config.dropout:g} of attention needs the whole row in one kernel",
-            "context = 1, or dropout = 0",
-        )
-    if config.attention_pattern is not None:
-        yield LayoutProblem(
-            "context", "a pattern of attention needs whole sequences", "context = 1, or attention_window = 0"
-        )
-    if isinstance(config, BERTConfig) and config.relative_buckets:
-        yield LayoutProblem(
-            "context",
-            "the relative position bias needs whole sequences",
-            "context = 1, or relative_buckets = 0",
-        )
+    text = f"a row of {sequence_length} tokens cannot be cut into 2 x {context} equal parts (two for each process)"
+    yield sequence_length % parts, "context", text, f"a train.sequence_length that is a multiple of {parts}"
+    text = f"dropout {config.dropout:g} of attention needs the whole row in one kernel"
+    yield config.dropout, "context", text, "context = 1, or dropout = 0"
+    text = "a pattern of attention needs whole sequences"
+    yield config.attention_pattern is not None, "context", text, "context = 1, or attention_window = 0"
+    text = "the relative position bias needs whole sequences"
+    yield _is_relative(config), "context", text, "context = 1, or relative_buckets = 0"
 
 
-def _data_problems(layout: Layout, rows: int, micro_rows: int) -> Iterator[LayoutProblem]:
-    if rows % (layout.data * micro_rows):
-        fitting = (
-            f" or train.micro_batch_rows = {math.gcd(rows // layout.data, micro_rows)}"
-            if rows % layout.data == 0
-            else ""
-        )
-        yield LayoutProblem(
-            "data",
-            f"{rows} rows are no whole number of micro-batches of {micro_rows} rows on each of {layout.data} "
-            "data processes",
-            f"train.batch_rows a multiple of {layout.data * micro_rows}{fitting}",
-        )
-    if layout.sharding == "replicated" and layout.replicas not in (1, layout.data):
-        yield LayoutProblem(
-            "replicas",
+def _is_relative(config: ModelConfig) -> bool:
+    return isinstance(config, BERTConfig) and config.relative_buckets > 0
+
+
+def _data_rules(layout: Layout, rows: int, micro_rows: int) -> Iterator[Rule]:
+    data, replicas, fix = layout.data, layout.replicas, ""
+    if rows % data == 0:
+        fix = f" or train.micro_batch_rows = {math.gcd(rows // data, micro_rows)}"
+    text = f"{rows} rows are no whole number of micro-batches of {micro_rows} rows on each of {data} data processes"
+    fix = f"train.batch_rows a multiple of {data * micro_rows}{fix}"
+    yield rows % (data * micro_rows), "data", text, fix
+    if layout.sharding == "replicated":
+        text, fix = (
             "every data process holds a whole copy already",
             'parallel.sharding = "full", or replicas = 1',
         )
-    elif layout.sharding != "replicated" and (
-        layout.data % layout.replicas or layout.data == layout.replicas > 1
-    ):
-        yield LayoutProblem(
-            "replicas",
-            f"{layout.data} data processes cannot be {layout.replicas} groups that shard among themselves",
-            'a proper divisor of parallel.data, or parallel.sharding = "replicated"',
-        )
+        yield replicas not in (1, data), "replicas", text, fix
+    else:
+        text = f"{data} data processes cannot be {replicas} groups that shard among themselves"
+        fix = 'a proper divisor of parallel.data, or parallel.sharding = "replicated"'
+        yield data % replicas or data == replicas > 1, "replicas", text, fix
 
 
-def _pipeline_problems(
-    layout: Layout, config: ModelConfig, rows: int, micro_rows: int
-) -> Iterator[LayoutProblem]:
-    pipeline, schedule = layout.pipeline, layout.schedule
-    if pipeline == 1:
-        if layout.stages_per_process > 1 or layout.layers_per_stage not in ((), (config.layers,)):
-            yield LayoutProblem(
-                "pipeline",
-                "one pipeline process holds all layers",
-                "set parallel.pipeline, or leave the stages out",
-            )
+def _pipeline_rules(layout: Layout, config: ModelConfig) -> Iterator[Rule]:
+    schedule, stages, held = layout.schedule, layout.stages, layout.stages_per_process
+    split = layout.layers_per_stage
+    if layout.pipeline == 1:
+        fix = "set parallel.pipeline, or leave the stages out"
+        staged = held > 1 or split not in ((), (config.layers,))
+        yield staged, "pipeline", "one pipeline process holds all layers", fix
         return
     fewest, most = STAGES_PER_PROCESS[schedule]
-    if not fewest <= layout.stages_per_process <= most:
-        wanted = str(fewest) if fewest == most else f"at least {fewest}"
-        yield LayoutProblem(
-            "stages_per_process", f"{schedule} needs {wanted}, not {layout.stages_per_process}"
-        )
-    if config.layers < layout.stages:
-        yield LayoutProblem(
-            "pipeline",
-            f"{config.layers} layers cannot fill {layout.stages} stages",
-            f"at most {config.layers} stages",
-        )
-    split = layout.layers_per_stage
-    if split and (len(split) != layout.stages or sum(split) != config.layers):
-        yield LayoutProblem(
-            "layers_per_stage",
-            f"{list(split)} are {len(split)} stages with {sum(split)} layers, not {layout.stages} with {config.layers}",
-        )
-    if split and min(split) < 1:
-        yield LayoutProblem(
-            "layers_per_stage", f"{list(split)} has a stage of {min(split)} layers", "at least 1 in each"
-        )
-    if isinstance(config, BERTConfig) and config.relative_buckets:
-        yield LayoutProblem(
-            "pipeline",
-            "the relative position bias is shared by all layers",
-            "pipeline = 1, or relative_buckets = 0",
-        )
-    if schedule in ZERO_BUBBLE and layout.sharding == "full":
-        # the split backward of torch 2.13 frees gathered weights before their gradient is taken: gradients
-        # would be lost silently
-        yield LayoutProblem(
-            "sharding",
-            f"full with {schedule}: weights freed after each forward lose gradients of the split backward",
-            'sharding = "zero2" (a pipeline keeps the weights of a step gathered in any case)',
-        )
-    if rows % (layout.data * micro_rows) == 0:
-        yield from _micro_batch_problems(layout, rows // layout.data, micro_rows)
+    text = f"{schedule} needs {fewest if fewest == most else f'at least {fewest}'}, not {held}"
+    yield not fewest <= held <= most, "stages_per_process", text, ""
+    text = f"{config.layers} layers cannot fill {stages} stages"
+    yield config.layers < stages, "pipeline", text, f"at most {config.layers} stages"
+    if split:
+        text = f"{list(split)} are {len(split)} stages with {sum(split)} layers, not {stages} with {config.layers}"
+        yield len(split) != stages or sum(split) != config.layers, "layers_per_stage", text, ""
+        text = f"{list(split)} has a stage of {min(split)} layers"
+        yield min(split) < 1, "layers_per_stage", text, "at least 1 in each"
+    text = "the relative position bias is shared by all layers"
+    yield _is_relative(config), "pipeline", text, "pipeline = 1, or relative_buckets = 0"
+    # the split backward of torch 2.13 frees gathered weights before their gradient is taken: gradients would be lost
+    # silently
+    text = f"full with {schedule}: weights freed after each forward lose gradients of the split backward"
+    fix = 'sharding = "zero2" (a pipeline keeps the weights of a step gathered in any case)'
+    yield schedule in ZERO_BUBBLE and layout.sharding == "full", "sharding", text, fix
 
 
-def _micro_batch_problems(layout: Layout, own_rows: int, micro_rows: int) -> Iterator[LayoutProblem]:
-    pipeline, schedule = layout.pipeline, layout.schedule
+def _micro_batch_rules(layout: Layout, rows: int, micro_rows: int) -> Iterator[Rule]:
+    pipeline, schedule, own_rows = layout.pipeline, layout.schedule, rows // layout.data
+    if pipeline == 1 or rows % (layout.data * micro_rows):
+        return
     micro_batches = own_rows // micro_rows
     if micro_batches < pipeline and schedule != "gpipe":
         text = f"{micro_batches} micro-batches for {pipeline} stages of {schedule}"
         if own_rows < pipeline:  # no micro-batch is small enough
-            yield LayoutProblem("pipeline", text, f"train.batch_rows of at least {layout.data * pipeline}")
+            yield True, "pipeline", text, f"train.batch_rows of at least {layout.data * pipeline}"
         else:
-            yield LayoutProblem(
-                "train.micro_batch_rows", text, f"at most {own_rows // pipeline}, a divisor of {own_rows}"
-            )
-    elif schedule.startswith("interleaved") and micro_batches % max(1, micro_batches // pipeline):
-        yield LayoutProblem(
-            "train.micro_batch_rows",
+            fix = f"at most {own_rows // pipeline}, a divisor of {own_rows}"
+            yield True, "train.micro_batch_rows", text, fix
+    elif schedule.startswith("interleaved"):
+        text = (
             f"{schedule} goes in rounds: {micro_batches} micro-batches on {pipeline} pipeline processes "
-            "make no whole rounds",
-            f"a multiple of {pipeline} micro-batches",
+            "make no whole rounds"
         )
+        uneven = micro_batches % max(1, micro_batches // pipeline)
+        yield uneven, "train.micro_batch_rows", text, f"a multiple of {pipeline} micro-batches"
 
 
 def default_micro_rows(layout: Layout, rows: int) -> int:
@@ -318,7 +263,5 @@ def default_micro_rows(layout: Layout, rows: int) -> int:
     own = max(rows // layout.data, 1)
     if layout.pipeline == 1:
         return own
-    for turns in (4, 3, 2, 1):
-        if own % (turns * layout.pipeline) == 0:
-            return own // (turns * layout.pipeline)
-    return 1
+    counts = (turns * layout.pipeline for turns in (4, 3, 2, 1))
+    return next((own // count for count in counts if own % count == 0), 1)

@@ -1,7 +1,7 @@
 """Every layout of a model on a cluster: enumerated as arrays, pruned by what is legal and what fits, ranked by time.
 
-The rules of `layout.layout_problems` are stated here once more, for arrays; whatever is shown went through that
-function too, and a test compares the two on random layouts.
+What is legal `layout.layout_problems` says: of degrees before they are multiplied out, of layouts before they are
+shown. A test compares the two on random layouts.
 """
 
 import dataclasses
@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ..models.config import BERTConfig
 from .constants import FITTED, Constants
 from .cost import step_time
 from .hardware import Cluster
-from .layout import Layout, layout_problems
+from .layout import Layout, Schedule, layout_problems
 from .memory import capacity_bytes, host_bytes, needed_bytes
 from .software import Software
 from .work import AXES, RECOMPUTES, SHARDINGS, Layouts, Work
@@ -28,7 +27,7 @@ SECONDS_PER_DAY = 86400.0
 class Candidate:
     """One layout with what it is predicted to need."""
 
-    layouts: Layouts  # of numbers
+    layouts: Layouts  # of whole numbers
     seconds: float
     parts: dict[str, float]
     needed_bytes: float
@@ -38,29 +37,19 @@ class Candidate:
     def layout(self) -> Layout:
         """As a recipe's `[parallel]` describes it."""
         here = self.layouts
-        turns = int(here.turns)
-        return Layout(
-            int(here.data),
-            int(here.tensor),
-            int(here.pipeline),
-            int(here.context),
-            SHARDINGS[int(here.sharding)],  # type: ignore[arg-type]
-            schedule="interleaved-1f1b" if turns > 1 else "1f1b",
-            stages_per_process=turns,
-        )
+        degrees = here.data, here.tensor, here.pipeline, here.context
+        schedule: Schedule = "interleaved-1f1b" if here.turns > 1 else "1f1b"
+        return Layout(*degrees, SHARDINGS[here.sharding], schedule=schedule, stages_per_process=here.turns)
 
     def describe(self) -> str:
         """One short line: degrees, rows of a micro-batch, and what is shared, recomputed or on the host."""
         here = self.layouts
-        names = [
-            (short, int(getattr(here, axis)))
-            for axis, short in (("tensor", "T"), ("pipeline", "P"), ("context", "C"), ("data", "D"))
-        ]
+        names = (("T", here.tensor), ("P", here.pipeline), ("C", here.context), ("D", here.data))
         words = [f"{short}{degree}" for short, degree in names if degree > 1] or ["one process"]
-        words += [f"micro {int(here.micro_rows)}"]
-        words += [f"turns {int(here.turns)}"] if here.turns > 1 else []
-        words += [SHARDINGS[int(here.sharding)]] if here.sharding else []
-        words += [f"recompute {RECOMPUTES[int(here.recompute)]}"] if here.recompute else []
+        words += [f"micro {here.micro_rows}"]
+        words += [f"turns {here.turns}"] if here.turns > 1 else []
+        words += [SHARDINGS[here.sharding]] if here.sharding else []
+        words += [f"recompute {RECOMPUTES[here.recompute]}"] if here.recompute else []
         return " ".join(words + (["offload"] if here.offload else []))
 
 
@@ -106,59 +95,25 @@ def enumerate_layouts(search: Search) -> Layouts:
     columns: list[tuple[int, ...]] = []
     for tensor, pipeline, context in itertools.product(tensors, pipelines, contexts):
         rest, odd = divmod(search.world, tensor * pipeline * context)
-        if odd or not _degrees_fit(search, tensor, pipeline, context, rest):
+        degrees = Layout(rest, tensor, pipeline, context)
+        if odd or layout_problems(degrees, config, work.length, work.rows, 1):
             continue
-        per = work.rows // rest
-        turns = [1]
-        if pipeline > 1:
-            stages = config.layers // pipeline
-            turns = (
-                [1, *(n for n in range(2, stages + 1) if stages % n == 0)]
-                if config.layers % pipeline == 0
-                else [1]
-            )
+        per, (stages, uneven) = work.rows // rest, divmod(config.layers, pipeline)
+        turns = [n for n in range(1, stages + 1) if stages % n == 0] if pipeline > 1 and not uneven else [1]
         shardings = (0,) if rest * context == 1 else (0, 1) if pipeline > 1 else (0, 1, 2, 3)
+        recomputes = (0, 2) if search.software.fused_attention else (0, 1, 2)
         columns += [
             (tensor, pipeline, rest, context, rows, turn, sharding, recompute, offload)
             for rows in micro
-            if per % rows == 0 and _micro_batches_fit(per // rows, pipeline)
+            if per % rows == 0 and per // rows >= pipeline
             for turn in (fixed.get("turns") or turns)
-            if turn == 1 or (per // rows) % max(1, per // rows // pipeline) == 0
+            if turn == 1 or (per // rows) % (per // rows // pipeline) == 0
             for sharding in (fixed.get("sharding") or shardings)
-            for recompute in (
-                fixed.get("recompute") or ((0, 2) if search.software.fused_attention else (0, 1, 2))
-            )
+            for recompute in (fixed.get("recompute") or recomputes)
             for offload in ((0,) if pipeline > 1 else fixed.get("offload", (0,)))
         ]
     table = np.array(columns, dtype=np.int64).reshape(-1, len(AXES)).T
     return Layouts(*table)
-
-
-def _degrees_fit(search: Search, tensor: int, pipeline: int, context: int, data: int) -> bool:
-    """Heads, widths, vocabulary, length and rows divide as the tables cut them (`layout_problems`)."""
-    work, config = search.work, search.work.config
-    keys = config.key_value_heads if config.key_value_heads > 1 else tensor
-    if (
-        config.heads % tensor
-        or keys % tensor
-        or config.feed_forward_size % tensor
-        or config.vocab_size < tensor
-    ):
-        return False
-    if (
-        work.length % (2 * context if context > 1 else 1)
-        or work.length // context % tensor
-        or work.rows % data
-    ):
-        return False
-    relative = isinstance(config, BERTConfig) and config.relative_buckets
-    return not (
-        (context > 1 and (config.attention_pattern is not None or relative)) or (pipeline > 1 and relative)
-    )
-
-
-def _micro_batches_fit(micro_batches: int, pipeline: int) -> bool:
-    return micro_batches >= pipeline
 
 
 def find_layouts(search: Search, count: int = 8) -> Found:
@@ -177,10 +132,8 @@ def find_layouts(search: Search, count: int = 8) -> Found:
         if len(best) == count or not fits[index]:
             break
         candidate = candidate_at(search, layouts.take(index))
-        key = tuple(
-            int(getattr(candidate.layouts, axis))
-            for axis in ("tensor", "pipeline", "context", "sharding", "offload")
-        )
+        axes = ("tensor", "pipeline", "context", "sharding", "offload")
+        key = tuple(getattr(candidate.layouts, axis) for axis in axes)
         if key not in seen and not problems_of(search, candidate):
             best.append(candidate)
             seen.add(key)
@@ -198,10 +151,8 @@ def find_or_offload(search: Search, count: int = 8) -> Found:
 
 def problems_of(search: Search, candidate: Candidate) -> list[str]:
     """What the trainer would say against a layout."""
-    work = search.work
-    found = layout_problems(
-        candidate.layout(), work.config, work.length, work.rows, int(candidate.layouts.micro_rows)
-    )
+    work, micro_rows = search.work, candidate.layouts.micro_rows
+    found = layout_problems(candidate.layout(), work.config, work.length, work.rows, micro_rows)
     return [problem.text for problem in found]
 
 
@@ -209,12 +160,8 @@ def candidate_at(search: Search, layouts: Layouts) -> Candidate:
     """One layout priced by itself."""
     numbers: dict[str, Any] = {axis: int(getattr(layouts, axis)) for axis in AXES}
     layouts = Layouts(**numbers)
-    parts = {
-        name: float(value)
-        for name, value in step_time(
-            search.work, layouts, search.cluster, search.software, search.constants
-        ).items()
-    }
+    times = step_time(search.work, layouts, search.cluster, search.software, search.constants)
+    parts = {name: float(value) for name, value in times.items()}
     needed = float(needed_bytes(search.work, layouts, search.software))
     host = float(host_bytes(search.work, layouts, search.software))
     return Candidate(layouts, sum(parts.values()), parts, needed, host, bool(fit_in(search, needed, host)))
@@ -232,46 +179,19 @@ def neighbours(search: Search, best: Candidate) -> list[tuple[str, Candidate]]:
     """Layouts one step from the best, with the step's name: what a person would try next."""
     here = best.layouts
     steps: list[tuple[str, dict[str, Any]]] = []
-    for first, second in (
-        ("tensor", "data"),
-        ("pipeline", "data"),
-        ("tensor", "pipeline"),
-        ("context", "data"),
-    ):
-        for more, less in ((first, second), (second, first)):
+    for pair in (("tensor", "data"), ("pipeline", "data"), ("tensor", "pipeline"), ("context", "data")):
+        for more, less in (pair, pair[::-1]):
             if getattr(here, less) % 2 == 0:
                 change = {more: getattr(here, more) * 2, less: getattr(here, less) // 2}
                 steps.append((f"{more} x 2, {less} / 2", change))
-    steps += [
-        ("micro-batch x 2", {"micro_rows": here.micro_rows * 2}),
-        ("micro-batch / 2", {"micro_rows": here.micro_rows // 2}),
-    ]
-    steps += [
-        (f"recompute {RECOMPUTES[value]}", {"recompute": value})
-        for value in range(3)
-        if value != here.recompute
-    ]
-    steps += [
-        (f"sharding {SHARDINGS[value]}", {"sharding": value})
-        for value in range(4)
-        if value != here.sharding and here.data > 1
-    ]
+    steps += [("micro-batch x 2", {"micro_rows": here.micro_rows * 2})]
+    steps += [("micro-batch / 2", {"micro_rows": here.micro_rows // 2})] if here.micro_rows > 1 else []
+    for axis, words in (("recompute", RECOMPUTES), ("sharding", SHARDINGS if here.data > 1 else ())):
+        others = [value for value in range(len(words)) if value != getattr(here, axis)]
+        steps += [(f"{axis} {words[value]}", {axis: value}) for value in others]
     steps += [("without interleaving", {"turns": 1})] if here.turns > 1 else []
-    found = []
-    for name, change in steps:
-        layouts = dataclasses.replace(here, **change)
-        if (
-            min(
-                getattr(layouts, axis)
-                for axis in ("tensor", "pipeline", "data", "context", "micro_rows", "turns")
-            )
-            < 1
-        ):
-            continue
-        candidate = candidate_at(search, layouts)
-        if not problems_of(search, candidate):
-            found.append((name, candidate))
-    return found
+    found = [(name, candidate_at(search, dataclasses.replace(here, **change))) for name, change in steps]
+    return [(name, candidate) for name, candidate in found if not problems_of(search, candidate)]
 
 
 def why_not(best: Candidate, other: Candidate, capacity: float) -> str:
