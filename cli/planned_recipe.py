@@ -1,6 +1,5 @@
 """`plan --write-recipe`: the best layout as a recipe that trains."""
 
-import dataclasses
 from typing import Any
 
 from ..core.errors import WrongUse
@@ -26,18 +25,13 @@ def planned_recipe(found: Found, recipe: Recipe | None, options: dict[str, Any])
 
 def _recipe_text(found: Found, best: Candidate, recipe: Recipe | None, options: dict[str, Any]) -> str:
     work = found.search.work
-    layout = best.layout()
-    parallel = {
-        key: value
-        for key, value in dataclasses.asdict(layout).items()
-        if value != getattr(type(layout)(), key)
-    }
+    parallel = {key: value for key, value in best.layout().facts().items() if key != "world"}
     train: dict[str, Any] = {
         "sequence_length": work.length,
         "batch_rows": work.rows,
-        "micro_batch_rows": int(best.layouts.micro_rows),
+        "micro_batch_rows": best.layouts.micro_rows,
         "precision": found.search.software.precision.compute,
-        "recompute": RECOMPUTES[int(best.layouts.recompute)],
+        "recompute": RECOMPUTES[best.layouts.recompute],
         "offload": bool(best.layouts.offload),
     }
     if recipe is None:

@@ -1,6 +1,7 @@
 """Legal layouts near one that does not fit the processes at hand, and the error that names them."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -22,28 +23,24 @@ def require_world(
     if layout.world == world:
         return
     near = nearest_layouts(layout, world, config, sequence_length, rows, micro_rows, allowed)
+    launch = f"throughline launch --nproc {layout.world} -- ..."
+    fixes = [f"{launch}, or one of the nearest layouts for {world}:"]
+    fixes += [f"{found.product()}: {set_options(layout, found)}" for found in near]
     raise WrongUse(
         f"the layout needs {layout.world} process{'es' if layout.world != 1 else ''}, not {world}",
         where="parallel",
         why=layout.product(),
-        fix="\n".join(
-            [
-                f"throughline launch --nproc {layout.world} -- ..., or one of the nearest layouts for {world}:",
-                *(f"{found.product()}: {set_options(layout, found)}" for found in near),
-            ]
-            if near
-            else [f"throughline launch --nproc {layout.world} -- ...; no layout of this recipe fits {world}"]
-        ),
+        fix="\n".join(fixes) if near else f"{launch}; no layout of this recipe fits {world}",
     )
 
 
 def set_options(layout: Layout, other: Layout) -> str:
     """The options that turn one layout into another."""
     values = {field.name: getattr(other, field.name) for field in dataclasses.fields(Layout)}
-    changed = {name: value for name, value in values.items() if value != getattr(layout, name)}
     return " ".join(
         f"--set parallel.{name}={list(value) if isinstance(value, tuple) else value}"
-        for name, value in changed.items()
+        for name, value in values.items()
+        if value != getattr(layout, name)
     )
 
 
@@ -77,23 +74,14 @@ def nearest_layouts(
         near_rows = default_micro_rows(near, rows) if usual else micro_rows
         if not layout_problems(near, config, sequence_length, rows, near_rows) and allowed(near, near_rows):
             distance = sum(abs(math.log2(getattr(near, axis) / getattr(layout, axis))) for axis in AXES)
-            found.append((distance, abs(near.tensor - layout.tensor), found_order(near), near))
-    return [near for *_, near in sorted(found, key=lambda item: item[:3])[:count]]
-
-
-def found_order(layout: Layout) -> tuple[int, ...]:
-    """Between equally near layouts the cheaper axis grows first: data, then pipeline, then tensor, then
-    context.
-    """
-    return (layout.context, layout.tensor, layout.pipeline)
+            # between equally near layouts the cheaper axis grows first: data, then pipeline, tensor and context
+            found.append((distance, abs(tensor - layout.tensor), context, tensor, pipeline, near))
+    return [near for *_, near in sorted(found, key=lambda item: item[:-1])[:count]]
 
 
 def _three_factors(world: int) -> Iterator[tuple[int, int, int]]:
     small = [n for n in range(1, math.isqrt(world) + 1) if world % n == 0]
     divisors = sorted({*small, *(world // n for n in small)})
-    for first in divisors:
-        for second in divisors:
-            if world % (first * second) == 0:
-                for third in divisors:
-                    if world % (first * second * third) == 0:
-                        yield first, second, third
+    for first, second in itertools.product(divisors, repeat=2):
+        rest, odd = divmod(world, first * second)
+        yield from ((first, second, third) for third in divisors if not odd and rest % third == 0)

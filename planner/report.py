@@ -7,19 +7,20 @@ from typing import Any
 from ..core.console import amount, table
 from .memory import MOMENTS, stage_memory
 from .search import Candidate, Found, Search, band, flops_facts, neighbours, run_days, why_not
+from .work import RECOMPUTES
 
 
 def candidate_facts(search: Search, candidate: Candidate, tokens: float) -> dict[str, Any]:
     """Everything about one layout, for JSON, CSV and the page."""
     cluster, work = search.cluster, search.work
     days = run_days(work, candidate.seconds, tokens)
-    world = int(candidate.layouts.world)
+    world = candidate.layouts.world
     price = cluster.price_per_chip_hour * 24 * days * world if cluster.price_per_chip_hour else None
     return {
         "layout": candidate.describe(),
         "parallel": candidate.layout().facts(),
-        "micro_batch_rows": int(candidate.layouts.micro_rows),
-        "recompute": ("none", "selective", "full")[int(candidate.layouts.recompute)],
+        "micro_batch_rows": candidate.layouts.micro_rows,
+        "recompute": RECOMPUTES[candidate.layouts.recompute],
         "offload": bool(candidate.layouts.offload),
         "step_seconds": candidate.seconds,
         "tokens_per_second": work.tokens / candidate.seconds,
@@ -43,31 +44,21 @@ def ranked(found: Found, tokens: float) -> tuple[dict[str, Any], list[str]]:
     """The table of the best layouts and one line for each neighbour of the first, as facts and as lines."""
     search, best = found.search, found.best
     rows = [candidate_facts(search, candidate, tokens) for candidate in best]
-    reasons = (
-        [(name, why_not(best[0], other, found.capacity)) for name, other in neighbours(search, best[0])]
-        if best
-        else []
-    )
-    facts = {
-        **search_facts(found),
-        "layouts": rows,
-        "neighbours": [{"step": a, "reason": b} for a, b in reasons],
-    }
+    others = neighbours(search, best[0]) if best else []
+    reasons = [(name, why_not(best[0], other, found.capacity)) for name, other in others]
+    told = [{"step": name, "reason": reason} for name, reason in reasons]
+    facts = {**search_facts(found), "layouts": rows, "neighbours": told}
     lines = [
         f"{asked(search)}; "
         f"{len(found.seconds):,} legal layouts, {int(found.fits.sum()):,} fit in {amount(found.capacity, 'B')}",
         "",
     ]
-    header, cells = ranked_cells(rows, search.cluster.currency)
-    lines += table(header, cells)
+    lines += table(*ranked_cells(rows, search.cluster.currency))
     if reasons:
         lines += ["", f"beside {best[0].describe()}:", *(f"  {name:<26}{reason}" for name, reason in reasons)]
-    if search.cluster.price_per_chip_hour:
-        lines += [
-            "",
-            f"price: {search.cluster.price_per_chip_hour:g} {search.cluster.currency} a chip and hour, "
-            f"{search.cluster.priced}",
-        ]
+    cluster = search.cluster
+    if price := cluster.price_per_chip_hour:
+        lines += ["", f"price: {price:g} {cluster.currency} a chip and hour, {cluster.priced}"]
     return facts, lines
 
 
@@ -112,17 +103,13 @@ def explain(search: Search, candidate: Candidate, tokens: float) -> tuple[dict[s
     """Where the time and the memory of one layout go. Both lists sum to what the table says."""
     facts = candidate_facts(search, candidate, tokens)
     facts["memory"] = stage_memory(search.work, candidate.layouts, search.software)
-    lines = [
-        f"{candidate.describe()} on {search.world:,} chips of {search.cluster.name}",
-        "",
-        "seconds of a step",
-    ]
+    title = f"{candidate.describe()} on {search.world:,} chips of {search.cluster.name}"
     rows = [
         (name, f"{value:,.4f}", f"{value / candidate.seconds:.1%}")
-        for name, value in candidate.parts.items()
+        for name, value in [*candidate.parts.items(), ("step", candidate.seconds)]
         if value
     ]
-    lines += table(("part", "s", "share"), [*rows, ("step", f"{candidate.seconds:,.4f}", "100.0%")])
+    lines = [title, "", "seconds of a step", *table(("part", "s", "share"), rows)]
     for stage in facts["memory"]:
         lines += ["", f"memory of the {stage['stage']} process, at its worst moment: {stage['peak']}"]
         names = MOMENTS[stage["peak"]]
@@ -159,11 +146,8 @@ def pareto_lines(points: list[tuple[int, float]], width: int = 60) -> list[str]:
 def halvings(found: Found) -> list[int]:
     """Numbers of chips for the Pareto plot: that asked for, halves down to one and doubles up to eight times."""
     world = found.search.world
-    smaller: list[int] = []
-    while world % 2 == 0 and len(smaller) < 10:
-        world //= 2
-        smaller.append(world)
-    return sorted([*smaller, *(found.search.world * factor for factor in (1, 2, 4, 8))])
+    smaller = [world >> times for times in range(1, 11) if world % (1 << times) == 0]
+    return sorted([*smaller, *(world * factor for factor in (1, 2, 4, 8))])
 
 
 def _short(value: float | None) -> str:

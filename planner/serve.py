@@ -76,29 +76,20 @@ def forward_seconds(
     peak = chip.tflops[dtype] * 1e12 * share * constants.product_fraction
     half = (chip.tflops.get("fp16") or chip.tflops[dtype]) * 1e12 * share * constants.attention_fraction
     stream = chip.bandwidth_gb_s * 1e9 * STREAM_FRACTION
-    rows, heads, keys = (
-        batch * tokens,
-        config.heads * config.head_size,
-        config.key_value_heads * config.head_size,
-    )
-    wide = (2 if config.gated else 1) * config.feed_forward_size
-    shapes = [
-        (config.width, heads + 2 * keys),
-        (heads, config.width),
-        (config.width, wide),
-        (config.feed_forward_size, config.width),
-    ]
+    rows, width, wide = batch * tokens, config.width, config.feed_forward_size
+    heads, keys = config.heads * config.head_size, config.key_value_heads * config.head_size
+    up = (2 if config.gated else 1) * wide
+    shapes = [(width, heads + 2 * keys), (heads, width), (width, up), (wide, width)]
 
     def product(inner: int, outer: int, count: int) -> float:
         idle = 1 + constants.tile * (chip.processors or 1) * TILE / (count * outer)
-        return (
-            max(2.0 * count * inner * outer / peak * idle, size * inner * outer / stream) + constants.launch_s
-        )
+        busy = max(2.0 * count * inner * outer / peak * idle, size * inner * outer / stream)
+        return busy + constants.launch_s
 
     causal = 0.5 if not isinstance(config, BERTConfig) and tokens == seen else 1.0
     core = max(4.0 * causal * rows * seen * heads / half, 2.0 * 2 * batch * seen * keys / stream)
     layer = sum(product(inner, outer, rows) for inner, outer in shapes) + core + 3 * constants.launch_s
-    head = 0.0 if isinstance(config, BERTConfig) else product(config.width, config.vocab_size, batch)
+    head = 0.0 if isinstance(config, BERTConfig) else product(width, config.vocab_size, batch)
     return config.layers * layer + head
 
 
@@ -114,12 +105,8 @@ def serve(
 ) -> Service:
     """A batch of rows of `length`, and for a decoder `new_tokens` more of each."""
     first = forward_seconds(config, chip, batch, length, length, precision)
-    middle = length + new_tokens // 2
-    rest = (
-        max(new_tokens - 1, 0) * forward_seconds(config, chip, batch, 1, middle, precision)
-        if new_tokens
-        else 0.0
-    )
+    one_more = forward_seconds(config, chip, batch, 1, length + new_tokens // 2, precision)
+    rest = max(new_tokens - 1, 0) * one_more
     size = NUMBER[precision] if precision in chip.tflops else 2
     held = config.parameter_count() * size + cache_bytes(config, batch, length + new_tokens)
     held += 2.0 * batch * length * (2 * config.width + config.feed_forward_size) + RUNTIME_BYTES

@@ -36,9 +36,8 @@ class Precision:
 
 
 HALF = Precision()  # 16-bit weights, fp32 gradients, masters and moments: 18 B
-AUTOCAST = Precision(
-    weight=4, gradient=4, master=0, stream=4, sent=4, cast=2
-)  # 16 B, and 2 B of cast matrices
+# 16 B, and 2 B of cast matrices
+AUTOCAST = Precision(weight=4, gradient=4, master=0, stream=4, sent=4, cast=2)
 FP32 = Precision("fp32", weight=4, gradient=4, master=0, activation=4, stream=4, sent=4, reduced=4)
 APEX = Precision("fp16", gradient=2, reduced=2)  # 16-bit gradients: 16 B [1910.02054, section 3.1]
 FP64 = Precision(
@@ -81,16 +80,13 @@ class Software:
     on_host: bool = (
         False  # the processor computes: what offload and checkpoints put on the host is in its memory
     )
-    saves_between: bool = (
-        False  # checkpoints are written while steps go on, so that their copy is there all the time
-    )
+    saves_between: bool = False  # checkpoints are written while steps go on: their copy is there all the time
     evaluated_tokens: int = 0  # in a batch of the validation inside the run; 0: there is none
     source: str = ""
 
 
-LARGE_VOCABULARY = (
-    8192  # below it the plain form of the loss is as fast, with a third array of logits in backward
-)
+# below it the plain form of the loss is as fast, with a third array of logits in backward
+LARGE_VOCABULARY = 8192
 PROCESSOR_RUNTIME_BYTES = 435 * 2**20  # interpreter and torch, until `study` has measured it
 
 

@@ -15,12 +15,10 @@ from typing import Literal
 from ..models.config import BERTConfig, GPTConfig, ModelConfig
 from .layout import Layout
 
-BUCKET_BYTES = (
-    25 * 2**20
-)  # of gradients summed at once: large enough for bandwidth, small enough to be packed meanwhile
-SIGNS_PER_SCALE = (
-    2048  # one fp32 scale to so many signs: 1.6 % more bytes, and a block is rarely wider than a layer
-)
+# of gradients summed at once: large enough for bandwidth, small enough to be packed meanwhile
+BUCKET_BYTES = 25 * 2**20
+# one fp32 scale to so many signs: 1.6 % more bytes, and a block is rarely wider than a layer
+SIGNS_PER_SCALE = 2048
 # numbers in the sketch of a gradient: its norm is known within sqrt(1 / (2 x 1024)) = 2.2 % (one standard deviation)
 SKETCH = 1024
 
@@ -82,10 +80,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        total = 1
-        for size in self.size:
-            total *= size
-        return total
+        return math.prod(self.size)
 
 
 def even_part(length: int, parts: int, index: int) -> tuple[int, int]:
@@ -124,9 +119,8 @@ class ShardSpec:
     box: Box
     stage: int
     placement: Placement
-    primary: (
-        bool  # the copy that counts in the norm and goes into a checkpoint, among all that hold the same box
-    )
+    # the copy that counts in the norm and goes into a checkpoint, among all that hold the same box
+    primary: bool
 
 
 @dataclass(frozen=True)

@@ -219,9 +219,8 @@ def _context_traffic(
     layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
     tokens, again = batch.rows * batch.length // layout.context, int(batch.recompute != "none")
     times = batch.micro_batches * layers
-    for what, calls, size in context_sends(
-        config, batch.numbers, tokens, layout.tensor, layout.context, again
-    ):
+    degrees = layout.tensor, layout.context
+    for what, calls, size in context_sends(config, batch.numbers, tokens, *degrees, again):
         yield Traffic("context", "send", times * int(calls), times * int(size), what)
 
 
@@ -231,9 +230,7 @@ def _pipeline_traffic(
     here = layout.stages_of(pipeline_rank)
     size = passed_bytes(config, batch.software, batch.rows * batch.length // layout.context, layout.tensor)
     for step, what in ((1, "activations"), (-1, "their gradients")):
-        peers = [
-            stage + step for stage in here if 0 <= stage + step < layout.stages and stage + step not in here
-        ]
+        peers = {stage + step for stage in here} & set(range(layout.stages)) - set(here)
         calls = batch.micro_batches * len(peers)
         yield Traffic("pipeline", "send", calls, calls * int(size), what)
     ends = {0, layout.stages - 1}
@@ -247,16 +244,14 @@ def _data_traffic(
     config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
 ) -> Iterator[Traffic]:
     number, wide = batch.numbers.sent, batch.numbers.reduced
-    parts = list(
-        shard_specs(config, dataclasses.replace(layout, sharding="replicated"), Coordinates(pipeline_rank))
-    )
+    whole = dataclasses.replace(layout, sharding="replicated")
+    parts = list(shard_specs(config, whole, Coordinates(pipeline_rank)))
     if layout.shards == 1:
         if layout.data * layout.context > 1:
             yield from _copies_traffic(parts, layout.data * layout.context, batch)
         return
-    blocks: Counter[tuple[int, str]] = (
-        Counter()
-    )  # (stage, group) -> bytes, rounded up as each parameter is cut
+    # (stage, group) -> bytes, rounded up as each parameter is cut
+    blocks: Counter[tuple[int, str]] = Counter()
     for spec in parts:
         rows = -(-spec.box.size[0] // layout.shards) * layout.shards
         group = spec.name.split(".")[1] if spec.name.startswith("blocks.") else ""
@@ -268,16 +263,10 @@ def _data_traffic(
     )
     calls = per_layer * len(layers) + per_rest * len(rest)
     yield Traffic("data", "all-gather", calls, per_layer * sum(layers) + per_rest * sum(rest), "weights")
-    yield Traffic(
-        "data",
-        "reduce-scatter",
-        reduced * len(blocks),
-        reduced * sum(blocks.values()) // number * wide,
-        "gradients",
-    )
+    calls, size = reduced * len(blocks), reduced * sum(blocks.values()) // number * wide
+    yield Traffic("data", "reduce-scatter", calls, size, "gradients")
     if layout.replicas > 1:
-        size = reduced * sum(blocks.values()) // number * wide // layout.shards
-        yield Traffic("data", "all-reduce", reduced * len(blocks), size, "gradients of the copies")
+        yield Traffic("data", "all-reduce", calls, size // layout.shards, "gradients of the copies")
 
 
 def _copies_traffic(parts: list[ShardSpec], copies: int, batch: StepShape) -> Iterator[Traffic]:
@@ -291,15 +280,11 @@ def _copies_traffic(parts: list[ShardSpec], copies: int, batch: StepShape) -> It
     elif batch.scheme == "powersgd":
         pays = [low_rank_pays(spec.box.size, batch.rank) for spec in parts]
         shapes = [(spec.box.size[0], spec.box.numel // spec.box.size[0]) for spec in parts]
-        yield summed(
-            [spec.box.numel * batch.summed for spec, thin in zip(parts, pays) if not thin],
-            "gradients of vectors",
-        )
-        for which in (0, 1):
-            sizes = [
-                shape[which] * batch.rank * max(batch.summed, 4) for shape, thin in zip(shapes, pays) if thin
-            ]
-            yield summed(sizes, f"factors of {('rows', 'columns')[which]}")
+        whole = [spec.box.numel * batch.summed for spec, pay in zip(parts, pays) if not pay]
+        yield summed(whole, "gradients of vectors")
+        for which, what in enumerate(("factors of rows", "factors of columns")):
+            thin = [shape[which] * batch.rank for shape, pay in zip(shapes, pays) if pay]
+            yield summed([numel * max(batch.summed, 4) for numel in thin], what)
     else:
         signs = batch.scheme == "one-bit-adam"
         if signs:  # in the order of its groups: those that decay come first

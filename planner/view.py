@@ -13,9 +13,7 @@ from typing import Any
 from ..core.artifact import create_artifact
 from ..core.page import Bar, Chart, Part, page
 from .actions import Action
-from .cost import kernel_times, targets
-from .kernels import Share, head_kernels, layer_kernels
-from .layout import Layout
+from .cost import Step
 from .memory import MOMENTS, stage_memory
 from .report import as_csv, asked, halvings, ranked_cells
 from .schedule import Event, simulate
@@ -33,13 +31,15 @@ def write_plan(path: Path, found: Found, facts: dict[str, Any], tokens: float) -
     events = timeline(found, best)
     facts = facts | {"memory": memory, "days_by_chips": points}
     with create_artifact(path, "plan") as draft:
-        (draft.path / "plan.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        (draft.path / "layouts.csv").write_text(as_csv(facts["layouts"]), encoding="utf-8")
-        (draft.path / "plan.html").write_text(
-            plan_page(found, facts, memory, points, events), encoding="utf-8"
-        )
-        if events:
-            (draft.path / "trace.json").write_text(json.dumps(chrome_trace(events)), encoding="utf-8")
+        files = {
+            "plan.json": json.dumps(facts, indent=1) + "\n",
+            "layouts.csv": as_csv(facts["layouts"]),
+            "plan.html": plan_page(found, facts, memory, points, events),
+        }
+        for name, text in (
+            files | ({"trace.json": json.dumps(chrome_trace(events))} if events else {})
+        ).items():
+            (draft.path / name).write_text(text, encoding="utf-8")
         draft.facts |= {key: value for key, value in facts.items() if isinstance(value, str | int | float)}
         draft.facts["best"] = best.describe()
         draft.facts["step_seconds"] = best.seconds
@@ -60,27 +60,20 @@ def timeline(found: Found, candidate: Candidate) -> list[Event]:
     here, search = candidate.layouts, found.search
     if here.pipeline == 1:
         return []
-    layout: Layout = candidate.layout()
-    rounds = max(1, min(4, MOST_EVENTS // (2 * layout.stages * int(here.pipeline))))
-    micro_batches = min(search.work.rows // int(here.data * here.micro_rows), rounds * int(here.pipeline))
-    share = Share(here.micro_rows, search.work.length * search.work.fill, here.tensor, here.context)
-    rest = (search.cluster, search.software, search.constants)
-    layer = kernel_times(layer_kernels(search.work.config, share, search.software), *rest)
-    logits = head_kernels(
-        search.work.config, share, search.software, share.tokens * targets(search.work, search.software)
-    )
-    head = kernel_times(logits, *rest)
+    layout, layers = candidate.layout(), search.work.config.layers
+    rounds = max(1, min(4, MOST_EVENTS // (2 * layout.stages * here.pipeline)))
+    micro_batches = min(search.work.rows // (here.data * here.micro_rows), rounds * here.pipeline)
+    layer, _, head = Step(search.work, here, search.cluster, search.software, search.constants).times()
 
     def seconds(times: dict, phase: str) -> float:
         return float(sum(value for (when, kind), value in times.items() if when == phase and kind != "core"))
 
-    phases: dict[str, list[float]] = {"forward": [], "backward": []}
-    for stage in range(layout.stages):
-        layers, last = len(layout.layers_of(stage, search.work.config.layers)), stage == layout.stages - 1
-        again = seconds(layer, "forward") * (here.recompute == 2)
-        for phase, times in phases.items():
-            once = seconds(layer, phase) + (again if phase == "backward" else 0.0)
-            times.append(layers * once + (seconds(head, phase) if last else 0.0))
+    again = seconds(layer, "forward") * (here.recompute == 2)
+    phases: dict[str, list[float]] = {}
+    for phase, once in (("forward", 0.0), ("backward", again)):
+        stages = (len(layout.layers_of(stage, layers)) for stage in range(layout.stages))
+        phases[phase] = [count * (seconds(layer, phase) + once) for count in stages]
+        phases[phase][-1] += seconds(head, phase)
     return simulate(layout, micro_batches, phases["forward"], phases["backward"])
 
 
@@ -112,22 +105,18 @@ def plan_page(
     )
     fewest = f"Fewest chips that fit: {points[0][0]:,}." if points else ""
     header, cells = ranked_cells(facts["layouts"], search.cluster.currency)
+    reasons = [(row["step"], row["reason"]) for row in facts["neighbours"]]
     return page(
         "Plan",
         [
             Part("Layouts", header=header, rows=cells),
             Part(
-                f"Step of {best.describe()}: {best.seconds:,.4g} s",
-                bars=shares(parts, best.seconds, 1, "s"),
+                f"Step of {best.describe()}: {best.seconds:,.4g} s", bars=shares(parts, best.seconds, 1, "s")
             ),
             *memory_parts(memory, found.capacity),
             Part("Days against chips", charts=[days_chart(points, band(search))], note=fewest),
             Part("Pipeline, first micro-batches", svg=pipeline_drawing(events) if events else ""),
-            Part(
-                "Why its neighbours lost",
-                header=("step", "reason"),
-                rows=[(row["step"], row["reason"]) for row in facts["neighbours"]],
-            ),
+            Part("Why its neighbours lost", header=("step", "reason"), rows=reasons),
         ],
         note,
     )

@@ -2,15 +2,15 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from ..models.config import ModelConfig
-from .layout import Layout
+from .layout import Layout, Sharding
 
 Number = Any
-SHARDINGS = ("replicated", "zero1", "zero2", "full")
+SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 RECOMPUTES = ("none", "selective", "full")
 
 
@@ -115,10 +115,10 @@ def held_parameters(config: ModelConfig, layouts: Layouts, place: int | None = N
         layouts.pipeline > 1, np.minimum(rest, config.vocab_size * config.width + rest % config.width), rest
     )
     first, last = layers_on(config, layouts)[0], len(layouts.split) - 1
+    block = config.block_parameters()
     if layouts.split:
         held = [
-            layers * config.block_parameters() + (ends if rank in (0, last) else 0.0)
-            for rank, layers in enumerate(layouts.split)
+            layers * block + (ends if rank in (0, last) else 0.0) for rank, layers in enumerate(layouts.split)
         ]
         return (max(held) if place is None else held[place]) / layouts.tensor
-    return (first * config.block_parameters() + ends) / layouts.tensor
+    return (first * block + ends) / layouts.tensor

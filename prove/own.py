@@ -46,27 +46,16 @@ def own_validation(folder: Path) -> tuple[dict[str, Any], list[str], bool]:
         found = read_predictions(path)
         for case in found["cases"]:
             said, seen = case["predicted"], case.get("measured")
-            row = {
-                "file": path.name,
-                "name": case["name"],
-                "prepared": found["prepared"],
-                "predicted": said,
-                "measured": seen,
-            }
+            row = {"file": path.name, "name": case["name"], "prepared": found["prepared"]}
             errors = {kind: said[kind] / seen[kind] - 1 for kind in GOALS} if seen else {}
-            rows.append(row | {"errors": errors})
-            cells.append(
-                (
-                    f"{path.stem}: {case['name']}",
-                    f"{said['seconds']:.4g}",
-                    f"{seen['seconds']:.4g}" if seen else "not yet",
-                    f"{errors['seconds']:+.1%}" if seen else "-",
-                    f"{seen['spread']:.1%}" if seen else "-",
-                    amount(said["bytes"], "B"),
-                    amount(seen["bytes"], "B") if seen else "not yet",
-                    f"{errors['bytes']:+.1%}" if seen else "-",
-                )
-            )
+            rows.append(row | {"predicted": said, "measured": seen, "errors": errors})
+            shown = ("not yet", "-", "-", "not yet", "-")
+            if seen:
+                wrong = [f"{errors[kind]:+.1%}" for kind in ("seconds", "bytes")]
+                time, size = f"{seen['seconds']:.4g}", amount(seen["bytes"], "B")
+                shown = (time, wrong[0], f"{seen['spread']:.1%}", size, wrong[1])
+            name, size = f"{path.stem}: {case['name']}", amount(said["bytes"], "B")
+            cells.append((name, f"{said['seconds']:.4g}", *shown[:3], size, *shown[3:]))
     header = ("prediction", "s/step", "measured", "error", "repeats differ", "memory", "measured", "error")
     lines, measured = table(header, cells), [row for row in rows if row["measured"]]
     medians = {

@@ -33,9 +33,8 @@ from ..train.step import Trainer, train_step
 from .forked import run_ranks
 
 STEPS, ROWS, LENGTH, LEARNING_RATE, CLIP_NORM, SEED = 10, 16, 32, 1e-3, 0.5, 7
-SCALE = (
-    2.0**10
-)  # of the loss in fp16: the first one that needs no step to be skipped here, and below it gradients underflow
+# of the loss in fp16: the first one that needs no step to be skipped here, and below it gradients underflow
+SCALE = 2.0**10
 SHAPE = {"vocab_size": 256, "sequence_length": LENGTH, "layers": 4, "width": 64, "heads": 4}
 # float64 noise is 1e-15 (measured over all layouts: loss 2e-15, gradients 3e-15, parameters 1e-13), so these
 # leave a factor of a hundred and more, and planted bugs stand ten orders above; float32 noise is 2e-6.
@@ -135,10 +134,8 @@ def read_table(path: Path) -> list[Case]:
         case = Case(layout=Layout(**fields), **row)
         problems = layout_problems(case.layout, case.config, LENGTH, ROWS, case.micro_rows)
         assert not problems, f"{path.name}, {case.name}: {problems[0]}"
-        cases += [
-            case,
-            *(replace(case, name=f"{precision}-{case.name}", precision=precision) for precision in more),
-        ]
+        cases += [case]
+        cases += [replace(case, name=f"{kind}-{case.name}", precision=kind) for kind in more]
     return cases
 
 
@@ -191,10 +188,8 @@ def make_trainer(case: Case, engine: Engine) -> Trainer:
     """The product's trainer around an engine of either kind."""
     optimizer: torch.optim.Optimizer
     if case.optimizer == "adamw":
-        group = {
-            "params": [parameter for _, parameter in engine.named_parameters()],
-            "base_lr": LEARNING_RATE,
-        }
+        parameters = [parameter for _, parameter in engine.named_parameters()]
+        group = {"params": parameters, "base_lr": LEARNING_RATE}
         optimizer = torch.optim.AdamW([group], lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95))
     else:
         optimizer = build_optimizer(engine, _recipe(case))
@@ -239,10 +234,8 @@ def own_rows(case: Case, engine: Engine, step: int) -> StepBatch:
     """This rank's part of a step's rows."""
     mesh = engine.mesh
     own = case.rows // case.layout.data
-    rows = {
-        name: values[mesh.data.rank * own : (mesh.data.rank + 1) * own]
-        for name, values in make_rows(case, step).items()
-    }
+    part = slice(mesh.data.rank * own, (mesh.data.rank + 1) * own)
+    rows = {name: values[part] for name, values in make_rows(case, step).items()}
     return prepare(engine.cut(rows), case.family, case.micro_rows, mesh.device, 1.0)
 
 
@@ -337,11 +330,6 @@ class Prover:
         expected = self.references[case.key()]
         ranks = run_ranks(case.layout.world, lambda: train_rank(case, expected, plant), timeout_s)
         worst = max(ranks, key=lambda errors: _nan_last(errors.gradient))
-        return Errors(
-            **{
-                name: _largest(*(getattr(errors, name) for errors in ranks))
-                for name in ("loss", "norm", "gradient", "parameter")
-            },
-            worst=worst.worst,
-            pss_mib=sum(errors.pss_mib for errors in ranks),
-        )
+        names = ("loss", "norm", "gradient", "parameter")
+        largest = {name: _largest(*(getattr(errors, name) for errors in ranks)) for name in names}
+        return Errors(**largest, worst=worst.worst, pss_mib=sum(errors.pss_mib for errors in ranks))

@@ -93,12 +93,9 @@ def _fewer_processes(given: Layout) -> tuple[Layout, list[str]]:
 def _small_model(config: ModelConfig, layout: Layout, length: int) -> dict[str, Any]:
     heads = math.lcm(layout.tensor, 2)
     model = {name: value for name, value in config.to_dict().items() if name not in SIZES}
-    grouped = (
-        {"kv_heads": 1 if config.key_value_heads == 1 else layout.tensor}
-        if config.key_value_heads < config.heads
-        else {}
-    )
-    if config.key_value_heads < config.heads and config.key_value_heads > 1:
+    keys = config.key_value_heads
+    grouped = {"kv_heads": 1 if keys == 1 else layout.tensor} if keys < config.heads else {}
+    if 1 < keys < config.heads:
         heads = 2 * layout.tensor
     if config.attention_window:
         block = max(length // 8, 1)

@@ -18,7 +18,7 @@ from ..core.hardware import Chip
 from ..models.config import ModelConfig
 from ..models.presets import preset
 from ..planner.constants import FITTED, Constants
-from ..planner.cost import step_time
+from ..planner.cost import step_seconds
 from ..planner.hardware import Cluster, find_cluster
 from ..planner.memory import capacity_bytes, device_terms, needed_bytes
 from ..planner.serve import FITTED as SERVE_FITTED
@@ -41,7 +41,6 @@ class Case:
     seconds: float
     reported: str
     left_out: str = ""
-    ran: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,16 +58,8 @@ class Replay:
 
 @cache
 def published_cases() -> tuple[Case, ...]:
-    """Every row of every file, in the order of their names."""
-    return tuple(case for path in sorted(PUBLISHED.glob("*.json")) for case in read_cases(path))
-
-
-def read_cases(path: Path) -> list[Case]:
-    """The rows of one file of measured training runs; other kinds of files have none."""
-    table = json.loads(path.read_text(encoding="utf-8"))
-    if table.get("kind", "steps") != "steps":
-        return []
-    return [_case(path.stem, table["defaults"] | row) for row in table["rows"]]
+    """Every measured training run, in the order of the files' names."""
+    return tuple(_case(name, row) for name, row in _rows("steps"))
 
 
 def _case(table: str, row: dict[str, Any]) -> Case:
@@ -77,17 +68,12 @@ def _case(table: str, row: dict[str, Any]) -> Case:
     if "every_logit" in row:
         software = dataclasses.replace(software, every_logit=row["every_logit"])
     phases = tuple(_phase(config, row | phase) for phase in row.get("phases", [{}]))
-    seconds = row.get("seconds") or _seconds(phases, row)
-    return Case(
-        table,
-        row["name"],
-        phases,
-        find_cluster(row["on"]),
-        software,
-        seconds,
-        row["reported"],
-        row.get("left_out", ""),
-    )
+    if not (seconds := row.get("seconds")):  # a row that reports model TFLOP/s for each chip
+        _, work, layouts = phases[0]
+        flops = work.config.flops_per_token(work.length) * work.tokens
+        seconds = flops / (row["tflops"] * 1e12 * layouts.world)
+    cluster, left_out = find_cluster(row["on"]), row.get("left_out", "")
+    return Case(table, row["name"], phases, cluster, software, seconds, row.get("reported", ""), left_out)
 
 
 def _phase(config: Any, row: dict[str, Any]) -> tuple[float, Work, Layouts]:
@@ -102,20 +88,12 @@ def _phase(config: Any, row: dict[str, Any]) -> tuple[float, Work, Layouts]:
     return row.get("steps", 1), work, layouts
 
 
-def _seconds(phases: tuple[tuple[float, Work, Layouts], ...], row: dict[str, Any]) -> float:
-    """Of a row that reports model TFLOP/s for each chip."""
-    _, work, layouts = phases[0]
-    flops = work.config.flops_per_token(work.length) * work.tokens
-    return flops / (row["tflops"] * 1e12 * layouts.world)
-
-
 def predict(case: Case, constants: Constants = FITTED) -> float:
     """Seconds of the whole case."""
-    total = 0.0
-    for steps, work, layouts in case.phases:
-        parts = step_time(work, layouts, case.cluster, case.software, constants)
-        total += steps * float(sum(parts.values()))
-    return total
+    return sum(
+        steps * step_seconds(work, layouts, case.cluster, case.software, constants)
+        for steps, work, layouts in case.phases
+    )
 
 
 def replay(constants: Constants = FITTED) -> list[Replay]:
@@ -138,7 +116,7 @@ def replay_memory() -> list[tuple[str, float, float]]:
     """
     found = []
     for name, row in _rows("memory"):
-        case = _case(name, row | {"seconds": 1.0, "reported": ""})
+        case = _case(name, row | {"seconds": 1.0})
         _, work, layouts = case.phases[0]
         if row["terms"] == "states":
             size = work.config.parameter_count() * case.software.precision.state / layouts.world
@@ -152,34 +130,28 @@ def replay_limits() -> list[tuple[str, bool, bool]]:
     """Name, whether it is predicted to fit, and whether it was reported to: every run, every published limit, and
     the step above each limit.
     """
-    found = [
-        (
-            f"{case.table}: {case.name}",
-            all(_fits(work, layouts, case) for _, work, layouts in case.phases),
-            True,
-        )
-        for case in published_cases()
-    ]
+    found = [(f"{case.table}: {case.name}", _fits(case), True) for case in published_cases()]
     for name, row in _rows("limits"):
         for fields, fit in ((row, True), (row | row["above"], False)):
-            case = _case(name, fields | {"seconds": 1.0, "reported": ""})
-            _, work, layouts = case.phases[0]
-            found.append((row["name"] + ("" if fit else ", one step above"), _fits(work, layouts, case), fit))
+            case = _case(name, fields | {"seconds": 1.0})
+            found.append((row["name"] + ("" if fit else ", one step above"), _fits(case), fit))
     return found
 
 
-def _fits(work: Work, layouts: Layouts, case: Case) -> bool:
-    return bool(needed_bytes(work, layouts, case.software) <= capacity_bytes(case.cluster.chip.memory_gib))
+def _fits(case: Case) -> bool:
+    capacity = capacity_bytes(case.cluster.chip.memory_gib)
+    return all(needed_bytes(work, layouts, case.software) <= capacity for _, work, layouts in case.phases)
 
 
 def _rows(kind: str) -> list[tuple[str, dict[str, Any]]]:
-    tables = [
-        (path.stem, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(PUBLISHED.glob("*.json"))
-    ]
+    """The rows of all files of a kind, each with its file's name and defaults."""
+    tables = {
+        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(PUBLISHED.glob("*.json"))
+    }
     return [
-        (name, table["defaults"] | row)
-        for name, table in tables
-        if table.get("kind") == kind
+        (name, table.get("defaults", {}) | row)
+        for name, table in tables.items()
+        if table.get("kind", "steps") == kind
         for row in table["rows"]
     ]
 
@@ -195,15 +167,26 @@ def validation(all_rows: bool) -> tuple[dict[str, Any], list[str], bool]:
     worst = max(abs(predicted / reported - 1) for _, predicted, reported in memory)
     wrong = [name for name, predicted, fit in limits if predicted != fit]
     rows = [
-        (
-            f"{found.case.table}: {found.case.name}",
-            f"{found.case.seconds:.4g}",
-            f"{found.predicted:.4g}",
-            f"{found.error:+.1%}",
-        )
+        {
+            "table": found.case.table,
+            "name": found.case.name,
+            "reported": found.case.reported,
+            "reported_seconds": found.case.seconds,
+            "predicted_seconds": found.predicted,
+            "error": found.error,
+        }
         for found in replays
     ]
-    lines = [*table(("row", "reported s", "predicted s", "error"), rows), ""] if all_rows else []
+    shown = [
+        (
+            f"{row['table']}: {row['name']}",
+            f"{row['reported_seconds']:.4g}",
+            f"{row['predicted_seconds']:.4g}",
+            f"{row['error']:+.1%}",
+        )
+        for row in rows
+    ]
+    lines = [*table(("row", "reported s", "predicted s", "error"), shown), ""] if all_rows else []
     outside = {row["table"]: row["left_out"] for _, row in _rows("fit")}
     cells = [
         (name, count, f"{median:.1%}", f"{most:.1%}", f"{outside[name]:.1%}" if name in outside else "-")
@@ -215,34 +198,24 @@ def validation(all_rows: bool) -> tuple[dict[str, Any], list[str], bool]:
     lines += [f"published GiB: {len(memory)} figures, largest error {worst:.1%} (goal 3 %)"]
     lines += [f"fits and does not fit: {len(limits) - len(wrong)} of {len(limits)} as reported"]
     skipped = [case for case in published_cases() if case.left_out]
-    lines += [f"left out, {case.table}: {case.name}: {case.left_out}" for case in skipped] if all_rows else []
-    lines += [] if all_rows else [f"left out: {len(skipped)} rows that lack a fact (--rows names them)"]
+    if all_rows:
+        lines += [f"left out, {case.table}: {case.name}: {case.left_out}" for case in skipped]
+    else:
+        lines += [f"left out: {len(skipped)} rows that lack a fact (--rows names them)"]
+    names = ("rows", "median", "largest")
     facts = {
-        "tables": {
-            name: {"rows": n, "median": median, "largest": most} for name, (n, median, most) in tables.items()
-        },
+        "tables": {name: dict(zip(names, found, strict=True)) for name, found in tables.items()},
         "mean_of_medians": mean,
         "left_out": outside,
         "memory_largest": worst,
         "limits_wrong": wrong,
-        "rows": [
-            {
-                "table": found.case.table,
-                "name": found.case.name,
-                "reported": found.case.reported,
-                "reported_seconds": found.case.seconds,
-                "predicted_seconds": found.predicted,
-                "error": found.error,
-            }
-            for found in replays
-        ],
+        "rows": rows,
     }
     return facts, lines, mean <= GOALS["mean of table medians"] and worst <= GOALS["memory"] and not wrong
 
 
 def published_latencies() -> list[tuple[Chip, ModelConfig, int, int, str, float]]:
     """Chip, model, length, batch, precision and seconds of every published engine latency."""
-    rows = json.loads((PUBLISHED / "tensorrt_bert.json").read_text(encoding="utf-8"))["rows"]
     return [
         (
             find_cluster(row["on"]).chip,
@@ -252,7 +225,7 @@ def published_latencies() -> list[tuple[Chip, ModelConfig, int, int, str, float]
             precision,
             milliseconds / 1e3,
         )
-        for row in rows
+        for _, row in _rows("latency")
         for precision in ("fp16", "int8")
         for batch, milliseconds in zip(row["batch"], row[precision + "_ms"], strict=True)
         if milliseconds
