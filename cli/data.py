@@ -7,7 +7,7 @@ import click
 
 from ..core import console
 from .common import throughline_command
-from .data_options import found_in_text, is_given, out_options, read_options, size_of, text_options
+from .data_options import found_in_text, is_given, option, out_options, read_options, size_of, text_options
 
 BACKENDS = ("auto", "gigatoken", "tokie", "char-numpy", "tokenizers")
 
@@ -19,30 +19,27 @@ def command() -> None:
 
 @command.command()
 @text_options
-@click.option(
+@option(
     "--type",
     "kind",
     type=click.Choice(["bpe", "wordpiece", "char", "import"]),
     default="bpe",
-    show_default=True,
     help="Type of tokenizer to train. With `import`, INPUTS is a GPT-2 or BERT vocabulary or a tokenizer.json.",
 )
-@click.option(
+@option(
     "--vocab-size",
     type=click.IntRange(3),
     default=32000,
-    show_default=True,
     help="Number of entries in the vocabulary, special tokens included.",
 )
-@click.option(
+@option(
     "--cased/--uncased",
     default=None,
     help="For WordPiece: keep capitals and accents (default: uncased; an import keeps its own setting).",
 )
-@click.option(
+@option(
     "--sample-bytes",
     default="1G",
-    show_default=True,
     callback=size_of,
     help="Maximum size of the text to train on. A larger input is sampled evenly.",
 )
@@ -77,100 +74,78 @@ def tokenizer(
 
     check_free(out, overwrite)
     if cased is not None and kind in ("bpe", "char"):
-        raise WrongUse(
-            f"{kind} keeps text as it is",
-            where="--cased/--uncased",
-            fix="leave it out, or use --type wordpiece",
-        )
+        fix = "leave it out, or use --type wordpiece"
+        raise WrongUse(f"{kind} keeps text as it is", where="--cased/--uncased", fix=fix)
     if kind == "import":
         given = [name for name in ("vocab_size", "sample_bytes", "max_replaced", *text) if is_given(name)]
         if given:
             where = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise WrongUse(
-                "an import trains nothing",
-                where=where,
-                fix="leave it out, or train: --type bpe, wordpiece or char",
-            )
+            fix = "leave it out, or train: --type bpe, wordpiece or char"
+            raise WrongUse("an import trains nothing", where=where, fix=fix)
         if len(inputs) != 1:
-            raise WrongUse(
-                "an import takes one path",
-                why=f"{len(inputs)} were given",
-                fix="name the directory of the vocabulary",
-            )
+            why, fix = f"{len(inputs)} were given", "name the directory of the vocabulary"
+            raise WrongUse("an import takes one path", why=why, fix=fix)
         made, files = import_tokenizer(inputs[0], None if cased is None else not cased)
         if cased is not None and files[0].suffix != ".txt":
-            raise WrongUse(
-                "this tokenizer says itself what it keeps", where="--cased/--uncased", fix="leave it out"
-            )
+            what = "this tokenizer says itself what it keeps"
+            raise WrongUse(what, where="--cased/--uncased", fix="leave it out")
         records = [input_record(file) for file in files]
         facts: dict[str, Any] = {"trained": False, "counts": {}}
     else:
         sources, counts = expand_inputs(list(inputs)), Counter[str]()
         texts = sample(sources, read_options(**text), sample_bytes, counts, max_replaced)
         made = train_tokenizer(texts, kind, vocab_size, lowercase=not cased)  # type: ignore[arg-type]
-        small = (
-            sum(source.bytes for source in sources) <= CHECK_BYTES
-        )  # a sample is not worth hours of hashing what it is of
-        paths = [source.path for source in sources if os.path.exists(source.path)]
-        records = [
-            input_record(path) if small else Input(os.path.abspath(path), "foreign", "") for path in paths
-        ]
-        facts = {
-            "trained": True,
-            "sample_bytes": sample_bytes,
-            "counts": {key: counts[key] for key in COUNTS},
-        }
+        # a sample is not worth hours of hashing what it is of
+        small = sum(source.bytes for source in sources) <= CHECK_BYTES
+        here = [source for source in sources if os.path.exists(source.path)]
+        records = [input_record(s.path) if small else Input(s.place, "foreign", "") for s in here]
+        found = {key: counts[key] for key in COUNTS}
+        facts = {"trained": True, "sample_bytes": sample_bytes, "counts": found}
     made.save(out, records, facts, overwrite)
-    lines = [
-        f"{made.type} tokenizer of {made.vocab_size:,} entries in {out}",
-        *found_in_text(facts["counts"]),
-    ]
+    lines = [f"{made.type} tokenizer of {made.vocab_size:,} entries in {out}"]
+    lines += found_in_text(facts["counts"])
     console.result({"path": out, **made.facts(), "counts": facts["counts"]}, lines)
 
 
 @command.command()
 @text_options
-@click.option(
+@option(
     "--tokenizer",
     "tokenizer_path",
     required=True,
     help="Path of the tokenizer: an artifact, a model directory or a tokenizer.json.",
 )
-@click.option(
+@option(
     "--eos/--no-eos",
     "append_eos",
     default=None,
     help="End every document with the end-of-text token (default: yes when the tokenizer has one).",
 )
-@click.option(
+@option(
     "--sentences",
     is_flag=True,
     help="Store every sentence as a sequence of its own, as the sentence pairs of a BERT need.",
 )
-@click.option("--workers", type=click.IntRange(1), help="Number of worker processes (default: one per core).")
-@click.option(
+@option("--workers", type=click.IntRange(1), help="Number of worker processes (default: one per core).")
+@option(
     "--backend",
     type=click.Choice(BACKENDS),
     default="auto",
-    show_default=True,
     help="Library that encodes. All of them give the same tokens.",
 )
-@click.option(
+@option(
     "--executor",
     type=click.Choice(["local", "ray"]),
     default="local",
-    show_default=True,
     help="Where the tasks run: on this machine or on a Ray cluster.",
 )
-@click.option(
+@option(
     "--shard-bytes",
     callback=size_of,
     help="Size of the input of one shard, for example 64M (default: 1/64 of the input, 8 MiB to 256 MiB).",
 )
-@click.option(
-    "--task-index", type=click.IntRange(0), help="Number of this process in a job array, counted from 0."
-)
-@click.option("--task-count", type=click.IntRange(1), help="Number of processes in the job array.")
+@option("--task-index", type=click.IntRange(0), help="Number of this process in a job array, counted from 0.")
+@option("--task-count", type=click.IntRange(1), help="Number of processes in the job array.")
 @out_options
 @throughline_command
 def tokenize(
@@ -238,24 +213,10 @@ def tokenize(
 
 @command.command()
 @click.argument("store")
-@click.option(
-    "--samples",
-    type=click.IntRange(0),
-    default=3,
-    show_default=True,
-    help="Number of sample documents to show.",
-)
-@click.option(
-    "--top",
-    type=click.IntRange(0),
-    default=3,
-    show_default=True,
-    help="Number of repeated documents to show.",
-)
-@click.option(
-    "--tokenizer", "tokenizer_path", help="Path of the tokenizer of a store that another program wrote."
-)
-@click.option("--html", type=click.Path(), help="File to write the same facts to, as a page.")
+@option("--samples", type=click.IntRange(0), default=3, help="Number of sample documents to show.")
+@option("--top", type=click.IntRange(0), default=3, help="Number of repeated documents to show.")
+@option("--tokenizer", "tokenizer_path", help="Path of the tokenizer of a store that another program wrote.")
+@option("--html", type=click.Path(), help="File to write the same facts to, as a page.")
 @throughline_command
 def inspect(store: str, samples: int, top: int, tokenizer_path: str | None, html: str | None) -> None:
     """Show what is in a token store.
@@ -287,21 +248,20 @@ def inspect(store: str, samples: int, top: int, tokenizer_path: str | None, html
 
 @command.command()
 @click.argument("store")
-@click.option(
+@option(
     "--to",
     "target",
     type=click.Choice(["nanogpt", "olmo", "llmc", "parquet"]),
     required=True,
     help="Layout to write.",
 )
-@click.option(
+@option(
     "--val-fraction",
     type=click.FloatRange(0, 0.5),
     default=0.0,
-    show_default=True,
     help="For nanogpt: share of the tokens, from the end, that goes to val.bin.",
 )
-@click.option("--out", required=True, help="Directory to write.")
+@option("--out", required=True, help="Directory to write.")
 @throughline_command
 def export(store: str, target: str, val_fraction: float, out: str) -> None:
     """Write a token store in another trainer's layout.
@@ -319,9 +279,9 @@ def export(store: str, target: str, val_fraction: float, out: str) -> None:
 
 @command.command()
 @text_options
-@click.option("--near", is_flag=True, help="Remove near duplicates too, by MinHash over word 5-grams.")
-@click.option("--dry-run", is_flag=True, help="Count the duplicates and write nothing.")
-@click.option(
+@option("--near", is_flag=True, help="Remove near duplicates too, by MinHash over word 5-grams.")
+@option("--dry-run", is_flag=True, help="Count the duplicates and write nothing.")
+@option(
     "--out",
     help="Directory for the records that stay, as .jsonl.zst with all their fields. Not needed with --dry-run.",
 )

@@ -1,36 +1,34 @@
 """What the commands of `throughline data` share: the options that say how text is read, sizes, the output."""
 
+from functools import partial
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+option = partial(click.option, show_default=True)
+
 
 def text_options(function: Any) -> Any:
     """Adds INPUTS... and the options that say how they become documents."""
     for decorate in (
-        click.option(
+        option(
             "--max-replaced",
             type=click.FloatRange(0, 1),
             default=0.001,
-            show_default=True,
             help="Largest share of invalid characters that is accepted.",
         ),
-        click.option(
-            "--unwrap", is_flag=True, help="Join the hard-wrapped lines of a paragraph with spaces."
-        ),
-        click.option("--split", default="train", show_default=True, help="Split of a data set that is read."),
-        click.option(
+        option("--unwrap", is_flag=True, help="Join the hard-wrapped lines of a paragraph with spaces."),
+        option("--split", default="train", help="Split of a data set that is read."),
+        option(
             "--field",
             default="text",
-            show_default=True,
             help="Name of the field of .jsonl, or of the column of .parquet or a data set, that holds the text.",
         ),
-        click.option(
+        option(
             "--documents",
             type=click.Choice(["file", "line", "block"]),
             default="block",
-            show_default=True,
             help="What a document of a .txt file is: the file, a line, or a block between blank lines.",
         ),
         click.argument("inputs", nargs=-1, required=True),
@@ -41,10 +39,8 @@ def text_options(function: Any) -> Any:
 
 def out_options(function: Any) -> Any:
     """Adds --out and --overwrite."""
-    overwrite = click.option(
-        "--overwrite", is_flag=True, help="Replace the artifact that is already at --out."
-    )
-    return click.option("--out", required=True, help="Directory to write.")(overwrite(function))
+    overwrite = option("--overwrite", is_flag=True, help="Replace the artifact that is already at --out.")
+    return option("--out", required=True, help="Directory to write.")(overwrite(function))
 
 
 def read_options(documents: str, field: str, split: str, unwrap: bool) -> Any:

@@ -92,9 +92,7 @@ class Reference:
 
 
 class Watched:
-    """A backend at work: of its first texts, and then once in WATCH_EVERY characters, one text is encoded by the
-    reference too. Raises Failed where they differ.
-    """
+    """A backend at work; one text in WATCH_EVERY characters the reference encodes too: Failed if not equal."""
 
     def __init__(self, backend: Backend, tokenizer: Tokenizer):
         self.name, self._backend, self._reference = backend.name, backend, tokenizer.encode_batch
@@ -117,12 +115,9 @@ class Watched:
             text = text[len(text) // 2 :][:WATCHED]
             found = self._backend.encode_batch([text])[0]
         if why := _difference_of(text, found, self._reference([text])[0]):
-            raise Failed(
-                f"backend {self.name} differs from the tokenizers library",
-                where=f"a text of {len(text):,} characters",
-                why=why,
-                fix="take another one: --backend tokenizers, with --overwrite where work has been done",
-            )
+            what = f"backend {self.name} differs from the tokenizers library"
+            fix = "take another one: --backend tokenizers, with --overwrite where work has been done"
+            raise Failed(what, where=f"a text of {len(text):,} characters", why=why, fix=fix)
 
 
 # by type of tokenizer; what is not here the reference encodes

@@ -1,6 +1,4 @@
-"""BERT rows: [CLS] A [SEP] B [SEP], masked anew each time, one pair to a row or several packed without
-padding.
-"""
+"""BERT rows: [CLS] A [SEP] B [SEP], masked anew each time, a pair to a row or packed without padding."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ from .store import TokenStore
 
 
 class BERTPairs:
-    """Sentence pairs (or stretches) of a store. A packed row holds whole pairs of one shard, kept apart in
-    attention.
+    """Sentence pairs (or stretches) of a store. A packed row holds whole pairs of one shard, kept apart.
 
     An epoch is `pair_copies` passes over the text. The rows and their pairs are fixed for a store; their
     order and their masks are drawn for (seed, epoch).
@@ -31,21 +28,15 @@ class BERTPairs:
     def __init__(self, store: TokenStore, options: DatasetOptions, cache: Path | None = None):
         check_sentences(store, options)
         self.store, self.options, self.mask = store, options, Masker(options)
-        identity = {
-            "what": "bert rows",
-            "store": store.content_identity(),
-            "length": options.sequence_length,
-            "packed": options.packing == "packed",
-            "nsp": options.nsp,
-        }
+        identity = {"what": "bert rows", "store": store.content_identity(), "length": options.sequence_length}
+        identity |= {"packed": options.packing == "packed", "nsp": options.nsp}
         if options.nsp != "none":
             identity |= {"seed": options.seed, "copies": options.pair_copies, "short": options.short_fraction}
         self.pairs, self.ends = computed_once(cache, identity, (PAIR, np.dtype("<i8")), self._index())
         self.rows = len(self.ends)
         if not self.rows:
-            raise WrongUse(
-                "too little text for one training row", why=f"{store.tokens:,} tokens", fix="give more text"
-            )
+            why = f"{store.tokens:,} tokens"
+            raise WrongUse("too little text for one training row", why=why, fix="give more text")
 
     def _index(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Per shard: its pairs row by row, and the end of each row among all pairs."""
@@ -84,9 +75,8 @@ class BERTPairs:
         if options.nsp != "none":
             labels = pairs["label"].astype(np.int64)
             if options.packing == "packed":  # (B, S): the label stands at each [CLS]
-                labels = placed.rows(
-                    np.where(placed.within == 0, np.repeat(labels, sizes), NO_TARGET), NO_TARGET, np.int64
-                )
+                labels = np.where(placed.within == 0, np.repeat(labels, sizes), NO_TARGET)
+                labels = placed.rows(labels, NO_TARGET, np.int64)
             batch["nsp_targets"] = labels
         return batch
 
@@ -99,15 +89,12 @@ def _row_lengths(pairs: np.ndarray) -> np.ndarray:
 def _assemble(
     store: TokenStore, pairs: np.ndarray, sizes: np.ndarray, within: np.ndarray, options: DatasetOptions
 ) -> Any:
-    """(tokens, token types), each (sum of sizes,) int64, of samples laid end to end. `within`: each token's
-    place in its own.
-    """
+    """(tokens, token types) of samples laid end to end, int64; `within`: each token's place in its own."""
     starts = np.cumsum(sizes) - sizes
     after_a = np.repeat(pairs["a_length"].astype(np.int64) + 1, sizes)  # where the first [SEP] stands
     in_b = within > after_a
-    source = (
-        np.where(in_b, np.repeat(pairs["b"], sizes) - after_a - 1, np.repeat(pairs["a"] - 1, sizes)) + within
-    )
+    b = np.repeat(pairs["b"], sizes) - after_a - 1
+    source = np.where(in_b, b, np.repeat(pairs["a"] - 1, sizes)) + within
     special = (within == 0) | (within == after_a)
     special[starts + sizes - 1] = True
     source[special] = 0

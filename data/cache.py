@@ -28,8 +28,7 @@ FORMAT = 1
 def computed_once(
     cache: Path | None, identity: dict, dtypes: tuple[np.dtype, ...], parts: Iterable[tuple[np.ndarray, ...]]
 ) -> tuple[np.ndarray, ...]:
-    """The arrays made by joining the tuples of `parts` (one tuple per shard, consumed only when nothing
-    usable is kept).
+    """The arrays made by joining `parts` (a tuple per shard, consumed only when nothing usable is kept).
 
     Kept under `cache`, or only in memory when it is None or cannot be written (said once). `identity` must be
     JSON.
@@ -47,9 +46,8 @@ def computed_once(
         probe.touch()
         probe.unlink()
     except OSError as error:
-        warn(
-            f"cannot keep the sample index under {cache} ({error.strerror}): it is computed again at every start"
-        )
+        what = f"cannot keep the sample index under {cache} ({error.strerror})"
+        warn(f"{what}: it is computed again at every start")
         return _joined(dtypes, parts)
     _write(cache, name, identity, len(dtypes), parts)
     written = _read(cache, name, dtypes)
@@ -92,11 +90,9 @@ def _read(cache: Path, name: str, dtypes: tuple[np.dtype, ...]) -> tuple[np.ndar
     arrays = []
     for n, (dtype, (size, digest)) in enumerate(zip(dtypes, record["files"])):
         path = cache / f"{name}.{n}.bin"
-        if (
-            not path.is_file()
-            or path.stat().st_size != size
-            or (size <= REHASH_BYTES and sha256_file(path) != digest)
-        ):
+        if not path.is_file() or path.stat().st_size != size:
+            return None
+        if size <= REHASH_BYTES and sha256_file(path) != digest:
             return None
         arrays.append(np.memmap(path, dtype, "r") if size else np.empty(0, dtype))
     return tuple(arrays)

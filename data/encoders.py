@@ -14,9 +14,7 @@ import numpy as np
 from .tokenizer import Tokenizer
 
 CACHE_BYTES = 256 << 20  # of text per gigatoken instance: its cache of words has no limit of its own
-FEW_TEXTS = (
-    200_000  # gigatoken one by one: a microsecond more for each, but no half second for importing awkward
-)
+FEW_TEXTS = 200_000  # gigatoken one by one: a microsecond more each, but no half second to import awkward
 UNSEEN, SAME, OTHER = range(3)  # what is known of a character
 
 
@@ -28,9 +26,7 @@ def _plain(config: dict[str, Any]) -> str:
 
 
 class Gigatoken:
-    """The `gigatoken` package: byte-level BPE at over 100 MB per core-second. One thread: processes share the
-    cores.
-    """
+    """The `gigatoken` package: byte-level BPE at over 100 MB per core-second, in one thread."""
 
     name = "gigatoken"
 
@@ -139,10 +135,8 @@ def _check_bert(config: dict[str, Any]) -> None:
         normalizer["clean_text"] and normalizer["handle_chinese_chars"]
     ):
         raise ValueError("the normalizer has settings that BERT's has not")
-    if (config["model"]["continuing_subword_prefix"], config["model"]["max_input_chars_per_word"]) != (
-        "##",
-        100,
-    ):
+    model = config["model"]
+    if model["continuing_subword_prefix"] != "##" or model["max_input_chars_per_word"] != 100:
         raise ValueError("the WordPiece has settings that BERT's has not")
 
 
@@ -174,5 +168,4 @@ class Characters:
         self._table[[ord(character) for character in vocab]] = list(vocab.values())
 
     def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        codes = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32)
-        return self._table[codes], np.fromiter(map(len, texts), np.int64, len(texts))
+        return self._table[_codes("".join(texts))], np.fromiter(map(len, texts), np.int64, len(texts))

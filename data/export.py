@@ -32,8 +32,7 @@ ROWS = 10_000
 
 
 def export_store(path: Path | str, target: Target, out: Path | str, val_fraction: float = 0.0) -> list[Path]:
-    """Write the store `path` in another layout into the directory `out`, whole or not at all; returns the
-    files.
+    """Write the store `path` in another layout into `out`, whole or not at all; returns the files.
 
     Raises WrongUse when `out` is taken or the target cannot hold the store's ids.
     """
@@ -44,9 +43,8 @@ def export_store(path: Path | str, target: Target, out: Path | str, val_fraction
         raise WrongUse(f"{target} has no part for validation", where="--val-fraction", fix=fix)
     if target == "llmc" and store.dtype not in LLMC_HEADER:
         why = f"llm.c reads uint16 and uint32, this store is {store.dtype}"
-        raise WrongUse(
-            "ids of a width that llm.c does not read", where=path, why=why, fix="export to olmo or parquet"
-        )
+        fix = "export to olmo or parquet"
+        raise WrongUse("ids of a width that llm.c does not read", where=path, why=why, fix=fix)
     with written_aside(out) as folder, progress(f"export {target}", store.tokens, "token") as bar:
         if target == "nanogpt":
             _nanogpt(store, folder, val_fraction, Path(path), bar)
@@ -77,9 +75,8 @@ def _nanogpt(store: TokenStore, folder: Path, val_fraction: float, source: Path,
     if (place := tokenizer_beside(source)).is_file() and not _is_gpt2(tokenizer := Tokenizer.load(place)):
         texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
         first = {text: i for i, text in reversed(texts.items())}
-        (folder / "meta.pkl").write_bytes(
-            pickle.dumps({"vocab_size": tokenizer.vocab_size, "stoi": first, "itos": texts})
-        )
+        meta = {"vocab_size": tokenizer.vocab_size, "stoi": first, "itos": texts}
+        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 
 def _is_gpt2(tokenizer: Tokenizer) -> bool:
@@ -96,11 +93,8 @@ def _link(source: Path, target: Path) -> None:
 
 def _llmc(shard: Shard, target: Path) -> None:
     if shard.tokens >= 2**31:
-        raise WrongUse(
-            "a shard is too large for llm.c",
-            where=shard.bin,
-            why=f"{shard.tokens:,} tokens, its limit is 2^31",
-        )
+        why = f"{shard.tokens:,} tokens, its limit is 2^31"
+        raise WrongUse("a shard is too large for llm.c", where=shard.bin, why=why)
     header = np.zeros(256, "<i4")
     header[:2] = LLMC_HEADER[shard.dtype]
     header[2] = shard.tokens

@@ -15,9 +15,7 @@ BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def bert_library(vocab: dict[str, int], lowercase: bool) -> Library:
-    """BERT's tokenizer over a vocabulary: its normaliser, its splitting at white space and punctuation,
-    greedy WordPiece.
-    """
+    """BERT's tokenizer over a vocabulary: its normaliser, its splitting, greedy WordPiece."""
     unknown = "[UNK]"
     library = Library(models.WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
     library.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -32,8 +30,7 @@ def bert_library(vocab: dict[str, int], lowercase: bool) -> Library:
 
 
 def import_tokenizer(path: Path | str, lowercase: bool | None = None) -> tuple[Tokenizer, list[Path]]:
-    """A GPT-2 vocabulary (encoder.json + vocab.bpe, or vocab.json + merges.txt), BERT's vocab.txt, or a
-    tokenizer.json.
+    """A GPT-2 vocabulary (encoder.json + vocab.bpe, vocab.json + merges.txt), vocab.txt, or tokenizer.json.
 
     `path` is the directory or one of the files; also returned are the files it was made from. `lowercase` of
     a BERT vocabulary is found out from its entries when not given. Raises WrongUse and Refused.
@@ -42,24 +39,19 @@ def import_tokenizer(path: Path | str, lowercase: bool | None = None) -> tuple[T
     folder = path if path.is_dir() else path.parent
     if not path.exists():
         raise WrongUse("no such path", where=path, fix="check the spelling")
-    for encoder, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
-        if (
-            (path.is_dir() or path.name in (encoder, merges))
-            and (folder / encoder).is_file()
-            and (folder / merges).is_file()
-        ):
-            return _gpt2(folder / encoder, folder / merges), [folder / encoder, folder / merges]
+    for names in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+        files = [folder / name for name in names]
+        if (path.is_dir() or path in files) and all(file.is_file() for file in files):
+            return _gpt2(*files), files
     vocab = path / "vocab.txt" if path.is_dir() else path
     if vocab.suffix == ".txt" and vocab.is_file():
         return _bert(vocab, lowercase), [vocab]
-    if (path / FILE if path.is_dir() else path).is_file():
-        return Tokenizer.load(path), [path / FILE if path.is_dir() else path]
-    raise WrongUse(
-        "no vocabulary here",
-        where=path,
-        why="looked for encoder.json + vocab.bpe, vocab.json + merges.txt, vocab.txt, tokenizer.json",
-        fix="give the directory that holds one of these",
-    )
+    file = path / FILE if path.is_dir() else path
+    if file.is_file():
+        return Tokenizer.load(file), [file]
+    why = "looked for encoder.json + vocab.bpe, vocab.json + merges.txt, vocab.txt, tokenizer.json"
+    fix = "give the directory that holds one of these"
+    raise WrongUse("no vocabulary here", where=path, why=why, fix=fix)
 
 
 def _read(file: Path) -> str:
@@ -78,11 +70,8 @@ def _gpt2(encoder: Path, merges: Path) -> Tokenizer:
         len(pair) == 2 and pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab for pair in pairs
     )
     if not known:
-        raise WrongUse(
-            "merges and vocabulary do not belong together",
-            where=merges,
-            fix=f"give the {merges.name} that came with {encoder.name}",
-        )
+        fix = f"give the {merges.name} that came with {encoder.name}"
+        raise WrongUse("merges and vocabulary do not belong together", where=merges, fix=fix)
     library = Library(models.BPE(vocab, pairs))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -95,12 +84,8 @@ def _bert(file: Path, lowercase: bool | None) -> Tokenizer:
     tokens = _read(file).removesuffix("\n").split("\n")
     vocab = {token.rstrip("\r"): place for place, token in enumerate(tokens)}
     if missing := [name for name in BERT_SPECIAL if name not in vocab]:
-        raise WrongUse(
-            "not a BERT vocabulary",
-            where=file,
-            why=f"it lacks {', '.join(missing)}",
-            fix="give BERT's vocab.txt",
-        )
+        why = f"it lacks {', '.join(missing)}"
+        raise WrongUse("not a BERT vocabulary", where=file, why=why, fix="give BERT's vocab.txt")
     if lowercase is None:
         lowercase = not any(token != token.lower() for token in vocab if not token.startswith("["))
     return Tokenizer(bert_library(vocab, lowercase).to_str())

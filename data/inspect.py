@@ -1,6 +1,4 @@
-"""What is in a token store: counts, document lengths, bytes per token, sample documents and the most repeated
-ones.
-"""
+"""What is in a token store: counts, lengths, bytes per token, sample documents, the most repeated ones."""
 
 import hashlib
 from pathlib import Path
@@ -10,7 +8,6 @@ import numpy as np
 
 from ..core.errors import WrongUse
 from ..core.page import Bar, Part, page
-from .shard import Shard
 from .store import TokenStore
 from .tokenizer import Tokenizer, tokenizer_beside
 
@@ -34,7 +31,7 @@ def inspect_store(
     facts = store.facts
     histogram = np.zeros(64, np.int64)
     for shard in store.shards:
-        lengths = _document_lengths(shard)
+        lengths = np.diff(shard.sequence_start(shard.bounds))
         histogram += np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64), minlength=64)
     spaced = np.unique(np.linspace(0, store.documents - 1, min(samples, store.documents)).astype(np.int64))
     return {
@@ -48,50 +45,29 @@ def inspect_store(
         "tokens_per_document": store.tokens / store.documents,
         "lengths": {f"{2**power:,}": int(count) for power, count in enumerate(histogram) if count},
         "counts": facts.get("made", {}).get("counts", {}),
-        "samples": [
-            {"document": int(place), "text": _text(store, tokenizer, int(place))} for place in spaced
-        ],
+        "samples": [{"document": int(d), "text": _text(store, tokenizer, int(d))} for d in spaced],
         "repeated": [{"times": n, "text": _text(store, tokenizer, d)} for n, d in _repeated(store, top)],
     }
 
 
 def inspect_page(path: Path | str, found: dict[str, Any]) -> str:
     """What `inspect_store` has found as an HTML page."""
-    facts = [
-        (key.replace("_", " "), f"{found[key]:,}")
-        for key in ("tokens", "documents", "sequences", "shards", "vocab_size")
-    ]
-    facts += [
-        (key.replace("_", " "), f"{found[key]:.4g}")
-        for key in ("bytes_per_token", "tokens_per_document")
-        if found[key]
-    ]
-    most = max(found["lengths"].values(), default=1)
-    lengths = [
-        Bar(f"up to {length} tokens", count / most, text=f"{count:,}")
-        for length, count in found["lengths"].items()
-    ]
+    facts = [(key, f"{found[key]:,}") for key in ("tokens", "documents", "sequences", "shards", "vocab_size")]
+    facts += [(key, f"{found[key]:.4g}") for key in ("bytes_per_token", "tokens_per_document") if found[key]]
+    held = found["lengths"].items()
+    most = max((count for _, count in held), default=1)
+    lengths = [Bar(f"up to {length} tokens", count / most, text=f"{count:,}") for length, count in held]
     counted = [(key, f"{count:,}") for key, count in found["counts"].items() if count]
+    samples = [(s["document"], s["text"]) for s in found["samples"]]
+    repeated = [(r["times"], r["text"]) for r in found["repeated"]]
     parts = [
-        Part(rows=facts),
+        Part(rows=[(key.replace("_", " "), value) for key, value in facts]),
         Part("Lengths of documents", bars=lengths),
         Part("Found in the text", rows=counted),
-        Part(
-            "Documents",
-            header=("document", "beginning"),
-            rows=[(s["document"], s["text"]) for s in found["samples"]],
-        ),
-        Part(
-            "Most repeated documents",
-            header=("times", "beginning"),
-            rows=[(r["times"], r["text"]) for r in found["repeated"]],
-        ),
+        Part("Documents", header=("document", "beginning"), rows=samples),
+        Part("Most repeated documents", header=("times", "beginning"), rows=repeated),
     ]
     return page(f"Token store {path}", parts)
-
-
-def _document_lengths(shard: Shard) -> np.ndarray:
-    return np.diff(shard.sequence_start(shard.bounds))
 
 
 def _text(store: TokenStore, tokenizer: Tokenizer, document: int) -> str:

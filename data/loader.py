@@ -1,5 +1,4 @@
-"""Batches made ahead of the training step. The state is one integer: the samples consumed by all ranks
-together.
+"""Batches made ahead of the training step. The state is one integer: samples consumed by all ranks.
 
 Batch k of rank r is rows position + (k * world + r) * batch_size onward, `batch_size` of them: a pure
 function, as it is where the size follows from the position, so any number of workers, ranks and restarts
@@ -18,8 +17,7 @@ from .options import Batch, Dataset
 
 
 class Loader:
-    """An endless iterator of batches; `position` counts the samples consumed by all ranks, after what was
-    yielded.
+    """An endless iterator of batches; `position`: samples consumed by all ranks, after what was yielded.
 
     `batch_size`: rows of one rank's batch, or how many they are at a position. `workers` threads keep `ahead`
     batches each ready; with 0 workers a batch is made when it is asked for.
@@ -40,9 +38,8 @@ class Loader:
     ):
         self._rows: Callable[[int], int] = batch_size if callable(batch_size) else lambda _: batch_size
         if self._rows(position) < 1 or not 0 <= rank < world or position < 0:
-            raise WrongUse(
-                "bad loader", why=f"batch_size {batch_size}, rank {rank} of {world}, position {position}"
-            )
+            why = f"batch_size {batch_size}, rank {rank} of {world}, position {position}"
+            raise WrongUse("bad loader", why=why)
         self.dataset, self.position = dataset, position
         self.rank, self.world, self.waited = rank, world, 0
         self._ahead = workers * ahead

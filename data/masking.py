@@ -15,17 +15,12 @@ import numpy as np
 from .options import NO_TARGET, DatasetOptions
 from .order import GOLDEN, below, bits, mix, unit
 
-CHOOSE, COUNT = (
-    np.uint64(0x510E527FADE682D1),
-    np.uint64(0x9B05688C2B3E6C1F),
-)  # tell the draws of one key apart
+CHOOSE, COUNT = np.uint64(0x510E527FADE682D1), np.uint64(0x9B05688C2B3E6C1F)  # tell a key's draws apart
 CACHEFUL = 1 << 14  # tokens masked together: the temporaries stay in the cache
 
 
 class Masker:
-    """Look-up tables for one vocabulary. `special` bool (vocab,): never masked. `continues` bool (vocab,):
-    inside a word.
-    """
+    """Tables of one vocabulary, bool (vocab,): `special` is never masked, `continues` is inside a word."""
 
     def __init__(self, options: DatasetOptions):
         self.options = options
@@ -63,9 +58,14 @@ class Masker:
         column = (maskable - (np.cumsum(lengths) - lengths)[segment]).astype(np.uint64)
         words = bits(keys[segment], column)
         candidates = np.bincount(segment, minlength=len(lengths))
-        quota = self._quota(candidates, keys)
-        choose = self._choose_words if self.options.whole_word else self._choose_tokens
-        chosen = choose(tokens, maskable, segment, words, candidates, quota)
+        first, quota = np.cumsum(candidates) - candidates, self._quota(candidates, keys)
+        if self.options.whole_word:
+            begins = ~self.continues[tokens[maskable]]
+            begins[:1] = True
+            begins[1:] |= (np.diff(maskable) > 1) | (np.diff(segment) > 0)
+            chosen = _choose_words(np.flatnonzero(begins), segment, words, first, quota)
+        else:
+            chosen = _choose_tokens(segment, words, first, quota)
         places, words = maskable[chosen], mix(words[chosen] + GOLDEN)
         targets[places] = tokens[places]
         fate = words & np.uint64(0xFFFFFFFF)  # the low half decides, the high half draws the replacement
@@ -77,49 +77,32 @@ class Masker:
         quota = np.floor(self.options.mask_rate * candidates + unit(mix(keys ^ COUNT))).astype(np.int64)
         return np.minimum(np.maximum(quota, 1), candidates)
 
-    def _choose_tokens(
-        self,
-        tokens: np.ndarray,
-        maskable: np.ndarray,
-        segment: np.ndarray,
-        words: np.ndarray,
-        candidates: np.ndarray,
-        quota: np.ndarray,
-    ) -> np.ndarray:
-        """Indices into `maskable` of the `quota` smallest draws of each segment."""
-        ranked = _ranked(segment, words)
-        first = np.cumsum(candidates) - candidates
-        drawn = quota > 0
-        limit = np.zeros(len(quota), np.uint64)
-        limit[drawn] = np.sort(ranked)[(first + quota - 1)[drawn]]
-        return np.flatnonzero((ranked <= limit[segment]) & drawn[segment])
 
-    def _choose_words(
-        self,
-        tokens: np.ndarray,
-        maskable: np.ndarray,
-        segment: np.ndarray,
-        words: np.ndarray,
-        candidates: np.ndarray,
-        quota: np.ndarray,
-    ) -> np.ndarray:
-        """Indices into `maskable` of whole words, drawn until each segment's quota is met."""
-        if not len(maskable):
-            return np.empty(0, np.int64)
-        gap = np.ones(len(maskable), bool)
-        gap[1:] = (np.diff(maskable) > 1) | (np.diff(segment) > 0)
-        begins = np.flatnonzero(gap | ~self.continues[tokens[maskable]])
-        size = np.diff(np.append(begins, len(maskable)))
-        owner = segment[begins]
-        order = np.argsort(_ranked(owner, words[begins]))
-        ends = np.cumsum(size[order])
-        before = ends - size[order] - (np.cumsum(candidates) - candidates)[owner[order]]
-        room = quota[owner[order]] - before
-        draw = unit(mix(words[begins][order] ^ CHOOSE))
-        crossing = (room > 0) & (size[order] > room) & (draw * size[order] < room)
-        taken = np.zeros(len(begins), bool)
-        taken[order] = (size[order] <= room) | crossing
-        return np.flatnonzero(np.repeat(taken, size))
+def _choose_tokens(
+    segment: np.ndarray, words: np.ndarray, first: np.ndarray, quota: np.ndarray
+) -> np.ndarray:
+    """Which maskable tokens have the `quota` smallest draws of their segment, which begins at `first`."""
+    ranked = _ranked(segment, words)
+    drawn = quota > 0
+    limit = np.zeros(len(quota), np.uint64)
+    limit[drawn] = np.sort(ranked)[(first + quota - 1)[drawn]]
+    return np.flatnonzero((ranked <= limit[segment]) & drawn[segment])
+
+
+def _choose_words(
+    begins: np.ndarray, segment: np.ndarray, words: np.ndarray, first: np.ndarray, quota: np.ndarray
+) -> np.ndarray:
+    """The same of whole words, which begin at `begins`, drawn until each segment's quota is met."""
+    size = np.diff(np.append(begins, len(segment)))
+    owner = segment[begins]
+    order = np.argsort(_ranked(owner, words[begins]))
+    before = np.cumsum(size[order]) - size[order] - first[owner[order]]
+    room = quota[owner[order]] - before
+    draw = unit(mix(words[begins][order] ^ CHOOSE))
+    crossing = (room > 0) & (size[order] > room) & (draw * size[order] < room)
+    taken = np.zeros(len(begins), bool)
+    taken[order] = (size[order] <= room) | crossing
+    return np.flatnonzero(np.repeat(taken, size))
 
 
 def _ranked(segment: np.ndarray, words: np.ndarray) -> np.ndarray:

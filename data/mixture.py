@@ -23,8 +23,7 @@ PERIOD = 10_000
 
 
 class Mixture:
-    """`weights` over `datasets` of one kind. `shares` are the weights really used; an epoch has the datasets'
-    rows together.
+    """`weights` over `datasets` of one kind; `shares` are those really used. An epoch has all their rows.
 
     A dataset whose rows are used up begins its next epoch, so a weight may repeat or leave out part of its
     text.
@@ -67,9 +66,7 @@ class Mixture:
 
 
 def _whole(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights as whole numbers in their exact ratio, or out of PERIOD (each at least 1) when that ratio needs
-    more.
-    """
+    """Weights as whole numbers in their exact ratio, or (each at least 1) out of PERIOD if it needs more."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in exact))
     whole = [int(fraction * scale) for fraction in exact]
@@ -86,9 +83,7 @@ def _whole(weights: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _schedule(counts: tuple[int, ...]) -> np.ndarray:
-    """Which dataset gives each sample of one period, int64: an earliest-deadline schedule in exact
-    arithmetic.
-    """
+    """The dataset of each sample of one period, int64: an earliest-deadline schedule in exact arithmetic."""
     period, kinds = sum(counts), len(counts)
     given = [0] * kinds
     table = np.empty(period, np.int64)

@@ -44,9 +44,7 @@ class DatasetOptions:
     short_fraction: float = 0.1  # BERT: documents whose pairs aim at a shorter length
     mask_rate: float = 0.15
     whole_word: bool = False
-    continuation_ids: tuple[int, ...] = field(
-        default=(), repr=False
-    )  # ids that continue a word ("##…"), for whole_word
+    continuation_ids: tuple[int, ...] = field(default=(), repr=False)  # of "##…" entries, for whole_word
     vocab_size: int = 0
     special_ids: tuple[int, ...] = field(default=(), repr=False)  # never masked, never drawn as a replacement
     pad_id: int = 0
@@ -64,19 +62,15 @@ class DatasetOptions:
         if self.random_offsets and (self.packing != "windows" or self.order == "sequential"):
             problems.append("random_offsets needs shuffled windows")
         if self.family == "bert":
-            problems += [
-                f"{name} is missing"
-                for name in ("cls_id", "sep_id", "mask_id")
-                if getattr(self, name) is None
-            ]
+            ids = ("cls_id", "sep_id", "mask_id")
+            problems += [f"{name} is missing" for name in ids if getattr(self, name) is None]
             if self.vocab_size < 1:
                 problems.append("vocab_size is missing")
             if not 0 < self.mask_rate < 1:
                 problems.append(f"mask_rate = {self.mask_rate} is not between 0 and 1")
             if self.whole_word and not self.continuation_ids:
-                problems.append(
-                    "whole_word needs the ids that continue a word; this tokenizer has none (no ## entries)"
-                )
+                what = "whole_word needs the ids that continue a word"
+                problems.append(f"{what}; this tokenizer has none (no ## entries)")
             if self.pair_copies < 1:
                 problems.append(f"pair_copies = {self.pair_copies} is less than 1")
         if problems:

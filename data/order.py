@@ -1,5 +1,4 @@
-"""Order as arithmetic: a keyed permutation of range(n) and the counter-based draws that everything random
-here uses.
+"""Order as arithmetic: a keyed permutation of range(n), and the counter-based draws of all that is random.
 
 `permute` is an unbalanced Feistel network over the bits of n with cycle walking: a bijection of range(n) for
 every key, O(1) memory, any element by itself. Each round adds (multiplier * half + addend) >> shift, a
@@ -32,17 +31,12 @@ def mix(words: np.ndarray) -> np.ndarray:
 
 
 def key(*parts: int | np.ndarray) -> np.ndarray:
-    """A uint64 key from whole numbers (seed, epoch, row, purpose); arrays are broadcast, each entry gets its
-    own key.
-    """
+    """A uint64 key from whole numbers (seed, epoch, row, purpose); arrays are broadcast, a key an entry."""
     state = np.zeros(1, np.uint64)
     for part in parts:
-        word = (
-            part.astype(np.uint64)
-            if isinstance(part, np.ndarray)
-            else np.uint64(int(part) & 0xFFFFFFFFFFFFFFFF)
-        )
-        state = mix((state + GOLDEN) ^ mix(np.atleast_1d(word) + GOLDEN))
+        if not isinstance(part, np.ndarray):
+            part = np.array([int(part) & 0xFFFFFFFFFFFFFFFF], np.uint64)
+        state = mix((state + GOLDEN) ^ mix(np.atleast_1d(part).astype(np.uint64) + GOLDEN))
     return state
 
 
@@ -53,9 +47,8 @@ def bits(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
 
 def below(words: np.ndarray, bound: np.ndarray | int) -> np.ndarray:
     """Whole numbers in [0, bound), int64, from random words; bound < 2**32, bias below bound / 2**32."""
-    return (((words >> np.uint64(32)) * np.asarray(bound).astype(np.uint64)) >> np.uint64(32)).astype(
-        np.int64
-    )
+    high = (words >> np.uint64(32)) * np.asarray(bound).astype(np.uint64)
+    return (high >> np.uint64(32)).astype(np.int64)
 
 
 def unit(words: np.ndarray) -> np.ndarray:
@@ -64,9 +57,7 @@ def unit(words: np.ndarray) -> np.ndarray:
 
 
 def permute(indices: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where the permutation of range(n) keyed by (seed, epoch) sends each index: int64, same length as
-    `indices`.
-    """
+    """Where the permutation of range(n) keyed by (seed, epoch) sends each index: int64, same length."""
     indices = np.asarray(indices, np.int64)
     out = np.empty(len(indices), np.int64)
     if n < 2:
@@ -76,9 +67,7 @@ def permute(indices: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     for start in range(0, len(indices), BLOCK):
         block = _feistel(indices[start : start + BLOCK].astype(np.uint64), n, schedule)
         outside = np.flatnonzero(block >= n)
-        while len(
-            outside
-        ):  # cycle walking: under half of the domain lies outside, so the rest at least halves
+        while len(outside):  # cycle walking: under half of the domain lies outside, the rest at least halves
             block[outside] = _feistel(block[outside], n, schedule)
             outside = outside[block[outside] >= n]
         out[start : start + BLOCK] = block
@@ -105,9 +94,7 @@ def _feistel(words: np.ndarray, n: int, schedule: list[np.ndarray]) -> np.ndarra
 
 
 def locate(position: int, count: int, rows: int, seed: int, shuffled: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(epochs, rows), int64 (count,), of places position .. position + count in the endless sequence of
-    epochs.
-    """
+    """(epochs, rows), int64 (count,), of places position .. position + count in all epochs on end."""
     places = np.arange(position, position + count, dtype=np.int64)
     epochs, inside = places // rows, places % rows
     if shuffled and count:

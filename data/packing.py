@@ -1,5 +1,4 @@
-"""Pieces in rows: documents cut, best-fit decreasing packing over the histogram of lengths, and where every
-token stands.
+"""Pieces in rows: documents cut, best-fit decreasing over the histogram of lengths, each token's place.
 
 Pieces of one length are interchangeable, so rows are built as *patterns* (a tuple of lengths, made so many
 times) and the work depends on the number of distinct lengths, not of pieces (Krell et al. 2021, "Efficient
@@ -72,8 +71,7 @@ def lay_out(ends: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def split_documents(bounds: np.ndarray, capacity: int, spare: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents (token `bounds`, (documents + 1,)) into stretches of at most `capacity`: (starts,
-    lengths) int64.
+    """Cut documents (token `bounds`) into stretches of at most `capacity`: (starts, lengths) int64.
 
     The last `spare` tokens of a document are in no stretch.
     """
@@ -85,8 +83,7 @@ def split_documents(bounds: np.ndarray, capacity: int, spare: int = 0) -> tuple[
 
 
 class Placed:
-    """Pieces of `sizes` tokens in rows of `length`, row by row in the order of `owner`, each after the one
-    before in its row.
+    """Pieces of `sizes` tokens in rows of `length`, in the order of `owner`, one after another in a row.
 
     For every token: `within`, its place in its piece; `numbers`, which piece of its row that is.
     """

@@ -1,5 +1,4 @@
-"""BERT's segments: which stretches of the text form each sample. Computed once per store, shard by shard
-(data/cache.py).
+"""BERT's segments: the stretches of text of each sample, computed once per store and shard (data/cache.py).
 
 "nsp" follows google-research/bert (create_pretraining_data.py): a document aims at S - 3 tokens, or with
 probability `short_fraction` at a random length from 2; whole sentences are gathered until the aim is reached
@@ -33,8 +32,7 @@ IS_NEXT, IS_RANDOM = 0, 1  # labels of google-research/bert; for "sop" 1 means s
 def sample_segments(
     part: TokenStore, first_token: int, first_document: int, options: DatasetOptions
 ) -> np.ndarray:
-    """The samples of one shard's part of a store: PAIR records in text order, token offsets from the store's
-    start.
+    """The samples of a shard's part of a store: PAIR records in text order, offsets from the store's start.
 
     `a`, `b` are the first tokens of the segments, lengths in tokens (b_length 0: one segment, label
     NO_TARGET).
@@ -103,9 +101,7 @@ def _walk(part: TokenStore, first_document: int, options: DatasetOptions, copy: 
 def _elsewhere(
     part: TokenStore, documents: np.ndarray, aim: np.ndarray, which: np.ndarray, where: np.ndarray
 ) -> Any:
-    """(start, stop) tokens of whole sentences from a random one of another document on, at least `aim` when
-    it has them.
-    """
+    """(start, stop) tokens of whole sentences of another document from a random one on, `aim` if it can."""
     starts, bounds = part.sequence_starts, part.document_bounds
     filled = np.flatnonzero(np.diff(starts[bounds]) > 0)
     mine = np.searchsorted(filled, documents)
@@ -122,9 +118,7 @@ def _elsewhere(
 def _shorten(
     a: Any, a_stop: Any, b: Any, b_stop: Any, most: int, draw_a: np.ndarray, draw_b: np.ndarray
 ) -> Any:
-    """Take tokens from the longer segment (B when equal) until both make `most`; each from the front with
-    odds 1/2.
-    """
+    """Shorten the longer segment (B when equal) until both make `most`, from either end with odds 1/2."""
     length_a, length_b = a_stop - a, b_stop - b
     over = np.maximum(length_a + length_b - most, 0)
     gap = length_a - length_b

@@ -25,8 +25,7 @@ PIECE = np.dtype([("start", "<i8"), ("length", "<i4")])
 
 
 class GPTWindows:
-    """Window i of the stream covers tokens [i*S, i*S + S + 1): S inputs and the same shifted by one as
-    targets.
+    """Window i covers tokens [i*S, i*S + S + 1): S inputs, and the same shifted by one as targets.
 
     With `random_offsets` the windows of epoch e begin at a phase drawn from [0, S) for (seed, e), so that
     epochs cut the text differently; an epoch then has one row less and leaves out up to S tokens at either
@@ -39,11 +38,9 @@ class GPTWindows:
         length = options.sequence_length
         self.rows = store.tokens // length - 1 if options.random_offsets else (store.tokens - 1) // length
         if self.rows < 1:
-            raise WrongUse(
-                "too little text for one training row",
-                why=f"{store.tokens:,} tokens, rows of {length:,} (+ 1 for the last target)",
-                fix="give more text, a larger part of it, or a smaller sequence_length",
-            )
+            why = f"{store.tokens:,} tokens, rows of {length:,} (+ 1 for the last target)"
+            fix = "give more text, a larger part of it, or a smaller sequence_length"
+            raise WrongUse("too little text for one training row", why=why, fix=fix)
 
     def batch(self, position: int, count: int) -> Batch:
         options, length = self.options, self.options.sequence_length
@@ -61,9 +58,7 @@ class GPTWindows:
 
 
 def _document_begins(store: TokenStore, starts: np.ndarray, length: int) -> np.ndarray:
-    """How many documents begin at each token of each window: (rows, length) int32; what runs on at column 0
-    counts not.
-    """
+    """How many documents begin at each token of each window after column 0: (rows, length) int32."""
     first, last = store.document_at(starts), store.document_at(starts + length - 1)
     counts = last - first
     row = np.repeat(np.arange(len(starts)), counts)

@@ -37,9 +37,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def write_index(
     path: str | Path, lengths: np.ndarray, document_bounds: np.ndarray, dtype: np.dtype | str
 ) -> None:
-    """Write one `.idx`: `lengths` int32 (sequences,) in tokens, `document_bounds` int64 (documents + 1,)
-    sequences.
-    """
+    """Write one `.idx`: `lengths` (sequences,) in tokens, `document_bounds` (documents + 1,) in sequences."""
     lengths = np.ascontiguousarray(lengths, "<i4")
     assert len(document_bounds) and document_bounds[0] == 0 and document_bounds[-1] == len(lengths), (
         "document bounds must span the sequences"
@@ -95,37 +93,32 @@ class Shard:
         self.bin, self.idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         for path in (self.bin, self.idx):
             if not path.is_file():
-                raise Refused(
-                    "a token shard lacks a file", where=str(path), fix="tokenise again or restore the file"
-                )
+                fix = "tokenise again or restore the file"
+                raise Refused("a token shard lacks a file", where=path, fix=fix)
         facts = {path: path.stat() for path in (self.bin, self.idx)}
         self._which = {path: (found.st_ino, found.st_mtime_ns) for path, found in facts.items()}
         size = facts[self.idx].st_size
         with open(self.idx, "rb") as file:
             head = file.read(HEADER.size)
         if len(head) < HEADER.size or not head.startswith(MAGIC):
-            raise Refused(
-                "not a Megatron index", where=str(self.idx), why="the file does not begin with MMIDIDX"
-            )
+            why = "the file does not begin with MMIDIDX"
+            raise Refused("not a Megatron index", where=self.idx, why=why)
         _, version, code, self.sequences, bounds = HEADER.unpack(head)
         self.documents = bounds - 1
         if version != 1 or code not in CODES:
-            raise Refused(
-                "unknown index format", where=str(self.idx), why=f"version {version}, dtype code {code}"
-            )
+            why = f"version {version}, dtype code {code}"
+            raise Refused("unknown index format", where=self.idx, why=why)
         needed = HEADER.size + 12 * self.sequences + 8 * bounds
         if size < needed:
-            raise Refused(
-                "index cut short", where=str(self.idx), why=f"{size:,} bytes, the header asks for {needed:,}"
-            )
+            why = f"{size:,} bytes, the header asks for {needed:,}"
+            raise Refused("index cut short", where=self.idx, why=why)
         self.dtype = np.dtype(CODES[code])
         stored = int(self.pointers[-1] // self.dtype.itemsize + self.lengths[-1]) if self.sequences else 0
         held = facts[self.bin].st_size
         if held != stored * self.dtype.itemsize or self.bounds[0] != 0 or self.bounds[-1] != self.sequences:
             why = f"{held:,} bytes of tokens, the index describes {stored * self.dtype.itemsize:,}"
-            raise Refused(
-                "tokens and index do not fit together", where=str(self.bin), why=why, fix="tokenise again"
-            )
+            fix = "tokenise again"
+            raise Refused("tokens and index do not fit together", where=self.bin, why=why, fix=fix)
         self.tokens = stored
 
     def _mapped(self, path: Path) -> mmap.mmap:

@@ -17,13 +17,9 @@ from ..core.artifact import read_manifest, verify_artifact
 from ..core.errors import Refused, WrongUse
 from .shard import Shard
 
-DOCUMENTS_IN_MEMORY = (
-    1 << 22
-)  # up to here (32 MB) a store keeps where documents begin; beyond, it bisects the mapped index
+DOCUMENTS_IN_MEMORY = 1 << 22  # up to here (32 MB) starts are kept; beyond, the mapped index is bisected
 PARTIAL = ".partial"  # what a store is called, after its name, until it is whole
-REHASH_BYTES = (
-    1 << 30
-)  # stores up to this size are re-hashed when opened (1.7 GB/s); of larger ones, sizes are checked
+REHASH_BYTES = 1 << 30  # larger stores are not hashed when opened (1.7 GB/s): their sizes are checked
 
 
 def partial(out: Path) -> Path:
@@ -32,9 +28,7 @@ def partial(out: Path) -> Path:
 
 
 def _last_at_most(key: Callable[[np.ndarray], np.ndarray], count: int, values: np.ndarray) -> np.ndarray:
-    """The last i in range(count) with key(i) <= value, for each value: a bisection that touches log2(count)
-    entries.
-    """
+    """The last i in range(count) with key(i) <= value, for each: a bisection of log2(count) reads."""
     low, high = np.zeros(len(values), np.int64), np.full(len(values), count, np.int64)
     while (high - low > 1).any():
         middle = (low + high) // 2
@@ -54,30 +48,18 @@ class Cut(NamedTuple):
 
     def minus(self, base: Cut) -> Cut:
         """The same place, counted from `base`."""
-        token, sequence, document = (
-            self.token - base.token,
-            self.sequence - base.sequence,
-            self.document - base.document,
-        )
+        token, sequence, document = np.subtract(self[:3], base[:3]).tolist()
         return self._replace(token=token, sequence=sequence, document=document)
 
 
-def _shard_cut(counts: np.ndarray) -> Cut:
-    """The place after so many tokens, sequences and documents, between two shards."""
-    token, sequence, document = counts.tolist()
-    return Cut(token, sequence, document)
-
-
 class TokenStore:
-    """Shards as one stream of `tokens` ids in `sequences` inside `documents`. Positions are tokens from the
-    start.
-    """
+    """Shards as one stream of `tokens` ids in `sequences` inside `documents`; positions are tokens."""
 
     def __init__(self, shards: list[Shard], facts: dict, identity: str, cuts: tuple[Cut, Cut] | None = None):
         self.shards, self.identity, self._all_facts = shards, identity, facts
         counts = np.array([(s.tokens, s.sequences, s.documents) for s in shards], np.int64).reshape(-1, 3)
         self._firsts = np.concatenate([np.zeros((1, 3), np.int64), np.cumsum(counts, axis=0)])
-        self._cuts = cuts or (Cut(0, 0, 0), _shard_cut(self._firsts[-1]))
+        self._cuts = cuts or (Cut(0, 0, 0), Cut(*self._firsts[-1].tolist()))
         start, stop = self._cuts
         self.dtype = shards[0].dtype
         self.tokens = stop.token - start.token
@@ -86,8 +68,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path) -> TokenStore:
-        """Open a store artifact, or adopt a foreign Megatron prefix or directory (facts["foreign"] is then
-        True).
+        """Open a store artifact, or adopt a Megatron prefix or directory (facts["foreign"] is then True).
 
         Raises WrongUse when there is no store, Refused when one is unfinished, cut or (up to REHASH_BYTES)
         changed.
@@ -104,28 +85,21 @@ class TokenStore:
             (place for place in (path, partial(path)) if place.suffix == PARTIAL and place.is_dir()), None
         ):
             why = f"its tokenisation has not finished: the work is in {unfinished}"
-            raise Refused(
-                "unfinished token store", where=str(path), why=why, fix="run the same tokenize command again"
-            )
+            fix = "run the same tokenize command again"
+            raise Refused("unfinished token store", where=path, why=why, fix=fix)
         else:
             facts, identity = {"foreign": True}, ""
             names = [file.name for file in path.glob("*.idx")]
         if path.is_dir():
             prefixes = [path / name.removesuffix(".idx") for name in names if name.endswith(".idx")]
-            prefixes.sort(
-                key=lambda prefix: (len(prefix.name) if prefix.name.isdigit() else 0, prefix)
-            )  # 100000 after 99999
+            # 100000 after 99999
+            prefixes.sort(key=lambda prefix: (len(prefix.name) if prefix.name.isdigit() else 0, prefix))
         else:
             named = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
             prefixes = [named] if Path(f"{named}.idx").is_file() else []
         if not prefixes:
-            why = (
-                "there is no .idx file in it"
-                if path.is_dir()
-                else ""
-                if path.exists()
-                else "it does not exist"
-            )
+            why = "" if path.exists() else "it does not exist"
+            why = "there is no .idx file in it" if path.is_dir() else why
             fix = "give the output of `throughline data tokenize`, or a Megatron prefix (PREFIX.bin + PREFIX.idx);"
             fix += "\na recipe that trains on plain text sets data.tokenizer too"
             raise WrongUse("no token store here", where=str(path), why=why, fix=fix)
@@ -165,30 +139,33 @@ class TokenStore:
         while position < stop:
             until = min(stop, int(firsts[index + 1]))
             offset = int(firsts[index])
-            out[position - start : until - start] = self.shards[index].data[
-                position - offset : until - offset
-            ]
+            data = self.shards[index].data[position - offset : until - offset]
+            out[position - start : until - start] = data
             position, index = until, index + 1
         return out
 
+    def _by_shard(self, column: int, places: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+        """(which of `places`, their shard), for places counted as in that column of `_firsts`."""
+        owners = np.searchsorted(self._firsts[:, column], places, side="right") - 1
+        owners = np.minimum(owners, len(self.shards) - 1)  # where the last one ends
+        for owner in np.unique(owners):
+            yield np.flatnonzero(owners == owner), int(owner)
+
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Tokens [start, start + length) for each start: (len(starts), length) int64, gathered shard by
-        shard.
-        """
+        """Tokens [start, start + length) for each start: (starts, length) int64, gathered shard by shard."""
         starts = np.asarray(starts, np.int64)
         if len(starts) and not (starts.min() >= 0 and starts.max() + length <= self.tokens):
             raise IndexError(f"windows {starts.min()}..{starts.max() + length} of a store of {self.tokens}")
         out = np.empty((len(starts), length), np.int64)
-        firsts = self._firsts[:, 0]
         places = starts + self._cuts[0].token
-        owners = np.searchsorted(firsts, places, side="right") - 1
-        straddles = places + length > firsts[owners + 1]
-        for owner in np.unique(owners[~straddles]):
-            rows = np.flatnonzero((owners == owner) & ~straddles)
-            data = np.lib.stride_tricks.sliding_window_view(self.shards[owner].data, length)
-            out[rows] = data[places[rows] - firsts[owner]]
-        for row in np.flatnonzero(straddles):
-            out[row] = self.read(int(starts[row]), int(starts[row]) + length)
+        for rows, owner in self._by_shard(0, places):
+            shard, here = self.shards[owner], places[rows] - self._firsts[owner, 0]
+            whole = here + length <= shard.tokens
+            if whole.any():
+                data = np.lib.stride_tricks.sliding_window_view(shard.data, length)
+                out[rows[whole]] = data[here[whole]]
+            for row in rows[~whole]:  # over the end of the shard
+                out[row] = self.read(int(starts[row]), int(starts[row]) + length)
         return out
 
     def take(self, positions: np.ndarray) -> np.ndarray:
@@ -196,20 +173,18 @@ class TokenStore:
         places = np.asarray(positions, np.int64) + self._cuts[0].token
         if len(self.shards) == 1:
             return self.shards[0].data[places].astype(np.int64)
-        owners = np.searchsorted(self._firsts[:, 0], places, side="right") - 1
         out = np.empty(len(places), np.int64)
-        for owner in np.unique(owners):
-            rows = owners == owner
+        for rows, owner in self._by_shard(0, places):
             out[rows] = self.shards[owner].data[places[rows] - self._firsts[owner, 0]]
         return out
 
     def parts(self) -> Iterator[tuple[int, TokenStore]]:
         """(first token, store) for each shard's share of this view: what a pass in bounded memory goes over."""
         start, stop = self._cuts
-        for first, last, shard in zip(self._firsts[:-1], self._firsts[1:], self.shards):
-            base = _shard_cut(first)
+        places = [Cut(*counts) for counts in self._firsts.tolist()]
+        for base, end, shard in zip(places, places[1:], self.shards):
             low = start if start.token > base.token else base
-            high = stop if stop.token < last[0] else _shard_cut(last)
+            high = stop if stop.token < end.token else end
             if low.token < high.token:
                 cuts = (low.minus(base), high.minus(base))
                 identity = f"{self.identity}/{base.token}"
@@ -221,14 +196,10 @@ class TokenStore:
             return self.document_starts[documents]
         start, stop = self._cuts
         documents = np.asarray(documents, np.int64) + start.document
-        owners = np.clip(
-            np.searchsorted(self._firsts[:, 2], documents, side="right") - 1, 0, len(self.shards) - 1
-        )
         out = np.empty(len(documents), np.int64)
-        for owner in np.unique(owners):
-            rows, shard = owners == owner, self.shards[owner]
-            local = shard.bounds[documents[rows] - self._firsts[owner, 2]]
-            out[rows] = self._firsts[owner, 0] + shard.sequence_start(local)
+        for rows, owner in self._by_shard(2, documents):
+            shard, first = self.shards[owner], self._firsts[owner]
+            out[rows] = first[0] + shard.sequence_start(shard.bounds[documents[rows] - first[2]])
         return np.clip(out, start.token, stop.token) - start.token
 
     def document_at(self, tokens: np.ndarray) -> np.ndarray:
@@ -236,20 +207,16 @@ class TokenStore:
         if self.documents <= DOCUMENTS_IN_MEMORY:
             return np.searchsorted(self.document_starts, tokens, side="right") - 1
         tokens = np.asarray(tokens, np.int64) + self._cuts[0].token
-        owners = np.searchsorted(self._firsts[:, 0], tokens, side="right") - 1
         out = np.empty(len(tokens), np.int64)
-        for owner in np.unique(owners):
-            rows, shard = owners == owner, self.shards[owner]
+        for rows, owner in self._by_shard(0, tokens):
+            shard, first = self.shards[owner], self._firsts[owner]
             start = lambda d, shard=shard: shard.sequence_start(shard.bounds[d])  # noqa: E731
-            local = _last_at_most(start, shard.documents, tokens[rows] - self._firsts[owner, 0])
-            out[rows] = self._firsts[owner, 2] + local
+            out[rows] = first[2] + _last_at_most(start, shard.documents, tokens[rows] - first[0])
         return out - self._cuts[0].document
 
     @cached_property
     def sequence_starts(self) -> np.ndarray:
-        """Token offset of every sequence and the end, int64 (sequences + 1,): 8 bytes a sequence, for whole
-        passes.
-        """
+        """Token offset of every sequence and the end, int64: 8 bytes a sequence, for whole passes."""
         start, stop = self._cuts
         every = [first[0] + s.pointers // s.dtype.itemsize for first, s in zip(self._firsts, self.shards)]
         kept = np.concatenate(every)[start.sequence : start.sequence + self.sequences]
@@ -276,17 +243,15 @@ class TokenStore:
         share no token.
         """
         if not 0 <= start_fraction < stop_fraction <= 1:
-            raise WrongUse(
-                "bad part of a token store", why=f"{start_fraction} to {stop_fraction} is not within 0 to 1"
-            )
+            why = f"{start_fraction} to {stop_fraction} is not within 0 to 1"
+            raise WrongUse("bad part of a token store", why=why)
         cuts = (self._cut(start_fraction), self._cut(stop_fraction))
         if cuts[0].token >= cuts[1].token:
             part = f"{start_fraction} to {stop_fraction}"
             why = f"{part} of {self.tokens:,} tokens in {self.documents:,} documents is empty"
             raise WrongUse("empty part of a token store", why=why, fix="give more text or a larger fraction")
-        return TokenStore(
-            self.shards, self._all_facts, f"{self.identity}:{cuts[0].token}-{cuts[1].token}", cuts
-        )
+        identity = f"{self.identity}:{cuts[0].token}-{cuts[1].token}"
+        return TokenStore(self.shards, self._all_facts, identity, cuts)
 
     def _cut(self, fraction: float) -> Cut:
         if fraction in (0.0, 1.0):

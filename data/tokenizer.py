@@ -1,5 +1,4 @@
-"""The tokenizer that every stage uses: a `tokenizer.json` in the Hugging Face format, and which ids have a
-role.
+"""The tokenizer that every stage uses: a Hugging Face `tokenizer.json`, and which ids have a role.
 
 Encoding never adds special tokens and never makes one out of text: a document that contains the characters
 `<|endoftext|>` or `[MASK]` is encoded as those characters.
@@ -49,21 +48,20 @@ class Tokenizer:
         self._text = text.encode()  # half of the str, which has two bytes a character for GPT-2's
         vocab = self.vocab
         if not vocab:
-            raise Refused(
-                "not a tokenizer", where=where, why="its vocabulary is empty", fix="give one that was trained"
-            )
+            fix = "give one that was trained"
+            raise Refused("not a tokenizer", where=where, why="its vocabulary is empty", fix=fix)
         self.vocab_size = max(vocab.values()) + 1
-        self.special = (
-            _roles(vocab) if special is None else {role: special[role] for role in ROLES if role in special}
-        )
+        found = _roles(vocab) if special is None else special
+        self.special = {role: found[role] for role in ROLES if role in found}
         if outside := {role: i for role, i in self.special.items() if not 0 <= i < self.vocab_size}:
             why = f"{outside} outside the vocabulary of {self.vocab_size:,}"
             raise Refused("a special token is no entry of the vocabulary", where=where, why=why)
+        self.eos_id, self.bos_id, self.pad_id, self.unk_id, *others = map(self.special.get, ROLES)
+        self.cls_id, self.sep_id, self.mask_id = others
         added = self._library.get_added_tokens_decoder()
-        roles = {
-            token.content for i in self.special.values() if (token := added.get(i)) and not token.special
-        }
-        self._library.add_special_tokens(sorted(roles))  # whatever the file calls them: their text stays text
+        roles = [token for i in set(self.special.values()) if (token := added.get(i)) and not token.special]
+        # whatever the file calls them: their text stays text
+        self._library.add_special_tokens(sorted(token.content for token in roles))
 
     @classmethod
     def load(cls, path: Path | str, special: dict[str, int] | None = None) -> "Tokenizer":
@@ -84,8 +82,7 @@ class Tokenizer:
             raise Refused("not a tokenizer", where=file, why=str(error), fix=fix) from error
         return cls(text, _stated_roles(file) if special is None else special, str(file))
 
-    # Whoever needs these two parses anew: kept, the words and merges of GPT-2 would take 50 MB as Python
-    # objects.
+    # Whoever needs these two parses anew: kept, GPT-2's would take 50 MB as Python objects.
     @property
     def config(self) -> dict[str, Any]:
         """The content of the tokenizer.json."""
@@ -109,41 +106,11 @@ class Tokenizer:
         splits = self._steps.get("pre_tokenizer") or {}
         return "char" if model == "wordlevel" and splits.get("type") == "Split" else model
 
-    @property
-    def eos_id(self) -> int | None:
-        return self.special.get("eos")
-
-    @property
-    def bos_id(self) -> int | None:
-        return self.special.get("bos")
-
-    @property
-    def pad_id(self) -> int | None:
-        return self.special.get("pad")
-
-    @property
-    def unk_id(self) -> int | None:
-        return self.special.get("unk")
-
-    @property
-    def cls_id(self) -> int | None:
-        return self.special.get("cls")
-
-    @property
-    def sep_id(self) -> int | None:
-        return self.special.get("sep")
-
-    @property
-    def mask_id(self) -> int | None:
-        return self.special.get("mask")
-
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Every id that stands for no text: roles and the file's special added tokens."""
         added = self._steps.get("added_tokens") or []
-        return frozenset(
-            {token["id"] for token in added if token.get("special")} | set(self.special.values())
-        )
+        return frozenset(token["id"] for token in added if token.get("special")) | {*self.special.values()}
 
     @cached_property
     def puts_bos(self) -> bool:
@@ -151,27 +118,22 @@ class Tokenizer:
         for step in _flatten(self._steps.get("post_processor"), "processors"):
             for piece in step.get("single") or []:
                 if special := piece.get("SpecialToken"):
-                    return self.bos_id is not None and step["special_tokens"][special["id"]]["ids"] == [
-                        self.bos_id
-                    ]
+                    ids = step["special_tokens"][special["id"]]["ids"]
+                    return self.bos_id is not None and ids == [self.bos_id]
                 break
         return False
 
     @cached_property
     def splits_at_space(self) -> bool:
-        """Whether text may be cut before white space without changing its tokens (true of all that are made
-        here).
-        """
+        """Whether text may be cut before white space without changing its tokens (true of all made here)."""
         steps = _flatten(self._steps.get("pre_tokenizer"), "pretokenizers")
         normal = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "StripAccents"}
         if any(step["type"] not in normal for step in _flatten(self._steps.get("normalizer"), "normalizers")):
             return False
         if any(step["type"] == "ByteLevel" and step.get("add_prefix_space", True) for step in steps):
             return False
-        if any(
-            " " in token["content"] or "\n" in token["content"]
-            for token in self._steps.get("added_tokens") or []
-        ):
+        added = [token["content"] for token in self._steps.get("added_tokens") or []]
+        if any(" " in text or "\n" in text for text in added):
             return False
         return self.type == "char" or any(
             step["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
@@ -191,34 +153,28 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts back to back, int32 (tokens,), and the tokens of each, int64 (texts,)."""
         ids: list[np.ndarray] = []
-        lengths = np.zeros(len(texts), np.int64)
         start = size = 0
         for place, text in enumerate(texts):
             size += len(text)
             if size >= BATCH_BYTES or place + 1 == len(texts):
-                for row, encoding in enumerate(
-                    self._library.encode_batch_fast(texts[start : place + 1], add_special_tokens=False), start
-                ):
-                    ids.append(np.array(encoding.ids, np.int32))
-                    lengths[row] = len(ids[-1])
+                part = texts[start : place + 1]
+                encodings = self._library.encode_batch_fast(part, add_special_tokens=False)
+                ids += [np.array(encoding.ids, np.int32) for encoding in encodings]
                 start, size = place + 1, 0
-        return np.concatenate(ids) if ids else np.empty(0, np.int32), lengths
+        lengths = np.array([len(row) for row in ids], np.int64)
+        return np.concatenate([np.empty(0, np.int32), *ids]), lengths
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids; special tokens appear by name, bytes that are no UTF-8 as U+FFFD."""
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def fingerprint(self) -> str:
-        """sha256 of the tokenizer.json in canonical form: the same for the same tokens, however the file is
-        laid out.
-        """
+        """sha256 of the tokenizer.json in canonical form: the same for the same tokens in any layout."""
         return self._fingerprint
 
     @cached_property
     def _fingerprint(self) -> str:
-        return sha256_json(
-            {key: value for key, value in self.config.items() if key not in ("truncation", "padding")}
-        )
+        return sha256_json({k: v for k, v in self.config.items() if k not in ("truncation", "padding")})
 
     def to_json(self) -> str:
         """The content of a tokenizer.json, without padding and truncation."""
@@ -247,9 +203,7 @@ class Tokenizer:
 
 
 def tokenizer_records(path: Path | str) -> list[Input]:
-    """How an artifact names the tokenizer it was made with: ours, or of another's place the files that are
-    read and no weights.
-    """
+    """How an artifact names its tokenizer: ours as such, of a foreign place the files read and no weights."""
     if is_artifact(path):
         return [input_record(path)]
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
@@ -257,9 +211,7 @@ def tokenizer_records(path: Path | str) -> list[Input]:
 
 
 def tokenizer_beside(store: Path | str) -> Path:
-    """Where the tokenizer.json of a token store is if it has one: in its directory, or beside a Megatron
-    prefix.
-    """
+    """Where a token store's tokenizer.json is if it has one: in it, or beside a Megatron prefix."""
     store = Path(store)
     return (store if store.is_dir() else store.parent) / FILE
 

@@ -21,16 +21,10 @@ from ..core.hardware import memory_limit_bytes
 from .import_tokenizer import BERT_SPECIAL, EOT, bert_library
 from .tokenizer import Tokenizer
 
-RUN = re.compile(
-    r"\S{1000}"
-)  # a longer run without space is broken for training: its pieces are no words anyway
-BLANKS = re.compile(
-    r"(?<!\s)(\s{1000})\s+"
-)  # nor is there more to learn from a longer run of white space: merging one takes hours
+RUN = re.compile(r"\S{1000}")  # longer runs are broken for training: their pieces are no words anyway
+BLANKS = re.compile(r"(?<!\s)(\s{1000})\s+")  # more of a run teaches nothing, and merging it takes hours
 UNK = "<|unk|>"
-CONTINUES = (
-    0xF0000  # private-use code points stand for the continuing characters of a word (planes 15 and 16)
-)
+CONTINUES = 0xF0000  # private-use code points (planes 15, 16) stand for a word's continuing characters
 MOST_SPACED = 1_000_000  # words between spaces held before they are taken apart
 WATCH_BYTES = 16 << 20  # of text, in which distinct words are counted for the estimate of memory
 WORD_BYTES = 700  # of memory per distinct word while merging: 20 MB of novels, 363,000 words, took 268 MB
@@ -95,13 +89,8 @@ def _wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokeni
     kept = sorted(sorted(characters, key=lambda c: (-characters[c], c))[:room])
     _check_room(vocab_size, len(BERT_SPECIAL) + 2 * len(kept), "the special tokens and the characters")
     inside = {character: chr(CONTINUES + place) for place, character in enumerate(kept)}
-    words = Counter(
-        {
-            word[0] + "".join(inside[c] for c in word[1:]): n
-            for word, n in plain.items()
-            if set(word) <= inside.keys()
-        }
-    )
+    known = (word for word in plain if set(word) <= inside.keys())
+    words = Counter({word[0] + "".join(inside[c] for c in word[1:]): plain[word] for word in known})
     trained = Library(models.BPE())
     _merge(trained, words, vocab_size - len(BERT_SPECIAL), [*kept, *inside.values()])
     back = {code: character for character, code in inside.items()}
@@ -153,9 +142,7 @@ def _watched(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _merge(library: Library, words: Counter[str], vocab_size: int, alphabet: list[str]) -> None:
-    """Train the BPE model of `library` on counted words, alphabet first; each word is given as often as it
-    counts.
-    """
+    """Train the BPE model of `library` on counted words, alphabet first; each is given as often as it counts."""
     if not words:
         raise Failed("no text to train on", fix="name inputs that hold text")
     check_memory(len(words))
@@ -180,32 +167,21 @@ def _repeated(words: Counter[str]) -> Iterator[str]:
 
 
 def check_memory(words: int) -> None:
-    """Say how much memory merging this many distinct words takes; raise Failed when that is more than is
-    free.
-    """
-    needed, free = (
-        words * WORD_BYTES + (128 << 20),
-        min(psutil.virtual_memory().available, memory_limit_bytes()),
-    )
-    say(
-        f"merging {words:,} distinct words: about {amount(needed, 'B')} of memory at most, {amount(free, 'B')} are free"
-    )
+    """Say how much memory merging so many distinct words takes; raise Failed when that is not free."""
+    needed = words * WORD_BYTES + (128 << 20)
+    free = min(psutil.virtual_memory().available, memory_limit_bytes())
+    most = f"about {amount(needed, 'B')} of memory at most"
+    say(f"merging {words:,} distinct words: {most}, {amount(free, 'B')} are free")
     if needed > 0.9 * free:
-        raise Failed(
-            "not enough memory to train the tokenizer",
-            why=f"{words:,} distinct words need about {amount(needed, 'B')}, {amount(free, 'B')} are free",
-            fix="give a smaller --sample-bytes",
-        )
+        why = f"{words:,} distinct words need about {amount(needed, 'B')}, {amount(free, 'B')} are free"
+        fix = "give a smaller --sample-bytes"
+        raise Failed("not enough memory to train the tokenizer", why=why, fix=fix)
 
 
 def _check_room(vocab_size: int, least: int, what: str) -> None:
     if vocab_size < least:
-        raise WrongUse(
-            "the vocabulary is too small",
-            where="--vocab-size",
-            why=f"{vocab_size}; {what} take {least}",
-            fix=f"give at least {least}",
-        )
+        why, fix = f"{vocab_size}; {what} take {least}", f"give at least {least}"
+        raise WrongUse("the vocabulary is too small", where="--vocab-size", why=why, fix=fix)
 
 
 def _made(library: Library, vocab_size: int) -> Tokenizer:
@@ -216,9 +192,7 @@ def _made(library: Library, vocab_size: int) -> Tokenizer:
 
 
 def _characters(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Ids in the order of code points, then the special tokens; rarer characters than there is room for
-    become unknown.
-    """
+    """Ids in the order of code points, then the special tokens; the rarest beyond the room become unknown."""
     seen: Counter[str] = Counter()
     for text in texts:
         seen.update(text)

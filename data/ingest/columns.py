@@ -11,15 +11,10 @@ TARGET_BYTES = 4 << 20  # of text per batch of rows
 
 
 def parquet_rows(
-    path: str,
-    start: int,
-    stop: int | None,
-    column: str,
-    on_bytes: Callable[[int], None],
-    whole: bool = False,
+    path: str, start: int, stop: int | None, column: str, on_bytes: Callable[[int], None], whole: bool = False
 ) -> Iterator[list[Any]]:
-    """Lists of values (bytes or None) of the row groups whose first byte lies in [start, stop); with `whole`
-    lists of the rows they stand in, as dicts.
+    """Rows of the row groups whose first byte lies in [start, stop), in lists: dicts with bytes or None in
+    `column`, and with all other columns when `whole`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -30,34 +25,22 @@ def parquet_rows(
             if column not in names:
                 raise _no_column(path, column, names)
             kind = file.schema_arrow.field(column).type
-            kept = (
-                kind.value_type if pa.types.is_dictionary(kind) else kind
-            )  # categories, as pandas writes them
-            if kept not in (
-                pa.string(),
-                pa.large_string(),
-                pa.string_view(),
-                pa.binary(),
-                pa.large_binary(),
-                pa.binary_view(),
-            ):
-                what, why = f"column {column!r} holds no text", f"its type is {kind}"
-                raise WrongUse(what, where=path, why=why, fix="name another with --field")
+            # a dictionary's values: categories, as pandas writes them
+            kept = kind.value_type if pa.types.is_dictionary(kind) else kind
+            texts = (pa.string(), pa.large_string(), pa.string_view())
+            if kept not in (*texts, pa.binary(), pa.large_binary(), pa.binary_view()):
+                raise _no_text(path, column, f"its type is {kind}")
             for group in range(file.num_row_groups):
                 facts = file.metadata.row_group(group)
                 if _offset(facts) >= start and (stop is None or _offset(facts) < stop):
                     size = _column(facts, column).total_uncompressed_size
                     rows = max(1, min(4096, TARGET_BYTES * max(facts.num_rows, 1) // max(size, 1)))
                     for batch in file.iter_batches(rows, [group], None if whole else [column]):
-                        values = batch.column(batch.schema.get_field_index(column))
+                        place = batch.schema.get_field_index(column)
+                        values = batch.column(place)
                         values = values.dictionary_decode() if kept is not kind else values
-                        found = values.cast(
-                            pa.large_binary()
-                        ).to_pylist()  # bytes: arrow does not check UTF-8
-                        if whole:
-                            others = batch.select([name for name in names if name != column]).to_pylist()
-                            found = [{column: text} | other for text, other in zip(found, others)]
-                        yield found
+                        values = values.cast(pa.large_binary())  # arrow does not check bytes for UTF-8
+                        yield batch.set_column(place, column, values).to_pylist()
                     on_bytes(sum(facts.column(i).total_compressed_size for i in range(facts.num_columns)))
     except (pa.ArrowInvalid, OSError) as error:
         fix = "copy or download the file again"
@@ -67,6 +50,10 @@ def parquet_rows(
 def _no_column(where: str, column: str, names: list[str]) -> WrongUse:
     why = f"columns: {', '.join(names)}"
     return WrongUse(f"no column {column!r}", where=where, why=why, fix="name one with --field")
+
+
+def _no_text(where: str, column: str, why: str) -> WrongUse:
+    return WrongUse(f"column {column!r} holds no text", where=where, why=why, fix="name another with --field")
 
 
 def _column(row_group: Any, name: str) -> Any:
@@ -80,9 +67,7 @@ def _offset(row_group: Any) -> int:
 
 
 def hub_parts(name: str, split: str) -> int:
-    """Files in which a streamed dataset stands: what can be read apart. Raises Failed when it cannot be
-    opened.
-    """
+    """Files in which a streamed dataset stands: what can be read apart. Raises Failed when it cannot be."""
     with _readable(name):
         return int(_open_dataset(name, split).num_shards)
 
@@ -125,9 +110,8 @@ def _part_of(rows: Any, part: tuple[int, int, int], name: str) -> Any:
         return rows.select(range(start * len(rows) // scale, stop * len(rows) // scale))
     if rows.num_shards != scale:
         why = f"{scale} files when the plan was made, {rows.num_shards} now"
-        raise Refused(
-            "a dataset has changed while it was read", where=name, why=why, fix="start again with --overwrite"
-        )
+        fix = "start again with --overwrite"
+        raise Refused("a dataset has changed while it was read", where=name, why=why, fix=fix)
     if (start, stop) == (0, scale):
         return rows
     assert stop == start + 1, "a task reads one file of a streamed dataset"
@@ -142,8 +126,7 @@ def dataset_rows(
     whole: bool = False,
     part: tuple[int, int, int] | None = None,
 ) -> Iterator[list[Any]]:
-    """Lists of values (str or None) of a `save_to_disk` directory or of `datasets:NAME[:CONFIG]`, streamed
-    from the hub; with `whole` lists of the rows they stand in, as dicts.
+    """Rows as `parquet_rows` has them, of a `save_to_disk` directory or of `datasets:NAME[:CONFIG]`, streamed.
 
     `part` (start, stop, of) reads that share: rows of a saved dataset in proportion, files of a streamed one.
     """
@@ -160,7 +143,6 @@ def dataset_rows(
                 raise _no_column(name, column, list(batch))
             values = batch[column]
             if odd := [value for value in values if not isinstance(value, str | bytes | None)]:
-                what, why = f"column {column!r} holds no text", f"it holds {type(odd[0]).__name__}"
-                raise WrongUse(what, where=name, why=why, fix="name another with --field")
+                raise _no_text(name, column, f"it holds {type(odd[0]).__name__}")
             on_bytes(sum(len(value) for value in values if value))
-            yield [dict(zip(batch, row)) for row in zip(*batch.values())] if whole else values
+            yield [dict(zip(batch, row)) for row in zip(*batch.values())]

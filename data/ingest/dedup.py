@@ -1,10 +1,8 @@
-"""Duplicate documents out of text: exact ones by a 128-bit hash, near ones by MinHash; the first of each kind
-is kept.
+"""Duplicate documents out of text: exact by a 128-bit hash, near by MinHash; the first of a kind is kept.
 
 Three passes with flat memory. Hashes go to 256 buckets on disk; each bucket is sorted alone; then the text is
 read again and the records that stay are written with all their fields as .jsonl.zst, one file per input. Memory
-grows only with the number of
-duplicates found.
+grows only with the number of duplicates found.
 
 Near duplicates: 14 bands of 8 minimum hashes over word 5-grams, the setting of datatrove; two documents that
 share half of their 5-grams meet with probability 0.05, that share 0.8 of them with 0.92, that share 0.9 with
@@ -52,8 +50,7 @@ def dedup(
     dry_run: bool = False,
     max_replaced: float = MAX_REPLACED,
 ) -> dict[str, Any]:
-    """Remove duplicate documents of `inputs`; returns counts, whole and per source. With `dry_run` nothing is
-    written.
+    """Remove duplicate documents of `inputs`; returns counts. With `dry_run` nothing is written.
 
     Documents are equal when they differ in white space alone. Raises WrongUse for a taken `out`, Failed for
     bad input and for more than `max_replaced` of invalid characters.
@@ -76,9 +73,8 @@ def dedup(
         rows = []
         for source, first, stop in zip(sources, firsts, firsts[1:]):
             found = [int(((part >= first) & (part < stop)).sum()) for part in (exact, near_only)]
-            rows.append(
-                {"source": source.path, "documents": stop - first, "exact": found[0], "near": found[1]}
-            )
+            counted = {"documents": stop - first, "exact": found[0], "near": found[1]}
+            rows.append({"source": source.path, **counted})
         if not firsts[-1]:
             raise Failed("no text in the input", where=sources[0].path, fix="name inputs that hold text")
         if not dry_run:
@@ -109,9 +105,7 @@ def _documents(
 def _hash_all(
     sources: list[Source], options: ReadOptions, scratch: Path, near: bool, counts: Counter[str]
 ) -> tuple[list[int], list[str]]:
-    """Write the records of every document; returns the first document of each source (and the count) and the
-    kinds.
-    """
+    """Write the records of every document; returns the first of each source (and the count), the kinds."""
     kinds = ["exact", "near"] if near else ["exact"]
     per_source = [0] * len(sources)
     writers = {kind: _Buckets(scratch, kind) for kind in kinds}
@@ -147,9 +141,8 @@ def _bands(words: list[str], document: int) -> np.ndarray:
     keys = (least.reshape(BANDS, ROWS) * _MIX[:ROWS]).sum(axis=1, dtype=np.uint64)
     records = np.empty(BANDS, RECORD)
     bands = np.arange(BANDS, dtype=np.uint64)
-    records["high"] = (
-        keys ^ (keys >> np.uint64(31)) ^ bands << np.uint64(8)
-    )  # the lowest byte chooses the bucket
+    # the lowest byte chooses the bucket
+    records["high"] = keys ^ (keys >> np.uint64(31)) ^ bands << np.uint64(8)
     records["low"] = keys * np.uint64(BANDS) + bands
     records["document"] = document
     return records

@@ -17,7 +17,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from ...core.console import warn
 from ...core.errors import Failed, MissingExtra
@@ -29,25 +29,10 @@ from .tasks import run_task
 TRIES = 2
 
 
-def run_here(
-    work: Path,
-    plan: TaskPlan,
-    tasks: Sequence[Task],
-    tokenizer: Tokenizer,
-    backend: Any,
-    on_bytes: Callable[[int], None],
-) -> None:
-    """Run the tasks in this process."""
-    for task in tasks:
-        run_task(work, plan, task, tokenizer, backend, on_bytes)
-
-
 def run_processes(
     work: Path, tasks: Sequence[Task], workers: int, backend: str, on_bytes: Callable[[int], None]
 ) -> None:
-    """Run the tasks in `workers` local processes. Raises what a task raises, and Failed when a task kills its
-    worker twice.
-    """
+    """Run the tasks in local processes. Raises what a task raises, Failed when one kills its worker twice."""
     waiting = deque(task.index for task in tasks)
     tries: Counter[int] = Counter()
     pool: dict[Connection, tuple[BaseProcess, int]] = {}
@@ -110,9 +95,7 @@ def _judge_death(process: BaseProcess, index: int, tries: int, work: Path) -> No
 
 
 def _open(folder: Path) -> tuple[TaskPlan, Tokenizer]:
-    """The plan in a work directory and its tokenizer, whose roles are the plan's: a tokenizer.json alone does
-    not say them.
-    """
+    """The plan in a work directory and its tokenizer with the plan's roles, which its file does not say."""
     plan = read_plan(folder)
     return plan, Tokenizer.load(folder / FILE, plan.special)
 
@@ -137,9 +120,7 @@ def _worker(pipe: Connection, work: str, backend_name: str) -> None:
 
 
 def run_ray(work: Path, tasks: Sequence[Task], backend: str, on_bytes: Callable[[int], None]) -> None:
-    """Run the tasks on a Ray cluster whose nodes share the file system. A lost node's tasks run again
-    elsewhere.
-    """
+    """Run the tasks on a Ray cluster with a common file system. A lost node's tasks run again elsewhere."""
     try:
         import ray
     except ImportError:
@@ -158,9 +139,7 @@ def run_ray(work: Path, tasks: Sequence[Task], backend: str, on_bytes: Callable[
 
 
 def slurm_array(arguments: Sequence[str], elements: int, cores: int, name: str) -> str:
-    """A batch file for sbatch: `throughline ARGUMENTS` as a job array of so many elements with so many cores
-    each.
-    """
+    """A batch file for sbatch: `throughline ARGUMENTS` as a job array, each element with so many cores."""
     name = re.sub(r"[^\w.-]+", "-", name)  # a directive ends at a space
     share = f'--workers "$SLURM_CPUS_PER_TASK" --task-index "$SLURM_ARRAY_TASK_ID" --task-count {elements}'
     return f"""\

@@ -1,7 +1,6 @@
 """The end of a tokenisation: judge the whole, write the manifest, rename the store to its place."""
 
 import fcntl
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +13,6 @@ from ...core.errors import Failed
 from ...core.files import sha256_json, swap_in
 from ..shard import token_dtype
 from ..tokenizer import FILE, Tokenizer, tokenizer_records
-from .inputs import DATASET_PREFIX
 from .task_plan import Task, TaskPlan
 from .tasks import STORE, read_record
 from .text import COUNTS, PIECE_BYTES, check_replaced
@@ -46,14 +44,12 @@ def finalize(
     records = [record for task in tasks if (record := read_record(folder, task.index)) is not None]
     facts = facts_of(plan, records, tokenizer)
     counts = facts["made"]["counts"]
-    check_replaced(
-        counts["replaced"], facts["characters"], max_replaced, f"{len(plan.sources)} inputs for {out}"
-    )
+    where = f"{len(plan.sources)} inputs for {out}"
+    check_replaced(counts["replaced"], facts["characters"], max_replaced, where)
     if not facts["tokens"]:
         why = f"{len(plan.sources)} inputs, {plan.bytes:,} bytes, {counts['empty']:,} empty documents"
-        raise Failed(
-            "no text in the input", where=plan.sources[0].path, why=why, fix="name inputs that hold text"
-        )
+        fix = "name inputs that hold text"
+        raise Failed("no text in the input", where=plan.sources[0].path, why=why, fix=fix)
     store = folder / STORE
     files = {name: file for record in records for name, file in record["files"].items()}
     for name, file in files.items():
@@ -65,9 +61,7 @@ def finalize(
     shutil.copyfile(folder / FILE, store / FILE)
     hashes = {path: digest for record in records for path, digest in record["sources"].items()}
     inputs = tokenizer_records(tokenizer_path)
-    inputs += [
-        Input(_place(s.path), "foreign", hashes.get(s.path) or sha256_json(s.path)) for s in plan.sources
-    ]
+    inputs += [Input(s.place, "foreign", hashes.get(s.path) or sha256_json(s.path)) for s in plan.sources]
     seal(store, "tokens", inputs, None, facts, {name: file["sha256"] for name, file in files.items()})
     swap_in(store, out)  # what is there is an empty directory, or an artifact that the caller wants replaced
     shutil.rmtree(folder, ignore_errors=True)
@@ -75,10 +69,6 @@ def finalize(
         warn(f"{counts['replaced']:,} characters replaced by U+FFFD (invalid UTF-8 or NUL)")
     if counts["forced_cuts"]:
         warn(f"{counts['forced_cuts']:,} cuts inside runs of over {PIECE_BYTES:,} bytes without a space")
-
-
-def _place(path: str) -> str:
-    return path if path.startswith(DATASET_PREFIX) else os.path.abspath(path)
 
 
 def facts_of(plan: TaskPlan, records: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:

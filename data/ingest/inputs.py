@@ -37,6 +37,11 @@ class Source:
     parts: int = 0
 
     @property
+    def place(self) -> str:
+        """Its path from anywhere, or the name of a dataset of the hub."""
+        return self.path if self.path.startswith(DATASET_PREFIX) else os.path.abspath(self.path)
+
+    @property
     def streamed(self) -> bool:
         """Whether it is a dataset of unknown size, which is read by parts and not by bytes."""
         return self.format == "dataset" and not self.bytes
@@ -54,9 +59,8 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
     for name in inputs:
         if name.startswith(DATASET_PREFIX):
             if not name.removeprefix(DATASET_PREFIX).partition(":")[0]:
-                raise WrongUse(
-                    "no dataset is named", where=name, fix="write datasets:NAME or datasets:NAME:CONFIG"
-                )
+                fix = "write datasets:NAME or datasets:NAME:CONFIG"
+                raise WrongUse("no dataset is named", where=name, fix=fix)
             sources.append(Source(name, 0, 0, "dataset"))
         elif os.path.isdir(name):
             sources += _directory(name)
@@ -69,17 +73,11 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
                 elif "**" not in name:  # which names what is in its directories itself
                     sources += _directory(match)
         else:
-            raise WrongUse(
-                "no such input",
-                where=name,
-                fix="check the path; a dataset of the hub is written datasets:NAME",
-            )
+            fix = "check the path; a dataset of the hub is written datasets:NAME"
+            raise WrongUse("no such input", where=name, fix=fix)
     if not sources:
         raise WrongUse("no file in the input", where=", ".join(inputs), fix="check the pattern")
-    paths = [
-        source.path if source.path.startswith(DATASET_PREFIX) else os.path.abspath(source.path)
-        for source in sources
-    ]
+    paths = [source.place for source in sources]
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise WrongUse("an input is named twice", where=twice, fix="name every file once")
@@ -94,30 +92,21 @@ def _format(path: str) -> tuple[str, str]:
 
 
 def _file(path: str) -> Source:
-    """A file named by the user: an unknown suffix is taken as text (what is no text is noticed when it is
-    read).
-    """
+    """A file named by the user: an unknown suffix is taken as text, and judged when it is read."""
     try:
         facts = os.stat(path)
     except OSError as error:  # a link to nothing
-        fix = "put the file back, or remove its name"
-        raise WrongUse(
-            "cannot read an input", where=path, why=error.strerror or str(error), fix=fix
-        ) from error
+        why, fix = error.strerror or str(error), "put the file back, or remove its name"
+        raise WrongUse("cannot read an input", where=path, why=why, fix=fix) from error
     if not stat.S_ISREG(facts.st_mode):
-        why = "it can be read once only, and its size is not known"
-        raise WrongUse(
-            "an input is no regular file", where=path, why=why, fix="write the text to a file first"
-        )
+        why, fix = "it can be read once only, and its size is not known", "write the text to a file first"
+        raise WrongUse("an input is no regular file", where=path, why=why, fix=fix)
     form, compression = _format(path)
     if path.lower().endswith((".json", ".json.gz", ".json.bz2", ".json.zst")):
         form = "jsonl"
     if form == "parquet" and compression:
-        raise WrongUse(
-            "a parquet file inside another compression",
-            where=path,
-            fix="unpack it: parquet is compressed itself",
-        )
+        fix = "unpack it: parquet is compressed itself"
+        raise WrongUse("a parquet file inside another compression", where=path, fix=fix)
     return Source(path, facts.st_size, facts.st_mtime_ns, form or "txt", compression)  # type: ignore[arg-type]
 
 
@@ -139,24 +128,18 @@ def _directory(path: str) -> list[Source]:
                 full = os.path.join(folder, name)
                 found.append(_file(full)) if _format(full)[0] else ignored.append(full)
     if ignored:
-        warn(
-            f"{path}: {len(ignored)} files are not text by their names and were left out, {ignored[0]} the first"
-        )
+        what = f"{len(ignored)} files are not text by their names"
+        warn(f"{path}: {what} and were left out, {ignored[0]} the first")
     if not found:
         suffixes = ", ".join([*FORMATS, *(f"…{suffix}" for suffix in COMPRESSIONS)])
-        raise WrongUse(
-            "a directory without text files",
-            where=path,
-            why=f"looked for {suffixes}",
-            fix="name the files themselves",
-        )
+        why, fix = f"looked for {suffixes}", "name the files themselves"
+        raise WrongUse("a directory without text files", where=path, why=why, fix=fix)
     return sorted(found, key=lambda source: source.path)
 
 
 def _unreadable(error: OSError) -> None:
-    raise WrongUse(
-        "cannot read a directory", where=error.filename, why=error.strerror or str(error), fix="leave it out"
-    ) from error
+    why = error.strerror or str(error)
+    raise WrongUse("cannot read a directory", where=error.filename, why=why, fix="leave it out") from error
 
 
 def is_saved_dataset(path: str) -> bool:

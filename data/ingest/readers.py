@@ -24,8 +24,7 @@ _BLANK_LINES = re.compile(BLANK_LINES.pattern.decode())
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How text becomes documents: `documents` for .txt, `field` for .jsonl, .parquet and datasets, `split`
-    for datasets.
+    """How text becomes documents: `documents` for .txt, `field` for all others, `split` for datasets.
 
     `piece_bytes` None hands every document over whole: for a tokenizer whose tokens cross white space.
     """
@@ -61,34 +60,23 @@ def read(
     counts: Counter[str],
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Iterator[DocumentBatch]:
-    """The documents of bytes [start, stop) of `source` (None: to its end; of a streamed dataset: parts),
-    cleaned and counted by text.py's policy.
+    """The documents of bytes (of a streamed dataset: parts) [start, stop) of `source`, cleaned and counted.
 
     `on_bytes` is told how many bytes of the file were taken since the last call. Raises Failed for a file
     that is cut short, damaged or not text, and for a record without the field.
     """
-    if source.format == "dataset":
-        scale = source.bytes or source.parts
-        part = (start, scale if stop is None else stop, scale) if scale else None
-        rows = dataset_rows(source.path, options.split, options.field, on_bytes, part=part)
-        yield from _values(rows, options, counts)
-    elif source.format == "parquet":
-        yield from _values(parquet_rows(source.path, start, stop, options.field, on_bytes), options, counts)
-    else:
-        separator = BLANK_LINES if source.format == "txt" and options.documents == "block" else LINE_END
-        with open_blocks(source.path, source.compression, max(start - 1, 0), on_bytes) as opened:
-            blocks = between(opened, start, stop, separator) if splittable(source, options) else opened
-            blocks = _checked(blocks, source.path, start, counts)
-            if source.format == "jsonl":
-                where = source.path.replace("%", "%%") + (
-                    ":%d" if start == 0 else f", line %d after byte {start:,}"
-                )
-                for records in _json_records(blocks, where, options, counts):
-                    yield from _values([[record[options.field] for record in records]], options, counts)
-            elif options.documents == "file":
-                yield from _whole(blocks, options, counts)
-            else:
-                yield from _split(blocks, separator, options, counts)
+    if source.format != "txt":
+        for records in _records(source, start, stop, options, counts, on_bytes):
+            yield from _values([record[options.field] for record in records], options, counts)
+        return
+    separator = BLANK_LINES if options.documents == "block" else LINE_END
+    with open_blocks(source.path, source.compression, max(start - 1, 0), on_bytes) as opened:
+        blocks = between(opened, start, stop, separator) if splittable(source, options) else opened
+        blocks = _checked(blocks, source.path, start, counts)
+        if options.documents == "file":
+            yield from _whole(blocks, options, counts)
+        else:
+            yield from _split(blocks, separator, options, counts)
 
 
 def read_records(
@@ -101,23 +89,35 @@ def read_records(
 
     The text is cleaned and stands under its own name ("text" of a .txt file). Raises Failed as `read` does.
     """
-    rows: Iterable[list[dict[str, Any]]]
-    if source.format == "dataset":
-        rows = dataset_rows(source.path, options.split, options.field, on_bytes, whole=True)
-    elif source.format == "parquet":
-        rows = parquet_rows(source.path, 0, None, options.field, on_bytes, whole=True)
-    elif source.format == "jsonl":
-        with open_blocks(source.path, source.compression, 0, on_bytes) as opened:
-            blocks = _checked(opened, source.path, 0, counts)
-            for records in _json_records(blocks, source.path.replace("%", "%%") + ":%d", options, counts):
-                yield _cleaned(records, options, counts)
-        return
-    else:
+    if source.format == "txt":
         for batch in read(source, 0, None, options, counts, on_bytes):
             yield [{"text": text} for text in batch.texts]
         return
-    for records in rows:
+    for records in _records(source, 0, None, options, counts, on_bytes, whole=True):
         yield _cleaned(records, options, counts)
+
+
+def _records(
+    source: Source,
+    start: int,
+    stop: int | None,
+    options: ReadOptions,
+    counts: Counter[str],
+    on_bytes: Callable[[int], None],
+    whole: bool = False,
+) -> Iterator[list[dict[str, Any]]]:
+    """The records of bytes [start, stop) of a source with fields, with all of them when `whole`."""
+    if source.format == "dataset":
+        scale = source.bytes or source.parts
+        part = (start, scale if stop is None else stop, scale) if scale and not whole else None
+        yield from dataset_rows(source.path, options.split, options.field, on_bytes, whole, part)
+    elif source.format == "parquet":
+        yield from parquet_rows(source.path, start, stop, options.field, on_bytes, whole)
+    else:
+        where = source.path.replace("%", "%%") + (":%d" if start == 0 else f", line %d after byte {start:,}")
+        with open_blocks(source.path, source.compression, max(start - 1, 0), on_bytes) as opened:
+            blocks = between(opened, start, stop, LINE_END) if splittable(source, options) else opened
+            yield from _json_records(_checked(blocks, source.path, start, counts), where, options, counts)
 
 
 def _cleaned(
@@ -170,9 +170,7 @@ def _cut(raw: bytes, options: ReadOptions, counts: Counter[str], going: bool) ->
 
 
 def _kept(texts: list[str], counts: Counter[str], going: bool = False) -> Iterator[DocumentBatch]:
-    """A batch without its empty documents; with `going` the first text ends a document begun before and
-    always stays.
-    """
+    """A batch without its empty documents; with `going` the first ends one begun before and stays."""
     kept = [text for text in texts[going:] if text and not text.isspace()]
     counts["empty"] += len(texts) - going - len(kept)
     if going:
@@ -207,9 +205,7 @@ def _split(
     for block in blocks:
         waiting.append(block)
         size += len(block)
-        if limit is None and size < len(
-            carry
-        ):  # a long document held whole is looked at again when it has doubled
+        if limit is None and size < len(carry):  # a document held whole is looked at when it has doubled
             continue
         carry, waiting, size = b"".join([carry, *waiting]), [], 0
         if place := _last_end(carry, separator):
@@ -231,9 +227,8 @@ def _texts(
     if separator is LINE_END:
         return clean(raw, counts).split("\n")[:-1]
     text = clean(raw, counts)
-    plain = not any(
-        run in text for run in ("\n\n\n", "\n ", "\n\t", "\n\r")
-    )  # then a split does what the pattern does
+    # without these runs a split does what the pattern does
+    plain = not any(run in text for run in ("\n\n\n", "\n ", "\n\t", "\n\r"))
     texts = (text.split("\n\n") if plain else _BLANK_LINES.split(text))[:-1]
     if not options.unwrap:
         return texts
@@ -247,9 +242,7 @@ def _last_end(raw: bytes, separator: re.Pattern[bytes]) -> int:
     solid = len(raw.rstrip(b" \t\r\n"))  # a run of blank lines may go on in the next block
     place = max(raw.rfind(b"\n\n", 0, solid), raw.rfind(b"\n\r\n", 0, solid))
     end = 0
-    for found in separator.finditer(
-        raw, max(place, 0), solid
-    ):  # from the last plain one on: there may be others
+    for found in separator.finditer(raw, max(place, 0), solid):  # behind the last plain one may be others
         end = found.end()
     return end
 
@@ -330,17 +323,18 @@ def _bad_field(line: str, where: str, field: str) -> Failed:
     )
 
 
-def _values(rows: Iterable[list[Any]], options: ReadOptions, counts: Counter[str]) -> Iterator[DocumentBatch]:
-    """Values of a column (str, bytes or None) as batches; None counts as an empty document."""
+def _values(
+    values: Iterable[str | bytes | None], options: ReadOptions, counts: Counter[str]
+) -> Iterator[DocumentBatch]:
+    """Values of a column as batches; None counts as an empty document."""
     limit = options.piece_bytes
-    for values in rows:
-        texts: list[str] = []
-        for value in values:
-            text = _clean_value(value, options, counts)
-            if limit is None or len(text) * 4 <= limit or len(text.encode()) <= limit:
-                texts.append(text)
-                continue
-            yield from _kept(texts, counts)
-            yield from _whole([text.encode()], ReadOptions(piece_bytes=limit), counts)
-            texts = []
+    texts: list[str] = []
+    for value in values:
+        text = _clean_value(value, options, counts)
+        if limit is None or len(text) * 4 <= limit or len(text.encode()) <= limit:
+            texts.append(text)
+            continue
         yield from _kept(texts, counts)
+        yield from _whole([text.encode()], ReadOptions(piece_bytes=limit), counts)
+        texts = []
+    yield from _kept(texts, counts)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ...core.console import progress
 from .inputs import Source
 from .readers import ReadOptions, read, splittable
-from .text import MAX_REPLACED, check_replaced
+from .text import MAX_REPLACED, check_replaced, utf8_bytes
 
 SAMPLE_BYTES = 1_000_000_000
 STRIPE_BYTES = 1 << 20  # a large file is sampled as stripes of this size, evenly spaced
@@ -29,10 +29,8 @@ def sample(
     ratios = [COMPRESSED_RATIO if source.compression else 1 for source in sources]
     sizes = [s.bytes * ratio or (budget if s.format == "dataset" else 0) for s, ratio in zip(sources, ratios)]
     share = min(1.0, budget / max(sum(sizes), 1))
-    owed, left = (
-        0.0,
-        float(budget),
-    )  # bytes: what the stripes passed are to give less what they gave; to be taken
+    # bytes: what the stripes passed are to give less what they gave; what is to be taken
+    owed, left = 0.0, float(budget)
     with progress("sample", total=min(budget, sum(sizes)), unit="B") as bar:
         for source, size in zip(sources, sizes):
             left = size * share if share < 1 else left
@@ -43,14 +41,13 @@ def sample(
                 for batch in read(source, start, stop, options, counts):
                     yield from batch.texts
                     counts["characters"] += sum(map(len, batch.texts))
-                    done = sum(len(text) if text.isascii() else len(text.encode()) for text in batch.texts)
+                    done = utf8_bytes(batch.texts)
                     owed, left = owed - done, left - done
                     bar.advance(done)
                     if left < 0:  # a dataset's size may not be known, a ratio be larger
                         break
-    check_replaced(
-        counts["replaced"], counts["characters"], max_replaced, f"the sample of {len(sources)} inputs"
-    )
+    where = f"the sample of {len(sources)} inputs"
+    check_replaced(counts["replaced"], counts["characters"], max_replaced, where)
 
 
 def _stripes(

@@ -1,5 +1,4 @@
-"""Sentences by rule: BERT's sentence pairs need boundaries, not grammar, and a regular expression needs no
-download.
+"""Sentences by rule: sentence pairs need boundaries, not grammar; a regular expression needs no download.
 
 A sentence ends after . ! ? … (closing quotes and brackets included) before white space and what can begin a
 sentence, after the full stops of scripts without spaces, and at a blank line. Known abbreviations, initials
@@ -23,9 +22,7 @@ _LONGEST_ABBREVIATION = 12
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of `text`, without the white space around them. Joined by spaces they hold every
-    character but white space.
-    """
+    """The sentences of `text`, stripped. Joined by spaces they hold every character but white space."""
     sentences = []
     start = 0
     for found in _ENDS.finditer(text):

@@ -1,6 +1,4 @@
-"""Files as blocks of bytes: opened at an offset, decompressed, damage named, and cut at separators for byte
-ranges.
-"""
+"""Files as blocks of bytes: opened at an offset, decompressed, damage named, cut at separators."""
 
 import bz2
 import gzip
@@ -31,12 +29,9 @@ def open_blocks(
     try:
         file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the with below
     except OSError as error:
-        raise Failed(
-            "cannot open an input",
-            where=path,
-            why=error.strerror or str(error),
-            fix="put the file back, or start again without it and with another --out",
-        ) from error
+        fix = "put the file back, or start again without it and with another --out"
+        why = error.strerror or str(error)
+        raise Failed("cannot open an input", where=path, why=why, fix=fix) from error
     with file:
         file.seek(offset)
         yield _guarded(file, path, compression, on_bytes)
@@ -104,8 +99,7 @@ def _unzstd(file: IO[bytes]) -> Iterator[bytes]:
 def between(
     blocks: Iterable[bytes], start: int, stop: int | None, separator: re.Pattern[bytes]
 ) -> Iterator[bytes]:
-    """The part of a file from the end of the first separator at or after `start - 1` to that of the first at
-    or after `stop - 1`.
+    """The part of a file from the end of the first separator at or after `start - 1` to that for `stop - 1`.
 
     `blocks` begin at max(start - 1, 0); start 0 is the beginning of the file, stop None its end. Where one
     range stops the next one starts by the same rule, so ranges that touch share nothing and lose nothing.

@@ -19,10 +19,7 @@ from .inputs import Source
 from .readers import DocumentBatch, ReadOptions, read, splittable
 
 PLAN = "plan.json"
-LEAST_SHARD, MOST_SHARD = (
-    8 << 20,
-    256 << 20,
-)  # bytes of input: seconds to minutes of work for the slowest backend
+LEAST_SHARD, MOST_SHARD = 8 << 20, 256 << 20  # bytes: seconds to minutes for the slowest backend
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """All that decides the tokens, and the shard size. `tokenizer` is a fingerprint, `special` the ids of its
-    roles.
-    """
+    """All that decides the tokens, and the shard size. `tokenizer`: a fingerprint, `special`: its roles' ids."""
 
     sources: tuple[Source, ...]
     options: ReadOptions
@@ -68,10 +63,8 @@ class TaskPlan:
     @property
     def settings(self) -> str:
         """A hash of what decides the store besides the content of its sources: not where they are, nor how old."""
-        return sha256_json(
-            {key: value for key, value in self.record().items() if key != "sources"}
-            | {"count": len(self.sources)}
-        )
+        kept = {key: value for key, value in self.record().items() if key != "sources"}
+        return sha256_json(kept | {"count": len(self.sources)})
 
     def record(self) -> dict[str, Any]:
         """As it is written: what a source has not is left out."""
@@ -124,9 +117,7 @@ class TaskPlan:
 
 
 def default_shard_bytes(total: int) -> int:
-    """Shard size for a corpus: 64 shards, but none below 8 MiB nor above 256 MiB of input. Not a matter of
-    the workers.
-    """
+    """64 shards, but none below 8 MiB nor above 256 MiB of input, whatever the workers."""
     return min(max(-(-total // 64), LEAST_SHARD), MOST_SHARD)
 
 
@@ -148,12 +139,9 @@ def write_plan(work: Path, plan: TaskPlan) -> None:
             raise
     differs = differences(read_json(file), json.loads(json.dumps(plan.record())))
     if differs:
-        raise Refused(
-            "an unfinished tokenisation with other inputs or settings is here",
-            where=work,
-            why="; ".join(differs),
-            fix="repeat the first command to continue it, pass --overwrite to start again, or choose another --out",
-        )
+        what = "an unfinished tokenisation with other inputs or settings is here"
+        fix = "repeat the first command to continue it, pass --overwrite to start again, or choose another --out"
+        raise Refused(what, where=work, why="; ".join(differs), fix=fix)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -167,9 +155,9 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     after = {source["path"]: source for source in new["sources"]}
     found += [f"input {path} is gone" for path in before if path not in after][:3]
     found += [f"input {path} is new" for path in after if path not in before][:3]
-    found += [
-        f"input {path} has changed" for path in after if path in before and before[path] != after[path]
-    ][:3]
+    found += [f"input {path} has changed" for path in after if before.get(path, after[path]) != after[path]][
+        :3
+    ]
     if not found and list(before) != list(after):
         found.append("the inputs are in another order")
     return found
@@ -190,12 +178,8 @@ def check_unchanged(source: Source) -> None:
     facts = os.stat(source.path)
     if (facts.st_size, facts.st_mtime_ns) != (source.bytes, source.modified_ns):
         why = f"{source.bytes:,} bytes when the plan was made, {facts.st_size:,} now, or written since"
-        raise Refused(
-            "an input has changed while it was read",
-            where=source.path,
-            why=why,
-            fix="put it back, or start again (data tokenize: with --overwrite)",
-        )
+        fix = "put it back, or start again (data tokenize: with --overwrite)"
+        raise Refused("an input has changed while it was read", where=source.path, why=why, fix=fix)
 
 
 def read_unchanged(
@@ -206,9 +190,7 @@ def read_unchanged(
     counts: Counter[str],
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Iterator[DocumentBatch]:
-    """What `readers.read` gives. Raises Refused when the file is not what it was when the plan was made,
-    before or behind it.
-    """
+    """What `readers.read` gives. Raises Refused when the file has changed since the plan, then or behind."""
     check_unchanged(source)
     yield from read(source, start, stop, options, counts, on_bytes)
     check_unchanged(source)

@@ -26,7 +26,7 @@ from ..tokenizer import Tokenizer
 from .readers import DocumentBatch
 from .sentences import split_sentences
 from .task_plan import Task, TaskPlan, read_unchanged
-from .text import PIECE_BYTES
+from .text import PIECE_BYTES, utf8_bytes
 
 LONGEST = 2**31 - 1  # tokens of a sequence: Megatron's index has 32 bits for them
 SPILL_BYTES = 1 << 20  # of lengths read back at a time
@@ -51,15 +51,10 @@ class Encoder:
         self._backend, self._sentences = Watched(backend, tokenizer), sentences
         self._eos = tokenizer.eos_id if append_eos else None
         self._open = 0  # tokens of a document whose end is still to come
-        self._tail, self._pieces = (
-            "",
-            0,
-        )  # the same with sentences: its last sentence so far, its sentences written
+        self._tail, self._pieces = "", 0  # with sentences: its last one so far, those written
 
     def __call__(self, batch: DocumentBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(ids, lengths of the sequences, sequences of each document that ends here); all empty documents are
-        left out.
-        """
+        """(ids, lengths of sequences, sequences of each document that ends here), without empty documents."""
         return self._by_sentence(batch) if self._sentences else self._by_document(batch)
 
     def _by_document(self, batch: DocumentBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -111,10 +106,8 @@ class ShardWriter:
 
     def write(self, ids: np.ndarray, lengths: np.ndarray, documents: np.ndarray) -> None:
         if len(lengths) and lengths.max() > LONGEST:
-            why, fix = (
-                f"{lengths.max():,} tokens, the format counts to {LONGEST:,}",
-                "divide it: --documents block or line",
-            )
+            why = f"{lengths.max():,} tokens, the format counts to {LONGEST:,}"
+            fix = "divide it: --documents block or line"
             raise Failed("a document is too long for a token store", where=self._work, why=why, fix=fix)
         if len(ids):
             self.largest_id = max(self.largest_id, int(ids.max()))
@@ -174,9 +167,7 @@ def run_task(
     backend: Backend,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Write the shard of `task` and commit it; returns its record. Raises Failed for bad input and a full
-    disk.
-    """
+    """Write the shard of `task` and commit it; returns its record. Raises Failed for a bad input or disk."""
     if committed := read_record(work, task.index):
         on_bytes(task.bytes)
         return committed
@@ -196,9 +187,7 @@ def run_task(
             encode = Encoder(tokenizer, backend, plan.append_eos, plan.sentences)
             for batch in _batches(plan, task, counts, tell):
                 size["characters"] += sum(map(len, batch.texts))
-                size["text_bytes"] += sum(
-                    len(text) if text.isascii() else len(text.encode()) for text in batch.texts
-                )
+                size["text_bytes"] += utf8_bytes(batch.texts)
                 found = encode(batch)
                 counts["empty"] += len(batch.texts) - batch.continues - len(found[2])
                 writer.write(*found)
@@ -209,8 +198,7 @@ def run_task(
                 "sequences": writer.sequences,
                 "documents": writer.documents,
                 "largest_id": writer.largest_id,
-                "text_bytes": size["text_bytes"],
-                "characters": size["characters"],
+                **{key: size[key] for key in ("text_bytes", "characters")},
                 "counts": dict(counts),
                 "sources": _hashes(plan, task),
                 "backend": backend.name,

@@ -20,18 +20,15 @@ from collections import Counter
 
 from ...core.errors import Failed
 
-PIECE_BYTES = (
-    1 << 20
-)  # longer documents go to the tokenizer in pieces: memory stays flat, however long a line is
+PIECE_BYTES = 1 << 20  # longer documents go to the tokenizer in pieces: no line's length takes memory
 MAX_REPLACED = 0.001  # of all characters; one replaced character is always forgiven
 BINARY_SHARE, BINARY_LEAST = 0.1, 64  # a first block with more bad characters than both is not text
 COUNTS = ("bom", "crlf", "nul", "replaced", "unwrapped", "empty", "long", "forced_cuts")
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _HARD_WRAP = re.compile(r"(?<=\S)[ \t]*\n[ \t]*(?=\S)")
-_HARD_WRAP_GOING_ON = re.compile(
-    r"(?:(?<=\S)|\A)[ \t]*\n[ \t]*(?=\S)"
-)  # a piece is cut behind a character, before white space
+# a piece is cut behind a character, before white space
+_HARD_WRAP_GOING_ON = re.compile(r"(?:(?<=\S)|\A)[ \t]*\n[ \t]*(?=\S)")
 _MAGIC = {
     b"\x1f\x8b": "gzip data: name it .gz",
     b"\x28\xb5\x2f\xfd": "zstandard data: name it .zst",
@@ -86,44 +83,35 @@ def strip_bom(head: bytes, counts: Counter[str]) -> bytes:
     return head
 
 
+def utf8_bytes(texts: list[str]) -> int:
+    """The length of all texts in UTF-8."""
+    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+
+
 def check_is_text(head: bytes, where: str, at_start: bool) -> None:
-    """Raise Failed when the first block of a file or of a byte range is not text. `head` may end inside a
-    character.
-    """
+    """Raise Failed when a file's or byte range's first block, cut anywhere, is not text."""
     sample = head[: 1 << 16]
     text = sample.decode("utf-8", "replace")
     bad = max(text.count("\ufffd") - sample.count(b"\xef\xbf\xbd") - 1, 0) + text.count("\0")
     kind = next((what for magic, what in _MAGIC.items() if sample.startswith(magic)), "") if at_start else ""
     if bad <= max(BINARY_SHARE * len(text), BINARY_LEAST) and not (bad and kind):
         return
-    fix = (
-        f"this looks like {kind}"
-        if kind
-        else "leave the file out, or convert it to UTF-8 (iconv -f latin1 -t utf-8)"
-    )
-    raise Failed(
-        "not a text file",
-        where=where,
-        why=f"{bad:,} of the first {len(text):,} characters are no UTF-8 text",
-        fix=fix,
-    )
+    fix = "leave the file out, or convert it to UTF-8 (iconv -f latin1 -t utf-8)"
+    why = f"{bad:,} of the first {len(text):,} characters are no UTF-8 text"
+    raise Failed("not a text file", where=where, why=why, fix=f"this looks like {kind}" if kind else fix)
 
 
 def check_replaced(replaced: int, characters: int, limit: float, where: str) -> None:
     """Raise Failed when more than `limit` of the characters had to be replaced."""
     if replaced > max(1.0, limit * characters):
         share = f"{replaced / characters:.2%}, limit {limit:.2%}"
-        raise Failed(
-            "too many characters had to be replaced",
-            where=where,
-            why=f"{replaced:,} of {characters:,} characters are invalid UTF-8 or NUL ({share})",
-            fix="convert the text (iconv -f latin1 -t utf-8), or accept it: --max-replaced of throughline data",
-        )
+        why = f"{replaced:,} of {characters:,} characters are invalid UTF-8 or NUL ({share})"
+        fix = "convert the text (iconv -f latin1 -t utf-8), or accept it: --max-replaced of throughline data"
+        raise Failed("too many characters had to be replaced", where=where, why=why, fix=fix)
 
 
 def cut_place(window: bytes) -> tuple[int, bool]:
-    """Where to cut a long document whose next PIECE_BYTES bytes are `window`: (offset, whether tokens can
-    differ).
+    """(offset to cut a long document at, whether tokens can differ); `window`: its next PIECE_BYTES bytes.
 
     The cut falls before the last space or newline that follows a character other than white space. There
     every pre-tokenizer that splits at white space begins a new token, so the pieces' tokens are those of the

@@ -1,5 +1,4 @@
-"""The stage: text to a token store. Work is kept in `OUT.partial` until the store is whole, then renamed to
-`OUT`.
+"""The stage: text to a token store. Work is kept in `OUT.partial` until the store is whole, then renamed.
 
 A run that was stopped, killed or filled the disk continues with the same command: committed shards are
 skipped. Any number of processes may work on one plan at a time (a job array); the one that commits the last
@@ -25,25 +24,21 @@ from ..backends import Backend, open_backend
 from ..store import partial
 from ..tokenizer import FILE, Tokenizer
 from .columns import hub_parts
-from .executors import run_here, run_processes, run_ray
+from .executors import run_processes, run_ray
 from .finalize import alone, finalize
 from .inputs import expand_inputs
 from .readers import DocumentBatch, ReadOptions, read
 from .task_plan import Task, TaskPlan, default_shard_bytes, write_plan
-from .tasks import STORE, read_record
+from .tasks import STORE, read_record, run_task
 from .text import MAX_REPLACED
 
 MOST_SHARDS = 1_000_000
-KEEP_BYTES = (
-    64 << 20
-)  # after an error, what is done of an input up to this size is not worth a directory left behind
+KEEP_BYTES = 64 << 20  # after an error, what is done of a smaller input is not worth a directory left
 
 
 @dataclass(frozen=True)
 class Work:
-    """How the tasks are run; nothing here changes a byte of the result. `share` is (index, count) in a job
-    array.
-    """
+    """How the tasks are run, without a byte's difference; `share` is (index, count) in a job array."""
 
     workers: int = 1
     executor: Literal["local", "ray"] = "local"
@@ -68,8 +63,7 @@ def tokenize(
     work: Work = ONE_WORKER,
     overwrite: bool = False,
 ) -> Manifest | None:
-    """Tokenise `inputs` into the store `out`; returns its manifest, or None while other elements of a job
-    array have work left.
+    """Tokenise `inputs` into the store `out`; returns its manifest, None while a job array has work left.
 
     `append_eos` None appends the tokenizer's end-of-text token to every document when it has one and
     `sentences` is off. Raises WrongUse, Failed and Refused for the user's and the input's faults, Stopped on
@@ -77,20 +71,14 @@ def tokenize(
     """
     out = Path(os.path.realpath(out))  # a link leads to the disk that is meant
     if overwrite and work.share is not None:
-        fix = "remove the old store, or choose another --out"
-        raise WrongUse(
-            "no element of a job array knows whether another has begun anew", where="--overwrite", fix=fix
-        )
+        what = "no element of a job array knows whether another has begun anew"
+        raise WrongUse(what, where="--overwrite", fix="remove the old store, or choose another --out")
     tokenizer = Tokenizer.load(tokenizer_path)
     plan = make_plan(list(inputs), tokenizer, options, append_eos, sentences, shard_bytes)
     if plan.bytes > MOST_SHARDS * plan.shard_bytes:
         why = f"{plan.bytes:,} bytes of input in shards of {plan.shard_bytes:,}"
-        raise WrongUse(
-            "too many shards",
-            where="--shard-bytes",
-            why=why,
-            fix=f"give at least {-(-plan.bytes // MOST_SHARDS):,}",
-        )
+        fix = f"give at least {-(-plan.bytes // MOST_SHARDS):,}"
+        raise WrongUse("too many shards", where="--shard-bytes", why=why, fix=fix)
     folder = partial(out)
     if not overwrite and (complete := _completed(out, plan, folder)):
         say(f"{out} is complete already: same inputs, tokenizer and settings")
@@ -171,30 +159,26 @@ def _run(folder: Path, plan: TaskPlan, tasks: list[Task], tokenizer: Tokenizer, 
         if work.executor == "ray":
             run_ray(folder, todo, backend.name, bar.advance)
         elif work.workers == 1 or len(todo) == 1:
-            run_here(folder, plan, todo, tokenizer, backend, bar.advance)
+            for task in todo:
+                run_task(folder, plan, task, tokenizer, backend, bar.advance)
         else:
             run_processes(folder, todo, work.workers, backend.name, bar.advance)
 
 
 def _checked_backend(plan: TaskPlan, task: Task, tokenizer: Tokenizer, name: str) -> Backend:
-    """The backend, checked on the first documents of a task; text that starts badly is said before the work,
-    not after.
-    """
+    """The backend, checked on a task's first documents; text that starts badly is said before the work."""
     span, counts = task.spans[0], Counter[str]()
     batches = read(plan.sources[span.source], span.start, span.stop, plan.options, counts)
     texts = next(batches, DocumentBatch([])).texts
     if counts["replaced"] > MAX_REPLACED * sum(map(len, texts)):
         path = plan.sources[span.source].path
-        warn(
-            f"{path}: {counts['replaced']:,} invalid characters in the first {amount(sum(map(len, texts)), 'B')}"
-        )
+        looked = amount(sum(map(len, texts)), "B")
+        warn(f"{path}: {counts['replaced']:,} invalid characters in the first {looked}")
     return open_backend(tokenizer, name, texts)
 
 
 def _completed(out: Path, plan: TaskPlan, folder: Path) -> Manifest | None:
-    """The manifest of `out` when it is the store of this plan, as by another process meanwhile; what is left
-    of work goes.
-    """
+    """The manifest of `out` when it is this plan's store, whoever made it; what is left of work goes."""
     manifest = read_manifest(out) if is_artifact(out) else None
     made = manifest.facts.get("made", {}) if manifest else {}
     if manifest is None or (made.get("plan") != plan.hash and not _same_text(manifest, plan)):

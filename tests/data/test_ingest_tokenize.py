@@ -143,7 +143,7 @@ def test_vocabulary_decides_the_dtype(stage: Any, tmp_path: Path) -> None:
 def test_empty_documents_and_open_documents(stage: Any) -> None:
     """Documents without tokens get no EOS; a document that goes on over batches is one document."""
     tokenizer = Tokenizer.load(stage.place / "wp")
-    tokenizer.special["eos"] = 3
+    tokenizer.eos_id = 3
     encode = Encoder(tokenizer, Reference(tokenizer), append_eos=True, sentences=False)
     ids, lengths, documents = encode(DocumentBatch(["\u200b", "a"], continues=True))
     assert len(lengths) == 0 and len(documents) == 0 and 3 not in ids
