@@ -92,7 +92,7 @@ class Reference:
 
 
 class Watched:
-    """A backend at work; one text in WATCH_EVERY characters the reference encodes too: Failed if not equal."""
+    """A backend at work. One text in WATCH_EVERY characters the reference encodes too; if not alike, Failed."""
 
     def __init__(self, backend: Backend, tokenizer: Tokenizer):
         self.name, self._backend, self._reference = backend.name, backend, tokenizer.encode_batch

@@ -101,7 +101,7 @@ def _walk(part: TokenStore, first_document: int, options: DatasetOptions, copy: 
 def _elsewhere(
     part: TokenStore, documents: np.ndarray, aim: np.ndarray, which: np.ndarray, where: np.ndarray
 ) -> Any:
-    """(start, stop) tokens of whole sentences of another document from a random one on, `aim` if it can."""
+    """(start, stop) of whole sentences of another document from a random one on, `aim` tokens if it can."""
     starts, bounds = part.sequence_starts, part.document_bounds
     filled = np.flatnonzero(np.diff(starts[bounds]) > 0)
     mine = np.searchsorted(filled, documents)

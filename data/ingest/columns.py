@@ -67,7 +67,7 @@ def _offset(row_group: Any) -> int:
 
 
 def hub_parts(name: str, split: str) -> int:
-    """Files in which a streamed dataset stands: what can be read apart. Raises Failed when it cannot be."""
+    """Files of a streamed dataset, which can be read apart. Raises Failed when it cannot be opened."""
     with _readable(name):
         return int(_open_dataset(name, split).num_shards)
 

@@ -95,7 +95,7 @@ def _judge_death(process: BaseProcess, index: int, tries: int, work: Path) -> No
 
 
 def _open(folder: Path) -> tuple[TaskPlan, Tokenizer]:
-    """The plan in a work directory and its tokenizer with the plan's roles, which its file does not say."""
+    """The plan in a work directory, and its tokenizer with the roles of the plan: its file has none."""
     plan = read_plan(folder)
     return plan, Tokenizer.load(folder / FILE, plan.special)
 

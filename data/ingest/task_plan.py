@@ -190,7 +190,7 @@ def read_unchanged(
     counts: Counter[str],
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Iterator[DocumentBatch]:
-    """What `readers.read` gives. Raises Refused when the file has changed since the plan, then or behind."""
+    """What `readers.read` gives. Raises Refused when the file is not the plan's, before or after."""
     check_unchanged(source)
     yield from read(source, start, stop, options, counts, on_bytes)
     check_unchanged(source)

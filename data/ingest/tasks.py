@@ -167,7 +167,7 @@ def run_task(
     backend: Backend,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Write the shard of `task` and commit it; returns its record. Raises Failed for a bad input or disk."""
+    """Write and commit the shard of `task`; returns its record. Raises Failed for bad input, a full disk."""
     if committed := read_record(work, task.index):
         on_bytes(task.bytes)
         return committed
