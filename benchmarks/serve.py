@@ -67,10 +67,10 @@ class Case:
 def cases(quick: bool) -> dict[str, Case]:
     """The committed requests, by the kind of their model; some of them where answers take long."""
     bodies = [json.loads(line) for line in REQUESTS.read_text().splitlines()]
-    gpt = [Ask(body) for body in bodies if "prompt" in body]
+    gpt = [body for body in bodies if "prompt" in body]
     if quick:
-        gpt = [Ask(ask.body | {"max_tokens": min(ask.body["max_tokens"], QUICK_TOKENS)}) for ask in gpt]
-    bert = [Ask(body) for body in bodies if "input" in body]
+        gpt = [ask | {"max_tokens": min(ask["max_tokens"], QUICK_TOKENS)} for ask in gpt]
+    bert = [body for body in bodies if "input" in body]
     return {
         "gpt": Case("gpt", "completions", gpt[: 8 if quick else 32]),
         "bert": Case("bert", "embeddings", bert[: 16 if quick else None]),
@@ -199,13 +199,13 @@ def run(running: Running, case: Case, asks: list[Ask], clients: int) -> dict[str
     running.hold(False)
     words, number = COMMON.split(), next(_runs)
     start = f"{words[number % len(words)]} {words[number // len(words)]} "
-    bodies = [ask.body | running.extra for ask in asks]
-    sent = [Ask(body | {"prompt": start + body["prompt"]} if "prompt" in body else body) for body in bodies]
+    bodies = [ask | running.extra for ask in asks]
+    sent = [body | {"prompt": start + body["prompt"]} if "prompt" in body else body for body in bodies]
     seen, took_s = load(Target(running.base, case.endpoint, "model"), sent, clients)
     running.hold(True)
     bad = next((one for one in seen if one.error or one.status != 200), None)
     assert bad is None, bad
-    made, asked = sum(s.generated for s in seen), sum(ask.body.get("max_tokens", 0) for ask in asks)
+    made, asked = sum(s.generated for s in seen), sum(ask.get("max_tokens", 0) for ask in asks)
     assert made == asked, f"{made} tokens were made, {asked} were asked for"
     return summary(seen, took_s, clients)
 
@@ -284,7 +284,7 @@ def http_part(folder: Path, calls: int) -> list[Claim]:
         connection = target.connect()
 
         def ask() -> float:
-            seen = target.ask(connection, Ask({"input": text, "encoding_format": "base64"}))
+            seen = target.ask(connection, {"input": text, "encoding_format": "base64"})
             assert seen.status == 200
             return seen.total_s
 

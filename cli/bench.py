@@ -141,38 +141,29 @@ def serve(
     \b
     Example:  throughline bench serve http://127.0.0.1:8000 --clients 1,8,32 --plot load.html
     """
-    from ..inference.serving.load import (
-        Target,
-        fitting,
-        load,
-        load_lines,
-        plotted,
-        read_asks,
-        seeded,
-        summary,
-    )
+    from ..inference.serving import load as loads
 
     numbers = [_range(part, "--clients")[0] for part in clients.split(",")]
     words = None if prompt_words is None else _range(prompt_words, "--prompt-words")
     tokens = None if max_tokens is None else _range(max_tokens, "--max-tokens")
-    read = read_asks(file) if file else None
-    target = Target(url, endpoint, model, os.environ.get(api_key_variable))
-    room = fitting(MADE, target.context)
-    asks = read or seeded(endpoint, count, seed, words or room, tokens or room)
+    read = loads.read_asks(file) if file else None
+    target = loads.Target(url, endpoint, model, os.environ.get(api_key_variable))
+    room = loads.fitting(MADE, target.context)
+    asks = read or loads.seeded(endpoint, count, seed, words or room, tokens or room)
     asks = (asks * (count // len(asks) + 1))[:count]
     rows = []
     for number in numbers:
         with console.progress(f"{number} clients", total=len(asks), unit="requests") as bar:
-            seen, took_s = load(target, asks, number, lambda: bar.advance(1))
-        rows.append(summary(seen, took_s, number))
+            seen, took_s = loads.load(target, asks, number, lambda: bar.advance(1))
+        rows.append(loads.summary(seen, took_s, number))
         if rows[-1]["first_error"]:
             console.warn(
                 f"{number} clients: {sum(rows[-1]['not'].values())} of {len(asks)} requests failed, "
                 f"the first with: {rows[-1]['first_error']}"
             )
     if plot is not None:
-        write_atomic(plot, plotted(rows, f"{target.model} at {url}"))
-    console.result({"load": rows, "model": target.model}, console.table(*load_lines(rows)))
+        write_atomic(plot, loads.plotted(rows, f"{target.model} at {url}"))
+    console.result({"load": rows, "model": target.model}, console.table(*loads.load_lines(rows)))
 
 
 def _range(text: str, where: str) -> tuple[int, int]:

@@ -193,6 +193,24 @@ def read_json(path: Path | str) -> Any:
         ) from error
 
 
+def json_lines(path: Path | str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a .jsonl file with their places as errors name them, blank lines left out. Raises WrongUse
+    for a line that is no JSON object.
+    """
+    with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise WrongUse("this line is no JSON", where=place, why=str(error)) from error
+            if not isinstance(value, dict):
+                raise WrongUse("this line is no JSON object", where=place, fix='write {"name": value, ...}')
+            yield place, value
+
+
 def walk_files(root: Path) -> Iterable[Path]:
     """Every regular file below `root`, sorted by relative path, hidden and temporary names included."""
     return sorted(path for path in root.rglob("*") if path.is_file())

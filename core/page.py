@@ -11,6 +11,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from .console import cell
+
 POINTS = 1000  # of a series: more are averaged, a screen has no more columns
 
 Points = Sequence[tuple[float, float]]
@@ -96,6 +98,11 @@ class Part:
     def shown(self) -> list[Chart]:
         """The charts that have points."""
         return [chart for chart in self.charts if chart.drawn]
+
+
+def figures(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Part:
+    """All figures of a page as a table, written as the console writes them."""
+    return Part("All figures", header=header, rows=[[cell(value) for value in row] for row in rows])
 
 
 def page(title: str, parts: Sequence[Part], note: str = "") -> str:

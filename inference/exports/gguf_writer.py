@@ -35,12 +35,8 @@ def architecture_of(config: ModelConfig) -> str:
     if config.positions == "rotary":
         return "llama"
     if config.activation != "gelu_tanh":
-        raise Refused(
-            "llama.cpp computes GPT-2 with tanh-GELU alone",
-            where="activation",
-            why=f"this model has {config.activation}",
-            fix="export to ONNX or Hugging Face",
-        )
+        why, fix = f"this model has {config.activation}", "export to ONNX or Hugging Face"
+        raise Refused("llama.cpp computes GPT-2 with tanh-GELU alone", where="activation", why=why, fix=fix)
     return "gpt2"
 
 
@@ -75,14 +71,8 @@ def write_gguf(
 def _describe(writer: Any, config: ModelConfig, precision: GGUFPrecision) -> None:
     import gguf
 
-    writer.add_file_type(
-        {
-            "f32": gguf.LlamaFileType.ALL_F32,
-            "f16": gguf.LlamaFileType.MOSTLY_F16,
-            "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
-            "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
-        }[precision]
-    )
+    kind = "ALL_F32" if precision == "f32" else f"MOSTLY_{precision.upper()}"
+    writer.add_file_type(gguf.LlamaFileType[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.sequence_length)

@@ -93,16 +93,13 @@ def compare(
         for name, ours, theirs in outputs_of(reference, candidate, case):
             tallies.setdefault(name, Tally("logits" in name)).add(ours, theirs)
         rows += [tally.row(case.name, name, bounds) for name, tally in tallies.items()]
-    summary = {
-        name: summarise([row for row in rows if row["output"] == name])
-        for name in {row["output"]: None for row in rows}
-    }
+    names = dict.fromkeys(row["output"] for row in rows)
     report = {
         "bound": bounds.error,
         "bound_of": "the reference's largest absolute value, at least 1",
-        "outputs": summary,
+        "outputs": {name: summarise([row for row in rows if row["output"] == name]) for name in names},
+        "passed": all(row["passed"] for row in rows),
     }
-    report["passed"] = all(row["passed"] for row in rows)
     if reference.causal is not None and candidate.causal is not None:
         same, asked = greedy_agreement(reference.causal, candidate.causal)
         report["greedy_tokens"] = {"equal": same, "asked": asked}
@@ -113,11 +110,11 @@ def outputs_of(
     reference: Loaded, candidate: Loaded, case: Case
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Both models' outputs for a case in pieces, one row per real token where an output has one per token."""
-    if reference.causal is not None and candidate.causal is not None:
-        yield from _causal_outputs((reference.causal, candidate.causal), case)
+    backends = reference.backend, candidate.backend
+    if reference.causal is not None:
+        yield from _causal_outputs(backends, case)
         return
-    assert reference.encoder is not None and candidate.encoder is not None
-    ours, theirs = (_encoder_outputs(backend, case) for backend in (reference.encoder, candidate.encoder))
+    ours, theirs = (_encoder_outputs(backend, case) for backend in backends)
     for name in ours:
         yield name, ours[name], theirs[name]
 
@@ -210,23 +207,18 @@ class Tally:
             row["top1_agreement"] = self.agreeing / self.rows
             row["kl"] = self.kl / self.rows
             one_tie = self.rows - self.agreeing <= 1  # not as a share: 6/7 < 1 - 1/7 in floating point
-            row["passed"] &= (one_tie or row["top1_agreement"] >= bounds.top1) and row[
-                "kl"
-            ] <= bounds.sweep_kl
+            row["passed"] &= one_tie or row["top1_agreement"] >= bounds.top1
+            row["passed"] &= row["kl"] <= bounds.sweep_kl
         return row
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The worst of an output's lines."""
-    summary = {
-        "max_abs": float(np.max([row["max_abs"] for row in rows])),
-        "mean_abs": float(np.max([row["mean_abs"] for row in rows])),
-        "scale": max(row["scale"] for row in rows),
-        "passed": all(row["passed"] for row in rows),
-    }
+    errors = [key for key in ("max_abs", "mean_abs", "kl") if key in rows[0]]
+    summary: dict[str, Any] = {key: float(np.max([row[key] for row in rows])) for key in errors}
+    summary |= {"scale": max(row["scale"] for row in rows), "passed": all(row["passed"] for row in rows)}
     if "top1_agreement" in rows[0]:
         summary["top1_agreement"] = min(row["top1_agreement"] for row in rows)
-        summary["kl"] = float(np.max([row["kl"] for row in rows]))
     return summary
 
 
@@ -255,13 +247,8 @@ def compare_scores(reference: Loaded, candidate: Loaded, score: Score, bounds: B
     ours, theirs = score(reference), score(candidate)
     differences = {name: theirs[name] - ours[name] for name in ours}
     passed = all(change >= -bounds.score for change in differences.values())
-    return {
-        "torch": ours,
-        "exported": theirs,
-        "difference": differences,
-        "bound": bounds.score,
-        "passed": passed,
-    }
+    facts = {"torch": ours, "exported": theirs, "difference": differences}
+    return facts | {"bound": bounds.score, "passed": passed}
 
 
 def require(report: dict[str, Any], what: str, bad_node: Callable[[], str] = lambda: "") -> None:
@@ -285,36 +272,25 @@ def require(report: dict[str, Any], what: str, bad_node: Callable[[], str] = lam
         numbers = f"largest error {bad['max_abs']:.3g}"
     if "top1_agreement" in bad:
         numbers += f", top-1 agreement {bad['top1_agreement']:.2%}, mean KL {bad['kl']:.3g} nats"
-    raise Refused(
-        f"{what} does not compute what the torch model computes",
-        where=where,
-        why=numbers,
-        fix="nothing was written; report this with the model's model.json",
-    )
+    fix = "nothing was written; report this with the model's model.json"
+    raise Refused(f"{what} does not compute what the torch model computes", where=where, why=numbers, fix=fix)
 
 
 def _require_scores(report: dict[str, Any], what: str) -> None:
-    scores = report.get("scores")
+    scores, text = report.get("scores"), report.get("text")
     if scores and not scores["passed"]:
         name, change = min(scores["difference"].items(), key=lambda item: item[1])
         before, after = scores["torch"][name], scores["exported"][name]
-        raise Refused(
-            f"{what} scores lower than the torch model",
-            where=name,
-            why=f"{before:.4f} became {after:.4f}: {change:.4f}, the bound is -{scores['bound']:g}",
-            fix="choose a higher precision",
-        )
-    text = report.get("text")
+        why = f"{before:.4f} became {after:.4f}: {change:.4f}, the bound is -{scores['bound']:g}"
+        fix = "choose a higher precision"
+        raise Refused(f"{what} scores lower than the torch model", where=name, why=why, fix=fix)
     if text and not text["passed"]:
         why = f"mean KL {text['kl']:.2g} nats (bound {text['kl_bound']:g})"
         if text["contested"] is not None:
-            why += (
-                f", agreement where the torch model is right with a probability below 0.9: {text['contested']:.2%} "
-                f"(bound {text['contested_bound']:.2%})"
-            )
+            why += ", agreement where the torch model is right with a probability below 0.9: "
+            why += f"{text['contested']:.2%} (bound {text['contested_bound']:.2%})"
+        where = f"{text['tokens']:,} tokens of {text['source']}"
+        fix = "choose a higher precision, or calibrate on text that is nearer to the model's own"
         raise Refused(
-            f"{what} says other things than the torch model on real text",
-            where=f"{text['tokens']:,} tokens of {text['source']}",
-            why=why,
-            fix="choose a higher precision, or calibrate on text that is nearer to the model's own",
+            f"{what} says other things than the torch model on real text", where=where, why=why, fix=fix
         )

@@ -5,6 +5,7 @@ Letters: R rows, S tokens of a row, N positions asked for, V vocabulary.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ READ_BYTES = 4 << 20  # of the text, from its beginning
 MASKED = 0.15
 CERTAIN = 0.9
 LEVEL = 0.01  # chance of refusing an export that agrees as often as its bound
+Predictions = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,42 +131,46 @@ def allowed_disagreements(predictions: int, bound: float) -> int:
     return max(likely, 1)
 
 
-def _predictions(reference: Loaded, candidate: Loaded, rows: TextRows) -> Any:
+def _predictions(reference: Loaded, candidate: Loaded, rows: TextRows) -> Iterator[Predictions]:
     """Logits of both models (N, V) and the true ids (N,), None where there is no truth; a few rows at a time."""
-    tokens = rows.judging.shape[1]
-    step = max(1, PIECE_NUMBERS // (tokens * reference.config.vocab_size))
+    backends = reference.backend, candidate.backend
+    step = max(1, PIECE_NUMBERS // (rows.judging.shape[1] * reference.config.vocab_size))
     for start in range(0, len(rows.judging), step):
         ids = rows.judging[start : start + step]
-        if reference.causal is not None and candidate.causal is not None:
-            ask = np.tile(np.arange(tokens - 1), (len(ids), 1))
-            past = np.zeros(len(ids), np.int64)
-            both = [
-                b.forward(ids, past, ask, b.new_cache(len(ids))) for b in (reference.causal, candidate.causal)
-            ]
-            truth = ids[:, 1:].reshape(-1)
-            yield both[0].reshape(len(truth), -1), both[1].reshape(len(truth), -1), truth
-            continue
-        assert reference.encoder is not None and candidate.encoder is not None
-        yield from _encoder_predictions((reference.encoder, candidate.encoder), ids, rows, start)
+        if reference.causal is not None:
+            yield _next_tokens(backends, ids)
+        else:
+            yield from _masked_tokens(backends, ids, rows.mask_id, start)
 
 
-def _encoder_predictions(encoders: Any, ids: np.ndarray, rows: TextRows, seed: int) -> Any:
+def _next_tokens(backends: tuple[Any, Any], ids: np.ndarray) -> Predictions:
+    ask, past = np.tile(np.arange(ids.shape[1] - 1), (len(ids), 1)), np.zeros(len(ids), np.int64)
+    ours, theirs = (b.forward(ids, past, ask, b.new_cache(len(ids))) for b in backends)
+    return _lines(ours), _lines(theirs), ids[:, 1:].reshape(-1)
+
+
+def _masked_tokens(
+    backends: tuple[Any, Any], ids: np.ndarray, mask_id: int | None, seed: int
+) -> Iterator[Predictions]:
+    """Of a BERT with a fine-tuned head its labels for the rows as they are."""
     real, types = np.ones(ids.shape, bool), np.zeros_like(ids)
     count = max(1, int(MASKED * ids.shape[1]))
     rng = np.random.default_rng(seed)
     inner = np.arange(1, ids.shape[1] - 1) if ids.shape[1] > 2 else np.arange(ids.shape[1])
     ask = np.sort(np.stack([rng.choice(inner, min(count, len(inner)), replace=False) for _ in ids]), axis=1)
-    truth = np.take_along_axis(ids, ask, 1).reshape(-1)
     masked = ids.copy()
-    if rows.mask_id is not None:
-        np.put_along_axis(masked, ask, rows.mask_id, 1)
-    found = [encoder.forward(masked, types, real, ask) for encoder in encoders]
-    if "mlm_logits" in found[0]:
-        ours, theirs = (f["mlm_logits"].reshape(len(truth), -1) for f in found)
-        yield ours, theirs, truth
+    if mask_id is not None:
+        np.put_along_axis(masked, ask, mask_id, 1)
+    ours, theirs = (backend.forward(masked, types, real, ask) for backend in backends)
+    if "mlm_logits" in ours:
+        truth = np.take_along_axis(ids, ask, 1).reshape(-1)
+        yield _lines(ours["mlm_logits"]), _lines(theirs["mlm_logits"]), truth
         return
-    found = [encoder.forward(ids, types, real, ask) for encoder in encoders]
+    ours, theirs = (backend.forward(ids, types, real, ask) for backend in backends)
     for name in ("logits", "start_logits", "end_logits"):
-        if name in found[0]:
-            ours, theirs = (f[name].reshape(-1, f[name].shape[-1]) for f in found)
-            yield ours, theirs, None
+        if name in ours:
+            yield _lines(ours[name]), _lines(theirs[name]), None
+
+
+def _lines(logits: np.ndarray) -> np.ndarray:
+    return logits.reshape(-1, logits.shape[-1])

@@ -1,15 +1,13 @@
 """How fast a model answers here: p50, p95 and p99 of the calls that serving makes, per batch and length."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ...core.backend import CausalBackend
-from ...core.console import cell
 from ...core.hardware import machine
-from ...core.page import Bar, Part, page
+from ...core.page import Bar, Part, figures, page
 from .choice import measure
 from .loaded import Loaded
 from .roofline import floor_ms, reported
@@ -24,27 +22,14 @@ def latency_table(loaded: Loaded, seconds: float = SECONDS_PER_CASE) -> list[dic
     A GPT: reading a prompt of `tokens`, and decoding one token per row after `tokens` of context. A BERT: the
     hidden states, embedding and one masked position of `tokens`.
     """
-    backend = loaded.causal or loaded.encoder
-    assert backend is not None
     rows = []
-    for what, batch, tokens, call in _cases(loaded):
-        times_s = measure(call, seconds)
-        p50, p95, p99 = (float(np.percentile(times_s, q)) for q in (50, 95, 99))
-        made = batch * (1 if what == "decode" else tokens)
-        rows.append(
-            {
-                "backend": backend.name,
-                "what": what,
-                "batch": batch,
-                "tokens": tokens,
-                "calls": len(times_s),
-                "p50_ms": p50 * 1e3,
-                "p95_ms": p95 * 1e3,
-                "p99_ms": p99 * 1e3,
-                "tokens_per_s": made / p50,
-            }
-        )
-        rows[-1] |= _beside(loaded, what, batch, tokens)
+    for what, batch, tokens in _cases(loaded):
+        times_s = measure(_call(loaded, what, batch, tokens), seconds)
+        row = {"backend": loaded.backend.name, "what": what, "batch": batch, "tokens": tokens}
+        row |= {"calls": len(times_s)}
+        row |= {f"p{share}_ms": 1e3 * float(np.percentile(times_s, share)) for share in (50, 95, 99)}
+        row["tokens_per_s"] = 1e3 * batch * (1 if what == "decode" else tokens) / row["p50_ms"]
+        rows.append(row | _beside(loaded, what, batch, tokens))
     return rows
 
 
@@ -66,48 +51,32 @@ def latency_page(rows: list[dict[str, Any]]) -> str:
     """The medians as bars, and the whole table, as an HTML page."""
     longest = max(row["p50_ms"] for row in rows)
     header, cells = latency_lines(rows)
-    shown = [[cell(value) for value in row] for row in cells]
     bars = []
     for row in rows:
         model = f"{row['model']}: " if "model" in header else ""
         name = f"{model}{row['backend']} {row['what']} {row['batch']} x {row['tokens']}"
         bars.append(Bar(name, row["p50_ms"] / longest, text=f"{row['p50_ms']:.2f} ms"))
-    return page("Latency", [Part("Medians", bars=bars), Part("All figures", header=header, rows=shown)])
+    return page("Latency", [Part("Medians", bars=bars), figures(header, cells)])
 
 
-def _cases(loaded: Loaded) -> Iterator[tuple[str, int, int, Callable[[], object]]]:
-    rng = np.random.default_rng(0)
-    context, vocab_size = loaded.config.sequence_length, loaded.config.vocab_size
+def _cases(loaded: Loaded) -> list[tuple[str, int, int]]:
+    context = loaded.config.sequence_length
     lengths = sorted({min(length, context - 1) for length in (32, 128)})
     if loaded.causal is not None:
-        backend = loaded.causal
-        for tokens in lengths:
-            yield "prefill", 1, tokens, _causal_call(backend, rng.integers(0, vocab_size, (1, tokens)), 0)
-        for batch in (1, 8):
-            yield (
-                "decode",
-                batch,
-                lengths[-1],
-                _causal_call(backend, rng.integers(0, vocab_size, (batch, 1)), lengths[-1]),
-            )
-    if loaded.encoder is not None:
-        encoder = loaded.encoder
-        for batch in (1, 8):
-            for tokens in lengths:
-                ids = rng.integers(0, vocab_size, (batch, tokens))
-                arguments = (
-                    ids,
-                    np.zeros_like(ids),
-                    np.ones(ids.shape, bool),
-                    np.zeros((batch, 1), np.int64),
-                )
-                yield "encode", batch, tokens, partial(encoder.forward, *arguments)
+        reading = [("prefill", 1, tokens) for tokens in lengths]
+        return reading + [("decode", batch, lengths[-1]) for batch in (1, 8)]
+    return [("encode", batch, tokens) for batch in (1, 8) for tokens in lengths]
 
 
-def _causal_call(backend: CausalBackend, ids: np.ndarray, past: int) -> Callable[[], object]:
-    cache, pasts = backend.new_cache(len(ids)), np.full(len(ids), past)
-    ask = np.full((len(ids), 1), ids.shape[1] - 1)
-    return partial(backend.forward, ids, pasts, ask, cache)
+def _call(loaded: Loaded, what: str, batch: int, tokens: int) -> Callable[[], object]:
+    given = 1 if what == "decode" else tokens
+    ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (batch, given))
+    if loaded.causal is not None:
+        cache, past = loaded.causal.new_cache(batch), np.full(batch, tokens if what == "decode" else 0)
+        return partial(loaded.causal.forward, ids, past, np.full((batch, 1), given - 1), cache)
+    assert loaded.encoder is not None
+    ask = np.zeros((batch, 1), np.int64)
+    return partial(loaded.encoder.forward, ids, np.zeros_like(ids), np.ones(ids.shape, bool), ask)
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
@@ -136,11 +105,11 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
 
 def latency_lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Header and cells of the table for people."""
-    header = ["backend", "what", "batch", "tokens", "p50 ms", "p95 ms", "p99 ms", "tokens/s"]
-    keys = ["backend", "what", "batch", "tokens", "p50_ms", "p95_ms", "p99_ms", "tokens_per_s"]
+    titles = {key: key for key in ("backend", "what", "batch", "tokens")}
+    titles |= {f"p{share}_ms": f"p{share} ms" for share in (50, 95, 99)} | {"tokens_per_s": "tokens/s"}
     for key, title in (("floor_ms", "floor ms"), ("t4_tensorrt_fp16_ms", "T4 TensorRT ms")):
         if any(row.get(key) for row in rows):
-            header, keys = [*header, title], [*keys, key]
+            titles[key] = title
     if len({row.get("model") for row in rows}) > 1:
-        header, keys = ["model", *header], ["model", *keys]
-    return header, [[row.get(key) for key in keys] for row in rows]
+        titles = {"model": "model"} | titles
+    return list(titles.values()), [[row.get(key) for key in titles] for row in rows]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -40,10 +41,10 @@ def fastest(candidates: Sequence[tuple[str, Callable[[], Loaded]]]) -> Loaded:
     return found[0][2]
 
 
-def call_of(loaded: Loaded) -> Callable[[], object]:
-    """One decode step after 64 tokens, or one text of 64 tokens."""
+def call_of(loaded: Loaded, tokens: int = TOKENS) -> Callable[[], Any]:
+    """One decode step after so many tokens, or one text of them."""
     rng = np.random.default_rng(0)
-    tokens = min(TOKENS, loaded.config.sequence_length - 1)
+    tokens = min(tokens, loaded.config.sequence_length - 1)
     ids = rng.integers(0, loaded.config.vocab_size, (1, tokens))
     if loaded.encoder is not None:
         encoder, ask = loaded.encoder, np.zeros((1, 0), np.int64)

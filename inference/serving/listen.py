@@ -103,38 +103,10 @@ def refuse_new(listener: socket.socket) -> bool:
     return True
 
 
-class Joined:
-    """A transport that sends what is written in one turn of the event loop as one piece: the head of an answer
-    goes with its body, so that a client wakes up once.
-    """
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._parts: list[bytes] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if not self._parts:
-            self._loop.call_soon(self.flush)
-        self._parts.append(data)
-
-    def flush(self) -> None:
-        """Send now."""
-        if self._parts:
-            parts, self._parts = self._parts, []
-            if not self._transport.is_closing():
-                self._transport.write(b"".join(parts))
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
-
-
 class DeadlineProtocol(HttpToolsProtocol):
     """HTTP/1.1 in which the head of a request has a deadline and a size, on a new connection and on a kept one,
-    and a client that does not read its answer is let go.
+    and a client that does not read its answer is let go. uvloop sends what one turn of the loop writes as one piece:
+    the head of an answer goes with its body.
     """
 
     _deadline: asyncio.TimerHandle | None = None  # for the head of a request
@@ -142,8 +114,7 @@ class DeadlineProtocol(HttpToolsProtocol):
     _head_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
-        self._joined = Joined(transport, self.loop)
-        super().connection_made(self._joined)  # type: ignore[arg-type]
+        super().connection_made(transport)
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
@@ -161,10 +132,6 @@ class DeadlineProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._got_head()
         super().on_headers_complete()
-
-    def on_response_complete(self) -> None:
-        self._joined.flush()
-        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._got_head()
@@ -239,12 +206,11 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     def _close(self) -> None:
-        if self._closing:
-            return
-        self._closing = True
-        say("the port closes; accepted requests are answered")
-        refuse_new(self._listener)
-        asyncio.get_running_loop().call_later(TAKE_UP_S, self.give_up)
+        if not self._closing:
+            self._closing = True
+            say("the port closes; accepted requests are answered")
+            refuse_new(self._listener)
+            asyncio.get_running_loop().call_later(TAKE_UP_S, self.give_up)
 
 
 def run(server: Server, doors: Doors, listener: socket.socket) -> None:

@@ -7,21 +7,22 @@ client: a thread that waits for the network costs the measured server nothing.
 import http.client
 import json
 import random
-import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from ...core.console import cell
 from ...core.errors import Failed, WrongUse
-from ...core.page import Chart, Part, page
+from ...core.files import json_lines
+from ...core.page import Chart, Part, figures, page
 
 COMMON = (
     "the of and a to in is was he for it with as his on be at by I this had not are but from or have an they "
@@ -32,11 +33,7 @@ COMMON = (
 WORDS = tuple(COMMON.split())
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One request: the body without `model`."""
-
-    body: dict[str, Any]
+Ask = dict[str, Any]  # one request: the body without `model`
 
 
 @dataclass
@@ -62,27 +59,19 @@ def seeded(kind: str, count: int, seed: int, prompt: tuple[int, int], output: tu
     with the end-of-text token left alone: an answer may end early).
     """
     draw = random.Random(seed)
-    asks = []
+    asks: list[Ask] = []
     for _ in range(count):
         text = " ".join(draw.choices(WORDS, k=draw.randint(*prompt)))
         if kind == "embeddings":
-            asks.append(Ask({"input": text}))
+            asks.append({"input": text})
         else:
-            asks.append(Ask({"prompt": text, "max_tokens": draw.randint(*output), "temperature": 0}))
+            asks.append({"prompt": text, "max_tokens": draw.randint(*output), "temperature": 0})
     return asks
 
 
 def read_asks(path: Path) -> list[Ask]:
     """Requests from a .jsonl of bodies. Raises WrongUse for a line that is none."""
-    asks = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            body = json.loads(line)
-        except ValueError as error:
-            raise WrongUse("a request is no JSON", where=f"{path}:{number}", why=str(error)) from error
-        if not isinstance(body, dict):
-            raise WrongUse("a request is no JSON object", where=f"{path}:{number}")
-        asks.append(Ask({name: value for name, value in body.items() if name != "model"}))
+    asks = [body for _, body in json_lines(path)]
     if not asks:
         raise WrongUse("there is no request in the file", where=path)
     return asks
@@ -102,12 +91,13 @@ class Target:
 
     def __init__(self, url: str, kind: str, model: str | None = None, key: str | None = None) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        if parts.scheme not in kinds or not parts.hostname:
             raise WrongUse("not an address of a server", where=url, fix="give http://HOST:PORT")
-        self._https, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self._path = f"{self._base}/v1/{kind}"
-        self._streams = kind == "completions"
+        self._place = f"{parts.hostname}:{parts.port}"
+        # A connection, not opened yet; one that was closed opens itself again.
+        self.connect = partial(kinds[parts.scheme], parts.hostname, parts.port, timeout=600)
+        self._base, self._endpoint = parts.path.rstrip("/").removesuffix("/v1"), f"/v1/{kind}"
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -115,47 +105,34 @@ class Target:
         self.model = str(listed["id"])
         self.context: int | None = listed.get("max_model_len")
 
-    def connect(self) -> http.client.HTTPConnection:
-        """A connection, not opened yet."""
-        if self._https:
-            return http.client.HTTPSConnection(
-                self._host, self._port, timeout=600, context=ssl.create_default_context()
-            )
-        return http.client.HTTPConnection(self._host, self._port, timeout=600)
-
     def _listed(self, name: str | None) -> dict[str, Any]:
         """What the server lists of this model, or of the first that fits; of a name that it does not list, the name."""
-        connection = self.connect()
         try:
-            connection.request("GET", f"{self._base}/v1/models", headers=self._headers)
-            answer = connection.getresponse()
-            body = answer.read()
+            with closing(self.connect()) as connection:
+                connection.request("GET", f"{self._base}/v1/models", headers=self._headers)
+                answer = connection.getresponse()
+                body = answer.read()
             if answer.status != 200:
                 raise ValueError(f"{answer.status}: {_message(body)}")
-            listed = json.loads(body)
+            models = json.loads(body)["data"]
             if name is not None:
-                return next((model for model in listed["data"] if model["id"] == name), {"id": name})
-            endpoint = self._path.removeprefix(self._base)
-            able = [model for model in listed["data"] if endpoint in model.get("endpoints", [endpoint])]
-            return dict((able or listed["data"])[0])
+                return next((model for model in models if model["id"] == name), {"id": name})
+            able = [model for model in models if self._endpoint in model.get("endpoints", [self._endpoint])]
+            return dict((able or models)[0])
         except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
             if name is not None:  # a server need not list; what is wrong is told by the first answer
                 return {"id": name}
-            where = f"{self._host}:{self._port}"
             fix = "check the address; give the model's name with --model and a key with --api-key-variable"
-            raise WrongUse(
-                "the server does not list its models", where=where, why=str(error), fix=fix
-            ) from error
-        finally:
-            connection.close()
+            what = "the server does not list its models"
+            raise WrongUse(what, where=self._place, why=str(error), fix=fix) from error
 
     def ask(self, connection: http.client.HTTPConnection, asked: Ask) -> Seen:
         """Send one request and read its answer to the end."""
-        body = {"model": self.model} | asked.body
-        if self._streams:
+        body = asked | {"model": self.model}
+        if self._endpoint == "/v1/completions":
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         began_s = time.perf_counter()
-        connection.request("POST", self._path, json.dumps(body).encode(), self._headers)
+        connection.request("POST", self._base + self._endpoint, json.dumps(body).encode(), self._headers)
         answer = connection.getresponse()
         seen = Seen(answer.status, 0.0)
         if answer.status != 200:
@@ -201,30 +178,27 @@ def load(
     """Send all requests from so many clients, each its next when its last is answered; what they saw, and the
     seconds that it took. `tick` is called for every answer.
     """
-    left: Iterator[Ask] = iter(asks)
-    lock, seen = threading.Lock(), list[Seen]()
+    left, lock, seen = iter(asks), threading.Lock(), list[Seen]()
 
     def client() -> None:
-        connection = target.connect()
-        while True:
-            with lock:
-                asked = next(left, None)
-            if asked is None:
-                connection.close()
-                return
-            try:
+        with closing(target.connect()) as connection:
+            while True:
+                with lock:
+                    asked = next(left, None)
+                if asked is None:
+                    return
                 try:
-                    one = target.ask(connection, asked)
-                except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
-                    connection.close()  # a server may close a kept connection while it is idle
-                    one = target.ask(connection, asked)
-            except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-                connection.close()
-                connection = target.connect()
-                one = Seen(0, 0.0, error=f"{type(error).__name__}: {error}")
-            with lock:
-                seen.append(one)
-                tick()
+                    try:
+                        one = target.ask(connection, asked)
+                    except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
+                        connection.close()  # a server may close a kept connection while it is idle
+                        one = target.ask(connection, asked)
+                except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+                    connection.close()
+                    one = Seen(0, 0.0, error=f"{type(error).__name__}: {error}")
+                with lock:
+                    seen.append(one)
+                    tick()
 
     threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
     began_s = time.perf_counter()
@@ -242,12 +216,15 @@ def summary(seen: Sequence[Seen], took_s: float, clients: int) -> dict[str, Any]
         raise Failed("no request was answered", why=next((one.error for one in failed if one.error), ""))
     gaps_s = [gap for one in good for gap in one.gaps_s]
     firsts_s = [one.first_s for one in good if one.first_s is not None]
-    refused = Counter(str(one.status or "broken") for one in failed)
-    found: dict[str, Any] = {"clients": clients, "answered": len(good), "not": dict(refused)}
-    found |= {"first_error": failed[0].error if failed else None}
-    found |= {"requests_per_s": len(good) / took_s}
-    found |= {"generated_per_s": sum(one.generated for one in good) / took_s}
-    found |= {"tokens_per_s": sum(one.generated + one.read for one in good) / took_s}
+    found: dict[str, Any] = {
+        "clients": clients,
+        "answered": len(good),
+        "not": dict(Counter(str(one.status or "broken") for one in failed)),
+        "first_error": failed[0].error if failed else None,
+        "requests_per_s": len(good) / took_s,
+        "generated_per_s": sum(one.generated for one in good) / took_s,
+        "tokens_per_s": sum(one.generated + one.read for one in good) / took_s,
+    }
     for name, values in (("first", firsts_s), ("gap", gaps_s), ("total", [one.total_s for one in good])):
         for share in (50, 99):
             found[f"{name}_p{share}_ms"] = 1000 * float(np.percentile(values, share)) if values else None
@@ -256,18 +233,13 @@ def summary(seen: Sequence[Seen], took_s: float, clients: int) -> dict[str, Any]
 
 def load_lines(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Header and cells of the table for people."""
-    header = ["clients", "answered", "not", "requests/s", "tokens/s", "made/s"]
-    header += [f"{name} p{share} ms" for name in ("first", "between", "whole") for share in (50, 99)]
-    keys = ["requests_per_s", "tokens_per_s", "generated_per_s"]
-    keys += [f"{name}_p{share}_ms" for name in ("first", "gap", "total") for share in (50, 99)]
-    cells = [
-        [row["clients"], row["answered"], _refused(row["not"]), *(row[key] for key in keys)] for row in rows
-    ]
-    return header, cells
-
-
-def _refused(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} x {status}" for status, count in counts.items()) or "0"
+    titles = {"clients": "clients", "answered": "answered", "refused": "not"}
+    titles |= {"requests_per_s": "requests/s", "tokens_per_s": "tokens/s", "generated_per_s": "made/s"}
+    for key, title in (("first", "first"), ("gap", "between"), ("total", "whole")):
+        titles |= {f"{key}_p{share}_ms": f"{title} p{share} ms" for share in (50, 99)}
+    refused = [", ".join(f"{count} x {status}" for status, count in row["not"].items()) for row in rows]
+    shown = [row | {"refused": text or "0"} for row, text in zip(rows, refused)]
+    return list(titles.values()), [[row[key] for key in titles] for row in shown]
 
 
 def plotted(rows: Sequence[dict[str, Any]], title: str) -> str:
@@ -282,7 +254,5 @@ def plotted(rows: Sequence[dict[str, Any]], title: str) -> str:
         "ms between tokens": [curve("p50", "gap_p50_ms"), curve("p99", "gap_p99_ms")],
         "ms of an answer": [curve("p50", "total_p50_ms"), curve("p99", "total_p99_ms")],
     }
-    header, cells = load_lines(rows)
-    shown = [[cell(value) for value in row] for row in cells]
     charts = [Chart(name, curves, "clients") for name, curves in drawn.items()]
-    return page(title, [Part(charts=charts), Part("All figures", header=header, rows=shown)])
+    return page(title, [Part(charts=charts), figures(*load_lines(rows))])

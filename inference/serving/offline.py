@@ -18,7 +18,7 @@ from msgspec.structs import asdict, replace
 from ...core.backend import AUTO, BackendOptions
 from ...core.console import progress
 from ...core.errors import ThroughlineError, WrongUse
-from ...core.files import full_disk, sha256_file, sha256_json, sync
+from ...core.files import full_disk, json_lines, sha256_file, sha256_json, sync
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded
 from ..runtimes.sampling import Sampling
@@ -43,11 +43,8 @@ def generate_file(
     """
     loaded, tokenizer = open_text_model(path, "gpt", options)
     given = {"sampling": repr(like.sampling), "max_tokens": like.max_tokens, "stop": like.stop}
-
-    def answered(records: Iterator[Record]) -> Iterator[Record]:
-        yield from _generate(loaded, tokenizer, records, like)
-
-    return _run(source, out, given | {"samples": like.n, "model": loaded.input.hash}, "prompt", answered)
+    given |= {"samples": like.n, "model": loaded.input.hash}
+    return _run(source, out, given, "prompt", lambda records: _generate(loaded, tokenizer, records, like))
 
 
 def embed_file(
@@ -59,12 +56,8 @@ def embed_file(
     Returns counts and raises as `generate_file` does.
     """
     loaded, tokenizer = open_text_model(path, "bert", options)
-
-    def answered(records: Iterator[Record]) -> Iterator[Record]:
-        yield from _embed(loaded, tokenizer, records, truncate)
-
     given = {"model": loaded.input.hash} | ({"truncate": True} if truncate else {})
-    return _run(source, out, given, "text", answered)
+    return _run(source, out, given, "text", lambda records: _embed(loaded, tokenizer, records, truncate))
 
 
 def _run(
@@ -78,9 +71,8 @@ def _run(
         raise WrongUse("there is a file already", where=out, fix="choose another --out, or remove it")
     total = sum(1 for _ in _records(source, field))  # every line is checked before the first is answered
     if total == 0:
-        raise WrongUse(
-            "there is nothing to answer", where=source, fix=f'give lines like {{"{field}": "..."}}'
-        )
+        fix = f'give lines like {{"{field}": "..."}}'
+        raise WrongUse("there is nothing to answer", where=source, fix=fix)
     partial = out.with_name(out.name + ".partial")
     with full_disk(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -109,20 +101,11 @@ def _run(
 
 def _records(source: Path, field: str) -> Iterator[Record]:
     """Numbered lines. Raises WrongUse for one that is no JSON object with this field."""
-    with open(source, encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        number = 0
-        for place, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise WrongUse("this line is no JSON", where=f"{source}:{place}", why=str(error)) from error
-            if not isinstance(record, dict) or not isinstance(record.get(field), str):
-                fix = f'write {{"{field}": "..."}}'
-                raise WrongUse(f'this line has no text "{field}"', where=f"{source}:{place}", fix=fix)
-            yield number, record
-            number += 1
+    for number, (place, record) in enumerate(json_lines(source)):
+        if not isinstance(record.get(field), str):
+            fix = f'write {{"{field}": "..."}}'
+            raise WrongUse(f'this line has no text "{field}"', where=place, fix=fix)
+        yield number, record
 
 
 def _resume(partial: Path, identity: str) -> dict[int, int]:
@@ -136,11 +119,9 @@ def _resume(partial: Path, identity: str) -> dict[int, int]:
     places: dict[int, int] = {}
     with open(partial, "rb+") as file:
         if file.readline().decode(errors="replace").strip() != identity:
-            raise WrongUse(
-                "the answers so far are of another model, input or setting",
-                where=partial,
-                fix="give the command that began them, or remove the file to begin anew",
-            )
+            fix = "give the command that began them, or remove the file to begin anew"
+            what = "the answers so far are of another model, input or setting"
+            raise WrongUse(what, where=partial, fix=fix)
         at = file.tell()
         for line in file:
             if not line.endswith(b"\n"):  # cut by a crash
@@ -162,10 +143,10 @@ class Answering(msgspec.Struct):
 def _with_own(like: Job, record: dict[str, Any]) -> Job:
     """The job with a line's own settings. Raises WrongUse for what is none or out of range."""
     try:
-        given = (Answering(like.max_tokens, like.stop, like.n), like.sampling)
-        settings = [{name: record.get(name, value) for name, value in asdict(one).items()} for one in given]
-        own = msgspec.convert(settings[0], Answering)
-        sampling = msgspec.convert(settings[1], Sampling)
+        own, sampling = (
+            msgspec.convert({name: record.get(name, value) for name, value in asdict(one).items()}, type(one))
+            for one in (Answering(like.max_tokens, like.stop, like.n), like.sampling)
+        )
     except msgspec.ValidationError as error:
         raise WrongUse("a setting is not what it should be", why=str(error)) from error
     stop = (own.stop,) if isinstance(own.stop, str) else own.stop

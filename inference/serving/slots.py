@@ -148,9 +148,9 @@ class SlotBatch:
         self.waiting = [sequence for sequence in self.waiting if sequence.owner not in owners]
         self._leave({id(sequence) for sequence in self._live if sequence.owner in owners})
 
-    def broken(self) -> list[Sequence]:
-        """After an error in a step: those who were in it, whose rows are lost; the others begin anew."""
-        lost, self._live = self._live, []
+    def broken(self) -> list[Any]:
+        """After an error in a step: the owners of those who were in it, whose rows are lost; the others begin anew."""
+        lost, self._live = [sequence.owner for sequence in self._live], []
         self._prefixes.clear()
         self._cache = None  # before there is another: memory may have been what was missing
         self._cache = self.backend.new_cache(self.slots)

@@ -26,6 +26,7 @@ from ...core.errors import Failed, ThroughlineError, WrongUse
 from ...core.logits import log_softmax
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_backend
+from ..runtimes.choice import call_of
 from .channel import Ask, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
 from .constrain import Grammars
 from .encoding import Encoding, batch_limits, encode_batch, take_batch
@@ -64,40 +65,24 @@ def serve(connection: socket.socket) -> None:
                 model.turn()
 
 
-class CausalEngine:
+class CausalEngine(SlotBatch):
     """Continuous batching of a GPT; each turn tells what one step made."""
-
-    def __init__(self, batch: SlotBatch) -> None:
-        self.batch = batch
-
-    @property
-    def busy(self) -> bool:
-        """Whether a turn would do something."""
-        return self.batch.busy
 
     def submit(self, number: int, work: Work, guide: Guide | None = None) -> None:
         """Queue an answer. Raises WrongUse when it cannot fit the model's context."""
         assert not isinstance(work, Encoding)
-        self.batch.add(work, guide).owner = number
-
-    def cancel(self, numbers: set[int]) -> None:
-        """Nobody reads these answers any more: their places are given up."""
-        self.batch.drop(numbers)
+        self.add(work, guide).owner = number
 
     def turn(self) -> list[Message]:
         """One step of work on what is queued and begun."""
         made = []
-        deltas = self.batch.step()
+        deltas = self.step()
         for sequence, delta in deltas:
             sequence.untold.append(delta)
             if delta.finish or not sequence.job.whole:
                 made.append(Made(sequence.owner, sequence.began_s, len(deltas), sequence.untold))
                 sequence.untold = []
         return [Turn(made)] if made else []
-
-    def broken(self) -> list[int]:
-        """The answers that an error in a turn has lost."""
-        return [sequence.owner for sequence in self.batch.broken()]
 
 
 class EncoderEngine:
@@ -119,7 +104,7 @@ class EncoderEngine:
         assert isinstance(work, Encoding)
         self.queue[number] = work
 
-    def cancel(self, numbers: set[int]) -> None:
+    def drop(self, numbers: set[int]) -> None:
         """Nobody reads these answers any more."""
         self.queue = {number: text for number, text in self.queue.items() if number not in numbers}
 
@@ -160,7 +145,7 @@ class WorkerModel:
         self.engine: CausalEngine | EncoderEngine
         if self.loaded.causal is not None:
             rest = opening.slots, tokenizer.vocab_size, tokenizer.eos_id
-            self.engine = CausalEngine(SlotBatch(self.loaded.causal, tokenizer.decode, *rest))
+            self.engine = CausalEngine(self.loaded.causal, tokenizer.decode, *rest)
         else:
             assert self.loaded.encoder is not None
             pad_id = tokenizer.pad_id or 0  # padding is masked: any id will do
@@ -177,10 +162,7 @@ class WorkerModel:
         return {
             "family": self.loaded.family,
             "backend": backend.name,
-            "device": backend.device,
-            "dtype": backend.dtype,
-            "context": backend.context,
-            "vocab_size": backend.vocab_size,
+            **{name: getattr(backend, name) for name in ("device", "dtype", "context", "vocab_size")},
             "tokenizer": str(Path(self.loaded.tokenizer).resolve()),
             "hash": self.loaded.input.hash,
             "outputs": self._outputs,
@@ -192,7 +174,7 @@ class WorkerModel:
         if isinstance(message, Cancel):
             for number in message.numbers:
                 self._preparing.pop(number, None)
-            self.engine.cancel(set(message.numbers))
+            self.engine.drop(set(message.numbers))
             return
         assert isinstance(message, Ask)
         answers = [one for work in message.work for one in work.each()]
@@ -238,20 +220,16 @@ def warm_up(loaded: Loaded) -> list[str]:
     """One forward, so that a model that cannot run is known before anybody asks; the names of an encoder's
     outputs.
     """
-    ids = np.zeros((1, 2), np.int64)
     try:
-        if loaded.causal is not None:
-            one = np.zeros((1, 1), np.int64)
-            loaded.causal.forward(ids, np.zeros(1, np.int64), one, loaded.causal.new_cache(1))
-        elif loaded.encoder is not None:
+        if loaded.encoder is not None:
             loaded.encoder.lane()  # opened before somebody waits for it
-            return sorted(loaded.encoder.forward(ids, ids, ids == 0, ids))
+        found = call_of(loaded, tokens=2)()
     except ThroughlineError:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise Failed("the model failed on its first input", where=loaded.input.path, why=why) from error
-    return []
+    return sorted(found) if loaded.encoder is not None else []
 
 
 def main() -> None:

@@ -105,7 +105,7 @@ def test_a_kept_connection_that_the_server_closes_is_opened_again() -> None:
 def test_made_requests_depend_on_the_seed_alone() -> None:
     one, same, other = (seeded("completions", 20, seed, (3, 9), (1, 5)) for seed in (1, 1, 2))
     assert one == same != other
-    assert all(3 <= len(ask.body["prompt"].split()) <= 9 and 1 <= ask.body["max_tokens"] <= 5 for ask in one)
+    assert all(3 <= len(ask["prompt"].split()) <= 9 and 1 <= ask["max_tokens"] <= 5 for ask in one)
 
 
 def test_the_page_shows_every_row_and_curve() -> None:

@@ -89,52 +89,6 @@ def test_a_body_must_be_said_to_be_json(address: tuple[str, int], kind: str | No
     connection.close()
 
 
-class Wire:
-    """A transport that notes what is sent and when it is closed."""
-
-    def __init__(self) -> None:
-        self.sent, self.closed = list[bytes](), False
-
-    def write(self, data: bytes) -> None:
-        assert not self.closed
-        self.sent.append(data)
-
-    def close(self) -> None:
-        self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-
-def test_the_parts_of_an_answer_that_are_ready_together_are_one_piece() -> None:
-    """A turn of the event loop is one write, in order; closing sends what is left; a lost connection gets
-    nothing.
-    """
-
-    async def body() -> None:
-        wire = Wire()
-        joined = listen.Joined(wire, asyncio.get_running_loop())  # type: ignore[arg-type]
-        joined.write(b"head ")
-        joined.write(b"body")
-        assert wire.sent == []
-        await asyncio.sleep(0)
-        assert wire.sent == [b"head body"]
-        joined.write(b"now")
-        joined.flush()
-        joined.write(b"last")
-        joined.close()
-        await asyncio.sleep(0)
-        assert wire.sent == [b"head body", b"now", b"last"] and wire.closed
-        lost = Wire()
-        joined = listen.Joined(lost, asyncio.get_running_loop())  # type: ignore[arg-type]
-        joined.write(b"to nobody")
-        lost.closed = True
-        await asyncio.sleep(0)
-        assert lost.sent == []
-
-    asyncio.run(body())
-
-
 def test_a_client_that_reads_nothing_is_let_go(in_thread, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is made for it is bounded by the buffers of its connection, and the answer is given up."""
     monkeypatch.setattr(listen, "UNREAD_S", 0.3)

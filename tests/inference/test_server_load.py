@@ -108,7 +108,7 @@ def test_cancelled_requests_leave_the_queue_at_once(ask, monkeypatch: pytest.Mon
             await asyncio.gather(*gone)
             assert found.remote().waiting == 1
         engine = found.workers["gpt"].engine
-        while engine.batch.waiting:
+        while engine.waiting:
             await asyncio.sleep(0.002)
         assert (await found.complete(prompt="y", max_tokens=2))["usage"]["completion_tokens"] == 2
         await first
@@ -185,7 +185,7 @@ def test_a_batch_that_breaks_is_answered_and_the_server_lives_on(
             assert answer.status_code == 500 and "no memory" in answer.json()["error"]["message"]
             assert (await found.client.post(f"/v1/{path}", json=fields)).status_code == 200
         with monkeypatch.context() as patch:  # between the queue and the batch
-            patch.setattr(found.workers["gpt"].engine.batch, "_reuse", broken)
+            patch.setattr(found.workers["gpt"].engine, "_reuse", broken)
             answer = await found.client.post("/v1/completions", json={"prompt": "x", "model": "gpt"})
             assert answer.status_code == 500
 
