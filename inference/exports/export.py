@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.artifact import Draft, Input, check_free, create_artifact, input_record
 from ...core.backend import BackendOptions
@@ -30,11 +30,6 @@ from ..runtimes.bench import latency_table
 from ..runtimes.devices import pick_device
 from ..runtimes.loaded import Loaded
 from ..runtimes.source import OpenedModel, open_model
-
-if TYPE_CHECKING:
-    from ...models.bert import BERT
-    from ...models.gpt import GPT
-    from ...models.heads import BERTWithHead
 
 Report = dict[str, Any]
 
@@ -191,18 +186,16 @@ def calibrated(export: Export, options: GraphOptions) -> GraphOptions:
 
 def write_described(opened: OpenedModel, graph: Path, options: GraphOptions) -> int:
     """Write the graph with its model.json and tokenizer beside it; returns its number of nodes."""
-    described: dict[str, Any] = {
-        "family": family_of(opened.model.config),
-        "config": opened.model.config.to_dict(),
-    }
+    config = opened.model.config
+    described: dict[str, Any] = {"family": family_of(config), "config": config.to_dict()}
     if (head := getattr(opened.model, "head", None)) is not None and not callable(head):
         described["head"] = dataclasses.asdict(head)
     inside = {**described, "source": opened.input.hash, "precision": options.precision}
     nodes = write_graph(opened.model, graph, {"throughline": json.dumps(inside)}, options)
     write_json(graph.parent / "model.json", described)
     special = copy_tokenizer(opened, graph.parent)
-    if options.names == "optimum" and isinstance(opened.model.config, GPTConfig):
-        write_json(graph.with_name("genai_config.json"), genai_config(opened.model.config, special))
+    if options.names == "optimum" and isinstance(config, GPTConfig):
+        write_json(graph.with_name("genai_config.json"), genai_config(config, special))
     return nodes
 
 
@@ -211,6 +204,7 @@ def genai_config(config: GPTConfig, special: Mapping[str, int]) -> Report:
     with these inputs, learned positions included.
     """
     end = special.get("eos", 0)
+    layers = {"key": "%d.key", "value": "%d.value"}
     decoder = {
         "filename": "model.onnx",
         "head_size": config.head_size,
@@ -219,16 +213,10 @@ def genai_config(config: GPTConfig, special: Mapping[str, int]) -> Report:
         "num_key_value_heads": config.key_value_heads,
         "num_hidden_layers": config.layers,
         "session_options": {"provider_options": []},
-        "inputs": {
-            **{name: name for name in ("input_ids", "attention_mask", "position_ids")},
-            "past_key_names": "past_key_values.%d.key",
-            "past_value_names": "past_key_values.%d.value",
-        },
-        "outputs": {
-            "logits": "logits",
-            "present_key_names": "present.%d.key",
-            "present_value_names": "present.%d.value",
-        },
+        "inputs": {name: name for name in ("input_ids", "attention_mask", "position_ids")}
+        | {f"past_{name}_names": f"past_key_values.{rest}" for name, rest in layers.items()},
+        "outputs": {"logits": "logits"}
+        | {f"present_{name}_names": f"present.{rest}" for name, rest in layers.items()},
     }
     model = {
         "type": "llama",
@@ -243,25 +231,16 @@ def genai_config(config: GPTConfig, special: Mapping[str, int]) -> Report:
     return {"model": model, "search": search}
 
 
-def write_graph(
-    model: "GPT | BERT | BERTWithHead",
-    path: Path,
-    metadata: dict[str, str],
-    options: GraphOptions = PLAIN,
-) -> int:
-    """Write the graph of a module to `path`; returns the number of nodes."""
+def write_graph(model: Any, path: Path, metadata: dict[str, str], options: GraphOptions = PLAIN) -> int:
+    """Write the graph of a GPT, a BERT or a BERT with a head to `path`; returns the number of nodes."""
     from ..graphs.onnx_bert import bert_graph
     from ..graphs.onnx_gpt import gpt_graph
 
     if model.config.attention_pattern is not None:
+        what = "a model with an attention pattern has no ONNX graph yet"
         why = "the graphs look at the whole sequence, and the model was trained to look at a part"
         fix = "evaluate, generate and serve it with the torch backend"
-        raise Refused(
-            "a model with an attention pattern has no ONNX graph yet",
-            where="attention_window",
-            why=why,
-            fix=fix,
-        )
+        raise Refused(what, where="attention_window", why=why, fix=fix)
     writer: Any = gpt_graph if isinstance(model.config, GPTConfig) else bert_graph
     return writer(model, options).save(path, metadata)
 
@@ -276,7 +255,7 @@ def parity_facts(report: Report) -> dict[str, Any]:
     }
     for name, keys in (("text", ("kl", "top1_agreement", "contested")), ("scores", ("difference",))):
         facts |= {f"{name}_{key}": report[name][key] for key in keys if name in report}
-    return facts | ({"greedy_tokens": report["greedy_tokens"]} if "greedy_tokens" in report else {})
+    return facts | {key: report[key] for key in ("greedy_tokens",) if key in report}
 
 
 def copy_tokenizer(opened: OpenedModel, target: Path) -> dict[str, int]:
@@ -289,19 +268,17 @@ def copy_tokenizer(opened: OpenedModel, target: Path) -> dict[str, int]:
 
     tokenizer = Tokenizer.load(opened.tokenizer)
     if tokenizer.vocab_size > opened.model.config.vocab_size:
-        raise WrongUse(
-            "the tokenizer has more tokens than the model",
-            where=opened.tokenizer,
-            why=f"{tokenizer.vocab_size} > {opened.model.config.vocab_size}",
-            fix="use the tokenizer it was trained with",
-        )
+        why = f"{tokenizer.vocab_size} > {opened.model.config.vocab_size}"
+        fix = "use the tokenizer it was trained with"
+        what = "the tokenizer has more tokens than the model"
+        raise WrongUse(what, where=opened.tokenizer, why=why, fix=fix)
     (target / "tokenizer.json").write_bytes(opened.tokenizer.read_bytes())
     texts = {i: text for text, i in tokenizer.vocab.items()}
-    config: dict[str, Any] = {
+    config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": opened.model.config.sequence_length,
+        **{f"{role}_token": texts[i] for role, i in tokenizer.special.items()},
     }
-    config |= {f"{role}_token": texts[i] for role, i in tokenizer.special.items()}
     write_json(target / "tokenizer_config.json", config)
     return tokenizer.special
 

@@ -48,9 +48,9 @@ async def chat(call: Call, body: ChatBody) -> Response | dict[str, Any]:
 async def _generated(call: Call, body: Generation, answers: "Answers") -> Response | dict[str, Any]:
     deltas = call.model.generate(answers.jobs, call.watch)
     if not body.stream:
-        await call.unless_gone(answers.collect(deltas))
+        whole = await call.unless_gone(answers.whole(deltas))
         call.watch.finished()
-        return answers.whole()
+        return whole
     # The first delta is awaited here: a full queue is a 429, not an error inside a 200.
     try:
         first = await call.unless_gone(anext(deltas))
@@ -127,14 +127,11 @@ class Answers:
         choice.finish = delta.finish
         return Piece(number, delta.text, tokens, delta.finish)
 
-    async def collect(self, deltas: Deltas) -> None:
-        """Take all deltas in."""
+    async def whole(self, deltas: Deltas) -> dict[str, Any]:
+        """The answer to a request that is not streamed, when all deltas are there."""
         async with aclosing(deltas):
             async for number, delta in deltas:
                 self.add(number, delta)
-
-    def whole(self) -> dict[str, Any]:
-        """The answer to a request that is not streamed."""
         choices = [self._choice(choice) for choice in self._choices]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
@@ -147,17 +144,14 @@ class Answers:
             for choice in self._openings():
                 yield {**head, "choices": [choice]}
             yield {**head, "choices": [self._chunk(self.add(*first))]}
-            async for number, delta in deltas:
-                yield {**head, "choices": [self._chunk(self.add(number, delta))]}
+            async for one in deltas:
+                yield {**head, "choices": [self._chunk(self.add(*one))]}
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield {**head, "choices": [], "usage": self._usage()}
 
     def _openings(self) -> list[dict[str, Any]]:
         """What a stream says before the first token of each choice."""
         return [self._choice(Piece(number, text)) for number, text in enumerate(self._echo) if text]
-
-    def _chunk(self, piece: Piece) -> dict[str, Any]:
-        return self._choice(piece)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         assert isinstance(self._body, CompletionBody)
@@ -168,6 +162,8 @@ class Answers:
             "finish_reason": piece.finish,
             "token_ids": [token.id for token, _ in piece.tokens],
         }
+
+    _chunk = _choice
 
     def _logprobs(self, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
         name = self._model.token_text

@@ -143,10 +143,10 @@ class Answering(msgspec.Struct):
 def _with_own(like: Job, record: dict[str, Any]) -> Job:
     """The job with a line's own settings. Raises WrongUse for what is none or out of range."""
     try:
-        own, sampling = (
-            msgspec.convert({name: record.get(name, value) for name, value in asdict(one).items()}, type(one))
-            for one in (Answering(like.max_tokens, like.stop, like.n), like.sampling)
-        )
+        given = (Answering(like.max_tokens, like.stop, like.n), like.sampling)
+        settings = [{name: record.get(name, value) for name, value in asdict(one).items()} for one in given]
+        own = msgspec.convert(settings[0], Answering)
+        sampling = msgspec.convert(settings[1], Sampling)
     except msgspec.ValidationError as error:
         raise WrongUse("a setting is not what it should be", why=str(error)) from error
     stop = (own.stop,) if isinstance(own.stop, str) else own.stop
