@@ -1,6 +1,7 @@
 """`throughline serve PATH...`: models behind an OpenAI-compatible HTTP endpoint."""
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,14 +134,14 @@ def command(
     from ..inference.serving.listen import Doors, bind, read_keys, run
     from ..inference.serving.served import ServerLimits, served_models
     from ..inference.serving.server import Server
-    from ..inference.serving.telemetry import Telemetry, standard_log
+    from ..inference.serving.telemetry import Telemetry
 
     if (tls_cert is None) != (tls_key is None):
         raise WrongUse("TLS needs a certificate and its key", where="--tls-cert, --tls-key", fix="give both")
     keys = read_keys(api_key_file, os.environ.get(KEYS_VARIABLE))
     names = {"max_body": "body_bytes", "request_timeout": "request_s"}
     bounds = ServerLimits(**{names.get(name, name): value for name, value in limits.items()})
-    telemetry = Telemetry(standard_log() if access_log else None)
+    telemetry = Telemetry(sys.stderr if access_log else None)
     models = served_models(paths, bounds, options)
     listener = bind(host, port)  # before the models: a taken port is known at once
     server = Server(models, bounds, telemetry)

@@ -59,7 +59,9 @@ def export_gguf(
             return export.report
         reference = export.reference()
         if reference.encoder is not None:
-            reference = dataclasses.replace(reference, backend=Headless(reference.encoder, _headless))
+            reference = dataclasses.replace(
+                reference, backend=Adapted(reference.encoder, _headless, one_type=True)
+            )
         backend = run_gguf(file, config, BackendOptions("cpu"), precision)
         candidate = Loaded(config, export.tokenizer, opened.input, backend)
         length = min(LENGTH, config.sequence_length)
@@ -69,15 +71,6 @@ def export_gguf(
     return export.report
 
 
-class Headless(Adapted):
-    """A BERT as its GGUF file has it: without heads, all tokens of the first type."""
-
-    def forward(
-        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
-    ) -> Outputs:
-        """See `core.backend.EncoderBackend.forward`."""
-        return super().forward(ids_BS, np.zeros_like(types_BS), mask_BS, ask_BN)
-
-
 def _headless(outputs: Outputs, ask_BN: np.ndarray) -> Outputs:
+    """What a GGUF file has of a BERT."""
     return {name: outputs[name] for name in ("last_hidden_state", "sentence_embedding")}

@@ -13,6 +13,7 @@ from ...core.errors import Refused
 from ...models.config import GPTConfig, ModelConfig, TransformerConfig
 from .graph_options import GraphOptions
 from .onnx_blocks import grouped
+from .parity import Tally
 
 if TYPE_CHECKING:
     from torch import nn
@@ -101,16 +102,9 @@ def probe(model: "nn.Module", graph: Path, config: ModelConfig) -> tuple[list[di
             hook.remove()
     rows = []
     for layer, (ours, other) in enumerate(zip(found, theirs)):
-        error = np.abs(ours[real] - other[real].astype(np.float32))
-        scale = float(np.abs(ours[real]).max())
-        rows.append(
-            {
-                "layer": layer,
-                "max_abs": float(error.max()),
-                "mean_abs": float(error.mean(dtype=np.float64)),
-                "scale": scale,
-            }
-        )
+        tally = Tally(logits=False)
+        tally.add(ours[real], other[real].astype(np.float32))
+        rows.append({"layer": layer, **tally.errors()})
     return rows, operators
 
 

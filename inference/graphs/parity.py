@@ -197,11 +197,14 @@ class Tally:
             if ours.ndim == 2 and ours.shape[-1] > 1:
                 self.kl += float(divergence(ours, theirs).sum(dtype=np.float64))
 
+    def errors(self) -> dict[str, float]:
+        """Largest and mean error, and the largest value of the reference."""
+        return {"scale": self.scale, "max_abs": self.max_abs, "mean_abs": self.total / self.numbers}
+
     def row(self, case: str, output: str, bounds: Bounds) -> dict[str, Any]:
         """One line of the report."""
         scale = float(np.maximum(1.0, self.scale))  # infinity is no bound
-        row: dict[str, Any] = {"case": case, "output": output, "scale": scale, "max_abs": self.max_abs}
-        row["mean_abs"] = self.total / self.numbers
+        row: dict[str, Any] = {"case": case, "output": output} | self.errors() | {"scale": scale}
         row["passed"] = bool(self.max_abs <= bounds.error * scale < np.inf)  # false for NaN
         if self.logits:
             row["top1_agreement"] = self.agreeing / self.rows

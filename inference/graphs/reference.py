@@ -39,17 +39,25 @@ def at_asked_positions(outputs: Outputs, ask_BN: np.ndarray) -> Outputs:
 
 
 class Adapted(OneCall):
-    """An encoder whose outputs are brought onto other terms; `adapt` is given them and the positions asked for."""
+    """An encoder whose outputs are brought onto other terms; `adapt` is given them and the positions asked for.
+    `one_type`: all tokens are of the first type.
+    """
 
-    def __init__(self, encoder: EncoderBackend, adapt: Callable[[Outputs, np.ndarray], Outputs]) -> None:
+    def __init__(
+        self,
+        encoder: EncoderBackend,
+        adapt: Callable[[Outputs, np.ndarray], Outputs],
+        one_type: bool = False,
+    ) -> None:
         self.name, self.vocab_size, self.context = encoder.name, encoder.vocab_size, encoder.context
         self.device, self.dtype = encoder.device, encoder.dtype
-        self._encoder, self._adapt = encoder, adapt
+        self._encoder, self._adapt, self._one_type = encoder, adapt, one_type
 
     def forward(
         self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
     ) -> Outputs:
         """See `core.backend.EncoderBackend.forward`."""
+        types_BS = np.zeros_like(types_BS) if self._one_type else types_BS
         return self._adapt(self._encoder.forward(ids_BS, types_BS, mask_BS, ask_BN), ask_BN)
 
 

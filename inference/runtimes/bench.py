@@ -83,20 +83,15 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each further model or backend: how fast it is beside the first of the table, by the geometric mean
     of the medians that both have, and that it is not worth it below `WORTH`.
     """
-
-    def of(row: dict[str, Any]) -> tuple[str, str]:
-        return row.get("model", ""), row["backend"]
-
-    cases = {(of(row), row["what"], row["batch"], row["tokens"]): row["p50_ms"] for row in rows}
-    first, lines = of(rows[0]), []
-    for one in dict.fromkeys(of(row) for row in rows):
-        pairs = [
-            (cases[first, *case], p50)
-            for (whose, *case), p50 in cases.items()
-            if whose == one != first and (first, *case) in cases
-        ]
-        if pairs:
-            speed = float(np.exp(np.mean([np.log(before / now) for before, now in pairs])))
+    timed: dict[tuple[str, str], dict[tuple[Any, ...], float]] = {}
+    for row in rows:
+        case = (row["what"], row["batch"], row["tokens"])
+        timed.setdefault((row.get("model", ""), row["backend"]), {})[case] = row["p50_ms"]
+    (first, before), *others = timed.items()
+    lines = []
+    for one, now in others:
+        if both := [case for case in before if case in now]:
+            speed = float(np.exp(np.mean([np.log(before[case] / now[case]) for case in both])))
             name = one[1] if one[1] != first[1] else one[0]
             verdict = "" if speed >= WORTH else ": not worth it here"
             lines.append(f"{name} has {speed:.2f} times the speed of {first[1]}{verdict}")

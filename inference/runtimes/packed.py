@@ -118,12 +118,4 @@ def packed_logits(
     packed = Packed(spans, cache)
     with attending(modules, packed.attend_in):
         hidden_1TW = model.hidden(packed.ids_1T, packed.places_1T)
-    hidden_TW = hidden_1TW[0]
-    wanted = hidden_TW if len(packed.wanted_N) == len(hidden_TW) else None
-    if (
-        wanted is None
-        or any(len(span.ids) > 1 for span in spans)
-        or [span.row for span in spans] != sorted(span.row for span in spans)
-    ):
-        wanted = hidden_TW[packed.wanted_N]
-    return model.head(wanted).float()
+    return model.head(hidden_1TW[0, packed.wanted_N]).float()

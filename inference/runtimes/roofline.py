@@ -27,26 +27,14 @@ def floor_ms(
     peak = chip.tflops.get("fp16" if precision in ("int4", "bf16") else precision)
     if not peak or precision not in BYTES:
         return None
-    linear = _linear_parameters(config)
     new = batch if decode else batch * tokens
-    weights = linear
-    if isinstance(config, GPTConfig):
-        weights += config.width * config.vocab_size
-    flops = 2.0 * linear * new + 4.0 * config.layers * config.width * new * tokens
+    head = config.width * config.vocab_size if isinstance(config, GPTConfig) else 0
+    moved = (config.layers * config.block_matrix_parameters() + head) * BYTES[precision]
+    flops = new * config.blocks_flops_per_token(tokens) / 3  # which counts the backward, twice the forward
     if decode:
-        flops += 2.0 * config.width * config.vocab_size * new
-    moved = weights * BYTES[precision]
-    if decode and isinstance(config, GPTConfig):
+        flops += 2.0 * head * new
         moved += 2.0 * 2 * config.layers * config.key_value_heads * config.head_size * tokens * batch
     return max(moved / chip.bandwidth_gb_s / 1e6, flops / peak / 1e9)
-
-
-def _linear_parameters(config: ModelConfig) -> float:
-    """Weights of the blocks' matrices."""
-    kv = config.key_value_heads if isinstance(config, GPTConfig) else config.heads
-    attention = config.width * config.head_size * (2 * config.heads + 2 * kv)
-    products = 3 if getattr(config, "gated", False) else 2
-    return float(config.layers * (attention + products * config.width * config.feed_forward_size))
 
 
 def reported(config: ModelConfig, batch: int, tokens: int, on: str = "t4") -> dict[str, Any] | None:

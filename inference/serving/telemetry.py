@@ -6,7 +6,6 @@ which the processes of one machine share.
 
 import contextlib
 import json
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -149,8 +148,3 @@ class Watch:
     def _of(self, metric: Any) -> Any:
         assert self.model is not None
         return self.telemetry.of(metric, self.model)
-
-
-def standard_log() -> TextIO:
-    """Where the access log goes unless told otherwise."""
-    return sys.stderr
