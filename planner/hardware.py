@@ -60,9 +60,8 @@ def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
             fix="the tables are [chips.KEY] and [clusters.KEY]",
         )
     known = _chips(own.get("chips", {}), overrides)
-    rows = shipped_clusters() | {
-        key: shipped_clusters().get(key, {}) | fields for key, fields in own.get("clusters", {}).items()
-    }
+    shipped = shipped_clusters()
+    rows = shipped | {key: shipped.get(key, {}) | fields for key, fields in own.get("clusters", {}).items()}
     if name == "here":
         return this_machine()
     key = name if name in rows else next((k for k, row in rows.items() if row.get("chip") == name), "")
@@ -72,15 +71,12 @@ def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
         names = sorted({*rows, *known, "here"})
         fix = did_you_mean(name, names, "known: " + ", ".join(names), limit=3)
         raise WrongUse(f"no chip or cluster {name!r}", where="--on", fix=fix)
-    row = dict(rows[key])
-    chip = row.pop("chip", "")
+    chip = rows[key].get("chip", "")
     if chip not in known:
         raise WrongUse(
             f"no chip {chip!r}", where=f"{overrides}: clusters.{key}", fix=", ".join(sorted(known))
         )
-    return _make(
-        Cluster, row | {"key": key, "chip": known[chip], "name": row.get("name", key)}, f"clusters.{key}"
-    )
+    return _make(Cluster, {"name": key} | rows[key] | {"key": key, "chip": known[chip]}, f"clusters.{key}")
 
 
 def this_machine(processes: int = 1) -> Cluster:
@@ -103,15 +99,13 @@ def this_machine(processes: int = 1) -> Cluster:
         Cluster("here", chip, here.cpu.name, processes, node_gb_s=4.0, host_memory_gib=memory)
     )
     chip, share = found.chip, 1 / processes
-    return dataclasses.replace(
-        found,
-        chip=dataclasses.replace(
-            chip,
-            memory_gib=chip.memory_gib * share,
-            bandwidth_gb_s=chip.bandwidth_gb_s * share,
-            tflops={dtype: value * share for dtype, value in chip.tflops.items()},
-        ),
+    part = dataclasses.replace(
+        chip,
+        memory_gib=chip.memory_gib * share,
+        bandwidth_gb_s=chip.bandwidth_gb_s * share,
+        tflops={dtype: value * share for dtype, value in chip.tflops.items()},
     )
+    return dataclasses.replace(found, chip=part)
 
 
 def read_calibration() -> dict[str, Any]:

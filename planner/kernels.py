@@ -77,16 +77,13 @@ def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list
 def attention(config: ModelConfig, share: Share, software: Software) -> Iterator[Kernel]:
     """The attention core. Fused kernels skip the masked half of a causal square; batched products do not."""
     size, heads = software.precision.activation, config.heads / share.tensor
-    seen = (
-        config.attention_pattern.widest(int(np.max(share.length)))
-        if config.attention_pattern
-        else share.length
-    )
+    pattern = config.attention_pattern
+    seen = pattern.widest(int(np.max(share.length))) if pattern else share.length
     scores = share.tokens * seen * heads
     flops = 4.0 * scores * config.head_size
     inputs = 4.0 * size * share.tokens * heads * config.head_size
     if software.fused_attention:
-        half = 0.5 if not isinstance(config, BERTConfig) and config.attention_pattern is None else 1.0
+        half = 0.5 if not isinstance(config, BERTConfig) and pattern is None else 1.0
         yield Kernel("attention", "forward", "attention", half * flops, inputs, config.head_size, 1, True)
         yield Kernel("attention", "backward", "attention", 2.5 * half * flops, 2 * inputs, config.head_size)
         return
@@ -112,25 +109,15 @@ def pointwise(config: ModelConfig, share: Share, software: Software) -> Iterator
     whole = share.tensor if software.sequence_parallel else 1
     ratio = config.feed_forward_size / width * (1.5 if config.gated else 1.0)
     fused, activation = software.fused_norms, software.fused_activation
-    for phase, norms, rows, acted in (
-        (
-            "forward",
-            22 if fused else 38,
-            16 if fused else 28,
-            4 if fused and activation else 8 if activation else 26,
-        ),
-        (
-            "backward",
-            34 if fused else 46,
-            26 if fused else 34,
-            6 if fused and activation else 10 if activation else 34,
-        ),
-    ):
-        kernels = 4 if fused else 10
-        bytes_ = norms * stream * tokens * width / whole
-        yield Kernel("norms, dropout, residual", phase, "memory", 0, bytes_, 1, kernels)  # type: ignore[arg-type]
-        bytes_ = (rows + acted * ratio) * scale * tokens * width / share.tensor
-        yield Kernel("bias, activation", phase, "memory", 0, bytes_, 1, kernels)  # type: ignore[arg-type]
+    kernels = 4 if fused else 10
+    norms, rows = ((22, 34), (16, 26)) if fused else ((38, 46), (28, 34))
+    acted = (4, 6) if fused and activation else (8, 10) if activation else (26, 34)
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    for phase, norm, row, act in zip(phases, norms, rows, acted, strict=True):
+        bytes_ = norm * stream * tokens * width / whole
+        yield Kernel("norms, dropout, residual", phase, "memory", 0, bytes_, 1, kernels)
+        bytes_ = (row + act * ratio) * scale * tokens * width / share.tensor
+        yield Kernel("bias, activation", phase, "memory", 0, bytes_, 1, kernels)
 
 
 def head_kernels(config: ModelConfig, share: Share, software: Software, targets: Number) -> list[Kernel]:

@@ -1,7 +1,7 @@
 """A layout in words and numbers, as `train --show-layout` prints it: who holds what, and what is sent in a step."""
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 from ..core.console import amount, table
@@ -21,30 +21,23 @@ from .traffic import StepShape, held, traffic
 from .work import Work, layouts_of
 
 
-def places(layout: Layout) -> Iterator[Coordinates]:
-    """The processes that hold different parts, in order: pipeline rank, then tensor rank, then shard."""
-    for pipeline in range(layout.pipeline):
-        for tensor in range(layout.tensor):
-            for shard in range(layout.shards):
-                yield Coordinates(pipeline, tensor, 0, shard)
-
-
 def layout_report(
     config: ModelConfig, layout: Layout, batch: StepShape, optimizer: str
 ) -> tuple[dict[str, Any], list[str]]:
     """A layout for a script and for a person: what each process holds and sends in a step."""
     held_names = ("weights", "gradients", "host" if batch.halves else "optimizer")
-    processes = [
-        dataclasses.asdict(place) | held_bytes(config, layout, batch, optimizer, place)
-        for place in places(layout)
-    ]
+    degrees = range(layout.pipeline), range(layout.tensor), range(layout.shards)
+    processes = []  # those that hold different parts
+    for pipeline, tensor, shard in itertools.product(*degrees):
+        place = Coordinates(pipeline, tensor, 0, shard)
+        processes.append(dataclasses.asdict(place) | held_bytes(config, layout, batch, optimizer, place))
     sent = {rank: traffic(config, layout, batch, rank) for rank in range(layout.pipeline)}
     facts: dict[str, Any] = {
         "layout": layout.facts(),
         "family": family_of(config),
         "parameters": config.parameter_count(),
         "processes": processes,
-        "placements": dict(placements(config, layout)),
+        "placements": {name: _over_tensor(name, config, layout) for name in parameter_shapes(config)},
         "traffic": [
             {"pipeline": rank} | dataclasses.asdict(entry)
             for rank, entries in sent.items()
@@ -65,11 +58,8 @@ def layout_report(
             for row in processes
         ],
     )
-    lines += [
-        "",
-        "sent by one process in a step"
-        + ("" if batch.scheme == "none" else ", after the warm-up of compression"),
-    ]
+    warm = "" if batch.scheme == "none" else ", after the warm-up of compression"
+    lines += ["", f"sent by one process in a step{warm}"]
     rows = [
         (rank, entry.axis, entry.kind, entry.what, entry.calls, amount(entry.bytes, "B"))
         for rank, entries in sent.items()
@@ -103,12 +93,6 @@ def held_bytes(
 def shortened(words: list[str], most: int = 24) -> str:
     """The first and last of a long list."""
     return " ".join(words if len(words) <= most else [*words[: most // 2], "...", *words[-most // 2 :]])
-
-
-def placements(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Parameter -> how it lies over the tensor axis."""
-    for name in parameter_shapes(config):
-        yield name, _over_tensor(name, config, layout)
 
 
 def _over_tensor(name: str, config: ModelConfig, layout: Layout) -> str:
