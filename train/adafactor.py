@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .whole_sums import PartOfParameter, WholeParameters
+from .shards import LocalShard
+from .whole_sums import WholeParameters
 
 EPSILON_SQUARE, EPSILON_SCALE = 1e-30, 1e-3  # the paper's epsilon 1 and 2
 DECAY_POWER = 0.8
@@ -39,7 +40,7 @@ class Adafactor(torch.optim.Optimizer):
         """One update; afterwards the gradients hold its directions."""
         assert closure is None, "the loss is not evaluated again"
         parts = self.whole.parts
-        matrices = [part for part in parts if len(part.shape) > 1]
+        matrices = [part for part in parts if len(part.spec.shape) > 1]
         rows = self.whole.sums(
             [_squares(part, 1) for part in matrices], [part.cut == 1 for part in matrices], over_shards=False
         )
@@ -47,43 +48,43 @@ class Adafactor(torch.optim.Optimizer):
             [_squares(part, 0) for part in matrices], [part.cut == 0 for part in matrices]
         )
         for part, row, column in zip(matrices, rows, columns):
-            if part.parameter.numel():
+            if part.value.numel():
                 self._factor(part, row, column)
         for part in parts:
-            if len(part.shape) == 1 and part.parameter.numel():
+            if len(part.spec.shape) == 1 and part.value.numel():
                 self._whole_square(part)
         mine = [self._squared_norms(part) for part in parts]
         sums = self.whole.sums(mine, [part.cut is not None for part in parts])
         groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
         for part, found in zip(parts, sums):
-            if part.parameter.numel() and part.parameter.grad is not None:
-                _move(part, found, groups[part.parameter])
+            if part.value.numel() and part.value.grad is not None:
+                _move(part, found, groups[part.value])
 
-    def _decay(self, part: PartOfParameter) -> float:
-        state = self.state[part.parameter]
+    def _decay(self, part: LocalShard) -> float:
+        state = self.state[part.value]
         if not state:
             state["step"] = torch.zeros(())  # on the host, where it is read
         state["step"] += 1
         return 1 - float(state["step"]) ** -DECAY_POWER
 
-    def _factor(self, part: PartOfParameter, row: Tensor, column: Tensor) -> None:
+    def _factor(self, part: LocalShard, row: Tensor, column: Tensor) -> None:
         """Take new sums (r, 1) and (1, c) into the means; the gradient becomes g / sqrt(row x column)."""
-        gradient, state = part.parameter.grad, self.state[part.parameter]
+        gradient, state = part.value.grad, self.state[part.value]
         if gradient is None:
             return
         new = 1 - self._decay(part)
         dtype = gradient.dtype
         # a row has as many numbers as the whole matrix has columns
-        row = (row / part.shape[1] + EPSILON_SQUARE).to(dtype)
-        column = (column / part.shape[0] + EPSILON_SQUARE).to(dtype)
+        row = (row / part.spec.shape[1] + EPSILON_SQUARE).to(dtype)
+        column = (column / part.spec.shape[0] + EPSILON_SQUARE).to(dtype)
         if "row_square" not in state:
             state["row_square"], state["column_square"] = torch.zeros_like(row), torch.zeros_like(column)
         state["row_square"].lerp_(row, new)
         state["column_square"].lerp_(column, new)
         gradient.mul_(state["row_square"].rsqrt()).mul_(state["column_square"].rsqrt())
 
-    def _whole_square(self, part: PartOfParameter) -> None:
-        gradient, state = part.parameter.grad, self.state[part.parameter]
+    def _whole_square(self, part: LocalShard) -> None:
+        gradient, state = part.value.grad, self.state[part.value]
         if gradient is None:
             return
         new = 1 - self._decay(part)
@@ -92,14 +93,14 @@ class Adafactor(torch.optim.Optimizer):
         state["square"].lerp_(gradient.square().add_(EPSILON_SQUARE), new)
         gradient.mul_(state["square"].rsqrt())
 
-    def _squared_norms(self, part: PartOfParameter) -> Tensor:
+    def _squared_norms(self, part: LocalShard) -> Tensor:
         """(3,): squares of the gradient as it is now and of the weight, and the sum of the row means over the
         part.
 
         A row's mean is whole on each process that has columns of it, which is why it is divided by their
         number: over all parts of the matrix the rows then count once.
         """
-        parameter = part.parameter
+        parameter = part.value
         if not parameter.numel() or parameter.grad is None:
             return torch.zeros(3, dtype=torch.float64, device=parameter.device)
         pair = [
@@ -108,31 +109,31 @@ class Adafactor(torch.optim.Optimizer):
         ]
         state = self.state[parameter]
         if "row_square" in state:
-            share = part.box.size[1] / part.shape[1] if part.cut == 1 else 1.0
+            share = part.spec.box.size[1] / part.spec.shape[1] if part.cut == 1 else 1.0
             pair.append(state["row_square"].double().sum() * share)
         else:
             pair.append(torch.ones_like(pair[0]))
         return torch.stack(pair)
 
 
-def _squares(part: PartOfParameter, dim: int) -> Tensor:
+def _squares(part: LocalShard, dim: int) -> Tensor:
     """Sums of the gradient's squares along a dim of the part, kept as a dim of 1."""
-    gradient = part.parameter.grad
+    gradient = part.value.grad
     if gradient is None:
-        size = [1 if index == dim else length for index, length in enumerate(part.box.size)]
-        return torch.zeros(size, dtype=torch.float64, device=part.parameter.device)
+        size = [1 if index == dim else length for index, length in enumerate(part.spec.box.size)]
+        return torch.zeros(size, dtype=torch.float64, device=part.value.device)
     return torch.linalg.vector_norm(gradient, dim=dim, keepdim=True).double().square()
 
 
-def _move(part: PartOfParameter, found: Tensor, group: dict[str, Any]) -> None:
+def _move(part: LocalShard, found: Tensor, group: dict[str, Any]) -> None:
     """Apply the direction: no host read, the factors stay on the device."""
-    parameter, direction = part.parameter, part.parameter.grad
+    parameter, direction = part.value, part.value.grad
     assert direction is not None
     count = 1
-    for length in part.shape:
+    for length in part.spec.shape:
         count *= length
     squares, weights, row_sum = found.unbind()
-    mean = row_sum / part.shape[0] if len(part.shape) > 1 else torch.ones_like(row_sum)
+    mean = row_sum / part.spec.shape[0] if len(part.spec.shape) > 1 else torch.ones_like(row_sum)
     norm = (squares / count * mean).sqrt()  # root mean square of the update
     rate = group["lr"] * (weights / count).sqrt().clamp(min=EPSILON_SCALE)
     if group["weight_decay"]:

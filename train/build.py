@@ -63,7 +63,8 @@ class RunPlan:
     def fill(self, engine: Engine) -> None:
         """Give the weights their values before the first step."""
         if self.recipe.model.init_from:
-            start_from(self.recipe.model.init_from, engine)
+            where = self.recipe.model.init_from
+            start_from(adopt(open_weights(where)[0], self.config, where), engine)
         else:
             engine.fill()
 

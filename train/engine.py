@@ -89,7 +89,10 @@ class Engine:
             self.local_shards += local_shards(stage, self.shapes)
         with memory or nullcontext():
             if offload:
-                self._offload(offload)
+                alone = self.layout.world == 1  # only then gradients leave during backward
+                self.offload = HostOffload(
+                    self.stages[0].model, offload if alone else 1, self.local_shards, streams=alone
+                )
             elif held != self.wide:
                 for local in self.local_shards:
                     local.value = make_master(local.computed)
@@ -106,16 +109,6 @@ class Engine:
         engine, given = cls(model.config, Mesh(Layout(), device), precision), dict(model.named_parameters())
         engine.fill(lambda name, box: given[name].detach()[box.slices()])
         return engine
-
-    def _offload(self, micro_batches: int) -> None:
-        """Give the masters to the host. One process streams: gradients leave during backward."""
-        parts = [local.computed for local in self.local_shards]
-        if self.layout.world == 1:
-            self.offload = HostOffload(self.stages[0].model, micro_batches, parts)
-        else:
-            self.offload = HostOffload([(local.name, local.computed) for local in self.local_shards])
-        for local, (_, master) in zip(self.local_shards, self.offload.named_parameters()):
-            local.value = master
 
     def accumulate(
         self,
@@ -287,9 +280,7 @@ class Engine:
             if not self.offload.streams:
                 self.offload.fetch([local.computed.grad for local in self.local_shards])
             self.offload.step(optimizer, factor)
-            if not self.offload.streams:
-                self.offload.wait()  # the hooks that would wait for a block's weights are those of one process
-                self.discard()
+            self.discard()
             return
         if factor != 1.0 and (gradients := self.gradients()):
             torch._foreach_mul_(gradients, factor)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from .whole_sums import PartOfParameter, WholeParameters
+from .shards import LocalShard
+from .whole_sums import WholeParameters
 
 # elements of one round: what is read again at once stays in a core's cache, or in a GPU's batch of kernels
 ROUND = {"cpu": 1 << 18, "cuda": 1 << 26}
@@ -68,7 +69,7 @@ class Lamb(torch.optim.Optimizer):
 
     def _slices(self, group: dict[str, Any]) -> Iterator[Slice]:
         """The group's parameters with their state as flat pieces of at most one round."""
-        known = {part.parameter: index for index, part in enumerate(self.whole.parts)}
+        known = {part.value: index for index, part in enumerate(self.whole.parts)}
         steps = []
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -129,7 +130,7 @@ class Lamb(torch.optim.Optimizer):
         parts = [
             (index, part)
             for index, part in enumerate(self.whole.parts)
-            if part.parameter in adapted or (not part.parameter.numel() and len(part.shape) > 1)
+            if part.value in adapted or (not part.value.numel() and len(part.spec.shape) > 1)
         ]
         mine = [
             torch.stack(squares[index]).sum(0).view(1, 2) if index in squares else self._by_rows(part)
@@ -142,31 +143,31 @@ class Lamb(torch.optim.Optimizer):
             ratio = torch.where((weight > 0) & (direction > 0), weight / direction, 1.0)
             if self.max_trust_ratio is not None:
                 ratio = ratio.clamp(max=self.max_trust_ratio)
-            ratio = ratio.to(part.parameter.dtype)
-            found[part.parameter] = ratio if len(ratio) == 1 else ratio[self._matrix_of_rows(part)][:, None]
+            ratio = ratio.to(part.value.dtype)
+            found[part.value] = ratio if len(ratio) == 1 else ratio[self._matrix_of_rows(part)][:, None]
         return found
 
-    def _by_rows(self, part: PartOfParameter) -> Tensor:
+    def _by_rows(self, part: LocalShard) -> Tensor:
         """Squared norms (matrices, 2) of the parts of the matrices that a weight holds; zeros where it holds
         nothing.
         """
         count, _ = self.interleaved(part.name)
-        weight = part.parameter.detach()
+        weight = part.value.detach()
         sums = torch.zeros(count, 2, dtype=torch.float64, device=weight.device)
-        if weight.grad is None and part.parameter.grad is None:
+        if weight.grad is None and part.value.grad is None:
             return sums
-        gradient = part.parameter.grad
+        gradient = part.value.grad
         assert gradient is not None
         rows = [torch.linalg.vector_norm(tensor, dim=1).double().square() for tensor in (weight, gradient)]
         if count == 1:
             return torch.stack(rows, 1).sum(0, keepdim=True)
         return sums.index_add_(0, self._matrix_of_rows(part), torch.stack(rows, 1))
 
-    def _matrix_of_rows(self, part: PartOfParameter) -> Tensor:
+    def _matrix_of_rows(self, part: LocalShard) -> Tensor:
         """Which of its matrices each row of the part belongs to."""
         count, rows = self.interleaved(part.name)
-        start, size = part.box.start[0], part.box.size[0]
-        return torch.arange(start, start + size, device=part.parameter.device) // rows % count
+        start, size = part.spec.box.start[0], part.spec.box.size[0]
+        return torch.arange(start, start + size, device=part.value.device) // rows % count
 
 
 def _move(weights: list[Tensor], directions: list[Tensor], ratios: list[Tensor], rate: float) -> None:

@@ -37,6 +37,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .shards import LocalShard, make_master, whole_shard
+
 # gradients of the device that wait for their copy: where the link is slower than backward, backward waits
 IN_FLIGHT_BYTES = 2**30
 
@@ -79,22 +81,22 @@ class HostOffload:
     """The host's side of a model's weights. One worker thread does all work on host tensors; `wait` before
     reading them.
 
-    Of a model it `streams`: forward hooks wait for the weights and gradients leave as they come, over `micro_batches`
-    backward passes a step; compile its blocks' forwards, not the model, or the hooks are traced. Of a layout's
-    local parts, given by name, there are no hooks: `fetch` takes the gradients. `parts` are the first rows of a model's
-    parameters, where those have rows of nothing below.
+    One process `streams`: forward hooks wait for the weights and gradients leave as they come, over `micro_batches`
+    backward passes a step; compile the blocks' forwards, not the model, or the hooks are traced. In a layout there
+    are no hooks: `fetch` takes the gradients. The masters become the values of `shards`, by default all of the model.
     """
 
     def __init__(
         self,
-        source: nn.Module | Sequence[tuple[str, nn.Parameter]],
+        model: nn.Module,
         micro_batches: int = 1,
-        parts: Sequence[nn.Parameter] | None = None,
+        shards: Sequence[LocalShard] | None = None,
+        streams: bool = True,
     ) -> None:
-        named = list(source.named_parameters() if isinstance(source, nn.Module) else source)
-        whole = [parameter for _, parameter in named]
-        self.streams, self.micro_batches = isinstance(source, nn.Module), micro_batches
-        self.device = whole[0].device
+        if shards is None:
+            shards = [whole_shard(*named) for named in model.named_parameters()]
+        self.streams, self.micro_batches = streams, micro_batches
+        self.device = shards[0].computed.device
         cuda = self.device.type == "cuda"
         self._down: torch.cuda.Stream | None = torch.cuda.Stream(self.device) if cuda else None
         self._up: torch.cuda.Stream | None = torch.cuda.Stream(self.device) if cuda else None
@@ -102,18 +104,17 @@ class HostOffload:
         self._worker = ThreadPoolExecutor(1, "offload")
         self._units = {"": Unit()}
         self.sides: list[HostSide] = []
-        for (name, _), parameter in zip(named, whole if parts is None else parts):
-            unit = self._units.setdefault(_block_of(name), Unit())
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            master = nn.Parameter(parameter.detach().to("cpu", dtype, copy=True))
+        for shard in shards:
+            unit, parameter = self._units.setdefault(_block_of(shard.name), Unit()), shard.computed
+            shard.value = make_master(parameter, "cpu")
             staging = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=cuda)
-            total = torch.zeros_like(master) if micro_batches > 1 else None
-            unit.sides.append(HostSide(name, parameter, master, staging, unit, total))
+            total = torch.zeros_like(shard.value) if micro_batches > 1 else None
+            unit.sides.append(HostSide(shard.name, parameter, shard.value, staging, unit, total))
             self.sides.append(unit.sides[-1])
         if micro_batches == 1 and any(side.master.dtype != side.staging.dtype for side in self.sides):
             self._make_scratch()
-        if isinstance(source, nn.Module):
-            self._watch(source, whole)
+        if streams:
+            self._watch(model, [shard.parameter for shard in shards])
 
     def _watch(self, model: nn.Module, whole: Sequence[nn.Parameter]) -> None:
         """Hooks so that gradients leave when they are complete, and no forward runs ahead of its weights.
@@ -214,12 +215,16 @@ class HostOffload:
         self._flying.clear()
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
-        """Multiply the gradients by `factor` and update; returns at once. `optimizer` is over the masters."""
+        """Multiply the gradients by `factor` and update. `optimizer` is over the masters. Returns at once where hooks
+        wait for the weights.
+        """
         moved = set(self._moved())
         for unit in self._units.values():
             present = [side for side in unit.sides if side in moved]
             unit.update = self._worker.submit(self._update, unit, present, optimizer, factor)
         self.discard()
+        if not self.streams:
+            self.wait()
 
     @torch.no_grad()
     def _update(

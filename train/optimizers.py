@@ -155,21 +155,23 @@ class MuonAdamW(torch.optim.AdamW):
         }
         found: dict[Tensor, tuple[Tensor, Box]] = {}
         for part in self.whole.parts:
-            parameter = part.parameter
+            parameter = part.value
             own = None
             if parameter in decays and parameter.grad is not None:
                 own = self._momentum(parameter, decays[parameter])
                 parameter.grad = None  # so that AdamW passes it by
             axes = [self.whole.shard] + ([self.whole.tensor] if part.cut is not None else [])
-            if is_hidden_matrix(part.name, len(part.shape)) and any(axis.group is not None for axis in axes):
-                whole = parameter.new_zeros(part.shape)
+            if is_hidden_matrix(part.name, len(part.spec.shape)) and any(
+                axis.group is not None for axis in axes
+            ):
+                whole = parameter.new_zeros(part.spec.shape)
                 if own is not None:
-                    whole[part.box.slices()] = own
+                    whole[part.spec.box.slices()] = own
                 for axis in axes:
                     axis.all_reduce(whole)
                 own = None if own is None else whole
             if own is not None:
-                found[parameter] = own, part.box
+                found[parameter] = own, part.spec.box
         return found
 
     def _momentum(self, parameter: Tensor, decay: float) -> Tensor:

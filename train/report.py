@@ -1,5 +1,6 @@
 """`report.html` of a run: curves, memory, environment and recipe in one file that needs no network."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,12 @@ from ..core.workspace import read_records
 from .metrics import FILE, read_metrics
 
 TASKS_IN_A_CHART = 8  # as many as there are colours
+UNSHOWN = ("checkpoint", "finished", "running", "evaluation")  # events
+MEDIANS: dict[str, tuple[str, Callable[[float], str]]] = {  # of the steps, by figure
+    "tokens_per_s": ("tokens/s without padding, median step", "{:,.0f}".format),
+    "sequences_per_s": ("sequences/s, median step", "{:,.1f}".format),
+    "mfu": ("MFU, median step", lambda value: f"{100 * value:.1f} %"),
+}
 
 
 def write_report(run: Path | str) -> Path:
@@ -19,12 +26,8 @@ def write_report(run: Path | str) -> Path:
     """
     run = Path(run)
     if not (run / FILE).is_file():
-        raise WrongUse(
-            "no run to report on",
-            where=run,
-            why=f"it has no {FILE}",
-            fix="give a directory that `throughline train` wrote",
-        )
+        fix = "give a directory that `throughline train` wrote"
+        raise WrongUse("no run to report on", where=run, why=f"it has no {FILE}", fix=fix)
     records, events = read_metrics(run), list(read_records(run / "events.jsonl"))
     # moved since, it makes the same page again
     places = [event["run"] for event in events if event["event"] == "finished"]
@@ -33,14 +36,7 @@ def write_report(run: Path | str) -> Path:
         Part(rows=summary_rows(records, events)),
         Part("Curves", charts=curves(records)),
         Part("Environment", rows=environment_rows(events)),
-        Part(
-            "Events",
-            rows=[
-                _event_row(event)
-                for event in events
-                if event["event"] not in ("checkpoint", "finished", "running", "evaluation")
-            ],
-        ),
+        Part("Events", rows=[_event_row(event) for event in events if event["event"] not in UNSHOWN]),
         Part("Recipe", text=recipe.read_text(encoding="utf-8") if recipe.is_file() else ""),
     ]
     write_atomic(run / "report.html", page(Path(places[-1]).name if places else run.resolve().name, parts))
@@ -62,46 +58,36 @@ def summary_rows(records: list[dict[str, Any]], events: list[dict[str, Any]]) ->
         (record["validation"] for record in reversed(records) if record.get("validation")), {}
     )
     rows += [(figure_name(name).replace("_", " "), figure_text(value)) for name, value in validation.items()]
-    rates = sorted(record["tokens_per_s"] for record in steps)
-    if rates:
-        rows.append(("tokens/s without padding, median step", f"{rates[len(rates) // 2]:,.0f}"))
-    pairs = sorted(record["sequences_per_s"] for record in steps if record.get("sequences_per_s"))
-    if pairs:
-        rows.append(("sequences/s, median step", f"{pairs[len(pairs) // 2]:,.1f}"))
-    used = sorted(record["mfu"] for record in steps if record.get("mfu") is not None)
-    if used:
-        rows.append(("MFU, median step", f"{100 * used[len(used) // 2]:.1f} %"))
+    for name, (title, text) in MEDIANS.items():
+        values = sorted(record[name] for record in steps if record.get(name) is not None)
+        if values:
+            rows.append((title, text(values[len(values) // 2])))
     skipped = sum(bool(record.get("skipped")) for record in steps)
     if skipped:
         rows.append(("steps skipped (not finite)", f"{skipped:,}"))
-    finished = [event for event in events if event["event"] == "finished"]
-    if finished and finished[-1].get("target"):
-        aim = finished[-1]["target"]
-        near = aim["mlperf_reference"]
-        rows.append(
-            (
-                f"target {figure_name(aim['figure']).replace('_', ' ')} {aim['value']:g}",
-                f"{'reached' if aim['reached'] else 'not reached'} after {aim['samples']:,} rows; MLPerf's reference "
-                f"takes {near['samples']:,} to {near['mlm_accuracy']} at a batch of {near['batch']:,}",
-            )
+    for event in events[::-1]:
+        if event["event"] == "finished":
+            return rows + _finished_rows(event)
+    return rows
+
+
+def _finished_rows(event: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    if aim := event.get("target"):
+        near, reached = aim["mlperf_reference"], "reached" if aim["reached"] else "not reached"
+        text = (
+            f"{reached} after {aim['samples']:,} rows; MLPerf's reference takes {near['samples']:,} to "
+            f"{near['mlm_accuracy']} at a batch of {near['batch']:,}"
         )
-    if finished:
-        memory = finished[-1]["memory_bytes"]
-        rows.append(("time of the last stretch", duration(finished[-1]["seconds"])))
-        rows.append(
-            (
-                "memory",
-                f"{amount(memory['measured'], 'B')} measured, {amount(memory['predicted'], 'B')} predicted",
-            )
-        )
-        times = finished[-1].get("step_seconds")
-        if times and times["measured"]:
-            rows.append(
-                (
-                    "a step",
-                    f"{duration(times['measured'])} measured, {duration(times['predicted'])} predicted",
-                )
-            )
+        rows.append((f"target {figure_name(aim['figure']).replace('_', ' ')} {aim['value']:g}", text))
+    rows.append(("time of the last stretch", duration(event["seconds"])))
+    for title, pair, text_of in (
+        ("memory", event["memory_bytes"], lambda size: amount(size, "B")),
+        ("a step", event.get("step_seconds"), duration),
+    ):
+        if pair and pair["measured"]:
+            text = f"{text_of(pair['measured'])} measured, {text_of(pair['predicted'])} predicted"
+            rows.append((title, text))
     return rows
 
 
@@ -121,53 +107,43 @@ def environment_rows(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if not started:
         return []
     facts = started[-1]
-    rows = [
-        (name, str(facts[name])) for name in ("throughline", "torch", "python", "device", "cpu", "threads")
-    ]
+    names = ("throughline", "torch", "python", "device", "cpu", "threads")
+    rows = [(name, str(facts[name])) for name in names]
     rows += [("gpus", ", ".join(facts["gpus"]) or "none"), ("parameters", f"{facts['parameters']:,}")]
     if facts.get("peak_flops"):
         rows.append(("peak for MFU", f"{facts['peak_flops'] / 1e12:.3g} TFLOP/s ({facts['peak_source']})"))
     predicted = facts.get("predicted_memory", {})
-    rows.append(
-        (
-            "predicted memory",
-            f"{amount(sum(predicted.values()), 'B')}: "
-            + ", ".join(f"{name} {amount(size, 'B')}" for name, size in predicted.items()),
-        )
-    )
-    return rows
+    terms = ", ".join(f"{name} {amount(size, 'B')}" for name, size in predicted.items())
+    return [*rows, ("predicted memory", f"{amount(sum(predicted.values()), 'B')}: {terms}")]
 
 
 def curves(records: list[dict[str, Any]]) -> list[Chart]:
     """Every chart of the page."""
 
-    def column(name: str) -> list[tuple[float, float]]:
-        return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    def column(*path: str) -> list[tuple[float, float]]:
+        """Steps and what the records have there, those without it left out."""
+        points = []
+        for record in records:
+            value: Any = record
+            for name in path:
+                value = (value or {}).get(name)
+            points.append((record["step"], value))
+        return [(step, value) for step, value in points if value is not None]
 
     def validation(name: str) -> list[tuple[float, float]]:
-        points = [
-            (record["step"], record["validation"].get(name)) for record in records if record.get("validation")
-        ]
-        return [point for point in points if point[1] is not None]
+        return column("validation", name)
 
     def memory(place: str, phase: str) -> list[tuple[float, float]]:
-        points = [(r["step"], r["memory"].get(place, {}).get(phase)) for r in records if r.get("memory")]
-        return [(step, size / 2**30) for step, size in points if size is not None]
+        return [(step, size / 2**30) for step, size in column("memory", place, phase)]
 
+    bert_losses = [("masked tokens", column("mlm")), ("pairs", column("nsp"))]
+    bert_losses.append(("masked, validation", validation("mlm_loss")))
+    accuracies = [("masked tokens", validation("mlm_accuracy")), ("pairs", validation("nsp_accuracy"))]
     phases = ("forward", "backward", "optimizer")
     return [
         Chart("loss", [("training", column("loss")), ("validation", validation("loss"))]),
-        Chart(
-            "BERT losses",
-            [
-                ("masked tokens", column("mlm")),
-                ("pairs", column("nsp")),
-                ("masked, validation", validation("mlm_loss")),
-            ],
-        ),
-        Chart(
-            "accuracy", [("masked tokens", validation("mlm_accuracy")), ("pairs", validation("nsp_accuracy"))]
-        ),
+        Chart("BERT losses", bert_losses),
+        Chart("accuracy", accuracies),
         *(
             Chart(f"tasks: {metric}", [(name.rpartition("/")[0], validation(name)) for name in names])
             for metric, names in _tasks(records)

@@ -28,6 +28,11 @@ class LocalShard:
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def cut(self) -> int | None:
+        """The dim that is cut over the tensor axis."""
+        return self.spec.placement if isinstance(self.spec.placement, int) else None
+
     def take_gradient(self) -> None:
         """Let `computed` have its part of the gradient of `parameter`."""
         if self.computed is not self.parameter and self.parameter.grad is not None:
@@ -65,7 +70,9 @@ def whole_shard(name: str, parameter: nn.Parameter) -> LocalShard:
     return LocalShard(spec, parameter, parameter, parameter)
 
 
-def make_master(parameter: nn.Parameter) -> nn.Parameter:
-    """An fp32 copy of a weight, its own memory; of a meta tensor nothing."""
+def make_master(parameter: nn.Parameter, device: torch.device | str | None = None) -> nn.Parameter:
+    """An fp32 copy of a weight (fp64 of an fp64 one), its own memory, by default where it is; of a meta tensor
+    nothing.
+    """
     wide = torch.promote_types(parameter.dtype, torch.float32)
-    return nn.Parameter(parameter.detach().to(wide, copy=True), parameter.requires_grad)
+    return nn.Parameter(parameter.detach().to(device, wide, copy=True), parameter.requires_grad)

@@ -25,8 +25,8 @@ from ..planner.constants import FITTED, Constants
 from ..planner.cost import step_seconds
 from ..planner.hardware import Cluster, this_machine
 from ..planner.memory import IN_A_STEP
-from .build import StepBatches, build_trainer, plan_run, training_rows
-from .parallel.mesh import ALONE, make_mesh
+from .build import build_trainer, plan_run
+from .parallel.mesh import make_mesh
 from .parallel.rates import probe_all_reduce, probe_machine
 from .precision import computing_dtype
 from .predict import described, predicted_memory
@@ -59,23 +59,16 @@ def stretches(recipe: Recipe, steps: int, cache: Path) -> list[Stretch]:
     half = max(rows // 2, 1)
     micro, copies = recipe.train.rows_per_micro_batch, recipe.parallel.data
     kept = micro if half % (micro * copies) == 0 else None  # None: the default for so many rows
-    changed = {
-        "as given": recipe,
-        "half the rows": _with(recipe, train={"batch_rows": half, "micro_batch_rows": kept}),
-        "half the layers": _with(
-            recipe, model={"overrides": recipe.model.overrides | {"layers": max(layers // 2, 1)}}
-        ),
-    }
-    found = {
-        name: _stretch(name, changed[name], steps, cache)
-        for name in ("half the rows", "half the layers", "as given")
-    }
-    return [found[name] for name in changed]
+    fewer_rows = {"batch_rows": half, "micro_batch_rows": kept}
+    fewer_layers = {"overrides": recipe.model.overrides | {"layers": max(layers // 2, 1)}}
+    by_rows = _stretch("half the rows", _with(recipe, "train", fewer_rows), steps, cache)
+    by_layers = _stretch("half the layers", _with(recipe, "model", fewer_layers), steps, cache)
+    return [_stretch("as given", recipe, steps, cache), by_rows, by_layers]
 
 
-def _with(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
-    update = {name: getattr(recipe, name).model_copy(update=fields) for name, fields in sections.items()}
-    return resolve(recipe.model_copy(update=update))
+def _with(recipe: Recipe, section: str, fields: dict[str, Any]) -> Recipe:
+    changed = getattr(recipe, section).model_copy(update=fields)
+    return resolve(recipe.model_copy(update={section: changed}))
 
 
 def _stretch(name: str, recipe: Recipe, steps: int, cache: Path) -> Stretch:
@@ -83,21 +76,19 @@ def _stretch(name: str, recipe: Recipe, steps: int, cache: Path) -> Stretch:
     plan, layout = plan_run(recipe, cache), recipe.parallel.layout()
     on_cpu = plan.device.type == "cpu"
     restart_peak() if on_cpu else torch.cuda.reset_peak_memory_stats(plan.device)
-    mesh = make_mesh(layout, plan.device, 60) if layout.world > 1 else None
-    data, context = (mesh.data, mesh.context) if mesh else (ALONE, ALONE)
+    mesh = make_mesh(layout, plan.device, 60)
     trainer, rows = build_trainer(plan, mesh), recipe.train.rows_per_step
-    own = rows // data.size
-    batches, times = StepBatches(plan, training_rows(plan), data, context), []
+    own = rows // mesh.data.size
+    batches, times = plan.batches(mesh), []
     for step in range(WARM_UP + steps):
-        batch = batches.batch(step * rows + data.rank * own, own)
+        batch = batches.batch(step * rows + mesh.data.rank * own, own)
         start = time.perf_counter()
         train_step(trainer, batch, 1.0)
         if plan.device.type == "cuda":
             torch.cuda.synchronize(plan.device)
         times.append(time.perf_counter() - start)
     peak = torch.tensor([float(peak_bytes() if on_cpu else torch.cuda.max_memory_allocated(plan.device))])
-    if mesh is not None:
-        peak = mesh.world.all_reduce(peak.to(plan.device), torch.distributed.ReduceOp.MAX)
+    peak = mesh.world.all_reduce(peak.to(plan.device), torch.distributed.ReduceOp.MAX)
     times = sorted(times[WARM_UP:])
     low, high = times[len(times) // 4], times[-1 - len(times) // 4]
     return Stretch(name, recipe, plan.config, statistics.median(times), high - low, int(peak.item()))
@@ -119,14 +110,8 @@ def probed(
         bandwidth_gb_s=probes["bandwidth_gb_s"],
         achieved=1.0,
     )
-    constants = dataclasses.replace(
-        FITTED,
-        launch_s=probes["launch_s"],
-        vector_fraction=1.0,
-        memory_fraction=1.0,
-        product_inner=0.0,
-        issue_s=0.0,
-    )
+    reached = {"vector_fraction": 1.0, "memory_fraction": 1.0, "product_inner": 0.0, "issue_s": 0.0}
+    constants = dataclasses.replace(FITTED, launch_s=probes["launch_s"], **reached)
     if summed:  # what a send takes, which was not measured, is that of the whole group's sum
         sums = tuple((row["ranks"], row["start_s"], row["gb_s"]) for row in summed)
         start = sums[-1][1] / (1 + math.log2(sums[-1][0]))
@@ -143,18 +128,16 @@ def refit(
     def with_factors(speed: float, launch: float) -> tuple[Cluster, Constants]:
         tflops = cluster.chip.tflops | {dtype: cluster.chip.tflops[dtype] * speed}
         chip = dataclasses.replace(cluster.chip, tflops=tflops)
-        return dataclasses.replace(cluster, chip=chip), dataclasses.replace(
-            constants, launch_s=constants.launch_s * launch
-        )
+        slower = dataclasses.replace(constants, launch_s=constants.launch_s * launch)
+        return dataclasses.replace(cluster, chip=chip), slower
 
     def loss(factors: tuple[float, float]) -> float:
         errors = [math.log(predict(run, *with_factors(*factors)) / run.seconds) for run in runs]
         return sum(error**2 for error in errors) + 1e-3 * sum(math.log(factor) ** 2 for factor in factors)
 
-    grid = [2 ** (power / 4) for power in range(-12, 13)]
-    return with_factors(
-        *min(itertools.product(grid, (2 ** (power / 2) for power in range(-2, 17))), key=loss)
-    )
+    speeds = [2 ** (power / 4) for power in range(-12, 13)]
+    launches = [2 ** (power / 2) for power in range(-2, 17)]
+    return with_factors(*min(itertools.product(speeds, launches), key=loss))
 
 
 def memory_without_runtime(run: Stretch, device: torch.device) -> int:
@@ -203,9 +186,8 @@ def study(recipe: Recipe, steps: int) -> dict[str, Any]:
         "probes": probes,
         "all_reduce": summed,
         "runs": rows,
-        "tflops": {
-            precision: world * fitted.chip.tflops[precision]
-        },  # of all processes, which share a processor
+        # of all processes, which share a processor
+        "tflops": {precision: world * fitted.chip.tflops[precision]},
         "bandwidth_gb_s": world * fitted.chip.bandwidth_gb_s,
         "runtime_bytes": runtime,
         "node_gb_s": fitted.node_gb_s,

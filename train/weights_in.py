@@ -4,6 +4,7 @@ Hugging Face directory (GPT-2, Llama, BERT; safetensors), a nanoGPT checkpoint, 
 Runs, artifacts and Hugging Face directories are read here, the other two in `foreign_weights.py`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from ..models.config import ModelConfig, family_of
 from ..models.gpt import GPT
 from ..models.huggingface_heads import load_huggingface
 from ..models.init import empty_model, initial_values
-from ..planner.tables import Box, parameter_shapes
+from ..planner.tables import Box
 from .checkpoint import load_model
 from .engine import Engine
 from .foreign_weights import megatron_file, read_megatron, read_nanogpt
@@ -72,14 +73,15 @@ def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor
     return {name: value for name, value in given.items() if name in ours}
 
 
-def start_from(path: Path | str, engine: Engine) -> None:
-    """Give an engine, in any layout, the weights at `path`; what they lack keeps its first values."""
-    model, _ = open_weights(path)
-    values, shapes = adopt(model, engine.config, str(path)), parameter_shapes(engine.config)
+def start_from(values: Mapping[str, Tensor], engine: Engine) -> None:
+    """Give an engine, in any layout, these weights, which may stand below a new head there; what they lack keeps its
+    first values.
+    """
 
     def value_of(name: str, box: Box) -> Tensor:
-        if name not in values:
-            values[name] = initial_values(name, torch.Size(shapes[name]), engine.config, engine.seed)
-        return values[name][box.slices()]
+        known = values.get(name.removeprefix("encoder."))
+        if known is not None:
+            return known.detach()[box.slices()]
+        return initial_values(name, torch.Size(engine.shapes[name]), engine.config, engine.seed, box.slices())
 
     engine.fill(value_of)

@@ -132,12 +132,10 @@ def training_recipe(recipe: FinetuneRecipe, records: int) -> Recipe:
     given = recipe.train
     epoch = math.ceil(records / given.batch_rows)
     steps = given.epochs * epoch
-    own = {
-        "epochs",
-        "learning_rate",
-        "weight_decay",
-        "warmup_fraction",
-    }  # of other sections there, or counted
+    # of other sections there, or counted
+    own = {"epochs", "learning_rate", "weight_decay", "warmup_fraction"}
+    rate = {"learning_rate": given.learning_rate, "weight_decay": given.weight_decay}
+    warmup = max(round(steps * given.warmup_fraction), 1)
     tree: dict[str, Any] = {
         "data": {"train": [{"path": recipe.data.train}], "validation": recipe.data.validation},
         "model": {"family": "gpt" if recipe.task == "instruction" else "bert", "init_from": recipe.model},
@@ -149,24 +147,14 @@ def training_recipe(recipe: FinetuneRecipe, records: int) -> Recipe:
             # fp16 finds its scale by steps that are skipped; a loss that is not finite, no scale mends
             "stop_after_skipped": 20 if given.precision == "fp16" else 1,
         },
-        "optimizer": {
-            "beta2": 0.999,
-            "learning_rate": given.learning_rate,
-            "weight_decay": given.weight_decay,
-        },
-        "schedule": {
-            "kind": "linear",
-            "warmup_steps": max(round(steps * given.warmup_fraction), 1),
-            "final_fraction": 0.0,
-        },
+        "optimizer": {"beta2": 0.999} | rate,
+        "schedule": {"kind": "linear", "warmup_steps": warmup, "final_fraction": 0.0},
         "checkpoint": {"save_every_steps": epoch, "keep": 1},
         "parallel": recipe.parallel.model_dump(),
     }
     if recipe.task != "instruction":
-        tree["objective"] = {
-            "sentences": "none",
-            "mask_fraction": 0.01,
-        }  # what memory and FLOPs are predicted by
+        # what memory and FLOPs are predicted by
+        tree["objective"] = {"sentences": "none", "mask_fraction": 0.01}
     return Recipe.model_validate(tree)
 
 
@@ -177,6 +165,6 @@ def resolve(recipe: FinetuneRecipe) -> FinetuneRecipe:
         return str(Path(path).resolve()) if path else ""
 
     data = recipe.data.model_copy(
-        update={"train": absolute(recipe.data.train), "validation": absolute(recipe.data.validation)}
+        update={name: absolute(getattr(recipe.data, name)) for name in ("train", "validation")}
     )
     return recipe.model_copy(update={"model": absolute(recipe.model), "data": data})

@@ -3,7 +3,7 @@
 import csv
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +74,15 @@ def held_out(record: Record, fields: Sequence[str], fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def field_of(record: Record, field: str, number: int) -> Any:
-    """A field of a record, which must be there."""
-    if record.get(field) is None:
-        known = ", ".join(str(name) for name in record)
-        raise WrongUse(
-            f"record {number} has no {field!r}", where="data", why=f"it has: {known}", fix="set data.*_field"
-        )
-    return record[field]
+def fields_of(records: Iterable[Record], *fields: str) -> Iterator[tuple[Any, ...]]:
+    """These fields of each record, which must be there."""
+    for number, record in enumerate(records, 1):
+        for field in fields:
+            if record.get(field) is None:
+                why = f"it has: {', '.join(str(name) for name in record)}"
+                fix = "set data.*_field"
+                raise WrongUse(f"record {number} has no {field!r}", where="data", why=why, fix=fix)
+        yield tuple(record[field] for field in fields)
 
 
 def pair_row(tokenizer: Tokenizer, first: np.ndarray, second: np.ndarray | None, length: int) -> Row:

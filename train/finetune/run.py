@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...core.artifact import check_free, create_artifact, input_record
-from ...core.console import say
+from ...core.console import cell, say
 from ...core.errors import WrongUse
 from ...core.recipe import dump_toml, recipe_hash
 from ...data.tokenizer import Tokenizer
@@ -38,10 +38,10 @@ from ..objective import Objective, StepBatch, on_device
 from ..parallel.mesh import Mesh, own_device, running_processes
 from ..precision import pick_device
 from ..shards import whole_shard
-from ..weights_in import open_weights
+from ..weights_in import open_weights, start_from
 from ..whole_model import whole_model
 from .recipe import FinetuneRecipe, training_recipe
-from .records import Record, Row, field_of, held_out, read_records
+from .records import Record, Row, fields_of, held_out, read_records
 from .tasks import TASKS, Task
 
 LEARNING_CHECK = "a part of the same records, held out by hash: a learning check, no benchmark score"
@@ -97,7 +97,7 @@ class TaskPlan(RunPlan):
         return self.task.objective(self.config)
 
     def fill(self, engine: Engine) -> None:
-        engine.fill(self.task.values(self.base, engine.shapes))
+        start_from(dict(self.base.named_parameters()), engine)
 
     def batches(self, mesh: Mesh, cache: Path | None = None) -> "TaskBatches":
         return TaskBatches(self, mesh.data.size)
@@ -173,8 +173,7 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
     task, base = _task(recipe, opened, tokenizer), _plain(opened)
     learnt, measured = _split(recipe)
     task.prepare([*learnt, *measured])
-    rows = task.rows(learnt)
-    each = 2 if recipe.task == "retrieval" else 1  # rows to a record
+    rows, each = task.rows(learnt), task.rows_per_record
     groups = [rows[start : start + each] for start in range(0, len(rows), each)]
     run, config = training_recipe(recipe, len(groups)), base.config
     batch = run.train.sequence_length, run.train.rows_per_step, run.train.rows_per_micro_batch
@@ -228,9 +227,7 @@ def _split(recipe: FinetuneRecipe) -> tuple[list[Record], list[Record]]:
     else:
         # a paragraph's questions stay together; elsewhere equal texts do, whatever their labels
         fields = ["context"] if squad else [data.text_field, data.pair_field]
-        if not squad:
-            for number, record in enumerate(records, 1):
-                field_of(record, data.text_field, number)
+        list(fields_of(records, fields[0]))  # which every record must have
         flags = [held_out(record, fields, data.validation_fraction) for record in records]
         learnt = [record for record, flag in zip(records, flags) if not flag]
         measured = [record for record, flag in zip(records, flags) if flag]
@@ -263,9 +260,4 @@ def write_model(model: nn.Module, tokenizer: Tokenizer, tokenizer_json: bytes, t
 
 def figures_text(figures: dict[str, float]) -> str:
     """Figures for a person, in one line."""
-    return "  ".join(
-        f"{name.replace('_', ' ')} {value:.4g}"
-        if isinstance(value, float)
-        else f"{name.replace('_', ' ')} {value}"
-        for name, value in figures.items()
-    )
+    return "  ".join(f"{name.replace('_', ' ')} {cell(value)}" for name, value in figures.items())

@@ -18,16 +18,14 @@ from torch.nn import functional as F
 from ...core.errors import WrongUse
 from ...data.tokenizer import Tokenizer
 from ...models.config import BERTConfig, ModelConfig
-from ...models.heads import SPAN_LABELS, Head, empty_with_head
-from ...models.init import empty_model, initial_values
-from ...planner.tables import Box
-from ..engine import Values
+from ...models.heads import Head, empty_with_head
+from ...models.init import empty_model
 from ..loss import IGNORED, Batch, Model, Words, cross_entropy_sum, head_loss_sum
 from ..objective import Objective, bound_documents, places_of
 from ..parallel.mesh import Axis
 from . import metrics
 from .recipe import FinetuneRecipe
-from .records import Record, Row, collate, field_of, pair_row
+from .records import Record, Row, collate, fields_of, pair_row
 
 
 @dataclass
@@ -38,56 +36,47 @@ class Task:
     tokenizer: Tokenizer
     family: str = "bert"
     untrained: tuple[str, ...] = ()  # beginnings of names of parameters that the loss does not reach
+    rows_per_record: int = 1
+    head: Head | None = None  # the new one of the model
 
     @property
     def length(self) -> int:
         return self.recipe.train.sequence_length
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.head.labels if self.head else ()
+
     def prepare(self, records: Sequence[Record]) -> None:
-        """Look at all records, those held out too: the labels there are."""
+        """Look at all records, those held out too: a head has the labels there are."""
 
     def rows(self, records: Sequence[Record]) -> list[Row]:
         raise NotImplementedError
 
-    def head(self) -> Head | None:
-        """The new head of the model, once the labels are known."""
-        return None
-
     def objective(self, config: ModelConfig) -> Objective:
-        """For an engine, which then needs `values`."""
+        """For an engine, which then needs values."""
 
         def empty(dtype: torch.dtype) -> Model:
-            head = self.head()
             model: Any = empty_model(config, dtype=dtype)
-            if head is not None:
+            if self.head is not None:
                 assert isinstance(config, BERTConfig)
-                model = empty_with_head(config, head, dtype=dtype)
+                model = empty_with_head(config, self.head, dtype=dtype)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(not name.startswith(self.untrained))
             return model
 
         return Objective(empty, self.sums)
 
-    def values(self, base: Model, shapes: Mapping[str, tuple[int, ...]]) -> Values:
-        """Those of the pretrained model below the head, and first values of what it lacks."""
-        trained = dict(base.named_parameters())
-
-        def value_of(name: str, box: Box) -> Tensor:
-            known = trained.get(name.removeprefix("encoder."))
-            if known is not None:
-                return known.detach()[box.slices()]
-            shape, seed = torch.Size(shapes[name]), self.recipe.train.seed
-            return initial_values(name, shape, base.config, seed, box.slices())
-
-        return value_of
-
     def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
-        """The sum of the losses of a micro-batch: (1,)."""
-        raise NotImplementedError
+        """The sum of the losses of a micro-batch, (1,): of what the head says of every target."""
+        logits_BL, targets = model.classify(hidden_BSW), batch["targets"]
+        return cross_entropy_sum(logits_BL.flatten(0, -2), targets.flatten()).view(1)
 
     def count(self, batch: Mapping[str, np.ndarray]) -> int:
-        """By what the sum over a whole batch is divided."""
-        return len(batch["input_ids"])
+        """By what the sum over a whole batch is divided: targets, or records where no row has any."""
+        if "targets" in batch:
+            return int(np.count_nonzero(batch["targets"] != IGNORED))
+        return len(batch["input_ids"]) // self.rows_per_record
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         raise NotImplementedError
@@ -104,12 +93,9 @@ class Task:
         return batch
 
     def batches(self, rows: Sequence[Row], device: torch.device) -> Iterator[Batch]:
-        size = self.recipe.train.batch_rows
+        size = self.recipe.train.batch_rows * self.rows_per_record
         for start in range(0, len(rows), size):
             yield self.batch(rows[start : start + size], device)
-
-    def text(self, record: Record, number: int) -> np.ndarray:
-        return self.tokenizer.encode(str(field_of(record, self.recipe.data.text_field, number)))
 
 
 def encoder_inputs(batch: Batch) -> dict[str, Tensor]:
@@ -121,41 +107,30 @@ def encoder_inputs(batch: Batch) -> dict[str, Tensor]:
 class Classification(Task):
     """One label for a text or a pair of texts."""
 
-    labels: tuple[str, ...] = ()
-
     def prepare(self, records: Sequence[Record]) -> None:
         field = self.recipe.data.label_field
-        found = {str(field_of(record, field, number)) for number, record in enumerate(records, 1)}
-        self.labels = tuple(
-            sorted(
-                found, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label)
-            )
-        )
-        if len(self.labels) < 2:
+        found = {str(label) for (label,) in fields_of(records, field)}
+        if len(found) < 2:
             raise WrongUse("the records have one label only", where=f"data.label_field = {field!r}")
+        # numbers first, by their size
+        labels = sorted(found, key=lambda x: (0, int(x), x) if x.isdigit() else (1, 0, x))
+        self.head = Head("sequence-classification", tuple(labels))
 
     def rows(self, records: Sequence[Record]) -> list[Row]:
-        numbers, data, rows = {label: i for i, label in enumerate(self.labels)}, self.recipe.data, []
-        for number, record in enumerate(records, 1):
-            pair = str(field_of(record, data.pair_field, number)) if data.pair_field else None
-            second = None if pair is None else self.tokenizer.encode(pair)
-            row = pair_row(self.tokenizer, self.text(record, number), second, self.length)
-            row["label"] = np.array(numbers[str(field_of(record, data.label_field, number))])
-            rows.append(row)
+        data, rows = self.recipe.data, []
+        texts = [data.text_field] + ([data.pair_field] if data.pair_field else [])
+        for label, *pair in fields_of(records, data.label_field, *texts):
+            first, *second = (self.tokenizer.encode(str(text)) for text in pair)
+            row = pair_row(self.tokenizer, first, second[0] if second else None, self.length)
+            rows.append(row | {"targets": np.array(self.labels.index(str(label)))})
         return rows
-
-    def head(self) -> Head:
-        return Head("sequence-classification", self.labels)
-
-    def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
-        return cross_entropy_sum(model.classify(hidden_BSW), batch["label"]).view(1)
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         predicted: list[int] = []
         right: list[int] = []
         for batch in self.batches(self.rows(records), device):
             predicted += model(**encoder_inputs(batch)).argmax(-1).tolist()
-            right += batch["label"].tolist()
+            right += batch["targets"].tolist()
         return metrics.classification(predicted, right, len(self.labels))
 
 
@@ -163,42 +138,27 @@ class Classification(Task):
 class TokenClassification(Task):
     """One label for every word of a text."""
 
-    labels: tuple[str, ...] = ()
-
     def prepare(self, records: Sequence[Record]) -> None:
-        field = self.recipe.data.label_field
-        every = (field_of(record, field, number) for number, record in enumerate(records, 1))
-        self.labels = tuple(
-            sorted({str(tag) for tags in every for tag in tags}, key=lambda tag: (tag != "O", tag))
-        )
+        found = {str(tag) for (tags,) in fields_of(records, self.recipe.data.label_field) for tag in tags}
+        self.head = Head("token-classification", tuple(sorted(found, key=lambda tag: (tag != "O", tag))))
 
     def rows(self, records: Sequence[Record]) -> list[Row]:
         """The first piece of each word has its tag, the others none."""
-        numbers, data, rows = {label: i for i, label in enumerate(self.labels)}, self.recipe.data, []
-        for number, record in enumerate(records, 1):
-            words, tags = (field_of(record, name, number) for name in (data.text_field, data.label_field))
+        data, rows = self.recipe.data, []
+        pairs = fields_of(records, data.text_field, data.label_field)
+        for number, (words, tags) in enumerate(pairs, 1):
             if len(words) != len(tags):
                 raise WrongUse(f"record {number} has {len(words)} words and {len(tags)} tags", where="data")
             ids, sizes = self.tokenizer.encode_batch([str(word) for word in words])
             row = pair_row(self.tokenizer, ids, None, self.length)
-            targets = np.full(len(ids), IGNORED)
-            starts = np.cumsum(sizes) - sizes
-            for start, size, tag in zip(starts, sizes, tags):
+            targets = np.full(len(ids) + 2, IGNORED)  # [CLS] and [SEP] have none
+            for place, size, tag in zip(np.cumsum(sizes) - sizes, sizes, tags):
                 if size:
-                    targets[start] = numbers[str(tag)]
-            row["targets"] = np.full(len(row["input_ids"]), IGNORED)
-            row["targets"][1:-1] = targets[: len(row["input_ids"]) - 2]
+                    targets[1 + place] = self.labels.index(str(tag))
+            row["targets"] = targets[: len(row["input_ids"])]
+            row["targets"][-1] = IGNORED
             rows.append(row)
         return rows
-
-    def head(self) -> Head:
-        return Head("token-classification", self.labels)
-
-    def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
-        return cross_entropy_sum(model.classify(hidden_BSW).flatten(0, 1), batch["targets"].flatten()).view(1)
-
-    def count(self, batch: Mapping[str, np.ndarray]) -> int:
-        return int(np.count_nonzero(batch["targets"] != IGNORED))
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         predicted: list[list[str]] = []
@@ -218,6 +178,7 @@ class QuestionAnswering(Task):
     is its [CLS] (Devlin et al. 2018, section 4.2).
     """
 
+    head: Head | None = field(default_factory=lambda: Head("question-answering"))
     windows: list[tuple[int, int, np.ndarray]] = field(default_factory=list)  # record, first place, offsets
 
     def rows(self, records: Sequence[Record]) -> list[Row]:
@@ -233,17 +194,13 @@ class QuestionAnswering(Task):
             for first in range(0, max(len(ids) - self.recipe.window_stride, 1), step):
                 part = ids[first : first + room]
                 row = pair_row(self.tokenizer, question, part, self.length)
-                span = inside - first
+                span, shift = inside - first, len(question) + 2
                 answered = len(span) and span[0] >= 0 and span[-1] < len(part)
-                shift = len(question) + 2
-                row["start"] = np.array(span[0] + shift if answered else 0)
-                row["end"] = np.array(span[-1] + shift if answered else 0)
+                for name, place in (("start", 0), ("end", -1)):
+                    row[name] = np.array(span[place] + shift if answered else 0)
                 rows.append(row)
                 self.windows.append((number, shift, offsets[first : first + room]))
         return rows
-
-    def head(self) -> Head:
-        return Head("question-answering", SPAN_LABELS)
 
     def sums(self, model: Model, hidden_BSW: Tensor, batch: Batch, axis: Axis) -> Tensor:
         logits = model.classify(hidden_BSW).masked_fill(~batch["attention_mask"][..., None], float("-inf"))
@@ -284,15 +241,12 @@ class Retrieval(Task):
     """
 
     untrained: tuple[str, ...] = ("mlm_", "pooler.", "nsp.")
+    rows_per_record: int = 2  # query, passage
 
     def rows(self, records: Sequence[Record]) -> list[Row]:
-        """Two for each record: query, passage."""
-        rows, data = [], self.recipe.data
-        for number, record in enumerate(records, 1):
-            passage = self.tokenizer.encode(str(field_of(record, data.pair_field, number)))
-            both = (self.text(record, number), passage)
-            rows += [pair_row(self.tokenizer, ids, None, self.length) for ids in both]
-        return rows
+        data, encode = self.recipe.data, self.tokenizer.encode
+        texts = [text for pair in fields_of(records, data.text_field, data.pair_field) for text in pair]
+        return [pair_row(self.tokenizer, encode(str(text)), None, self.length) for text in texts]
 
     def vectors(self, hidden_BSW: Tensor, batch: Batch) -> Tensor:
         """(B, W), each of length 1."""
@@ -304,22 +258,10 @@ class Retrieval(Task):
         cosines = vectors[0::2] @ vectors[1::2].T / self.recipe.temperature
         return cross_entropy_sum(cosines, torch.arange(len(cosines), device=cosines.device)).view(1)
 
-    def count(self, batch: Mapping[str, np.ndarray]) -> int:
-        return len(batch["input_ids"]) // 2
-
-    def batches(self, rows: Sequence[Row], device: torch.device) -> Iterator[Batch]:
-        size = 2 * self.recipe.train.batch_rows
-        for start in range(0, len(rows), size):
-            yield self.batch(rows[start : start + size], device)
-
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         """Each query against all different passages that were held out: rank of its own."""
-        vectors = torch.cat(
-            [
-                self.vectors(model.hidden(**encoder_inputs(batch)), batch)
-                for batch in self.batches(self.rows(records), device)
-            ]
-        )
+        batches = self.batches(self.rows(records), device)
+        vectors = torch.cat([self.vectors(model.hidden(**encoder_inputs(x)), x) for x in batches])
         passages = [str(record[self.recipe.data.pair_field]) for record in records]
         kept = {text: place for place, text in reversed(list(enumerate(passages)))}
         order = list(kept)
@@ -342,15 +284,13 @@ class Instruction(Task):
 
     def rows(self, records: Sequence[Record]) -> list[Row]:
         rows, data, end = [], self.recipe.data, self.tokenizer.eos_id
-        for number, record in enumerate(records, 1):
-            response = self.tokenizer.encode(str(field_of(record, data.label_field, number)))
+        for pair in fields_of(records, data.text_field, data.label_field):
+            prompt, response = (self.tokenizer.encode(str(text)) for text in pair)
             if end is not None:
                 response = np.append(response, end)
             response = response[: self.length]
-            prompt = self.text(record, number)
-            prompt = prompt[
-                max(len(prompt) + len(response) - self.length, 0) :
-            ]  # its end is nearest the answer
+            # the end of a prompt is nearest the answer
+            prompt = prompt[max(len(prompt) + len(response) - self.length, 0) :]
             ids = np.concatenate((prompt, response)).astype(np.int64)
             targets = np.append(ids[1:], IGNORED)
             targets[: max(len(prompt) - 1, 0)] = IGNORED
