@@ -48,11 +48,12 @@ class Adafactor(torch.optim.Optimizer):
             [_squares(part, 0) for part in matrices], [part.cut == 0 for part in matrices]
         )
         for part, row, column in zip(matrices, rows, columns):
-            if part.value.numel():
-                self._factor(part, row, column)
+            # a row has as many numbers as the whole matrix has columns
+            width, height = part.spec.shape[1], part.spec.shape[0]
+            self._divide(part, row_square=row / width, column_square=column / height)
         for part in parts:
-            if len(part.spec.shape) == 1 and part.value.numel():
-                self._whole_square(part)
+            if len(part.spec.shape) == 1 and part.value.grad is not None:
+                self._divide(part, square=part.value.grad.square())
         mine = [self._squared_norms(part) for part in parts]
         sums = self.whole.sums(mine, [part.cut is not None for part in parts])
         groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
@@ -60,38 +61,21 @@ class Adafactor(torch.optim.Optimizer):
             if part.value.numel() and part.value.grad is not None:
                 _move(part, found, groups[part.value])
 
-    def _decay(self, part: LocalShard) -> float:
+    def _divide(self, part: LocalShard, **squares: Tensor) -> None:
+        """Take new mean squares into those that are kept; the gradient is divided by the roots of all of them."""
+        gradient = part.value.grad
+        if gradient is None or not gradient.numel():
+            return
         state = self.state[part.value]
         if not state:
             state["step"] = torch.zeros(())  # on the host, where it is read
         state["step"] += 1
-        return 1 - float(state["step"]) ** -DECAY_POWER
-
-    def _factor(self, part: LocalShard, row: Tensor, column: Tensor) -> None:
-        """Take new sums (r, 1) and (1, c) into the means; the gradient becomes g / sqrt(row x column)."""
-        gradient, state = part.value.grad, self.state[part.value]
-        if gradient is None:
-            return
-        new = 1 - self._decay(part)
-        dtype = gradient.dtype
-        # a row has as many numbers as the whole matrix has columns
-        row = (row / part.spec.shape[1] + EPSILON_SQUARE).to(dtype)
-        column = (column / part.spec.shape[0] + EPSILON_SQUARE).to(dtype)
-        if "row_square" not in state:
-            state["row_square"], state["column_square"] = torch.zeros_like(row), torch.zeros_like(column)
-        state["row_square"].lerp_(row, new)
-        state["column_square"].lerp_(column, new)
-        gradient.mul_(state["row_square"].rsqrt()).mul_(state["column_square"].rsqrt())
-
-    def _whole_square(self, part: LocalShard) -> None:
-        gradient, state = part.value.grad, self.state[part.value]
-        if gradient is None:
-            return
-        new = 1 - self._decay(part)
-        if "square" not in state:
-            state["square"] = torch.zeros_like(gradient)
-        state["square"].lerp_(gradient.square().add_(EPSILON_SQUARE), new)
-        gradient.mul_(state["square"].rsqrt())
+        decay = 1 - float(state["step"]) ** -DECAY_POWER
+        for name, square in squares.items():
+            square = (square + EPSILON_SQUARE).to(gradient.dtype)
+            if name not in state:
+                state[name] = torch.zeros_like(square)
+            gradient.mul_(state[name].lerp_(square, 1 - decay).rsqrt())
 
     def _squared_norms(self, part: LocalShard) -> Tensor:
         """(3,): squares of the gradient as it is now and of the weight, and the sum of the row means over the

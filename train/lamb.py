@@ -152,12 +152,10 @@ class Lamb(torch.optim.Optimizer):
         nothing.
         """
         count, _ = self.interleaved(part.name)
-        weight = part.value.detach()
+        weight, gradient = part.value.detach(), part.value.grad
         sums = torch.zeros(count, 2, dtype=torch.float64, device=weight.device)
-        if weight.grad is None and part.value.grad is None:
+        if gradient is None:
             return sums
-        gradient = part.value.grad
-        assert gradient is not None
         rows = [torch.linalg.vector_norm(tensor, dim=1).double().square() for tensor in (weight, gradient)]
         if count == 1:
             return torch.stack(rows, 1).sum(0, keepdim=True)

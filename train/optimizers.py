@@ -34,44 +34,28 @@ def build_optimizer(
     """The recipe's optimizer over the model's parameters, in groups by weight decay and kind. `adam` stands
     in for AdamW.
     """
-    section = recipe.optimizer
+    section, bf16 = recipe.optimizer, recipe.train.precision == "bf16"
     if section.name == "lamb":
         return _lamb(model, recipe)
-    decayed, plain = [], []
-    matrices: dict[tuple[int, int], list[Tensor]] = {}
+    decay, rate, matrix_rate = section.weight_decay, section.learning_rate, section.matrix_learning_rate
+    kinds: dict[Any, dict[str, Any]] = {
+        "decayed": {"params": [], "weight_decay": decay, "base_lr": rate},
+        "plain": {"params": [], "weight_decay": 0.0, "base_lr": rate},
+    }
+    muon = {"weight_decay": decay, "base_lr": matrix_rate, "bf16": bf16}
     for name, parameter in model.named_parameters():
-        if not is_decayed(name, parameter.dim()):
-            plain.append(parameter)
-        elif section.name == "muon" and is_hidden_matrix(name, parameter.dim()):
-            matrices.setdefault(_interleaved(name, model), []).append(parameter)
-        else:
-            decayed.append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": section.weight_decay, "base_lr": section.learning_rate},
-        {"params": plain, "weight_decay": 0.0, "base_lr": section.learning_rate},
-    ]
-    for layout, parameters in matrices.items():
-        groups.append(
-            {
-                "params": parameters,
-                "weight_decay": section.weight_decay,
-                "base_lr": section.matrix_learning_rate,
-                "interleaved": layout,
-                "bf16": recipe.train.precision == "bf16",
-            }
-        )
+        kind: Any = "decayed" if is_decayed(name, parameter.dim()) else "plain"
+        if section.name == "muon" and kind == "decayed" and is_hidden_matrix(name, parameter.dim()):
+            kind = _interleaved(name, model)
+            kinds.setdefault(kind, muon | {"params": [], "interleaved": kind})
+        kinds[kind]["params"].append(parameter)
+    groups = [group for group in kinds.values() if group["params"]]
     if section.name == "adafactor":
-        whole = WholeParameters.of(model)
-        return Adafactor([group for group in groups if group["params"]], whole, lr=section.learning_rate)
+        return Adafactor(groups, WholeParameters.of(model), lr=rate)
     if section.name == "muon":
         adam = partial(MuonAdamW, whole=WholeParameters.of(model))
-    return adam(
-        [group for group in groups if group["params"]],
-        lr=section.learning_rate,
-        betas=(section.beta1, section.beta2),
-        eps=section.epsilon,
-        fused=True,
-    )
+    betas = (section.beta1, section.beta2)
+    return adam(groups, lr=rate, betas=betas, eps=section.epsilon, fused=True)
 
 
 def _lamb(model: Any, recipe: Recipe) -> Lamb:

@@ -12,8 +12,6 @@ from ..recipe import Recipe
 from ..rules import spread_rule
 from ..sections import Fraction, ParallelSection
 
-TASKS = ("classification", "token-classification", "question-answering", "retrieval", "instruction")
-
 
 class RecordsSection(Section):
     """What is learnt from."""

@@ -66,12 +66,11 @@ def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -
         "validation": validation,
         "measured_on": "the validation records given" if recipe.data.validation else LEARNING_CHECK,
     }
+    assert plan.tokenizer is not None and plan.tokenizer_json is not None
     with create_artifact(
         out, "model", inputs=plan.inputs, recipe_hash=recipe_hash(recipe), overwrite=overwrite
     ) as draft:
-        tokenizer_json = plan.tokenizer_json
-        assert plan.tokenizer is not None and tokenizer_json is not None
-        write_model(plan.saved(home), plan.tokenizer, tokenizer_json, draft.path)
+        write_model(plan.saved(home), plan.tokenizer, plan.tokenizer_json, draft.path)
         (draft.path / "recipe.toml").write_text(dump_toml(recipe))
         curve = "".join(json.dumps(record) + "\n" for record in plan.curve(home))
         (draft.path / "metrics.jsonl").write_text(curve)
@@ -152,13 +151,9 @@ class TaskBatches:
         ]
         targets = sum(task.count(part) for part in parts)
         tokens = sum(int(part["attention_mask"].sum()) for part in parts) * self.processes
-        return StepBatch(
-            [{name: on_device(x, plan.device) for name, x in part.items()} for part in parts],
-            (targets,),
-            on_device(np.array([targets], np.float64), plan.device),
-            tokens,
-            count * self.processes,
-        )
+        there = [{name: on_device(x, plan.device) for name, x in part.items()} for part in parts]
+        counts = on_device(np.array([targets], np.float64), plan.device)
+        return StepBatch(there, (targets,), counts, tokens, count * self.processes)
 
 
 def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
@@ -166,9 +161,8 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
     device = own_device(pick_device(recipe.train.device, recipe.train.precision))
     opened, tokenizer_file = open_weights(recipe.model)
     if tokenizer_file is None:
-        raise WrongUse(
-            "this model has no tokenizer.json", where=recipe.model, fix="put one beside the weights"
-        )
+        fix = "put one beside the weights"
+        raise WrongUse("this model has no tokenizer.json", where=recipe.model, fix=fix)
     tokenizer = Tokenizer.load(tokenizer_file)
     task, base = _task(recipe, opened, tokenizer), _plain(opened)
     learnt, measured = _split(recipe)
