@@ -102,16 +102,15 @@ def pair_row(tokenizer: Tokenizer, first: np.ndarray, second: np.ndarray | None,
 
 def collate(rows: Sequence[Row], pad_id: int) -> dict[str, np.ndarray]:
     """Rows padded to the longest one: `attention_mask` (B, S) bool says what is real; numbers become (B,)."""
-    length = max(len(row["input_ids"]) for row in rows)
-    batch: dict[str, np.ndarray] = {}
-    for name in rows[0]:
-        if rows[0][name].ndim == 0:
-            batch[name] = np.array([row[name] for row in rows])
-            continue
-        empty = {"input_ids": pad_id, "targets": IGNORED}.get(name, 0)
-        batch[name] = np.full((len(rows), length), empty, np.int64)
-        for place, row in enumerate(rows):
-            batch[name][place, : len(row[name])] = row[name]
     sizes = np.array([len(row["input_ids"]) for row in rows])
-    batch["attention_mask"] = np.arange(length) < sizes[:, None]
+    real = np.arange(sizes.max()) < sizes[:, None]
+    batch = {"attention_mask": real}
+    for name, first in rows[0].items():
+        values = [row[name] for row in rows]
+        if first.ndim == 0:
+            batch[name] = np.array(values)
+        else:
+            empty = {"input_ids": pad_id, "targets": IGNORED}.get(name, 0)
+            batch[name] = np.full(real.shape, empty, np.int64)
+            batch[name][real] = np.concatenate(values)
     return batch
