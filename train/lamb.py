@@ -70,23 +70,17 @@ class Lamb(torch.optim.Optimizer):
     def _slices(self, group: dict[str, Any]) -> Iterator[Slice]:
         """The group's parameters with their state as flat pieces of at most one round."""
         known = {part.value: index for index, part in enumerate(self.whole.parts)}
-        steps = []
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            if not parameter.grad.is_contiguous():
-                parameter.grad = parameter.grad.contiguous()
+        moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in moved:
+            parameter.grad = parameter.grad.contiguous()
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            steps.append(state["step"])
-        if steps:
-            torch._foreach_add_(steps, 1)
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
+        if moved:
+            torch._foreach_add_([self.state[parameter]["step"] for parameter in moved], 1)
+        for parameter in moved:
             state = self.state[parameter]
             tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
             size = ROUND.get(parameter.device.type, ROUND["cuda"])

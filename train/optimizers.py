@@ -131,12 +131,8 @@ class MuonAdamW(torch.optim.AdamW):
         """Of every matrix that moves, the whole momentum's look ahead and the box of this process. Collective
         where matrices are cut: a process that holds nothing of one takes part in its sum.
         """
-        decays = {
-            p: group["betas"][0]
-            for group in self.param_groups
-            if "interleaved" in group
-            for p in group["params"]
-        }
+        groups = [group for group in self.param_groups if "interleaved" in group]
+        decays = {p: group["betas"][0] for group in groups for p in group["params"]}
         found: dict[Tensor, tuple[Tensor, Box]] = {}
         for part in self.whole.parts:
             parameter = part.value

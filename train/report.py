@@ -9,7 +9,7 @@ from ..core.errors import WrongUse
 from ..core.files import write_atomic
 from ..core.page import Chart, Part, page
 from ..core.workspace import read_records
-from .metrics import FILE, read_metrics
+from .metrics import FILE, flat, read_metrics
 
 TASKS_IN_A_CHART = 8  # as many as there are colours
 UNSHOWN = ("checkpoint", "finished", "running", "evaluation")  # events
@@ -17,6 +17,20 @@ MEDIANS: dict[str, tuple[str, Callable[[float], str]]] = {  # of the steps, by f
     "tokens_per_s": ("tokens/s without padding, median step", "{:,.0f}".format),
     "sequences_per_s": ("sequences/s, median step", "{:,.1f}".format),
     "mfu": ("MFU, median step", lambda value: f"{100 * value:.1f} %"),
+}
+# charts by title: lines by name, and where `flat` has their figures
+LEARNT = {
+    "loss": {"training": "loss", "validation": "validation/loss"},
+    "BERT losses": {"masked tokens": "mlm", "pairs": "nsp", "masked, validation": "validation/mlm_loss"},
+    "accuracy": {"masked tokens": "validation/mlm_accuracy", "pairs": "validation/nsp_accuracy"},
+}
+PHASES = ("forward", "backward", "optimizer")
+SPENT = {
+    "gradient norm": {"before clipping": "grad_norm"},
+    "learning rate": {"": "lr"},
+    "tokens per second": {"": "tokens_per_s"},
+    "host memory after each phase, GiB": {phase: f"memory/host/{phase}" for phase in PHASES},
+    "GPU memory, peak of each phase, GiB": {phase: f"memory/gpu/{phase}" for phase in PHASES},
 }
 
 
@@ -119,51 +133,25 @@ def environment_rows(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def curves(records: list[dict[str, Any]]) -> list[Chart]:
     """Every chart of the page."""
+    numbers = [(record["step"], flat(record)) for record in records]
 
-    def column(*path: str) -> list[tuple[float, float]]:
-        """Steps and what the records have there, those without it left out."""
-        points = []
-        for record in records:
-            value: Any = record
-            for name in path:
-                value = (value or {}).get(name)
-            points.append((record["step"], value))
-        return [(step, value) for step, value in points if value is not None]
+    def points(name: str) -> list[tuple[float, float]]:
+        unit = 2**30 if name.startswith("memory/") else 1
+        return [(step, found[name] / unit) for step, found in numbers if name in found]
 
-    def validation(name: str) -> list[tuple[float, float]]:
-        return column("validation", name)
-
-    def memory(place: str, phase: str) -> list[tuple[float, float]]:
-        return [(step, size / 2**30) for step, size in column("memory", place, phase)]
-
-    bert_losses = [("masked tokens", column("mlm")), ("pairs", column("nsp"))]
-    bert_losses.append(("masked, validation", validation("mlm_loss")))
-    accuracies = [("masked tokens", validation("mlm_accuracy")), ("pairs", validation("nsp_accuracy"))]
-    phases = ("forward", "backward", "optimizer")
-    return [
-        Chart("loss", [("training", column("loss")), ("validation", validation("loss"))]),
-        Chart("BERT losses", bert_losses),
-        Chart("accuracy", accuracies),
-        *(
-            Chart(f"tasks: {metric}", [(name.rpartition("/")[0], validation(name)) for name in names])
-            for metric, names in _tasks(records)
-        ),
-        Chart("gradient norm", [("before clipping", column("grad_norm"))]),
-        Chart("learning rate", [("", column("lr"))]),
-        Chart("tokens per second", [("", column("tokens_per_s"))]),
-        Chart("host memory after each phase, GiB", [(phase, memory("host", phase)) for phase in phases]),
-        Chart("GPU memory, peak of each phase, GiB", [(phase, memory("gpu", phase)) for phase in phases]),
-    ]
+    charts = [*LEARNT.items(), *_tasks(numbers), *SPENT.items()]
+    return [Chart(title, [(line, points(name)) for line, name in lines.items()]) for title, lines in charts]
 
 
-def _tasks(records: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+def _tasks(numbers: list[tuple[int, dict[str, float]]]) -> list[tuple[str, dict[str, str]]]:
     """Scores of tasks by metric, as many in a chart as there are colours."""
-    by_metric: dict[str, dict[str, None]] = {}
-    for name in (name for record in records for name in record.get("validation") or {} if "/" in name):
-        by_metric.setdefault(name.rpartition("/")[2], {})[name] = None
-    size = TASKS_IN_A_CHART
+    by_metric: dict[str, dict[str, str]] = {}
+    for name in (name for _, found in numbers for name in found if name.startswith("validation/")):
+        task, _, metric = name.removeprefix("validation/").rpartition("/")
+        if task:
+            by_metric.setdefault(metric, {})[task] = name
     return [
-        (metric, list(names)[first : first + size])
-        for metric, names in by_metric.items()
-        for first in range(0, len(names), size)
+        (f"tasks: {metric}", dict(list(tasks.items())[first : first + TASKS_IN_A_CHART]))
+        for metric, tasks in by_metric.items()
+        for first in range(0, len(tasks), TASKS_IN_A_CHART)
     ]
