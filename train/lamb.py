@@ -11,7 +11,7 @@ Bytes per parameter and step in fp32: weight, gradient, mean and square are read
 direction takes the place of the gradient, so no memory beyond AdamW's is needed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -188,16 +188,3 @@ def _rounds(slices: Iterator[Slice], device: str) -> Iterator[list[Slice]]:
         filled += piece[1].numel()
     if gathered:
         yield gathered
-
-
-def lamb_groups(
-    named: Sequence[tuple[str, Tensor]], weight_decay: float, rate: float
-) -> list[dict[str, Any]]:
-    """Matrices and tables, which decay and have a ratio, and vectors, which have neither."""
-    matrices = [parameter for _, parameter in named if parameter.dim() > 1]
-    vectors = [parameter for _, parameter in named if parameter.dim() <= 1]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": weight_decay, "base_lr": rate, "adapted": True},
-        {"params": vectors, "weight_decay": 0.0, "base_lr": rate, "adapted": False},
-    ]
-    return [group for group in groups if group["params"]]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..planner.tables import Box, is_decayed, is_hidden_matrix
 from .adafactor import Adafactor
 from .engine import Engine
-from .lamb import Lamb, lamb_groups
+from .lamb import Lamb
 from .recipe import Recipe
 from .whole_sums import WholeParameters
 
@@ -35,16 +35,18 @@ def build_optimizer(
     in for AdamW.
     """
     section, bf16 = recipe.optimizer, recipe.train.precision == "bf16"
-    if section.name == "lamb":
-        return _lamb(model, recipe)
+    lamb = section.name == "lamb"
     decay, rate, matrix_rate = section.weight_decay, section.learning_rate, section.matrix_learning_rate
     kinds: dict[Any, dict[str, Any]] = {
         "decayed": {"params": [], "weight_decay": decay, "base_lr": rate},
         "plain": {"params": [], "weight_decay": 0.0, "base_lr": rate},
     }
+    if lamb:  # matrices and tables decay and have a ratio, vectors have neither
+        kinds["decayed"]["adapted"], kinds["plain"]["adapted"] = True, False
     muon = {"weight_decay": decay, "base_lr": matrix_rate, "bf16": bf16}
     for name, parameter in model.named_parameters():
-        kind: Any = "decayed" if is_decayed(name, parameter.dim()) else "plain"
+        decayed = parameter.dim() > 1 if lamb else is_decayed(name, parameter.dim())
+        kind: Any = "decayed" if decayed else "plain"
         if section.name == "muon" and kind == "decayed" and is_hidden_matrix(name, parameter.dim()):
             kind = _interleaved(name, model)
             kinds.setdefault(kind, muon | {"params": [], "interleaved": kind})
@@ -54,21 +56,11 @@ def build_optimizer(
         return Adafactor(groups, WholeParameters.of(model), lr=rate)
     if section.name == "muon":
         adam = partial(MuonAdamW, whole=WholeParameters.of(model))
-    betas = (section.beta1, section.beta2)
-    return adam(groups, lr=rate, betas=betas, eps=section.epsilon, fused=True)
-
-
-def _lamb(model: Any, recipe: Recipe) -> Lamb:
-    section = recipe.optimizer
-    return Lamb(
-        lamb_groups(list(model.named_parameters()), section.weight_decay, section.learning_rate),
-        WholeParameters.of(model),
-        partial(_interleaved, model=model),
-        lr=section.learning_rate,
-        betas=(section.beta1, section.beta2),
-        eps=section.epsilon,
-        max_trust_ratio=section.max_trust_ratio,
-    )
+    usual: dict[str, Any] = {"lr": rate, "betas": (section.beta1, section.beta2), "eps": section.epsilon}
+    if lamb:
+        whole, interleaved = WholeParameters.of(model), partial(_interleaved, model=model)
+        return Lamb(groups, whole, interleaved, **usual, max_trust_ratio=section.max_trust_ratio)
+    return adam(groups, **usual, fused=True)
 
 
 def _interleaved(name: str, model: Any) -> tuple[int, int]:

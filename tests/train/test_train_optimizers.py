@@ -3,7 +3,7 @@ one.
 """
 
 import dataclasses
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from throughline.models.config import BERTConfig
 from throughline.models.init import build
 from throughline.train import lamb
 from throughline.train.adafactor import Adafactor
-from throughline.train.lamb import Lamb, lamb_groups
 from throughline.train.loop import train
 from throughline.train.metrics import read_metrics
-from throughline.train.optimizers import _interleaved
+from throughline.train.optimizers import build_optimizer
+from throughline.train.sections import OptimizerSection
 from throughline.train.whole_sums import WholeParameters
 
 CONFIG = BERTConfig(vocab_size=24, sequence_length=8, layers=1, width=16, heads=2)
@@ -35,6 +35,12 @@ def plain_lamb(weight, gradients, adapted, most=None):
             r = r * (ratio if most is None else min(ratio, most))
         weight = weight - RATE * r
     return weight
+
+
+def lamb_of(model, decay=DECAY, most=None):
+    section = OptimizerSection(name="lamb", learning_rate=RATE, weight_decay=decay, max_trust_ratio=most)
+    section = section.model_copy(update={"beta1": BETAS[0], "beta2": BETAS[1], "epsilon": EPSILON})
+    return build_optimizer(model, SimpleNamespace(optimizer=section, train=SimpleNamespace(precision="fp32")))
 
 
 def matrices_of(name, tensor):
@@ -71,15 +77,7 @@ def test_lamb_is_the_plain_one(dtype, bound, piece, most, monkeypatch):
     monkeypatch.setitem(lamb.ROUND, "cpu", piece)
     model, gradients = problem(dtype, STEPS if piece > 100 else 10)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = Lamb(
-        lamb_groups(list(model.named_parameters()), DECAY, RATE),
-        WholeParameters.of(model),
-        partial(_interleaved, model=model),
-        lr=RATE,
-        betas=BETAS,
-        eps=EPSILON,
-        max_trust_ratio=most,
-    )
+    optimizer = lamb_of(model, most=most)
     run(optimizer, model, gradients)
     for name, parameter in model.named_parameters():
         pieces = zip(
@@ -106,14 +104,7 @@ def test_lamb_passes_over_what_has_no_gradient_and_takes_any_layout_of_one(priva
     named = dict(model.named_parameters())
     start = {name: p.detach().clone() for name, p in named.items()}
     still = [next(name for name, p in named.items() if p.dim() == dims) for dims in (2, 1)]
-    optimizer = Lamb(
-        lamb_groups(list(named.items()), DECAY, RATE),
-        WholeParameters.of(model),
-        partial(_interleaved, model=model),
-        lr=RATE,
-        betas=BETAS,
-        eps=EPSILON,
-    )
+    optimizer = lamb_of(model)
     for step in range(3):
         for name, parameter in named.items():
             gradient = gradients[name][step]
@@ -138,14 +129,7 @@ def test_a_tensor_of_zeros_moves_as_adam_does():
     model, gradients = problem(torch.float64, steps=1)
     with torch.no_grad():
         model.pooler.weight.zero_()
-    optimizer = Lamb(
-        lamb_groups(list(model.named_parameters()), 0.0, RATE),
-        WholeParameters.of(model),
-        partial(_interleaved, model=model),
-        lr=RATE,
-        betas=BETAS,
-        eps=EPSILON,
-    )
+    optimizer = lamb_of(model, decay=0.0)
     run(optimizer, model, gradients)
     gradient = gradients["pooler.weight"][0]
     expected = -RATE * gradient / (gradient.abs() + EPSILON)  # the first step: mean and square are corrected
