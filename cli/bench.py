@@ -32,9 +32,7 @@ def command() -> None:
 
 @command.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path())
-@click.option(
-    "--seconds", default=1.0, show_default=True, help="Seconds of measurement for each line of the table."
-)
+@click.option("--seconds", default=1.0, help="Seconds of measurement for each line of the table.")
 @click.option(
     "--every-backend",
     is_flag=True,
@@ -78,20 +76,17 @@ def latency(
     "--endpoint",
     type=click.Choice(["completions", "embeddings"]),
     default="completions",
-    show_default=True,
     help="Endpoint that is asked; completions are streamed.",
 )
 @click.option(
     "--clients",
     default="1,8,32",
-    show_default=True,
     help="Numbers of clients that ask at once, with one run for each.",
 )
 @click.option(
     "--requests",
     "count",
     default=200,
-    show_default=True,
     type=click.IntRange(1),
     help="Number of requests per run.",
 )
@@ -109,11 +104,10 @@ def latency(
     "--max-tokens",
     help="Range of the number of tokens to generate (default: 16-256, at most a quarter of the model's context).",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of the made requests.")
+@click.option("--seed", default=0, help="Seed of the made requests.")
 @click.option(
     "--api-key-variable",
     default="OPENAI_API_KEY",
-    show_default=True,
     help="Environment variable that holds the API key.",
 )
 @click.option(

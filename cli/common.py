@@ -153,13 +153,11 @@ def read_stdin() -> str:
 device_option = click.option(
     "--device",
     default="auto",
-    show_default=True,
     help="Device that runs the model: cpu, cuda or cuda:N; auto is the GPU when there is one.",
 )
 dtype_option = click.option(
     "--dtype",
     default="auto",
-    show_default=True,
     help="Precision of a torch model: fp32, fp16 or bf16; auto is the one its weights are stored in, "
     "where the device computes in it.",
 )
@@ -179,7 +177,6 @@ def backend_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--backend",
             default="own",
-            show_default=True,
             help="Library that runs the model: own is the one that the file belongs to, auto measures those "
             "that can run it and takes the fastest; or torch, torch-compiled, onnxruntime, openvino, "
             "llamacpp, tensorrt.",

@@ -13,7 +13,6 @@ from .common import throughline_command
     "--bound",
     type=float,
     default=1e-5,
-    show_default=True,
     help="Largest relative difference that is accepted.",
 )
 @throughline_command

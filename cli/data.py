@@ -4,10 +4,11 @@ import os
 from typing import Any
 
 import click
+from click import option
 
 from ..core import console
 from .common import throughline_command
-from .data_options import found_in_text, is_given, option, out_options, read_options, size_of, text_options
+from .data_options import found_in_text, is_given, out_options, read_options, size_of, text_options
 
 BACKENDS = ("auto", "gigatoken", "tokie", "char-numpy", "tokenizers")
 

@@ -1,12 +1,10 @@
 """What the commands of `throughline data` share: the options that say how text is read, sizes, the output."""
 
-from functools import partial
 from typing import Any
 
 import click
+from click import option
 from click.core import ParameterSource
-
-option = partial(click.option, show_default=True)
 
 
 def text_options(function: Any) -> Any:

@@ -27,7 +27,6 @@ PROMPT = "ROMEO:\nO"
 @click.option(
     "--out",
     default="runs/demo",
-    show_default=True,
     type=click.Path(path_type=Path),
     help="Directory in which everything is written.",
 )

@@ -31,12 +31,9 @@ from .common import device_option, dtype_option, throughline_command
     "shots",
     type=click.IntRange(min=0),
     default=0,
-    show_default=True,
     help="Number of solved examples before each question.",
 )
-@click.option(
-    "--seed", type=int, default=0, show_default=True, help="Seed of the draw of the solved examples."
-)
+@click.option("--seed", type=int, default=0, help="Seed of the draw of the solved examples.")
 @device_option
 @dtype_option
 @click.option(
@@ -62,14 +59,12 @@ from .common import device_option, dtype_option, throughline_command
     "--pll",
     type=click.Choice(["within_word_l2r", "original"]),
     default="within_word_l2r",
-    show_default=True,
     help="For a BERT: which tokens of a word are masked while one of them is scored.",
 )
 @click.option(
     "--overlong",
     type=click.Choice(["truncate", "error", "skip"]),
     default="truncate",
-    show_default=True,
     help="What to do with a record whose context is longer than the model's: cut it on its left and count it, "
     "stop with an error, or leave it out and count it.",
 )
@@ -88,7 +83,6 @@ from .common import device_option, dtype_option, throughline_command
     "--bound",
     type=click.FloatRange(min=0),
     default=1e-3,
-    show_default=True,
     help="Largest difference of a token's log-probability that --against accepts, in nats.",
 )
 @click.option(

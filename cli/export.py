@@ -23,7 +23,6 @@ TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", 
     "--precision",
     type=click.Choice(get_args(Precision)),
     default="fp32",
-    show_default=True,
     help="Precision of the products; norms, softmax and outputs stay fp32. int8 and int4 need --text; "
     "in GGUF they are q8_0 and q4_0.",
 )
@@ -31,28 +30,24 @@ TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", 
     "--variant",
     type=click.Choice(get_args(Variant)),
     default="portable",
-    show_default=True,
     help="Runtime that the ONNX graph is written for: portable has standard operators alone.",
 )
 @click.option(
     "--opset",
     type=click.IntRange(OPSETS[0], OPSETS[-1]),
     default=OPSETS[-1],
-    show_default=True,
     help="ONNX opset; below 24 the cache, below 23 attention is written in older operators.",
 )
 @click.option(
     "--names",
     type=click.Choice(get_args(Names)),
     default="throughline",
-    show_default=True,
     help="Names of inputs and outputs; optimum: as optimum and onnxruntime-genai look for them.",
 )
 @click.option(
     "--pooling",
     type=click.Choice(get_args(Pooling)),
     default="mean",
-    show_default=True,
     help="How a BERT's sentence embedding is made of its tokens.",
 )
 @click.option(
@@ -66,19 +61,16 @@ TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", 
 @click.option(
     "--capability",
     default="7.5",
-    show_default=True,
     help="Compute capability that --to tensorrt-rtx compiles for; TensorRT builds for the GPU that is there.",
 )
 @click.option(
     "--batches",
     default="1,8",
-    show_default=True,
     help="Batch sizes that an engine is built for, separated by commas.",
 )
 @click.option(
     "--lengths",
     default="128,512",
-    show_default=True,
     help="Lengths in tokens that an engine is built for, separated by commas.",
 )
 @click.option(
@@ -86,11 +78,10 @@ TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", 
 )
 @click.option("--tasks", help="Tasks whose scores may not fall, as in `throughline eval --tasks`.")
 @click.option("--limit", type=click.IntRange(1), help="Maximum number of records per task (default: all).")
-@click.option("--bench/--no-bench", default=True, help="Measure latency (default: yes).")
+@click.option("--bench/--no-bench", default=True, help="Measure latency.")
 @click.option(
     "--device",
     default="cpu",
-    show_default=True,
     help="Device of the comparison with torch and of the latency table: cpu, cuda or cuda:N.",
 )
 @throughline_command

@@ -20,42 +20,33 @@ if TYPE_CHECKING:
 @click.option(
     "--max-tokens",
     default=100,
-    show_default=True,
     type=click.IntRange(1),
     help="Maximum number of new tokens.",
 )
 @click.option(
     "--temperature",
     default=0.8,
-    show_default=True,
     help="Temperature of the draw. 0 always takes the most probable token.",
 )
-@click.option(
-    "--top-k", default=0, show_default=True, help="Number of most probable tokens to draw from. 0 means all."
-)
+@click.option("--top-k", default=0, help="Number of most probable tokens to draw from. 0 means all.")
 @click.option(
     "--top-p",
     default=1.0,
-    show_default=True,
     help="Draw from the most probable tokens that together have this probability.",
 )
 @click.option(
     "--min-p",
     default=0.0,
-    show_default=True,
     help="Draw from tokens at least this many times as probable as the best one.",
 )
 @click.option(
     "--repetition-penalty",
     default=1.0,
-    show_default=True,
     help="Factor by which tokens seen before become less likely. 1 changes nothing.",
 )
 @click.option("--seed", type=click.IntRange(0), help="Seed of the draw (default: a new one each time).")
 @click.option("--stop", multiple=True, help="Text before which the answer ends (default: none). Repeatable.")
-@click.option(
-    "--samples", default=1, show_default=True, type=click.IntRange(1, 256), help="Number of continuations."
-)
+@click.option("--samples", default=1, type=click.IntRange(1, 256), help="Number of continuations.")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="File to write the answers to; needed with FILE."
 )

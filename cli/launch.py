@@ -31,20 +31,17 @@ ARRAY_MACHINES = 8  # of 8 processes: the 64 shards of a corpus up to 16 GiB
     "--per-machine",
     type=click.IntRange(1),
     default=8,
-    show_default=True,
     help="Number of processes on each machine in the job file of --emit.",
 )
 @click.option(
     "--image",
     default="throughline:latest",
-    show_default=True,
     help="Container image in the job file of --emit kubernetes.",
 )
 @click.option(
     "--restarts",
     type=click.IntRange(0),
     default=3,
-    show_default=True,
     help="Maximum number of restarts in a row after a process was lost.",
 )
 @click.argument("arguments", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)

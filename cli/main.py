@@ -58,7 +58,7 @@ class Verbs(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(version(), prog_name="throughline")
 def main() -> None:
     """Carry a language model from raw text to a served endpoint.

@@ -82,26 +82,25 @@ QUESTION = (
         "--fill",
         type=float,
         default=1.0,
-        show_default=True,
         help="Share of a row's tokens that are no padding, where padding is left out.",
     ),
     click.option(
         "--layout",
         "fixed",
         default="",
+        show_default=False,
         help="Parts of the layout to hold fixed, for example tensor=8,data=64,recompute=full (default: none).",
     ),
     click.option(
         "--software",
         default="throughline",
-        show_default=True,
         help="Name of the training program, as planner/software.toml describes it.",
     ),
     own_hardware,
     click.option(
         "--target-tokens",
-        type=float,
         default=0.0,
+        show_default=False,
         help="Number of tokens in the whole run, for its days and cost.",
     ),
     click.option(
@@ -249,13 +248,11 @@ def explain(gpus: int, **options: Any) -> None:
 @question
 @click.option(
     "--target-days",
-    type=float,
     default=0.0,
+    show_default=False,
     help="Days that --target-tokens may take (default: any, the model only has to fit).",
 )
-@click.option(
-    "--max-gpus", "--most", type=int, default=8192, show_default=True, help="Maximum number of chips to try."
-)
+@click.option("--max-gpus", "--most", type=int, default=8192, help="Maximum number of chips to try.")
 @throughline_command
 def recommend(target_days: float, max_gpus: int, **options: Any) -> None:
     """The fewest chips on which MODEL fits, or that meet --target-days for --target-tokens.
@@ -309,22 +306,26 @@ def validate(all_rows: bool, own: Path | None) -> None:
 @click.option(
     "--length", type=int, help="Number of tokens in a request (default: 128, or the model's if it has fewer)."
 )
-@click.option("--new-tokens", type=int, default=0, help="For a GPT: number of tokens generated per request.")
+@click.option(
+    "--new-tokens", default=0, show_default=False, help="For a GPT: number of tokens generated per request."
+)
 @click.option(
     "--precision",
     type=click.Choice(["int8", "fp8", "fp16", "bf16", "fp32"]),
     default="fp16",
-    show_default=True,
     help="Precision of the weights and products.",
 )
 @click.option(
     "--p99",
-    type=float,
     default=0.0,
+    show_default=False,
     help="Milliseconds within which 99 of 100 requests must be answered (default: any).",
 )
 @click.option(
-    "--qps", type=float, default=0.0, help="Number of requests per second that must be served (default: any)."
+    "--qps",
+    default=0.0,
+    show_default=False,
+    help="Number of requests per second that must be served (default: any).",
 )
 @own_hardware
 @throughline_command

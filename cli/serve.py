@@ -18,27 +18,22 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="[NAME=]PATH...")
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every interface."
-)
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 is every interface.")
 @click.option(
     "--port",
     default=8000,
-    show_default=True,
     type=click.IntRange(0, 65535),
     help="Port to listen on; 0 is any free port.",
 )
 @click.option(
     "--slots",
     default=8,
-    show_default=True,
     type=click.IntRange(1, 256),
     help="Maximum number of sequences that a GPT decodes together.",
 )
 @click.option(
     "--queue",
     default=256,
-    show_default=True,
     type=click.IntRange(1),
     help="Maximum number of answers that wait per model; beyond it a request gets 429 with Retry-After.",
 )
@@ -50,28 +45,24 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 @click.option(
     "--max-n",
     default=128,
-    show_default=True,
     type=click.IntRange(1),
     help="Maximum number of answers to one prompt.",
 )
 @click.option(
     "--max-body",
     default=4_000_000,
-    show_default=True,
     type=click.IntRange(1000),
     help="Maximum size of a request in bytes.",
 )
 @click.option(
     "--request-timeout",
     default=600.0,
-    show_default=True,
     type=click.FloatRange(1),
     help="Seconds after which an answer that is not complete is given up.",
 )
 @click.option(
     "--drain-wait",
     default=5.0,
-    show_default=True,
     type=click.FloatRange(0),
     help="Seconds between SIGTERM, when /ready turns 503, and the closing of the port.",
 )
@@ -99,7 +90,6 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 @click.option(
     "--access-log/--no-access-log",
     default=True,
-    show_default=True,
     help="Write a JSON line per request to stderr: ids, tokens, times, never text.",
 )
 @backend_options

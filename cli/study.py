@@ -15,14 +15,12 @@ from .common import recipe_options, throughline_command
     "--out",
     type=click.Path(path_type=Path),
     default="calibration",
-    show_default=True,
     help="Directory to write.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(4),
     default=20,
-    show_default=True,
     help="Number of timed steps in each short run.",
 )
 @throughline_command

@@ -23,7 +23,6 @@ from .common import recipe_options, throughline_command
     "--resume",
     type=click.Choice(["auto", "never"]),
     default="auto",
-    show_default=True,
     help="Whether to continue the run that is in the directory: auto continues it, never refuses it.",
 )
 @click.option(
