@@ -51,11 +51,8 @@ def block_table(pattern: AttentionPattern, length: int, causal: bool, layer: int
     """
     first = torch.arange(-(-length // pattern.block)) * pattern.block
     corners = torch.stack((first, first + pattern.block - 1))  # (2, N)
-    return (
-        pattern.sees(corners[:, None, :, None], corners[None, :, None, :], causal, length, layer)
-        .any(0)
-        .any(0)
-    )
+    seen = pattern.sees(corners[:, None, :, None], corners[None, :, None, :], causal, length, layer)
+    return seen.any(0).any(0)
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,7 @@ class _Group:
 def _rows_by_count(
     pattern: AttentionPattern, length: int, causal: bool, layer: int
 ) -> list[tuple[list[int], list[list[int]]]]:
-    """Query blocks that see the same number of key blocks, and which: numbers only, which a compiler takes as
-    constants.
-    """
+    """Query blocks that see as many key blocks, and which: numbers, which a compiler takes as constants."""
     seen = [row.nonzero()[:, 0].tolist() for row in block_table(pattern, length, causal, layer)]
     grouped: dict[int, tuple[list[int], list[list[int]]]] = {}
     for row, keys in enumerate(seen):
@@ -91,9 +86,7 @@ _rows_by_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _make_groups(
     pattern: AttentionPattern, length: int, causal: bool, layer: int, device: torch.device
 ) -> tuple[list[_Group], Tensor]:
-    """The groups of a sequence, and where each query block's result stands when the groups' results are put
-    in a row.
-    """
+    """The groups of a sequence, and where each query block's result stands among theirs put in a row."""
     inside = torch.arange(pattern.block, device=device)
     groups = []
     for row_numbers, key_numbers in _rows_by_count(pattern, length, causal, layer):
@@ -134,11 +127,10 @@ def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Call
         length = q_BASD.shape[2]
         if length != k_BGTD.shape[2]:
             assert causal and isinstance(mask, Tensor), (
-                "only a decoder with a cache asks for other keys than queries"
+                "only a decoder's cache asks for other keys than queries"
             )
-            return scaled_dot_product(
-                q_BASD, k_BGTD, v_BGTD, mask=_cached_mask(pattern, mask, layer), dropout=dropout
-            )
+            mask = _cached_mask(pattern, mask, layer)
+            return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, dropout=dropout)
         if pattern.kind == "sliding" and length <= pattern.window:  # everything is near: the dense kernel
             return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, is_causal=is_causal, dropout=dropout)
         banded = pattern.kind == "sliding" and not pattern.global_blocks and not pattern.random_blocks
@@ -179,17 +171,11 @@ def _attend_blocks(
     results = []
     for group in groups:
         queries = q.index_select(1, group.rows_R).flatten(0, 1).transpose(1, 2)  # (B R, A, C, D)
-        keys, values = (
-            x.index_select(1, group.keys_RM.flatten())
-            .unflatten(1, group.keys_RM.shape)
-            .flatten(2, 3)
-            .flatten(0, 1)
-            .transpose(1, 2)
-            for x in (k, v)
-        )  # (B R, G, M C, D)
-        part = scaled_dot_product(
-            queries, keys, values, mask=_group_mask(group, mask, len(q)), dropout=dropout
-        )
+        gathered = (x.index_select(1, group.keys_RM.flatten()) for x in (k, v))
+        split = (x.unflatten(1, group.keys_RM.shape) for x in gathered)
+        keys, values = (x.flatten(2, 3).flatten(0, 1).transpose(1, 2) for x in split)  # (B R, G, M C, D)
+        visible = _group_mask(group, mask, len(q))
+        part = scaled_dot_product(queries, keys, values, mask=visible, dropout=dropout)
         results.append(part.transpose(1, 2).unflatten(0, (len(q), -1)))  # (B, R, C, A, D)
     whole = torch.cat(results, 1).index_select(1, places) if len(results) > 1 else results[0]
     return whole.flatten(1, 2)[:, :length].transpose(1, 2)

@@ -75,9 +75,8 @@ class BERT(nn.Module):
         """Ids (B, S), positions (S,) or (B, S), types (B, S) -> (B, S, W)."""
         x_BSW = self.token_table(input_ids)
         if self.type_table is not None:
-            x_BSW = x_BSW + (
-                self.type_table.weight[0] if token_types is None else self.type_table(token_types)
-            )
+            table = self.type_table
+            x_BSW = x_BSW + (table.weight[0] if token_types is None else table(token_types))
         x_BSW = x_BSW + self.position_table(positions)
         if not self.config.norm_first:
             x_BSW = self.norm(x_BSW)
@@ -122,17 +121,13 @@ class BERT(nn.Module):
         return self.product(self.mlm_features(hidden_NW), self.token_table.weight, self.mlm_bias)
 
     def mlm_features(self, hidden_NW: Tensor) -> Tensor:
-        """The transform before the decoder: what a loss that computes the logits in pieces multiplies with
-        the token table.
-        """
+        """The transform before the decoder: what a loss in pieces multiplies with the token table."""
         if self.mlm_transform is None or self.mlm_norm is None:
             return hidden_NW
         return self.mlm_norm(self.activation(self.mlm_transform(hidden_NW)))
 
     def nsp_head(self, first_BW: Tensor) -> Tensor | None:
-        """First position `hidden[:, 0]` (B, W) -> (B, 2): logits of "B follows A" and "B is random"; None
-        without the head.
-        """
+        """First position (B, W) -> (B, 2): "B follows A" and "B is random"; None without the head."""
         return None if self.nsp is None else self.nsp(self.pooled(first_BW))
 
     def pooled(self, first_BW: Tensor) -> Tensor | None:

@@ -36,9 +36,7 @@ class KeyValueCache:
         self.keys_LBGTD = torch.zeros(shape, device=device, dtype=dtype)
         self.values_LBGTD = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self.seen = (
-            0  # places that this step looks at: kept as a number, so that reading it costs no device sync
-        )
+        self.seen = 0  # places that this step looks at: a number, so that reading it costs no device sync
         self._places_now = self.lengths
 
     @property
@@ -50,9 +48,7 @@ class KeyValueCache:
         return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
 
     def mask(self, positions: Tensor) -> Tensor:
-        """(B, S) -> (B, 1, S, T): a token sees the places up to its own. Called once per step, before any
-        layer.
-        """
+        """(B, S) -> (B, 1, S, T): a token sees the places up to its own. Called once a step, before layers."""
         self._places_now = positions
         self.seen = int(positions[:, -1].max()) + 1
         if self.seen > self.places:
@@ -68,14 +64,8 @@ class KeyValueCache:
         """The first `counts` (B,) tokens of the last step are now part of each row."""
         self.lengths += counts
 
-    def reset(self, rows: Tensor | slice) -> None:
-        """Empty some rows, so that other sequences can use them."""
-        self.lengths[rows] = 0
-
     def take(self, start: int, stop: int) -> "KeyValueCache":
-        """Rows [start, stop) as a cache over the same memory: a prompt can be read into one row while others
-        wait.
-        """
+        """Rows [start, stop) as a cache over the same memory: one row can read a prompt while others wait."""
         part = object.__new__(KeyValueCache)
         part.keys_LBGTD, part.values_LBGTD = self.keys_LBGTD[:, start:stop], self.values_LBGTD[:, start:stop]
         part.lengths = self.lengths[start:stop]

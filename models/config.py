@@ -20,13 +20,11 @@ class AttentionPattern:
 
     kind: Literal["sliding", "fixed"] = "sliding"
     window: int = (
-        512  # tokens: reach of a sliding window (both ways when bidirectional), length of a fixed stretch
+        512  # tokens: reach (both ways when bidirectional) of a sliding one, length of a fixed stretch
     )
     block: int = 256  # tokens handled together
     global_blocks: int = 0  # blocks that every token sees
-    random_blocks: int = (
-        0  # sliding: blocks beyond the window that each block of queries sees, others in each layer
-    )
+    random_blocks: int = 0  # sliding: blocks beyond the window that each block sees, others in each layer
 
     def validate(self) -> list[str]:
         """Everything that is wrong with it, one sentence each."""
@@ -89,23 +87,19 @@ class AttentionPattern:
             layer + 1,
             1,
             1,
-        ):  # Park and Miller's generator, with something new mixed in at every step
+        ):  # Park and Miller's generator, something new mixed in each time
             number = (number * 48271 + salt * 69621) % 2147483647
         taken = first + number // 8 % (room + (room == 0))
         block = self.global_blocks + taken + (taken >= left) * (rows + reach + 1 - left - self.global_blocks)
         return block * (room > 0) - (room == 0) * 1
 
     def widest(self, length: int) -> int:
-        """Columns of the band that the pattern leaves of a (length, length) square; global tokens count as
-        one stripe.
-        """
+        """Columns of the band that is left of a (length, length) square; global tokens count as one stripe."""
         return min(length, 2 * self.window + (self.global_blocks + self.random_blocks) * self.block)
 
 
 def _wrong_kind(field: dataclasses.Field, value: Any) -> str:
-    """What is wrong with the kind of a field's value, "" when nothing is: no "12" for 12, no 1 for true, no
-    inf.
-    """
+    """What is wrong with the kind of a field's value, "" if nothing: no "12" for 12, no 1 for true, no inf."""
     if allowed := get_args(field.type):
         return (
             "" if value in allowed else f"{field.name} is {value!r}; it must be one of {', '.join(allowed)}"
@@ -125,9 +119,7 @@ def _wrong_kind(field: dataclasses.Field, value: Any) -> str:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """What a GPT and a BERT share. Zero in `kv_heads`, `head_width` or `mlp_width` means the usual size (see
-    properties).
-    """
+    """What a GPT and a BERT share. Zero in `kv_heads`, `head_width` or `mlp_width` means the usual size."""
 
     vocab_size: int = 50257
     sequence_length: int = 1024  # the longest sequence, and the rows of a learned position table
@@ -237,9 +229,7 @@ class TransformerConfig:
         return self.width * (2 if self.bias and self.norm == "layernorm" else 1)
 
     def block_matrix_parameters(self) -> int:
-        """Weights of one block that multiply every token: query, key, value, output and the feed-forward
-        matrices.
-        """
+        """Weights of one block that multiply every token: query, key, value, output, feed-forward matrices."""
         attention = 2 * self.width * self.head_size * (self.heads + self.key_value_heads)
         return attention + (3 if self.gated else 2) * self.width * self.feed_forward_size
 
@@ -266,9 +256,7 @@ class TransformerConfig:
 
 @dataclass(frozen=True)
 class GPTConfig(TransformerConfig):
-    """A causal decoder: GPT-2 by default; rotary positions, RMS norm, gated MLP and fewer key heads make it a
-    Llama.
-    """
+    """A causal decoder: GPT-2 by default; rotary positions, RMS norm, gated MLP, fewer key heads: a Llama."""
 
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10000.0
@@ -305,15 +293,11 @@ class BERTConfig(TransformerConfig):
     sequence_length: int = 512
     activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu"
     norm_epsilon: float = 1e-12
-    norm_first: bool = (
-        False  # True: the pre-norm order of Megatron's BERT, with a final norm and none on the embeddings
-    )
+    norm_first: bool = False  # True: Megatron's pre-norm order, a final norm and none on the embeddings
     token_types: int = 2  # 0: no segment table
     nsp: bool = True  # pooler and next-sentence head
     mlm_transform: bool = True  # dense + activation + norm before the tied decoder
-    relative_buckets: int = (
-        0  # T5-style position bias shared by all layers, one number per bucket and head; 0: none
-    )
+    relative_buckets: int = 0  # T5's position bias, shared by all layers, a number a bucket and head; 0: none
     relative_distance: int = 128  # distances beyond this share the last bucket
 
     def validate(self) -> list[str]:

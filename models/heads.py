@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from .bert import BERT
 from .config import BERTConfig
-from .init import Unfilled, initialise
-from .linear import use_fastest_product
+from .init import initialise, without_values
 
 HeadKind = Literal["sequence-classification", "token-classification", "question-answering"]
 KINDS: tuple[HeadKind, ...] = ("sequence-classification", "token-classification", "question-answering")
@@ -78,20 +77,12 @@ def empty_with_head(
     config: BERTConfig, head: Head, device: torch.device | str = "meta", dtype: torch.dtype | None = None
 ) -> BERTWithHead:
     """The module without values: on `meta` it takes no memory."""
-    with torch.device("meta"), Unfilled():
-        model = BERTWithHead(config, head)
-    use_fastest_product(model)
-    model = model.to(dtype=dtype)
-    if str(device) == "meta":
-        return model
-    return model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+    return without_values(lambda: BERTWithHead(config, head), device, dtype)
 
 
 @torch.no_grad()
 def build_with_head(encoder: BERT, head: Head, seed: int = 0) -> BERTWithHead:
-    """A trained BERT (its values are copied) with a new head, drawn from `seed`; a pooler that it lacks is
-    drawn too.
-    """
+    """A copy of a trained BERT with a new head, drawn from `seed`; a pooler that it lacks is drawn too."""
     reference = encoder.token_table.weight
     model = empty_with_head(encoder.config, head, reference.device, reference.dtype)
     initialise(model, seed)

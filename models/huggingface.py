@@ -187,9 +187,7 @@ def _read_tensors(directory: Path) -> _Tensors:
 
 
 def _canonical(name: str) -> str:
-    """A tensor's name as today's classes write it: with the base model's prefix, and without TensorFlow's
-    gamma and beta.
-    """
+    """A tensor's name as today's classes write it: with the base model's prefix, no TensorFlow gamma or beta."""
     if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
         name = f"transformer.{name}"
     elif name.startswith(("embed_tokens.", "layers.", "norm.")):

@@ -10,15 +10,59 @@ from ..core.errors import Failed, Refused
 from .config import BERTConfig, GPTConfig, ModelConfig
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
-THEIR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {
-    "gelu_pytorch_tanh": "gelu_tanh"
+THEIR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
+THEIR_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh"}
+SIZES = {  # of Llama and BERT alike
+    "hidden_size": "width",
+    "intermediate_size": "mlp_width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
 }
+FIELDS = {  # our field for each of theirs, by their `model_type`, in the order of their file
+    "gpt2": {
+        "vocab_size": "vocab_size",
+        "n_positions": "sequence_length",
+        "n_embd": "width",
+        "n_layer": "layers",
+        "n_head": "heads",
+        "n_inner": "mlp_width",
+        "activation_function": "activation",
+        "layer_norm_epsilon": "norm_epsilon",
+        "tie_word_embeddings": "tied",
+        "resid_pdrop": "dropout",
+    },
+    "llama": {
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "sequence_length",
+        **SIZES,
+        "num_key_value_heads": "kv_heads",
+        "head_dim": "head_width",
+        "hidden_act": "activation",
+        "rms_norm_eps": "norm_epsilon",
+        "rope_theta": "rope_theta",
+    },
+    "bert": {
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "sequence_length",
+        "type_vocab_size": "token_types",
+        **SIZES,
+        "hidden_act": "activation",
+        "layer_norm_eps": "norm_epsilon",
+        "hidden_dropout_prob": "dropout",
+    },
+}
+USUAL: dict[str, dict[str, Any]] = {  # what an absent field of theirs means; the others must be there
+    "gpt2": {"n_positions": 1024, "n_inner": None, "activation_function": "gelu_new"}
+    | {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "resid_pdrop": 0.1},
+    "llama": {"num_key_value_heads": None, "head_dim": None, "hidden_act": "silu"}
+    | {"rms_norm_eps": 1e-6, "rope_theta": 10000.0},
+    "bert": {"type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1},
+}
+WHOLE = {"mlp_width": "feed_forward_size", "kv_heads": "key_value_heads", "head_width": "head_size"}
 
 
 def describe(config: ModelConfig) -> tuple[dict[str, Any], ModelConfig]:
-    """Their config fields for a shape, and the shape that they imply (biases added where their model always
-    has them).
-    """
+    """Their config fields for a shape, and the shape that they imply: GPT-2 always has biases."""
     if config.attention_pattern is not None:
         why = "GPT-2, Llama and BERT there look at the whole sequence"
         raise Refused(
@@ -40,43 +84,24 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], ModelConfig]:
             "this shape has no Hugging Face layout of ours",
             why="GPT-2 there has layer norms, a plain MLP, and one key head of width / heads per head",
         )
-    fields = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": config.vocab_size,
-        "n_positions": config.sequence_length,
-        "n_embd": config.width,
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "n_inner": config.feed_forward_size,
-        "activation_function": ACTIVATIONS[config.activation],
-        "layer_norm_epsilon": config.norm_epsilon,
-        "tie_word_embeddings": config.tied,
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-    }
+    fields = _written(config, "gpt2", "GPT2LMHeadModel")
+    fields |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
     return fields, dataclasses.replace(config, bias=True)
+
+
+def _written(config: ModelConfig, kind: str, architecture: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {"architectures": [architecture], "model_type": kind}
+    for theirs, ours in FIELDS[kind].items():
+        value = getattr(config, WHOLE.get(ours, ours))
+        fields[theirs] = ACTIVATIONS[value] if ours == "activation" else value
+    return fields
 
 
 def _describe_llama(config: GPTConfig) -> dict[str, Any]:
     if config.norm != "rmsnorm" or not config.gated or config.bias or config.dropout:
         why = "a rotary model there has RMS norms, a gated MLP, and neither biases nor dropout"
         raise Refused("this shape has no Hugging Face layout of ours", why=why)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.sequence_length,
-        "hidden_size": config.width,
-        "intermediate_size": config.feed_forward_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.key_value_heads,
-        "head_dim": config.head_size,
-        "hidden_act": ACTIVATIONS[config.activation],
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rope_theta,
+    return _written(config, "llama", "LlamaForCausalLM") | {
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tied,
         "attention_bias": False,
@@ -101,28 +126,12 @@ def _describe_bert(config: BERTConfig) -> dict[str, Any]:
         why = "BERT there is post-norm, with biases, a segment table, an MLM transform and no relative positions"
         fix = "export it to ONNX, or train a post-norm one (model.overrides.norm_first = false)"
         raise Refused("this shape has no Hugging Face layout of ours", why=why, fix=fix)
-    return {
-        "architectures": ["BertForPreTraining" if config.nsp else "BertForMaskedLM"],
-        "model_type": "bert",
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.sequence_length,
-        "type_vocab_size": config.token_types,
-        "hidden_size": config.width,
-        "intermediate_size": config.feed_forward_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "hidden_act": ACTIVATIONS[config.activation],
-        "layer_norm_eps": config.norm_epsilon,
-        "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.dropout,
-        "tie_word_embeddings": True,
-    }
+    fields = _written(config, "bert", "BertForPreTraining" if config.nsp else "BertForMaskedLM")
+    return fields | {"attention_probs_dropout_prob": config.dropout, "tie_word_embeddings": True}
 
 
 def read_config(fields: dict[str, Any], state: Mapping[str, Tensor], where: str) -> ModelConfig:
-    """The config for their `config.json` fields; `state` says which heads are there. Raises `Refused` for
-    what we cannot build.
-    """
+    """The config for their fields; `state` says which heads are there. Raises `Refused` for another kind."""
     kind = fields.get("model_type")
     try:
         if kind == "gpt2":
@@ -156,24 +165,25 @@ def _allow(fields: dict[str, Any], where: str, name: str, usual: Any, *others: A
     return value
 
 
+def _read(fields: dict[str, Any], where: str, kind: str) -> dict[str, Any]:
+    """Our fields; a size that is the usual one or absent is 0, so that a shape has one way to be written."""
+    usual = USUAL[kind]
+    found: dict[str, Any] = {}
+    for theirs, ours in FIELDS[kind].items():
+        if ours == "activation":
+            found[ours] = THEIR_ACTIVATIONS[_allow(fields, where, theirs, usual[theirs], *THEIR_ACTIVATIONS)]
+        else:
+            found[ours] = fields.get(theirs, usual[theirs]) if theirs in usual else fields[theirs]
+    sizes = {"mlp_width": 4 * found["width"], "kv_heads": found["heads"]}
+    if "head_width" in found:
+        sizes["head_width"] = found["width"] // found["heads"]
+    return found | {name: 0 for name, size in sizes.items() if found.get(name) in (None, size)}
+
+
 def _read_gpt2(fields: dict[str, Any], where: str) -> GPTConfig:
     _allow(fields, where, "scale_attn_by_inverse_layer_idx", False)
     _allow(fields, where, "scale_attn_weights", True)
-    activation: Any = THEIR_ACTIVATIONS[
-        _allow(fields, where, "activation_function", "gelu_new", *THEIR_ACTIVATIONS)
-    ]
-    return GPTConfig(
-        vocab_size=fields["vocab_size"],
-        sequence_length=fields.get("n_positions", 1024),
-        layers=fields["n_layer"],
-        width=fields["n_embd"],
-        heads=fields["n_head"],
-        mlp_width=_unless(fields.get("n_inner"), 4 * fields["n_embd"]),
-        activation=activation,
-        norm_epsilon=fields.get("layer_norm_epsilon", 1e-5),
-        dropout=fields.get("resid_pdrop", 0.1),
-        tied=fields.get("tie_word_embeddings", True),
-    )
+    return GPTConfig(**_read(fields, where, "gpt2"))
 
 
 def _read_llama(fields: dict[str, Any], where: str) -> GPTConfig:
@@ -184,48 +194,12 @@ def _read_llama(fields: dict[str, Any], where: str) -> GPTConfig:
         )
     _allow(fields, where, "attention_bias", False)
     _allow(fields, where, "mlp_bias", False)
-    heads, width = fields["num_attention_heads"], fields["hidden_size"]
-    activation: Any = THEIR_ACTIVATIONS[_allow(fields, where, "hidden_act", "silu", *THEIR_ACTIVATIONS)]
-    return GPTConfig(
-        vocab_size=fields["vocab_size"],
-        sequence_length=fields["max_position_embeddings"],
-        layers=fields["num_hidden_layers"],
-        width=width,
-        heads=heads,
-        kv_heads=_unless(fields.get("num_key_value_heads"), heads),
-        head_width=_unless(fields.get("head_dim"), width // heads),
-        mlp_width=_unless(fields["intermediate_size"], 4 * width),
-        activation=activation,
-        gated=True,
-        norm="rmsnorm",
-        norm_epsilon=fields.get("rms_norm_eps", 1e-6),
-        bias=False,
-        positions="rotary",
-        rope_theta=float(rope.get("rope_theta", fields.get("rope_theta", 10000.0))),
-        tied=fields.get("tie_word_embeddings", False),
-    )
+    found = _read(fields, where, "llama")
+    found["rope_theta"] = float(rope.get("rope_theta", found["rope_theta"]))
+    found["tied"] = fields.get("tie_word_embeddings", False)
+    return GPTConfig(**found, gated=True, norm="rmsnorm", bias=False, positions="rotary")
 
 
 def _read_bert(fields: dict[str, Any], where: str, nsp: bool) -> BERTConfig:
     _allow(fields, where, "position_embedding_type", "absolute")
-    activation: Any = THEIR_ACTIVATIONS[_allow(fields, where, "hidden_act", "gelu", *THEIR_ACTIVATIONS)]
-    return BERTConfig(
-        vocab_size=fields["vocab_size"],
-        sequence_length=fields["max_position_embeddings"],
-        layers=fields["num_hidden_layers"],
-        width=fields["hidden_size"],
-        heads=fields["num_attention_heads"],
-        mlp_width=_unless(fields["intermediate_size"], 4 * fields["hidden_size"]),
-        activation=activation,
-        norm_epsilon=fields.get("layer_norm_eps", 1e-12),
-        dropout=fields.get("hidden_dropout_prob", 0.1),
-        token_types=fields.get("type_vocab_size", 2),
-        nsp=nsp,
-    )
-
-
-def _unless(value: int | None, usual: int) -> int:
-    """0, our word for the usual size, when the value is that size or absent: so that a shape has one way to
-    be written.
-    """
-    return 0 if value is None or value == usual else value
+    return BERTConfig(**_read(fields, where, "bert"), nsp=nsp)

@@ -47,9 +47,7 @@ def load_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
 
 
 def head_to_huggingface(model: BERTWithHead) -> tuple[dict[str, Any], State]:
-    """The `config.json` fields and the tensors of a fine-tuned BERT. Raises `Refused` as `to_huggingface`
-    does.
-    """
+    """The `config.json` fields and the tensors of a fine-tuned BERT. Raises as `to_huggingface` does."""
     # the classes with a head have no MLM transform, so one that was trained without it fits as well
     fields, _ = describe(dataclasses.replace(model.config, mlm_transform=True))
     head = model.head

@@ -1,6 +1,4 @@
-"""Names of our parameters in the Hugging Face layouts of GPT-2, Llama and BERT: one table, read in both
-directions. No torch.
-"""
+"""Our parameters' names in the Hugging Face layouts of GPT-2, Llama and BERT, read both ways. No torch."""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -87,9 +85,7 @@ def _bert_pairs(config: BERTConfig) -> Iterator[Pair]:
 
 
 def head_pairs(config: BERTConfig, output: str) -> Iterator[Pair]:
-    """As `pairs` for a `BERTWithHead`, whose last matrix is called `output` there. `config.nsp` says whether
-    it has a pooler.
-    """
+    """As `pairs` for a `BERTWithHead`, whose last matrix is called `output` there; `config.nsp`: a pooler."""
     for pair in _encoder_pairs(config):
         yield pair._replace(ours=f"encoder.{pair.ours}")
     if config.nsp:

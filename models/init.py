@@ -6,7 +6,8 @@ one shard or one pipeline stage gets the numbers that the single process has, wi
 
 import hashlib
 import math
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from .gpt import GPT
 from .linear import use_fastest_product
 
 STD = 0.02  # GPT-2 and BERT alike
+Module = TypeVar("Module", bound=nn.Module)
 RESIDUAL = ("attention.out.weight", "mlp.down.weight")
 
 
@@ -53,9 +55,7 @@ def initialise(model: nn.Module, seed: int = 0) -> None:
 
 
 class Unfilled(TorchFunctionMode):
-    """Leaves out the default values of modules: on the meta device torch imports its compiler for them, more
-    than a second.
-    """
+    """Leaves out modules' default values: on the meta device torch imports its compiler for them, a second."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
@@ -67,15 +67,22 @@ def empty_model(
     config: ModelConfig, device: torch.device | str = "meta", dtype: torch.dtype | None = None
 ) -> GPT | BERT:
     """The module without values: on `meta` it takes no memory, elsewhere its memory is not filled yet."""
+    family: type[BERT] | type[GPT] = BERT if isinstance(config, BERTConfig) else GPT
+    return without_values(lambda: family(config), device, dtype)  # type: ignore[arg-type]
+
+
+def without_values(
+    make: Callable[[], Module], device: torch.device | str, dtype: torch.dtype | None
+) -> Module:
+    """The module that `make` makes, as `empty_model` gives one."""
     with torch.device("meta"), Unfilled():
-        model: nn.Module = BERT(config) if isinstance(config, BERTConfig) else GPT(config)
+        model = make()
     use_fastest_product(model)
-    model = model.to(dtype=dtype) if dtype is not None else model
+    model = model.to(dtype=dtype)
     if str(device) == "meta":
-        return model  # type: ignore[return-value]
-    # to_empty() goes through empty_like of meta tensors, which imports the symbolic shapes of torch's
-    # compiler: 70 MB
-    return model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))  # type: ignore[return-value]
+        return model
+    # to_empty() goes through empty_like of meta tensors, which imports torch's symbolic shapes: 70 MB
+    return model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
 
 
 def build(

@@ -149,9 +149,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward with their residual branches, the norm before each (GPT) or after each sum
-    (BERT).
-    """
+    """Attention and feed-forward, each a residual branch, the norm before it (GPT) or after the sum (BERT)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -171,9 +169,8 @@ class Block(nn.Module):
         memory: LayerMemory | None = None,
     ) -> Tensor:
         if self.norm_first:
-            x_BSW = x_BSW + self.drop(
-                self.attention(self.attention_norm(x_BSW), mask, is_causal, rotary, memory)
-            )
+            attended = self.attention(self.attention_norm(x_BSW), mask, is_causal, rotary, memory)
+            x_BSW = x_BSW + self.drop(attended)
             return x_BSW + self.drop(self.mlp(self.mlp_norm(x_BSW)))
         x_BSW = self.attention_norm(x_BSW + self.drop(self.attention(x_BSW, mask, is_causal, rotary, memory)))
         return self.mlp_norm(x_BSW + self.drop(self.mlp(x_BSW)))

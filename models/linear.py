@@ -20,9 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-LEAST_PRODUCTS = (
-    1 << 21
-)  # rows x in x out below which the start of a oneDNN primitive (20 us) costs more than it saves
+LEAST_PRODUCTS = 1 << 21  # rows x in x out below which the start of a oneDNN primitive (20 us) does not pay
 ZEN_5 = 26  # its family
 
 
@@ -59,9 +57,7 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 @contextmanager
 def one_kernel() -> Iterator[None]:
-    """Every matrix product on the same kernel, whatever its size: which is fastest depends on what shares the
-    batch.
-    """
+    """Every matrix product on the same kernel, whatever its size, which what shares a batch decides."""
     global LEAST_PRODUCTS
     before, LEAST_PRODUCTS = LEAST_PRODUCTS, 0
     try:
@@ -71,25 +67,19 @@ def one_kernel() -> Iterator[None]:
 
 
 def onednn_is_faster() -> bool:
-    """Whether fp32 products are faster in oneDNN than in what torch uses: AMD from Zen 5 on, under a torch built
-    with MKL.
-    """
+    """Whether oneDNN is faster at fp32 products than torch: on AMD from Zen 5 on, where torch has MKL."""
     return ONEDNN_IS_FASTER
 
 
 def _ask() -> bool:
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+    libraries = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    if not libraries or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    if (
-        not hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        or torch.backends.cpu.get_cpu_capability() != "AVX512"
-    ):
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:
         with open("/proc/cpuinfo") as facts:
-            return _multiplies_512_bits(
-                facts.read(1024)
-            )  # of the first core; all of a large machine's take a while
+            return _multiplies_512_bits(facts.read(1024))  # the first core's; a large machine's take a while
     except OSError:
         return False
 

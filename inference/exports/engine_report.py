@@ -25,9 +25,7 @@ BLOCK = re.compile(r"(?:blocks\.|hidden\.|present\.)(\d+)")
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: its name, kind, the types of its inputs, and the first block whose nodes it computes (None:
-    of no block).
-    """
+    """One launch: name, kind, types of its inputs, the first block whose nodes it computes (None: of none)."""
 
     name: str
     kind: str
@@ -52,9 +50,8 @@ def kernels_of_inspector(text: str) -> list[Kernel]:
     for layer in json.loads(text).get("Layers", []):
         if isinstance(layer, str) or layer.get("LayerType") in NO_KERNELS:
             continue
-        types = tuple(
-            str(given.get("Format/Datatype", "")).split(" ")[0] for given in layer.get("Inputs", [])
-        )
+        formats = [str(given.get("Format/Datatype", "")) for given in layer.get("Inputs", [])]
+        types = tuple(text.split(" ")[0] for text in formats)
         where = layer.get("Metadata", "") or layer["Name"]
         found.append(Kernel(layer["Name"], layer.get("LayerType", ""), types, _block(where)))
     return found
@@ -76,11 +73,8 @@ def engine_facts(
     """
     per_block = Counter(kernel.block for kernel in kernels if kernel.block is not None)
     fused = sum("_mha" in kernel.name for kernel in kernels) // profiles
-    types = Counter(
-        kernel.types[0]
-        for kernel in kernels
-        if kernel.kind in PRODUCTS and kernel.block is not None and kernel.types
-    )
+    products = [kernel for kernel in kernels if kernel.kind in PRODUCTS and kernel.block is not None]
+    types = Counter(kernel.types[0] for kernel in products if kernel.types)
     wanted = {"fp16": "Half", "int8": "Int8", "fp32": "Float"}[precision]
     other = {name: count for name, count in types.items() if name != wanted}
     if other or not types:

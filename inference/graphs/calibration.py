@@ -28,9 +28,7 @@ RANGES = "ranges.json"
 
 
 def calibrate(model: "nn.Module", rows: TextRows) -> dict[str, float]:
-    """The range of every linear layer of a GPT or BERT, by its name in the module (in the encoder, of one
-    with a head).
-    """
+    """The range of every linear layer of a GPT or BERT, by its name in the module (or in its encoder)."""
     import torch
 
     body: Any = getattr(model, "encoder", model)

@@ -57,11 +57,8 @@ class GraphOptions:
             why = (
                 "4-bit weights are an operator of ONNX Runtime, worth it where each token reads every weight"
             )
-            raise WrongUse(
-                "int4 is for a GPT and ONNX Runtime",
-                why=why,
-                fix="use --precision int8, or --variant onnxruntime",
-            )
+            fix = "use --precision int8, or --variant onnxruntime"
+            raise WrongUse("int4 is for a GPT and ONNX Runtime", why=why, fix=fix)
         if self.static and not self.ranges:
             raise WrongUse(
                 "int8 with fixed scales needs a calibration",

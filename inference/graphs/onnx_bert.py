@@ -50,9 +50,8 @@ def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> G
     x = graph.node("Add", x, graph.node("Gather", parts.weight("position_table.weight"), steps))
     if not config.norm_first:
         x = parts.norm(x, "norm")
-    write_block = (
-        _fused_block(parts, mask) if _fusable(parts) else _block(parts, encoder, mask, length, steps)
-    )
+    fusable = _fusable(parts)
+    write_block = _fused_block(parts, mask) if fusable else _block(parts, encoder, mask, length, steps)
     for layer in range(config.layers):
         x = write_block(x, layer)
     if config.norm_first:
@@ -76,9 +75,7 @@ def _block(parts: Blocks, model: "BERT", mask: str, length: str, steps: str) -> 
     assert isinstance(config, BERTConfig)
     keys = graph.node("Unsqueeze", graph.node("Cast", mask, to=BOOL), graph.ints(1, 2))
     square = graph.node("Concat", graph.length(mask, 0), graph.ints(1), length, length, axis=0)
-    allowed = graph.node(
-        "Expand", keys, square
-    )  # (batch, 1, sequence, sequence): what each query may look at
+    allowed = graph.node("Expand", keys, square)  # (batch, 1, sequence, sequence): what a query may look at
     if config.relative_buckets:
         bias = _relative_bias(parts, model, steps)
         hidden = graph.node("Where", allowed, bias, graph.number(HIDDEN_BY_MASK))
@@ -86,9 +83,8 @@ def _block(parts: Blocks, model: "BERT", mask: str, length: str, steps: str) -> 
         hidden = parts.hidden_where_not(allowed)
     else:
         hidden = allowed
-    softmax: dict[str, Any] = (
-        {"softmax_precision": 1} if graph.half and parts.options.variant != "tensorrt" else {}
-    )
+    wide = graph.half and parts.options.variant != "tensorrt"
+    softmax: dict[str, Any] = {"softmax_precision": 1} if wide else {}
 
     def core(query: str, key: str, value: str) -> str:
         if graph.opset < 23:
@@ -145,17 +141,13 @@ def _fused_block(parts: Blocks, mask: str) -> Any:
 
 
 def _relative_bias(parts: Blocks, model: "BERT", steps: str) -> str:
-    """The bias (1, heads, sequence, sequence), looked up by distance in a table made from the model's own
-    function.
-    """
+    """The bias (1, heads, sequence, sequence), looked up by distance in a table made by the model itself."""
     import torch
 
     longest = parts.config.sequence_length
     assert model.relative_bias is not None
     with torch.no_grad():
-        square = (
-            model.relative_bias(torch.arange(longest))[0].float().cpu().numpy()
-        )  # (A, S, S) by query, key
+        square = model.relative_bias(torch.arange(longest))[0].float().cpu().numpy()  # (A, S, S): query, key
     # by key - query, from 1 - S to S - 1
     by_distance = np.concatenate((square[:, 1:, 0][:, ::-1], square[:, 0, :]), axis=1)
     graph = parts.graph
@@ -171,9 +163,8 @@ def _embedding(graph: Graph, hidden: str, mask: str, width: int, pooling: Poolin
     if pooling.startswith("cls"):
         vector = graph.node("Gather", wide, graph.scalar(0), axis=1)
     else:
-        real = graph.node(
-            "Unsqueeze", graph.node("Cast", mask, to=FLOAT), graph.ints(-1)
-        )  # (batch, sequence, 1)
+        real = graph.node("Cast", mask, to=FLOAT)
+        real = graph.node("Unsqueeze", real, graph.ints(-1))  # (batch, sequence, 1)
         total = graph.node("ReduceSum", graph.node("Mul", wide, real), graph.ints(1), keepdims=0)
         count = graph.node("ReduceSum", real, graph.ints(1), keepdims=0)
         vector = graph.node("Div", total, count)
@@ -192,9 +183,8 @@ def _pretraining_heads(parts: Blocks, config: BERTConfig, hidden: str, ids: str)
     if config.mlm_transform:
         features = parts.norm(parts.activation(parts.linear(features, "mlm_transform")), "mlm_norm")
     bias = "mlm_bias" if parts.has("mlm_bias") else ""
-    parts.vocabulary_logits(
-        features, ask, "token_table.weight", bias, out="mlm_logits" if plain else "logits"
-    )
+    out = "mlm_logits" if plain else "logits"
+    parts.vocabulary_logits(features, ask, "token_table.weight", bias, out)
     if config.nsp:
         pooled = _pooled(parts, hidden)
         graph.result(pooled, "pooler_output", ["batch", config.width])

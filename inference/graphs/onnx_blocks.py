@@ -91,16 +91,9 @@ class Blocks:
         """The norm of x + branch."""
         if not self.fused or self.graph.half or not self.has(f"{name}.bias"):
             return self.norm(self.graph.node("Add", x, branch), name, out)
-        weights = (self.weight(f"{name}.weight"), self.weight(f"{name}.bias"))
-        return self.graph.node(
-            "SkipLayerNormalization",
-            x,
-            branch,
-            *weights,
-            out=out,
-            domain=CONTRIB,
-            epsilon=self.config.norm_epsilon,
-        )
+        inputs = (x, branch, self.weight(f"{name}.weight"), self.weight(f"{name}.bias"))
+        kind: dict[str, Any] = {"domain": CONTRIB, "epsilon": self.config.norm_epsilon}
+        return self.graph.node("SkipLayerNormalization", *inputs, out=out, **kind)
 
     def activation(self, x: str) -> str:
         """The config's activation function."""
@@ -202,20 +195,16 @@ class Blocks:
         """
         graph, name, out = self.graph, f"blocks.{layer}", f"hidden.{layer}"
         graph.scope = f"{name}/"
-        x = self._block(x, name, out, norm_first, core)
-        graph.scope = ""
-        return x
-
-    def _block(self, x: str, name: str, out: str, norm_first: bool, core: AttentionCore) -> str:
-        graph = self.graph
         if norm_first:
             attended = self.attention(self.norm(x, f"{name}.attention_norm"), f"{name}.attention", core)
             x = graph.node("Add", x, attended)
-            return graph.node(
-                "Add", x, self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp"), out=out
-            )
-        x = self.sum_norm(x, self.attention(x, f"{name}.attention", core), f"{name}.attention_norm")
-        return self.sum_norm(x, self.feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm", out=out)
+            branch = self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
+            x = graph.node("Add", x, branch, out=out)
+        else:
+            x = self.sum_norm(x, self.attention(x, f"{name}.attention", core), f"{name}.attention_norm")
+            x = self.sum_norm(x, self.feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm", out=out)
+        graph.scope = ""
+        return x
 
     def vocabulary_logits(self, hidden: str, at: str, table: str, bias: str, out: str) -> None:
         """float32 logits (batch, asked, V) of the hidden states (batch, asked, W); `at` (batch, asked) gives

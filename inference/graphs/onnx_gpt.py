@@ -40,9 +40,8 @@ def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
     memory: _Slots | _Growing = _Slots(parts, ids) if options.names == "throughline" else _Growing(parts, ids)
     x = parts.rows("token_table.weight", ids)
     if config.positions == "learned":
-        x = graph.node(
-            "Add", x, graph.node("Gather", parts.weight("position_table.weight"), memory.positions)
-        )
+        table = parts.weight("position_table.weight")
+        x = graph.node("Add", x, graph.node("Gather", table, memory.positions))
     rotary = _rotary_tables(parts) if config.positions == "rotary" else None
     for layer in range(config.layers):
         if isinstance(memory, _Slots) and parts.grouped:
@@ -96,9 +95,9 @@ class _Slots:
         """The new tokens over what a layer remembers."""
         graph = self.parts.graph
         if self._standard:
-            return graph.node(
-                "Attention", query, key, value, "", "", "", self.total, is_causal=1, **_softmax(graph)
-            )
+            softmax: dict[str, Any] = {"softmax_precision": 1} if graph.half else {}  # 1: float32
+            inputs = (query, key, value, "", "", "", self.total)
+            return graph.node("Attention", *inputs, is_causal=1, **softmax)
         if not self._hidden:
             places = graph.steps(graph.length("past.0.key", 2))
             last = graph.node("Unsqueeze", self.positions, graph.ints(1, 3))  # (batch, 1, sequence, 1)
@@ -118,9 +117,8 @@ class _Growing:
         self.positions = graph.input("position_ids", INT64, ["batch", "sequence"])
         self.presents: list[str] = []
         total, new = graph.length(mask, 1), graph.length(ids, 1)
-        own = graph.node(
-            "Add", graph.steps(new), graph.node("Sub", total, new)
-        )  # (sequence): place of a token
+        past = graph.steps(new), graph.node("Sub", total, new)
+        own = graph.node("Add", *past)  # (sequence): place of a token
         before = graph.node("LessOrEqual", graph.steps(total), graph.node("Unsqueeze", own, graph.ints(1)))
         real = graph.node("Unsqueeze", graph.node("Cast", mask, to=BOOL), graph.ints(1, 2))
         self._hidden = parts.hidden_where_not(graph.node("And", before, real))  # (batch, 1, sequence, total)
@@ -139,10 +137,6 @@ class _Growing:
     def attend(self, query: str, key: str, value: str) -> str:
         """The new tokens over what a layer remembers."""
         return self.parts.explicit_attention(query, key, value, self._hidden)
-
-
-def _softmax(graph: Graph) -> dict[str, Any]:
-    return {"softmax_precision": 1} if graph.half else {}  # 1: float32
 
 
 def _cached(
@@ -177,10 +171,9 @@ def _grouped(
                 graph.node("RotaryEmbedding", x, memory.positions, *tables, domain=CONTRIB, num_heads=count)
                 for x, count in ((query, heads), (key, groups))
             )
-        stores = [
-            graph.input(f"past.{layer}.{kind}", graph.kind, memory.shape()) for kind in ("key", "value")
-        ]
-        presents = [f"present.{layer}.{kind}" for kind in ("key", "value")]
+        names = [f"{layer}.{kind}" for kind in ("key", "value")]
+        stores = [graph.input(f"past.{name}", graph.kind, memory.shape()) for name in names]
+        presents = [f"present.{name}" for name in names]
         memory.presents += presents
         inputs = (query, key, value, *stores, *memory.ends)
         counts: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups}

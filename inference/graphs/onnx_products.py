@@ -11,6 +11,8 @@
 Letters: I inputs, O outputs of a layer, N blocks along I.
 """
 
+from typing import Any
+
 import numpy as np
 
 from ...core.errors import Refused
@@ -91,20 +93,10 @@ class Products:
 
     def _blocks(self, x: str, name: str, weight_OI: np.ndarray, bias: list[str], out: str, bits: int) -> str:
         packed, scales = pack_blocks(weight_OI, bits)
-        outputs, inputs = weight_OI.shape
-        product = self.graph.node(
-            "MatMulNBits",
-            x,
-            self.graph.weight(f"{name}.int{bits}", packed),
-            self.graph.weight(f"{name}.scales", scales),
-            out="" if bias else out,
-            domain=CONTRIB,
-            K=inputs,
-            N=outputs,
-            bits=bits,
-            block_size=BLOCK,
-            accuracy_level=4,  # sums of int8 products
-        )
+        parts = (self.graph.weight(f"{name}.int{bits}", packed), self.graph.weight(f"{name}.scales", scales))
+        sizes: dict[str, Any] = {"K": weight_OI.shape[1], "N": weight_OI.shape[0], "bits": bits}
+        sizes |= {"block_size": BLOCK, "accuracy_level": 4, "domain": CONTRIB}  # 4: sums of int8 products
+        product = self.graph.node("MatMulNBits", x, *parts, out="" if bias else out, **sizes)
         return self.graph.node("Add", product, *bias, out=out) if bias else product
 
 

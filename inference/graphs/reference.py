@@ -62,9 +62,7 @@ class Adapted(OneCall):
 
 
 class OptimumCausal(StepsByForward):
-    """A GPT graph under optimum's names behind `core.backend.CausalBackend`, one row at a time: enough to
-    compare it.
-    """
+    """A GPT graph under optimum's names as a `core.backend.CausalBackend`, row by row: enough to compare it."""
 
     name, device, dtype = "onnxruntime", "cpu", "fp32"
 

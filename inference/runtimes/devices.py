@@ -13,9 +13,7 @@ DTYPES = ("auto", "fp32", "fp16", "bf16")
 
 
 def pick_device(wanted: str, where: str = "--device") -> str:
-    """One of "cpu" and "cuda:N". "auto" is the first GPU when there is one. Raises WrongUse for a device that is not
-    here.
-    """
+    """One of "cpu" and "cuda:N"; "auto" is the first GPU, if any. Raises WrongUse for one that is not here."""
     if wanted == "cpu":
         return "cpu"
     if wanted != "auto" and not re.fullmatch(r"cuda(:\d+)?", wanted):
@@ -25,14 +23,12 @@ def pick_device(wanted: str, where: str = "--device") -> str:
     if not torch.cuda.is_available():
         if wanted == "auto":
             return "cpu"
-        raise WrongUse(
-            "no CUDA device here", where=where, fix="leave --device out, or see: throughline doctor"
-        )
+        fix = "leave --device out, or see: throughline doctor"
+        raise WrongUse("no CUDA device here", where=where, fix=fix)
     number, there = int(wanted.partition(":")[2] or 0), torch.cuda.device_count()
     if number >= there:
-        raise WrongUse(
-            f"no {wanted} here", where=where, why=f"this machine has {there}", fix=f"0 … {there - 1}"
-        )
+        why = f"this machine has {there}"
+        raise WrongUse(f"no {wanted} here", where=where, why=why, fix=f"0 … {there - 1}")
     return f"cuda:{number}"
 
 

@@ -74,9 +74,8 @@ class LlamaContext:
             setattr(params, name, value)
         self.pointer = library.llama_init_from_model(model, params)
         if not self.pointer:
-            raise Refused(
-                "llama.cpp has no room for this many sequences", why=f"{rows} of {context:,} tokens"
-            )
+            why = f"{rows} of {context:,} tokens"
+            raise Refused("llama.cpp has no room for this many sequences", why=why)
         self.memory = library.llama_get_memory(self.pointer)
         self._seen: tuple[tuple[int, int], np.ndarray] | None = None
         self.batch = library.llama_batch_init(max(BATCH_TOKENS, context), 0, 1)
@@ -124,9 +123,8 @@ class LlamaCausal(StepsByForward):
 
     def new_cache(self, rows: int) -> LlamaContext:
         """A context of its own; a row costs what its tokens cost."""
-        return LlamaContext(
-            self.library, self.model, rows, self.context, self._threads, **dict(self._settings)
-        )
+        sizes = (rows, self.context, self._threads)
+        return LlamaContext(self.library, self.model, *sizes, **self._settings)
 
     def step(self, spans: Sequence[Span], cache: LlamaContext) -> Any:
         """See `core.backend.CausalBackend.step`; what one call gives is memory that the next writes again."""

@@ -19,9 +19,7 @@ class CudaCausal(OnnxCausal):
             raise WrongUse("torch has no CUDA device here", where=f"--device {device}", fix="--device cpu")
         super().__init__(session, config, dtype)
         self.device = device
-        self._spare = torch.zeros(
-            1, device=device
-        )  # torch gives empty tensors no address, and one is asked for
+        self._spare = torch.zeros(1, device=device)  # empty tensors have no address, and one is asked for
 
     def zeros(self, shape: tuple[int, ...], kind: Any) -> Any:
         """See `OnnxCausal.zeros`."""

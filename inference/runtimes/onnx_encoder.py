@@ -55,10 +55,6 @@ def encoder_feeds(
     ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray, names: set[str]
 ) -> dict[str, np.ndarray]:
     """The inputs of a BERT graph of our writer, those of them that it has."""
-    feeds = {
-        "input_ids": ids_BS,
-        "attention_mask": mask_BS,
-        "logit_positions": ask_BN,
-        "token_type_ids": types_BS,
-    }
+    feeds = {"input_ids": ids_BS, "attention_mask": mask_BS, "token_type_ids": types_BS}
+    feeds["logit_positions"] = ask_BN
     return {name: np.ascontiguousarray(value, np.int64) for name, value in feeds.items() if name in names}

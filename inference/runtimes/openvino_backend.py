@@ -11,16 +11,8 @@ from ...models.config import BERTConfig
 from .onnx_encoder import encoder_feeds
 
 INSTALL = "pip install 'throughline[openvino]'"
-OUTPUTS = {
-    "last_hidden_state",
-    "mlm_logits",
-    "sentence_embedding",
-    "pooler_output",
-    "nsp_logits",
-    "logits",
-    "start_logits",
-    "end_logits",
-}  # of our writer's graphs
+OUTPUTS = {"last_hidden_state", "mlm_logits", "sentence_embedding", "pooler_output", "nsp_logits"}
+OUTPUTS |= {"logits", "start_logits", "end_logits"}  # of our writer's graphs
 
 
 def compile_graph(path: Path | str, threads: int | None, precision: str = "f32") -> Any:

@@ -36,9 +36,7 @@ class Part:
     row: int
     rows: int
     seen: int
-    mask: (
-        Tensor | None
-    )  # (S, seen) of a prompt's part, (R, 1, 1, seen) of single tokens; None = all or causal
+    mask: Tensor | None  # (S, seen) of a prompt's part, (R, 1, 1, seen) of single tokens; None: all or causal
 
 
 class Packed:
@@ -55,15 +53,10 @@ class Packed:
         asked = {i: np.arange(end - spans[i].asked, end) for i, end in zip(order, ends)}
         wanted = np.concatenate([asked[i] for i in range(len(spans))])
         ids = np.concatenate([span.ids for span in line])
-        tokens = len(ids)
         # one transfer for everything
         packed = torch.from_numpy(np.concatenate((ids, rows, places, wanted)).astype(np.int64)).to(device)
-        self.ids_1T, self.rows_T, self.places_1T, self.wanted_N = (
-            packed[None, :tokens],
-            packed[tokens : 2 * tokens],
-            packed[None, 2 * tokens : 3 * tokens],
-            packed[3 * tokens :],
-        )
+        ids_T, self.rows_T, places_T, self.wanted_N = packed.split([len(ids)] * 3 + [len(wanted)])
+        self.ids_1T, self.places_1T = ids_T[None], places_T[None]
         self.parts = list(self._parts(line))
 
     def _parts(self, line: Sequence[Span]) -> Iterator[Part]:

@@ -21,9 +21,7 @@ import numpy as np
 from ...core.logits import Array, library, log_sum
 from .sampling import Sampling
 
-LEADING = (
-    1024  # most probable tokens that are looked at first: top-k gains by it, top-p over wide nuclei does not
-)
+LEADING = 1024  # most probable tokens to look at first: top-k gains by it, top-p over wide nuclei does not
 
 
 def beside(array: Array, values: np.ndarray) -> Array:
@@ -173,9 +171,7 @@ def _floors_of(sorted_RK: Array, weights_RV: Array, settings: Sequence[Sampling]
 
 
 def cumulated(weights_RV: Array) -> Array:
-    """Sums from the first token of a row on. NumPy adds one after another: in float64, or 50,000 float32 sums
-    would drift.
-    """
+    """Sums from the first token of a row on. NumPy adds one by one: in float64, or 50,000 sums would drift."""
     if library(weights_RV) is np:
         return np.cumsum(weights_RV, axis=1, dtype=np.float64)
     return weights_RV.cumsum(1)

@@ -26,9 +26,7 @@ class OpenedModel(NamedTuple):
 
 
 class FoundModel(NamedTuple):
-    """A model that has been looked for and not yet read: its directory, and its tokenizer.json (None when it
-    has none).
-    """
+    """A model looked for and not yet read: its directory, and its tokenizer.json (None when it has none)."""
 
     directory: Path
     tokenizer: Path | None
@@ -86,11 +84,9 @@ def find_model(path: Path | str) -> FoundModel:
         raise WrongUse(what, where=path, why=why, fix=fix)
     if not _is_huggingface(path):
         if is_artifact(path) and (kind := read_manifest(path).kind) in ("onnx", "engine", "gguf"):
-            raise WrongUse(
-                f"a torch model is needed, this is an artifact of kind {kind}",
-                where=path,
-                fix="give the run or checkpoint that it was exported from (`throughline show` names it)",
-            )
+            what = f"a torch model is needed, this is an artifact of kind {kind}"
+            fix = "give the run or checkpoint that it was exported from (`throughline show` names it)"
+            raise WrongUse(what, where=path, fix=fix)
         from ...train.checkpoint import locate
 
         path = locate(path)

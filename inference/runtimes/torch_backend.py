@@ -1,6 +1,4 @@
-"""The torch backends: the modules themselves behind the protocols, and the reference that every export is
-compared with.
-"""
+"""The torch backends: the modules behind the protocols, and what every export is compared with."""
 
 from collections.abc import Sequence
 
@@ -31,9 +29,8 @@ class TorchCausal:
         self._like = model.token_table.weight
         self.device, self.dtype = str(self._like.device), DTYPE_NAMES[self._like.dtype]
         config = model.config
-        self.token_bytes = (
-            2 * config.layers * config.key_value_heads * config.head_size * self._like.element_size()
-        )
+        heads = config.layers * config.key_value_heads
+        self.token_bytes = 2 * heads * config.head_size * self._like.element_size()
         self._attentions = [module for module in model.modules() if isinstance(module, Attention)]
         self._packs = config.attention_pattern is None  # a pattern has an attention of its own
 
