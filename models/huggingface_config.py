@@ -64,26 +64,17 @@ WHOLE = {"mlp_width": "feed_forward_size", "kv_heads": "key_value_heads", "head_
 def describe(config: ModelConfig) -> tuple[dict[str, Any], ModelConfig]:
     """Their config fields for a shape, and the shape that they imply: GPT-2 always has biases."""
     if config.attention_pattern is not None:
+        what = "a model with an attention pattern has no Hugging Face layout of ours"
         why = "GPT-2, Llama and BERT there look at the whole sequence"
-        raise Refused(
-            "a model with an attention pattern has no Hugging Face layout of ours",
-            where="attention_window",
-            why=why,
-        )
+        raise Refused(what, where="attention_window", why=why)
     if isinstance(config, BERTConfig):
         return _describe_bert(config), config
     if config.positions == "rotary":
         return _describe_llama(config), config
-    if (
-        config.norm != "layernorm"
-        or config.gated
-        or config.kv_heads not in (0, config.heads)
-        or config.head_width
-    ):
-        raise Refused(
-            "this shape has no Hugging Face layout of ours",
-            why="GPT-2 there has layer norms, a plain MLP, and one key head of width / heads per head",
-        )
+    one_to_one = config.kv_heads in (0, config.heads) and not config.head_width
+    if config.norm != "layernorm" or config.gated or not one_to_one:
+        why = "GPT-2 there has layer norms, a plain MLP, and one key head of width / heads per head"
+        raise Refused("this shape has no Hugging Face layout of ours", why=why)
     fields = _written(config, "gpt2", "GPT2LMHeadModel")
     fields |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
     return fields, dataclasses.replace(config, bias=True)
@@ -110,19 +101,10 @@ def _describe_llama(config: GPTConfig) -> dict[str, Any]:
 
 
 def _describe_bert(config: BERTConfig) -> dict[str, Any]:
-    plain = (
-        config.norm == "layernorm"
-        and config.bias
-        and not config.gated
-        and config.key_value_heads == config.heads
-    )
-    if (
-        not plain
-        or config.norm_first
-        or not config.mlm_transform
-        or not config.token_types
-        or config.relative_buckets
-    ):
+    one_to_one = config.key_value_heads == config.heads
+    plain = config.norm == "layernorm" and config.bias and not config.gated and one_to_one
+    parts = config.mlm_transform and config.token_types and not config.relative_buckets
+    if not plain or not parts or config.norm_first:
         why = "BERT there is post-norm, with biases, a segment table, an MLM transform and no relative positions"
         fix = "export it to ONNX, or train a post-norm one (model.overrides.norm_first = false)"
         raise Refused("this shape has no Hugging Face layout of ours", why=why, fix=fix)
@@ -155,13 +137,16 @@ def read_config(fields: dict[str, Any], state: Mapping[str, Tensor], where: str)
     return config
 
 
+def unlike_ours(where: str, why: str) -> Refused:
+    """The error of a model that uses something that ours do not have."""
+    return Refused("this model uses something that ours do not have", where=where, why=why)
+
+
 def _allow(fields: dict[str, Any], where: str, name: str, usual: Any, *others: Any) -> Any:
     """The value of a field, `usual` when absent; refused unless it is the usual one or one of the others."""
     value = fields.get(name, usual)
     if value not in (usual, *others):
-        raise Refused(
-            "this model uses something that ours do not have", where=where, why=f"{name} = {value!r}"
-        )
+        raise unlike_ours(where, f"{name} = {value!r}")
     return value
 
 
@@ -189,9 +174,7 @@ def _read_gpt2(fields: dict[str, Any], where: str) -> GPTConfig:
 def _read_llama(fields: dict[str, Any], where: str) -> GPTConfig:
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise Refused(
-            "this model uses something that ours do not have", where=where, why=f"scaled rope: {rope}"
-        )
+        raise unlike_ours(where, f"scaled rope: {rope}")
     _allow(fields, where, "attention_bias", False)
     _allow(fields, where, "mlp_bias", False)
     found = _read(fields, where, "llama")

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..core.errors import Failed, Refused
+from ..core.errors import Failed
 from .bert import BERT
 from .config import BERTConfig
 from .gpt import GPT
 from .heads import SPAN_LABELS, BERTWithHead, Head, HeadKind, empty_with_head
 from .huggingface import State, fill, from_huggingface, outward, read_directory
-from .huggingface_config import describe, read_config
+from .huggingface_config import describe, read_config, unlike_ours
 from .huggingface_names import head_pairs
 
 CLASSES: dict[str, HeadKind] = {
@@ -71,8 +71,7 @@ def _read_head(fields: dict[str, Any], kind: HeadKind, where: str) -> Head:
     if kind == "question-answering":
         return Head(kind, SPAN_LABELS)
     if fields.get("problem_type") not in (None, "single_label_classification"):
-        why = f"problem_type = {fields['problem_type']!r}"
-        raise Refused("this model uses something that ours do not have", where=where, why=why)
+        raise unlike_ours(where, f"problem_type = {fields['problem_type']!r}")
     given = fields.get("id2label") or {str(i): f"LABEL_{i}" for i in range(fields.get("num_labels") or 2)}
     try:
         labels = tuple(str(given[str(i)]) for i in range(len(given)))

@@ -76,19 +76,14 @@ def engine_facts(
     products = [kernel for kernel in kernels if kernel.kind in PRODUCTS and kernel.block is not None]
     types = Counter(kernel.types[0] for kernel in products if kernel.types)
     wanted = {"fp16": "Half", "int8": "Int8", "fp32": "Float"}[precision]
-    other = {name: count for name, count in types.items() if name != wanted}
-    if other or not types:
-        raise Refused(
-            "the engine does not multiply in the precision of the graph",
-            why=f"products with inputs of type {dict(types)}, all should be {wanted}",
-            fix="build with another version of TensorRT, or export with another --precision",
-        )
+    if set(types) != {wanted}:
+        why = f"products with inputs of type {dict(types)}, all should be {wanted}"
+        fix = "build with another version of TensorRT, or export with another --precision"
+        raise Refused("the engine does not multiply in the precision of the graph", why=why, fix=fix)
     if fused < config.layers:
-        raise Refused(
-            "attention was not fused",
-            why=f"{fused} fused attention kernels for {config.layers} layers",
-            fix="build with the version of TensorRT that pyproject.toml names",
-        )
+        why = f"{fused} fused attention kernels for {config.layers} layers"
+        fix = "build with the version of TensorRT that pyproject.toml names"
+        raise Refused("attention was not fused", why=why, fix=fix)
     inner = range(1, config.layers - 1) if config.layers > 2 else range(config.layers)
     return {
         "kernels": len(kernels) // profiles,

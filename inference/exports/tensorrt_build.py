@@ -91,32 +91,19 @@ def build_engine(
         member = "SM" + capability.replace(".", "")
         settings.set_compute_capability(getattr(library.ComputeCapability, member), 0)
     for profile in profiles:
-        _add_profile(builder, settings, network, profile, config)
-    cache = _read_cache(settings, timing_cache)
+        added = builder.create_optimization_profile()
+        for name in (network.get_input(i).name for i in range(network.num_inputs)):
+            added.set_shape(name, *profile.shapes(name, config))
+        settings.add_optimization_profile(added)
+    if timing_cache is not None:
+        known = timing_cache.read_bytes() if timing_cache.is_file() else b""
+        settings.set_timing_cache(settings.create_timing_cache(known), False)
     engine = builder.build_serialized_network(network, settings)
     if engine is None:
         raise Failed("the engine could not be built", where=graph, why=logger.last_error())
-    if cache is not None and timing_cache is not None:
+    if timing_cache is not None:
         timing_cache.write_bytes(bytes(settings.get_timing_cache().serialize()))
     return bytes(engine), logger.messages
-
-
-def _add_profile(
-    builder: Any, settings: Any, network: Any, profile: Profile, config: TransformerConfig
-) -> None:
-    added = builder.create_optimization_profile()
-    for i in range(network.num_inputs):
-        name = network.get_input(i).name
-        added.set_shape(name, *profile.shapes(name, config))
-    settings.add_optimization_profile(added)
-
-
-def _read_cache(settings: Any, path: Path | None) -> Any:
-    if path is None:
-        return None
-    cache = settings.create_timing_cache(path.read_bytes() if path.is_file() else b"")
-    settings.set_timing_cache(cache, False)
-    return cache
 
 
 def _logger(library: Any) -> Any:

@@ -7,6 +7,7 @@ ranges.json; it belongs to the weights that it was made from.
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +50,11 @@ def calibrate(model: "nn.Module", rows: TextRows) -> dict[str, float]:
         return hook
 
     for first in (True, False):  # the largest values, then the histograms up to them
-        hooks = [layer.register_forward_hook(look(name, first)) for name, layer in layers.items()]
-        try:
-            with torch.inference_mode():
-                for start in range(0, len(rows.calibration), BATCH):
-                    _run(model, torch.from_numpy(rows.calibration[start : start + BATCH]))
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, torch.inference_mode():
+            for name, layer in layers.items():
+                hooks.enter_context(layer.register_forward_hook(look(name, first)))
+            for start in range(0, len(rows.calibration), BATCH):
+                _run(model, torch.from_numpy(rows.calibration[start : start + BATCH]))
     return {name: best_clip(counts[name], top) for name, top in largest.items() if top > 0}
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,21 +85,18 @@ def probe(model: "nn.Module", graph: Path, config: ModelConfig) -> tuple[list[di
         theirs = session.run(names, feeds)
     found: list[np.ndarray] = []
     body: Any = getattr(model, "encoder", model)
-    hooks = [
-        block.register_forward_hook(lambda _m, _i, output: found.append(output.float().cpu().numpy()))
-        for block in body.blocks.values()
-    ]
-    try:
-        with torch.inference_mode():
-            ids = torch.from_numpy(feeds["input_ids"])
-            if isinstance(config, GPTConfig):
-                body.hidden(ids)
-            else:
-                types = torch.zeros_like(ids) if config.token_types else None
-                body.hidden(ids, types, torch.from_numpy(real))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.inference_mode():
+        for block in body.blocks.values():
+            keep = block.register_forward_hook(
+                lambda _m, _i, output: found.append(output.float().cpu().numpy())
+            )
+            hooks.enter_context(keep)
+        ids = torch.from_numpy(feeds["input_ids"])
+        if isinstance(config, GPTConfig):
+            body.hidden(ids)
+        else:
+            types = torch.zeros_like(ids) if config.token_types else None
+            body.hidden(ids, types, torch.from_numpy(real))
     rows = []
     for layer, (ours, other) in enumerate(zip(found, theirs)):
         tally = Tally(logits=False)

@@ -76,16 +76,14 @@ class Blocks:
             op = "LayerNormalization" if self.config.norm == "layernorm" else "RMSNormalization"
             return graph.node(op, x, scale, *bias, out=out, axis=-1, epsilon=epsilon, stash_type=1)
         wide = graph.wide(x)
-        square = graph.node("ReduceMean", graph.node("Mul", wide, wide), *self._axes(), **self._axis())
+        square = graph.node("Mul", wide, wide)
+        if graph.opset >= 18:
+            square = graph.node("ReduceMean", square, graph.ints(-1))
+        else:
+            square = graph.node("ReduceMean", square, axes=[-1])
         small = graph.weight("epsilon", np.array(epsilon, np.float32))
         root = graph.node("Sqrt", graph.node("Add", square, small))
         return graph.node("Mul", graph.narrow(graph.node("Div", wide, root)), scale, out=out)
-
-    def _axes(self) -> list[str]:
-        return [self.graph.ints(-1)] if self.graph.opset >= 18 else []
-
-    def _axis(self) -> dict[str, Any]:
-        return {} if self.graph.opset >= 18 else {"axes": [-1]}
 
     def sum_norm(self, x: str, branch: str, name: str, out: str = "") -> str:
         """The norm of x + branch."""
