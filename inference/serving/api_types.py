@@ -32,9 +32,10 @@ class Strict(BaseModel):
     def _known(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        known = [field.alias or name for name, field in cls.model_fields.items()]
         kept = {}
         for name, value in given.items():
-            if name in cls.model_fields or not isinstance(name, str):
+            if name in known or not isinstance(name, str):
                 if value is not None:
                     kept[name] = value
             elif name in cls.missing:
@@ -43,8 +44,7 @@ class Strict(BaseModel):
                     fix = f"leave it out{f' or give {neutral}' if neutral else ''}"
                     raise WrongUse(f"{name} is not supported by this server", where=name, fix=fix)
             else:
-                fields = [*cls.model_fields, *cls.missing]
-                fix = did_you_mean(name, fields, f"known: {', '.join(cls.model_fields)}")
+                fix = did_you_mean(name, [*known, *cls.missing], f"known: {', '.join(known)}")
                 raise WrongUse(f"unknown field {name[:100]!r}", where=name[:100], fix=fix)
         return kept
 
@@ -52,9 +52,7 @@ class Strict(BaseModel):
 class Body(Strict):
     """What every request body may say."""
 
-    model: str | None = Field(
-        None, description="A name from /v1/models; may be left out when only one model fits."
-    )
+    model: str | None = Field(None, description="From /v1/models; may be left out when only one model fits.")
     user: str | None = Field(None, description="Accepted for OpenAI's clients, not used.")
     metadata: dict[str, str] | None = Field(None, description="Accepted for OpenAI's clients, not used.")
 
@@ -70,19 +68,10 @@ class StreamOptions(Strict):
 class JsonSchema(Strict):
     """The schema of a `response_format` of type json_schema."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
-
     name: str = ""
     description: str = ""
     schema_: dict[str, Any] | bool = Field(alias="schema")
     strict: bool = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "schema" in given:
-            given = {("schema_" if name == "schema" else name): value for name, value in given.items()}
-        return given
 
 
 class ResponseFormat(Strict):
@@ -129,20 +118,19 @@ class Generation(Body):
 
     def constraint(self) -> dict[str, Any] | None:
         """What the answer must match: {"json": schema} or {"regex": ...}. Raises WrongUse for both."""
+        expression = {"regex": self.guided_regex} if self.guided_regex else None
         shape = self.response_format
-        schema: Any = None
-        if shape is not None and shape.type == "json_schema":
-            if shape.json_schema is None:
-                raise WrongUse(
-                    "the schema is missing", where="response_format", fix="give json_schema.schema"
-                )
-            schema = {"json": shape.json_schema.schema_}
-        elif shape is not None and shape.type == "json_object":
-            schema = {"json": {"type": "object"}}
-        if schema and self.guided_regex:
+        if shape is None or shape.type == "text":
+            return expression
+        if expression:
             fix = "give response_format or guided_regex"
             raise WrongUse("an answer cannot have two shapes", where="guided_regex", fix=fix)
-        return {"regex": self.guided_regex} if self.guided_regex else schema
+        if shape.type == "json_object":
+            return {"json": {"type": "object"}}
+        if shape.json_schema is None:
+            fix = "give json_schema.schema"
+            raise WrongUse("the schema is missing", where="response_format", fix=fix)
+        return {"json": shape.json_schema.schema_}
 
 
 class CompletionBody(Generation):

@@ -51,9 +51,8 @@ class Server:
         """The model of that name, or the only one that the endpoint fits. Raises HTTPException 404 or
         WrongUse.
         """
-        fitting = [
-            model for model in self.models if endpoint in (*model.endpoints, "/tokenize", "/detokenize")
-        ]
+        tokens_only = endpoint in ("/tokenize", "/detokenize")
+        fitting = [model for model in self.models if tokens_only or endpoint in model.endpoints]
         if name is None:
             if len(fitting) != 1:
                 if waiting := next((model for model in self.models if not model.ready), None):
@@ -66,7 +65,7 @@ class Server:
             found = self.find(name)
         watch.model = found.name
         # A full queue is known before anything is tokenised.
-        found.remote.check_room(0 if endpoint in ("/tokenize", "/detokenize") else 1)
+        found.remote.check_room(0 if tokens_only else 1)
         if found not in fitting:
             kind = "GPT" if found.causal else "BERT"
             what = f"{found.name} is a {kind} and does not answer {endpoint}"
@@ -98,9 +97,8 @@ class Call:
         """Do the work; give it up when the client goes away, whose slots are then free for others, and with a 504
         after the deadline.
         """
-        gone = asyncio.ensure_future(
-            self._request.receive()
-        )  # the body is read: the next message is that it left
+        # The body is read: the next message is that the client left.
+        gone = asyncio.ensure_future(self._request.receive())
         try:
             async with asyncio.timeout_at(self.deadline_s) as limit:
 
@@ -114,9 +112,7 @@ class Call:
                     gone.remove_done_callback(hurry)
         except TimeoutError:
             if gone.done():
-                raise HTTPException(
-                    499, "the client went away"
-                ) from None  # for the record only: nobody reads it
+                raise HTTPException(499, "the client went away") from None  # nobody reads it
             raise HTTPException(504, "the answer took longer than this server allows") from None
         finally:
             gone.cancel()
@@ -167,10 +163,8 @@ def openapi(routes: Sequence[Route]) -> dict[str, Any]:
     for route in routes:
         if not route.include_in_schema:
             continue
-        about: dict[str, Any] = {
-            "summary": route.name.replace("_", " ").capitalize(),
-            "operationId": route.name,
-        }
+        about: dict[str, Any] = {"summary": route.name.replace("_", " ").capitalize()}
+        about["operationId"] = route.name
         about |= {"description": getdoc(route.endpoint), "responses": {"200": {"description": "The answer."}}}
         if route.param_convertors:
             given = {"in": "path", "required": True, "schema": {"type": "string"}}

@@ -19,11 +19,7 @@ from .generation import Job, TextDelta
 
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 18
-KINDS: dict[str, type[ThroughlineError]] = {
-    "WrongUse": WrongUse,
-    "MissingExtra": WrongUse,
-    "Refused": Refused,
-}
+KINDS = {"WrongUse": WrongUse, "MissingExtra": WrongUse, "Refused": Refused}
 
 Work = Job | Encoding
 
@@ -76,9 +72,7 @@ class Broken(msgspec.Struct, tag=True):
     def error(self) -> ThroughlineError:
         """The error that `of` was given."""
         kind = KINDS.get(self.kind, Failed)
-        error = kind.__new__(kind)
-        ThroughlineError.__init__(error, self.what, where=self.where, why=self.why, fix=self.fix)
-        return error
+        return kind(self.what, where=self.where, why=self.why, fix=self.fix)
 
 
 class Made(msgspec.Struct, array_like=True):
@@ -155,18 +149,13 @@ class Inbox:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._parts = connection, Parts()
-        self._bell, self._rope = socket.socketpair()
         self._poll = select.poll()
-        for one in (connection, self._bell):
-            self._poll.register(one, select.POLLIN)
+        self._poll.register(connection, select.POLLIN)
         self.ended = False  # the other side has
 
-    def take(self, wait: bool) -> list[Message]:
-        """What has come; waits, if told, for a message, the end, or `ring`."""
-        ready = {descriptor for descriptor, _ in self._poll.poll(None if wait else 0)}
-        if self._bell.fileno() in ready:
-            self._bell.recv(READ_BYTES)
-        if self._connection.fileno() not in ready:
+    def take(self, wait_ms: int | None) -> list[Message]:
+        """What has come; waits so long for a message or the end (None: for ever)."""
+        if not self._poll.poll(wait_ms):
             return []
         try:
             data = self._connection.recv(READ_BYTES)
@@ -174,15 +163,6 @@ class Inbox:
             data = b""
         self.ended = not data
         return list(self._parts.feed(data))
-
-    def ring(self) -> None:
-        """End a waiting `take`; any thread may."""
-        self._rope.send(b"!")
-
-    def close(self) -> None:
-        """Give the bell back."""
-        self._bell.close()
-        self._rope.close()
 
 
 class Messages(asyncio.Protocol):

@@ -30,12 +30,9 @@ class ChatTemplate:
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(
-            value, ensure_ascii=False, **{k: v for k, v in options.items() if k == "indent"}
-        )
+        usual: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
+        environment = ImmutableSandboxedEnvironment(**usual)
+        environment.filters["tojson"] = _json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = time.strftime
         try:
@@ -47,7 +44,9 @@ class ChatTemplate:
         self._special = {token["content"]: int(token["id"]) for token in added}
         longest_first = sorted(self._special, key=len, reverse=True)
         self._any_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self.ends = self._ends()
+        # Tokens that end a turn besides the tokenizer's end-of-text token: an answer that writes one has ended.
+        usual_ends = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", names["eos_token"])
+        self.ends = tuple(name for name in dict.fromkeys(usual_ends) if name in self._special)
 
     @classmethod
     def find(cls, directory: Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
@@ -91,20 +90,16 @@ class ChatTemplate:
         return np.concatenate(parts).astype(np.int64)
 
     def _plain(self, text: str) -> str:
-        return self._any_special.sub(
-            lambda found: found[0][0] + BREAK + found[0][1:], text.replace(BREAK, "")
-        )
+        text = text.replace(BREAK, "")
+        return self._any_special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
 
     def _encode(self, text: str) -> np.ndarray:
         text = text.replace(BREAK, "")
         return self._tokenizer.encode(text) if text else np.zeros(0, np.int32)
 
-    def _ends(self) -> tuple[str, ...]:
-        """Special tokens that end a turn besides the tokenizer's end-of-text token, by name: an answer that
-        writes one has ended.
-        """
-        usual = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", self._names["eos_token"])
-        return tuple(name for name in dict.fromkeys(usual) if name in self._special)
+
+def _json(value: Any, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _refuse(message: str) -> None:

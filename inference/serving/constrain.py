@@ -23,10 +23,8 @@ class Grammars:
                 tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=tokenizer.eos_id
             )
         except ValueError as error:
-            why = str(error).splitlines()[0]
-            raise WrongUse(
-                "this model's tokenizer cannot be constrained", where="response_format", why=why
-            ) from error
+            what, why = "this model's tokenizer cannot be constrained", str(error).splitlines()[0]
+            raise WrongUse(what, where="response_format", why=why) from error
 
     def guide(self, constraint: dict[str, Any]) -> "GrammarGuide":
         """What keeps one answer to {"json": schema} or {"regex": expression}."""

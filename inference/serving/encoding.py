@@ -58,9 +58,8 @@ class Reader:
 
         Raises WrongUse for a text that is empty, ids outside the vocabulary and what is longer than the context.
         """
-        before, behind = (
-            [i] if i is not None else [] for i in (self.tokenizer.cls_id, self.tokenizer.sep_id)
-        )
+        special = self.tokenizer.cls_id, self.tokenizer.sep_id
+        before, behind = ([] if i is None else [i] for i in special)
         ids, ends = before, []
         for where, text in texts.items():
             own = self.tokenizer.encode(text) if isinstance(text, str) else text

@@ -142,6 +142,5 @@ class TextStream:
 
 def open_stop(text: str, stop: str) -> int:
     """Length of the longest end of `text` with which `stop` begins."""
-    return next(
-        (size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0
-    )
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)

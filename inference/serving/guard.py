@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,29 +31,20 @@ OPEN = ("/", "/health", "/ready")  # without a key: the page holds no secret, pr
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class Keys:
-    """API keys, compared in constant time: the time of an answer tells nothing of how much was right."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._hashes)
-
-    def fit(self, given: str) -> bool:
-        """Whether this is one of the keys."""
-        hashed = hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
-        return bool(sum([hmac.compare_digest(hashed, known) for known in self._hashes]))
-
-
 class Guard:
     """The ASGI layer around the endpoints."""
 
     def __init__(
-        self, app: ASGIApp, limits: ServerLimits, keys: Keys, telemetry: Telemetry, draining: asyncio.Event
+        self,
+        app: ASGIApp,
+        limits: ServerLimits,
+        keys: Sequence[str],
+        telemetry: Telemetry,
+        draining: asyncio.Event,
     ) -> None:
-        self.app, self.limits, self._keys = app, limits, keys
+        self.app, self.limits = app, limits
         self.telemetry, self.draining = telemetry, draining
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,27 +66,21 @@ class Guard:
                 message = f"a fault of the server; its log has the request id {exchange.id}"
                 await error_response(message, "server_error", 500)(scope, receive, exchange.send)
         finally:
-            route = scope.get("route")
-            endpoint = getattr(route, "path", "other")
-            client = scope.get("client")
-            self.telemetry.answered(
-                exchange.watch,
-                endpoint,
-                status,
-                id=exchange.id,
-                client=client[0] if client else None,
-                method=scope["method"],
-                path=endpoint if route else scope["path"][:200],
-            )
+            path = getattr(scope.get("route"), "path", None)
+            client = (scope.get("client") or [None])[0]
+            said = {"client": client, "method": scope["method"], "path": path or scope["path"][:200]}
+            self.telemetry.answered(exchange.watch, path or "other", status, id=exchange.id, **said)
 
     def _refuse(self, scope: Scope, exchange: "Exchange") -> Response | None:
         if self._keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
             kind, _, key = exchange.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-            if kind.lower() != "bearer" or not self._keys.fit(key.strip()):
+            given = hashlib.sha256(key.strip().encode()).digest()
+            # All are compared, in constant time: the time of an answer tells nothing of how much was right.
+            fits = [hmac.compare_digest(given, known) for known in self._keys]
+            if kind.lower() != "bearer" or not any(fits):
                 message = "a valid API key is needed: Authorization: Bearer KEY"
-                response = error_response(message, "authentication_error", 401, code="invalid_api_key")
-                response.headers["WWW-Authenticate"] = "Bearer"
-                return response
+                asked = {"WWW-Authenticate": "Bearer"}
+                return error_response(message, "authentication_error", 401, None, "invalid_api_key", asked)
         length = exchange.headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.limits.body_bytes:
             return error_response(exchange.too_large, "invalid_request_error", 413)
@@ -124,9 +109,8 @@ class Exchange:
             async with asyncio.timeout_at(self._until_s):
                 message = await self._receive()
         except TimeoutError:
-            raise HTTPException(
-                408, f"the body did not come within {self._guard.limits.body_s:g} s"
-            ) from None
+            why = f"the body did not come within {self._guard.limits.body_s:g} s"
+            raise HTTPException(408, why) from None
         self._read += len(message.get("body", b""))
         if self._read > self._guard.limits.body_bytes:
             raise HTTPException(413, self.too_large)
@@ -150,25 +134,29 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def json_response(value: Any, status: int = 200) -> Response:
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A value as an answer; numbers that are not finite become null."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 def error_response(
-    message: str, kind: str, status: int, param: str | None = None, code: str | None = None
+    message: str,
+    kind: str,
+    status: int,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
     """An error as an answer."""
-    return json_response(error_body(message, kind, param, code), status)
+    return json_response(error_body(message, kind, param, code), status, headers)
 
 
 def told(error: ThroughlineError) -> Response:
     """One of our errors as an answer; what the user did not cause says nothing of paths."""
     if isinstance(error, Busy):
         kind, status = ("server_error", 503) if error.absent else ("rate_limit_error", 429)
-        response = error_response(f"{error.what}; {error.fix}", kind, status)
-        response.headers["Retry-After"] = str(error.retry_after_s)
-        return response
+        later = {"Retry-After": str(error.retry_after_s)}
+        return error_response(f"{error.what}; {error.fix}", kind, status, headers=later)
     message = "; ".join(part for part in (error.what, error.why, error.fix) if part)
     if isinstance(error, WrongUse):
         return error_response(message, "invalid_request_error", 400, error.where or None)
@@ -186,9 +174,7 @@ async def _invalid(request: Request, error: Any) -> Response:
 
 async def _http(request: Request, error: Any) -> Response:
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    response = error_response(str(error.detail), kind, error.status_code)
-    response.headers.update(error.headers or {})
-    return response
+    return error_response(str(error.detail), kind, error.status_code, headers=error.headers)
 
 
 async def _ours(request: Request, error: Any) -> Response:

@@ -8,7 +8,6 @@ import numpy as np
 
 from ...core.errors import WrongUse
 from ...core.logits import log_softmax
-from ...data.tokenizer import Tokenizer
 from .api_types import ClassifyBody, DetokenizeBody, EmbeddingBody, FillMaskBody, RerankBody, TokenizeBody
 from .calls import Call
 from .encoding import Encoding, unit
@@ -33,8 +32,17 @@ async def fill_mask(call: Call, body: FillMaskBody) -> dict[str, Any]:
     """The most probable tokens for every mask in a text, with a BERT."""
     reader = call.model.reader
     texts, answers = await _read(call, len(body.input), lambda: [reader.masked(body.input, body.top_k)])
-    filled = _fill(reader.tokenizer, texts[0], answers[0]["ids"], answers[0]["probabilities"])
-    return {"object": "list", **filled, "model": call.model.name, "usage": _usage(texts)}
+    decode, positions, best_NK = reader.tokenizer.decode, texts[0].ask, answers[0]["ids"]
+    data = []
+    for index, (ids, shares) in enumerate(zip(best_NK.tolist(), answers[0]["probabilities"].tolist())):
+        found = [{"id": i, "text": decode([i]), "probability": share} for i, share in zip(ids, shares)]
+        position = int(positions[index])
+        data.append({"object": "mask", "index": index, "position": position, "candidates": found})
+    filled = texts[0].ids.copy()
+    filled[positions] = best_NK[:, 0]
+    framing = (reader.tokenizer.cls_id, reader.tokenizer.sep_id)
+    text = decode([i for i in filled if i not in framing])  # with the best in place
+    return {"object": "list", "data": data, "text": text, "model": call.model.name, "usage": _usage(texts)}
 
 
 async def classify(call: Call, body: ClassifyBody) -> dict[str, Any]:
@@ -60,11 +68,9 @@ async def rerank(call: Call, body: RerankBody) -> dict[str, Any]:
     texts, answers = await _read(call, size, lambda: [model.reader.frame(pair, want=want) for pair in pairs])
     scores = [_score(answer["class_logits"]) for answer in answers]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
-    results = [
-        {"index": i, "relevance_score": scores[i]}
-        | ({"document": {"text": body.documents[i]}} if body.return_documents else {})
-        for i in order
-    ]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
+    for result in results if body.return_documents else ():
+        result["document"] = {"text": body.documents[result["index"]]}
     return {"model": model.name, "results": results, "usage": _usage(texts)}
 
 
@@ -111,32 +117,10 @@ def _shares(logits_C: np.ndarray) -> np.ndarray:
 
 
 def _score(logits_C: np.ndarray) -> float:
-    return (
-        float(1 / (1 + np.exp(-float(logits_C[0])))) if len(logits_C) == 1 else float(_shares(logits_C)[-1])
-    )
+    alone = len(logits_C) == 1
+    return float(1 / (1 + np.exp(-float(logits_C[0]))) if alone else _shares(logits_C)[-1])
 
 
 def _usage(texts: Sequence[Encoding]) -> dict[str, int]:
     tokens = sum(len(text.ids) for text in texts)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
-def _fill(
-    tokenizer: Tokenizer, text: Encoding, ids_NK: np.ndarray, probabilities_NK: np.ndarray
-) -> dict[str, Any]:
-    """For every mask its most probable tokens with probabilities, best first, and the text with the best ones
-    in place.
-    """
-    data = []
-    for index, (ids, probabilities) in enumerate(zip(ids_NK.tolist(), probabilities_NK.tolist())):
-        candidates = [
-            {"id": i, "text": tokenizer.decode([i]), "probability": probability}
-            for i, probability in zip(ids, probabilities)
-        ]
-        data.append(
-            {"object": "mask", "index": index, "position": int(text.ask[index]), "candidates": candidates}
-        )
-    filled = text.ids.copy()
-    filled[text.ask] = ids_NK[:, 0]
-    framing = (tokenizer.cls_id, tokenizer.sep_id)
-    return {"data": data, "text": tokenizer.decode([i for i in filled if i not in framing])}

@@ -114,13 +114,11 @@ class ServedModel:
     def job(self, body: Generation, ids: np.ndarray, max_tokens: int, logprobs: int | None) -> Job:
         """The `n` answers that a body wants for one prompt. Raises WrongUse."""
         echo = isinstance(body, CompletionBody) and body.echo
-        if body.n > self.limits.max_n:
-            why = f"{body.n} > {self.limits.max_n}"
-            raise WrongUse("n is above this server's limit", where="n", why=why)
-        most = self.limits.max_tokens
-        if most is not None and max_tokens > most:
-            why = f"{max_tokens} > {most}"
-            raise WrongUse("max_tokens is above this server's limit", where="max_tokens", why=why)
+        limits = {"n": (body.n, self.limits.max_n), "max_tokens": (max_tokens, self.limits.max_tokens)}
+        for name, (asked_for, most) in limits.items():
+            if most is not None and asked_for > most:
+                why = f"{asked_for} > {most}"
+                raise WrongUse(f"{name} is above this server's limit", where=name, why=why)
         prompt_logprobs = logprobs if echo else None
         asked = (logprobs, prompt_logprobs, body.constraint(), body.n, not body.stream)
         job = Job(ids, max_tokens, body.sampling(), body.stops(), *asked)

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from .calls import Endpoint, Server, openapi, post
 from .completions import chat, completions
-from .guard import ON_ERROR, Guard, Keys, json_response
+from .guard import ON_ERROR, Guard, json_response
 from .readings import classify, detokenize, embeddings, fill_mask, rerank, tokenize
 
 # First come what is asked most: routes are tried in turn.
@@ -52,13 +52,10 @@ def build_app(server: Server, keys: Sequence[str] = (), origins: Sequence[str] =
         return schema
 
     routes.append(Route("/openapi.json", described))
-    layers = [Middleware(Guard, server.limits, Keys(keys), server.telemetry, server.draining)]
+    layers = [Middleware(Guard, server.limits, keys, server.telemetry, server.draining)]
     if origins:
-        methods = ["GET", "POST"]
-        allowed = Middleware(
-            CORSMiddleware, allow_origins=list(origins), allow_methods=methods, allow_headers=["*"]
-        )
-        layers.insert(0, allowed)
+        allowed = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        layers.insert(0, Middleware(CORSMiddleware, **allowed))
     return Starlette(routes=routes, middleware=layers, exception_handlers=ON_ERROR, lifespan=lifespan)
 
 

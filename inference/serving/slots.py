@@ -83,14 +83,12 @@ class Prefixes:
 
     def find(self, prompt_ids: np.ndarray) -> tuple[int, Any]:
         """How many tokens the best entry shares with the prompt, and that entry (its use is noted)."""
-        best, found = 0, None
-        for key, (ids, saved) in self._kept.items():
-            if (shared := common(ids, prompt_ids)) > best:
-                best, found = shared, (key, saved)
-        if found is None:
+        shared = {key: common(ids, prompt_ids) for key, (ids, _) in self._kept.items()}
+        if not any(shared.values()):
             return 0, None
-        self._kept[found[0]] = self._kept.pop(found[0])
-        return best, found[1]
+        best = max(shared, key=shared.__getitem__)
+        self._kept[best] = self._kept.pop(best)
+        return shared[best], self._kept[best][1]
 
     def keep(self, ids: np.ndarray, cache: Any, row: int) -> None:
         """Save a row, unless an entry holds all of it already; entries that it continues are dropped."""
@@ -220,9 +218,7 @@ class SlotBatch:
     def _worth_waiting(self, sequence: Sequence) -> bool:
         """Whether somebody is about to read at least `LEAST_PREFIX` more tokens that it begins with, too."""
         prompt = sequence.job.prompt_ids
-        if sequence.job.prompt_logprobs is not None:
-            return False
-        return any(
+        return sequence.job.prompt_logprobs is None and any(
             common(other.job.prompt_ids, prompt[:-1]) - other.past >= LEAST_PREFIX
             for other in self._live
             if other.filling
@@ -271,18 +267,14 @@ class SlotBatch:
                 chooser.allowed_V = sequence.guide.allowed()
         chosen = choose(logits_NV[:, : self._vocab_size], choosers)
         told = [row for row, sequence in enumerate(ready) if sequence.job.logprobs is not None]
-        tokens: dict[int, Token] = {}
+        tokens = [Token(i) for i in chosen.tolist()]
         if told:
             most = max(ready[row].job.logprobs or 0 for row in told)
             rows = beside(logits_NV, np.array(told))
             found = probabilities(logits_NV[rows], chosen[rows], most)
-        ids = chosen.tolist()
-        for line, row in enumerate(told):
-            tokens[row] = token_of(ids[row], found, line, ready[row].job.logprobs or 0)
-        return [
-            (sequence, self._accept(sequence, tokens.get(row) or Token(ids[row])))
-            for row, sequence in enumerate(ready)
-        ]
+            for line, row in enumerate(told):
+                tokens[row] = token_of(tokens[row].id, found, line, ready[row].job.logprobs or 0)
+        return [(sequence, self._accept(sequence, token)) for sequence, token in zip(ready, tokens)]
 
     def _accept(self, sequence: Sequence, token: Token) -> TextDelta:
         if sequence.made:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -21,26 +22,16 @@ class Telemetry:
 
     def __init__(self, log: TextIO | None = None) -> None:
         self._log = log
-        self._labelled: dict[tuple[Any, tuple[str, ...]], Any] = {}
         self.registry = CollectorRegistry()
-        by_model: dict[str, Any] = {"labelnames": ["model"], "registry": self.registry}
+        in_registry: dict[str, Any] = {"registry": self.registry}
+        by_model = in_registry | {"labelnames": ["model"]}
 
-        def seconds(name: str, text: str) -> Histogram:
-            return Histogram(f"throughline_{name}_seconds", text, buckets=FAST_S, **by_model)
+        def seconds(name: str, text: str, label: str = "model") -> Histogram:
+            return Histogram(f"throughline_{name}_seconds", text, [label], buckets=FAST_S, **in_registry)
 
-        self.requests = Counter(
-            "throughline_requests",
-            "Requests answered, by endpoint and status.",
-            ["endpoint", "status"],
-            registry=self.registry,
-        )
-        self.duration = Histogram(
-            "throughline_request_seconds",
-            "Seconds from a request to the end of its answer.",
-            ["endpoint"],
-            buckets=FAST_S,
-            registry=self.registry,
-        )
+        text = "Requests answered, by endpoint and status."
+        self.requests = Counter("throughline_requests", text, ["endpoint", "status"], **in_registry)
+        self.duration = seconds("request", "Seconds from a request to the end of its answer.", "endpoint")
         self.queue = seconds("queue", "Seconds from a request to the beginning of its work.")
         self.compute = seconds("compute", "Seconds from the beginning of a request's work to its end.")
         self.first = seconds("time_to_first_token", "Seconds from a request to its first token.")
@@ -52,13 +43,8 @@ class Telemetry:
         self.waiting = Gauge("throughline_queued", "Answers accepted and not begun.", **by_model)
         self.active = Gauge("throughline_active", "Answers in the making.", **by_model)
         self.restarts = Counter("throughline_restarts", "Starts after a death of the process.", **by_model)
-
-    def of(self, metric: Any, *labels: str) -> Any:
-        """The metric with these labels; remembered, because looking it up costs more than counting."""
-        key = (metric, labels)
-        if key not in self._labelled:
-            self._labelled[key] = metric.labels(*labels)
-        return self._labelled[key]
+        # A metric with its labels; remembered, because looking it up costs more than counting.
+        self.of = lru_cache(None)(lambda metric, *labels: metric.labels(*labels))
 
     def page(self, models: list[Any]) -> bytes:
         """The text of /metrics."""
@@ -80,17 +66,12 @@ class Telemetry:
         line |= {"status": status, "model": watch.model, "ms": round(1000 * took_s, 1)}
         line |= {"prompt_tokens": watch.prompt_tokens, "generated_tokens": watch.made}
         line["cached_tokens"] = watch.cached or None
-        if watch.first_s is not None:
-            line["first_ms"] = round(1000 * (watch.first_s - watch.came_s), 1)
-        if watch.began_s is not None:
-            line["queue_ms"] = round(1000 * (watch.began_s - watch.came_s), 1)
-        if watch.fault:
-            line["fault"] = watch.fault
+        for name, at_s in (("first_ms", watch.first_s), ("queue_ms", watch.began_s)):
+            line[name] = None if at_s is None else round(1000 * (at_s - watch.came_s), 1)
+        line["fault"] = watch.fault
+        known = {name: value for name, value in line.items() if value is not None}
         with contextlib.suppress(BrokenPipeError):  # nobody reads the log: the requests go on
-            print(
-                json.dumps({name: value for name, value in line.items() if value is not None}), file=self._log
-            )
-            self._log.flush()
+            print(json.dumps(known), file=self._log, flush=True)
 
 
 @dataclass

@@ -33,6 +33,8 @@ from .encoding import Encoding, batch_limits, encode_batch, take_batch
 from .generation import Guide
 from .slots import SlotBatch
 
+LOOK_MS = 2  # between two looks at grammars in the making, where there is nothing else to do
+
 
 def serve(connection: socket.socket) -> None:
     """Answer until the other side ends."""
@@ -41,28 +43,28 @@ def serve(connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the other side has ended: the reader notices
             connection.sendall(b"".join(map(pack, messages)))
 
-    with contextlib.closing(Inbox(connection)) as inbox:
-        come: list[Message] = []
-        while not come and not inbox.ended:
-            come = inbox.take(wait=True)
-        if inbox.ended:
-            return
-        opening, *come = come
-        assert isinstance(opening, Open)
-        try:
-            model = WorkerModel(opening, say, inbox.ring)
-        except Exception as error:  # of any library: the HTTP process must hear of it
-            say(Broken.of(error, []))
-            return
-        say(Ready(model.describe()))
-        # One thread reads and works: waking another one costs more than reading does.
-        while not inbox.ended:
-            for message in come + inbox.take(wait=not (come or model.engine.busy)):
-                model.take(message)
-            come = []
-            model.begin_prepared()
-            if model.engine.busy:
-                model.turn()
+    inbox = Inbox(connection)
+    come: list[Message] = []
+    while not come and not inbox.ended:
+        come = inbox.take(None)
+    if inbox.ended:
+        return
+    opening, *come = come
+    assert isinstance(opening, Open)
+    try:
+        model = WorkerModel(opening, say)
+    except Exception as error:  # of any library: the HTTP process must hear of it
+        say(Broken.of(error, []))
+        return
+    say(Ready(model.describe()))
+    # One thread reads and works: waking another one costs more than reading does.
+    while not inbox.ended:
+        for message in come + inbox.take(0 if come else model.patience_ms):
+            model.take(message)
+        come = []
+        model.begin_prepared()
+        if model.engine.busy:
+            model.turn()
 
 
 class CausalEngine(SlotBatch):
@@ -134,8 +136,8 @@ class EncoderEngine:
 class WorkerModel:
     """The model, its tokenizer and its engine; messages in, answers out."""
 
-    def __init__(self, opening: Open, say: Callable[..., None], ring: Callable[[], None]) -> None:
-        self._say, self._ring = say, ring
+    def __init__(self, opening: Open, say: Callable[..., None]) -> None:
+        self._say = say
         self.loaded = open_backend(opening.path, opening.options)
         if self.loaded.tokenizer is None:
             fix = "put the one that it was trained with beside the weights"
@@ -154,6 +156,11 @@ class WorkerModel:
         # Reading a vocabulary for the grammars takes a second: answers in the making go on beside it.
         self._beside = ThreadPoolExecutor(1, "grammars")
         self._preparing: dict[int, tuple[Work, Future[Guide]]] = {}
+
+    @property
+    def patience_ms(self) -> int | None:
+        """How long it may wait for a message: not with work to do, for ever without any."""
+        return 0 if self.engine.busy else LOOK_MS if self._preparing else None
 
     def describe(self) -> dict[str, Any]:
         """What the HTTP process must know of the model."""
@@ -182,9 +189,7 @@ class WorkerModel:
             if isinstance(work, Encoding) or work.constraint is None:
                 self._submit(number, work)
                 continue
-            guide = self._beside.submit(self._guide, work.constraint)
-            self._preparing[number] = (work, guide)
-            guide.add_done_callback(lambda _: self._ring())
+            self._preparing[number] = (work, self._beside.submit(self._guide, work.constraint))
 
     def begin_prepared(self) -> None:
         """Queue the jobs whose grammars are ready."""

@@ -1,8 +1,6 @@
 """Messages between the HTTP process and a model's: cut anywhere, read whole; and the end of either side."""
 
 import socket
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -61,23 +59,9 @@ def test_errors_keep_their_kind_and_parts() -> None:
 def test_an_inbox_gives_what_has_come_and_says_when_the_other_side_has_ended() -> None:
     ours, theirs = socket.socketpair()
     inbox = Inbox(theirs)
-    assert inbox.take(wait=False) == []
+    assert inbox.take(0) == []
     ours.sendall(b"".join(map(pack, SENT)))
-    assert inbox.take(wait=True) == SENT and not inbox.ended
+    assert inbox.take(None) == SENT and not inbox.ended
     ours.close()
-    assert inbox.take(wait=True) == [] and inbox.ended
-    inbox.close()
+    assert inbox.take(None) == [] and inbox.ended
     theirs.close()
-
-
-def test_a_bell_ends_the_wait_of_an_inbox() -> None:
-    """A grammar that is ready on another thread: the wait ends without a message, and waits again after it."""
-    ours, theirs = socket.socketpair()
-    inbox = Inbox(theirs)
-    threading.Timer(0.05, inbox.ring).start()
-    assert inbox.take(wait=True) == []
-    threading.Timer(0.05, ours.sendall, [pack(SENT[0])]).start()
-    began_s = time.monotonic()
-    assert inbox.take(wait=True) == SENT[:1] and time.monotonic() - began_s > 0.02  # the bell rang once
-    for one in (inbox, ours, theirs):
-        one.close()
