@@ -12,7 +12,7 @@ import hmac
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from pydantic import ValidationError
@@ -24,8 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...core.console import warn
 from ...core.errors import ThroughlineError, WrongUse
 from .remote import Busy
-from .served import ServerLimits
-from .telemetry import Telemetry, Watch
+from .telemetry import Watch
+
+if TYPE_CHECKING:
+    from .calls import Server
 
 OPEN = ("/", "/health", "/ready")  # without a key: the page holds no secret, probes have no key
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -34,23 +36,15 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Guard:
     """The ASGI layer around the endpoints."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        limits: ServerLimits,
-        keys: Sequence[str],
-        telemetry: Telemetry,
-        draining: asyncio.Event,
-    ) -> None:
-        self.app, self.limits = app, limits
-        self.telemetry, self.draining = telemetry, draining
+    def __init__(self, app: ASGIApp, server: "Server", keys: Sequence[str]) -> None:
+        self.app, self.server = app, server
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = Exchange(scope, receive, send, self)
+        exchange = Exchange(scope, receive, send, self.server)
         status = 499  # for the record, when the client left
         try:
             if refused := self._refuse(scope, exchange):
@@ -69,7 +63,7 @@ class Guard:
             path = getattr(scope.get("route"), "path", None)
             client = (scope.get("client") or [None])[0]
             said = {"client": client, "method": scope["method"], "path": path or scope["path"][:200]}
-            self.telemetry.answered(exchange.watch, path or "other", status, id=exchange.id, **said)
+            self.server.telemetry.answered(exchange.watch, path or "other", status, id=exchange.id, **said)
 
     def _refuse(self, scope: Scope, exchange: "Exchange") -> Response | None:
         if self._keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
@@ -82,7 +76,7 @@ class Guard:
                 asked = {"WWW-Authenticate": "Bearer"}
                 return error_response(message, "authentication_error", 401, None, "invalid_api_key", asked)
         length = exchange.headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.limits.body_bytes:
+        if length.isdigit() and int(length) > self.server.limits.body_bytes:
             return error_response(exchange.too_large, "invalid_request_error", 413)
         return None
 
@@ -90,16 +84,16 @@ class Guard:
 class Exchange:
     """One request and its answer, as the guard sees them pass."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, guard: Guard) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, server: "Server") -> None:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
-        self.watch = scope.setdefault("state", {})["watch"] = Watch(guard.telemetry)
+        self.watch = scope.setdefault("state", {})["watch"] = Watch(server.telemetry)
         self.status: int | None = None
-        self.too_large = f"the request body is larger than {guard.limits.body_bytes:,} bytes"
-        self._receive, self._send, self._guard = receive, send, guard
+        self.too_large = f"the request body is larger than {server.limits.body_bytes:,} bytes"
+        self._receive, self._send, self._server = receive, send, server
         self._read, self._complete = 0, False
-        self._until_s = asyncio.get_running_loop().time() + guard.limits.body_s
+        self._until_s = asyncio.get_running_loop().time() + server.limits.body_s
 
     async def receive(self) -> Message:
         """A part of the body, counted and timed; then what comes after it."""
@@ -109,10 +103,10 @@ class Exchange:
             async with asyncio.timeout_at(self._until_s):
                 message = await self._receive()
         except TimeoutError:
-            why = f"the body did not come within {self._guard.limits.body_s:g} s"
+            why = f"the body did not come within {self._server.limits.body_s:g} s"
             raise HTTPException(408, why) from None
         self._read += len(message.get("body", b""))
-        if self._read > self._guard.limits.body_bytes:
+        if self._read > self._server.limits.body_bytes:
             raise HTTPException(413, self.too_large)
         self._complete = not message.get("more_body", False)
         return message
@@ -123,7 +117,7 @@ class Exchange:
             self.status = message["status"]
             more = [(b"x-request-id", self.id.encode("latin-1")), (b"x-content-type-options", b"nosniff")]
             # A body that is not read to its end would be taken for the next request.
-            if self._guard.draining.is_set() or self.status in (408, 413):
+            if self._server.draining.is_set() or self.status in (408, 413):
                 more.append((b"connection", b"close"))
             message["headers"] = [*message.get("headers", []), *more]
         await self._send(message)

@@ -59,8 +59,7 @@ class Remote:
         self.name, self.path = name, path
         self._opening = Open(name, path, slots, options)
         self._slots, self._queue = slots, queue
-        self.facts: dict[str, Any] = {}
-        self.ready = False
+        self.ready = False  # for work
         self.restarts = 0
         self.accepted = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,9 +71,9 @@ class Remote:
         self._seconds_per_job = 0.1  # running mean, for Retry-After
         self._watching: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Start the process and wait until the model answers. Raises what opening the model raised."""
-        await self._open()
+    def watch(self) -> None:
+        """Take work from now on, and start the process again whenever it ends."""
+        self.ready = True
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
@@ -132,8 +131,10 @@ class Remote:
         if left and self.ready and self._connection is not None:
             self._connection.write(pack(Cancel(left)))
 
-    async def _open(self) -> None:
-        """Start a process and wait for its first message, which says how opening the model went."""
+    async def open(self) -> dict[str, Any]:
+        """Start the process and wait for its first message: what it says of the model. Raises what opening the
+        model raised.
+        """
         ours, theirs = socket.socketpair()
         try:
             self._process = spawn(theirs)
@@ -164,7 +165,7 @@ class Remote:
         if isinstance(first, Broken):
             raise first.error()
         assert isinstance(first, Ready)
-        self.facts, self.ready = first.facts, True
+        return first.facts
 
     async def _watch(self) -> None:
         while True:
@@ -173,7 +174,8 @@ class Remote:
             pause_s = 0.1
             while not self.ready:
                 try:
-                    await self._open()
+                    await self.open()
+                    self.ready = True
                 except (ThroughlineError, OSError) as error:
                     warn(f"{self.name}: {error}; next attempt in {pause_s:.0f} s")
                     await asyncio.sleep(pause_s)
@@ -185,13 +187,11 @@ class Remote:
         self.restarts += 1
         waiting, self._waiting = self._waiting, {}
         self._began.clear()
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            self._process.kill()  # a socket that closed without a death is no use either
-        warn(
-            f"{self.name}: the process of the model ended with {len(waiting)} requests in it; starting it again"
-        )
+        assert self._connection is not None and self._process is not None
+        self._connection.close()
+        self._process.kill()  # a socket that closed without a death is no use either
+        inside = f"{len(waiting)} requests in it"
+        warn(f"{self.name}: the process of the model ended with {inside}; starting it again")
         failure = Failed("the process of the model ended", fix="send the request again")
         for place, hear in waiting.values():
             hear((place, failure))

@@ -51,31 +51,22 @@ class ServedModel:
 
     def __init__(self, name: str, remote: Remote, limits: ServerLimits) -> None:
         self.name, self.remote, self.limits = name, remote, limits
-        self._tokenizer: Tokenizer | None = None
+        self.facts: dict[str, Any] = {}  # none while it loads for the first time
         self.chat: ChatTemplate | None = None
         self.token_text = lru_cache(TOKEN_TEXTS)(lambda token_id: self.tokenizer.decode([token_id]))
 
     async def start(self) -> None:
         """Start the process and read the tokenizer. Raises what opening the model raised."""
-        await self.remote.start()
-        path = Path(self.facts["tokenizer"])
-        self._tokenizer = await asyncio.to_thread(Tokenizer.load, path)
-        self.chat = ChatTemplate.find(path.parent, self._tokenizer) if self.causal else None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return self.remote.facts
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            self.remote.check_room(0)  # says that the model is loading
-        assert self._tokenizer is not None
-        return self._tokenizer
+        facts = await self.remote.open()
+        path = Path(facts["tokenizer"])
+        self.tokenizer = await asyncio.to_thread(Tokenizer.load, path)
+        self.facts = facts
+        self.chat = ChatTemplate.find(path.parent, self.tokenizer) if self.causal else None
+        self.remote.watch()
 
     @property
     def ready(self) -> bool:
-        return self.remote.ready and self._tokenizer is not None
+        return self.remote.ready
 
     @property
     def causal(self) -> bool:
@@ -83,14 +74,13 @@ class ServedModel:
 
     @property
     def endpoints(self) -> list[str]:
-        """What this model answers; nothing while it loads for the first time."""
+        """What this model answers."""
         if not self.facts:
             return []
         if self.causal:
             return ["/v1/completions", *(["/v1/chat/completions"] if self.chat else [])]
         found = ["/v1/embeddings"]
-        masks = self._tokenizer is not None and self._tokenizer.mask_id is not None
-        if masks and "mlm_logits" in self.facts["outputs"]:
+        if self.tokenizer.mask_id is not None and "mlm_logits" in self.facts["outputs"]:
             found.append("/v1/fill-mask")
         if self.facts.get("classes"):
             found += ["/v1/classify", "/v1/rerank"]
@@ -98,7 +88,7 @@ class ServedModel:
 
     def describe(self) -> dict[str, Any]:
         """The entry of /v1/models."""
-        mask = self._tokenizer.mask_id if self._tokenizer else None
+        mask = self.tokenizer.mask_id if self.facts else None
         described = {"id": self.name, "object": "model", "owned_by": "throughline", "created": 0}
         shown = ("family", "backend", "device", "dtype", "context", "vocab_size", "hash", "classes")
         described |= {name: self.facts[name] for name in shown if self.facts.get(name)}
@@ -119,8 +109,7 @@ class ServedModel:
             if most is not None and asked_for > most:
                 why = f"{asked_for} > {most}"
                 raise WrongUse(f"{name} is above this server's limit", where=name, why=why)
-        prompt_logprobs = logprobs if echo else None
-        asked = (logprobs, prompt_logprobs, body.constraint(), body.n, not body.stream)
+        asked = (logprobs, logprobs if echo else None, body.constraint(), body.n, not body.stream)
         job = Job(ids, max_tokens, body.sampling(), body.stops(), *asked)
         job.check(self.facts["context"])
         return job

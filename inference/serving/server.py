@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -52,9 +53,10 @@ def build_app(server: Server, keys: Sequence[str] = (), origins: Sequence[str] =
         return schema
 
     routes.append(Route("/openapi.json", described))
-    layers = [Middleware(Guard, server.limits, keys, server.telemetry, server.draining)]
+    layers = [Middleware(Guard, server, keys)]
     if origins:
-        allowed = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        allowed: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["GET", "POST"]}
+        allowed["allow_headers"] = ["*"]
         layers.insert(0, Middleware(CORSMiddleware, **allowed))
     return Starlette(routes=routes, middleware=layers, exception_handlers=ON_ERROR, lifespan=lifespan)
 

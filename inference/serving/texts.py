@@ -22,9 +22,8 @@ def text_job(loaded: Loaded, tokenizer: Tokenizer, prompt: str, like: Job) -> Jo
     ids = prompt_ids(tokenizer, prompt)
     context = loaded.backend.context
     if len(ids) >= context:
-        why = f"{len(ids)} tokens, the context is {context}"
-        fix = "shorten the prompt"
-        raise WrongUse("the prompt fills the model's context", where="prompt", why=why, fix=fix)
+        what, why = "the prompt fills the model's context", f"{len(ids)} tokens, the context is {context}"
+        raise WrongUse(what, where="prompt", why=why, fix="shorten the prompt")
     return replace(like, prompt_ids=ids, max_tokens=min(like.max_tokens, context - len(ids)))
 
 
