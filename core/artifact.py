@@ -1,6 +1,7 @@
 """Artifacts: what one stage hands to the next is a directory with a `manifest.json`.
 
-The manifest names the kind, the command, the inputs with their hashes (so a model can be traced back to its
+The manifest names the kind (tokenizer, tokens, checkpoint, run, model, calibration, scores, batch, onnx, gguf,
+engine, plan or bench), the command, the inputs with their hashes (so a model can be traced back to its
 text), every file with its size and sha256, and facts. A directory is written under a temporary name, hashed,
 flushed and renamed; it is never changed in place, and a reader that finds no manifest refuses it.
 """
@@ -23,21 +24,6 @@ from .version import version
 FORMAT_VERSION = 1
 CHECK_BYTES = 4 << 30  # of foreign inputs that are hashed to see whether they are the same: three seconds
 MANIFEST = "manifest.json"
-KINDS = (
-    "tokenizer",
-    "tokens",
-    "checkpoint",
-    "run",
-    "model",
-    "calibration",
-    "scores",
-    "batch",
-    "onnx",
-    "gguf",
-    "engine",
-    "plan",
-    "bench",
-)
 
 
 @dataclass(frozen=True)
@@ -115,7 +101,6 @@ def create_artifact(
     Raises WrongUse when something is already there (unless `overwrite`, and then only an artifact is
     replaced) and Failed when the disk is full.
     """
-    assert kind in KINDS, kind
     path = Path(os.path.realpath(path))  # a link stays, what it names is written
     check_free(path, overwrite)
     with written_aside(path) as staging:
@@ -264,25 +249,18 @@ def verify_artifact(
     manifest = read_manifest(path)
     for record in manifest.files:
         file = path / record.name
-        fix = "copy it again from a good place, or make the artifact again with: " + manifest.command
+        what = why = ""
         if not file.is_file():
-            raise Refused("a file of the artifact is missing", where=file, fix=fix)
-        if file.stat().st_size != record.bytes:
-            raise Refused(
-                "a file of the artifact has the wrong size",
-                where=file,
-                why=f"{file.stat().st_size:,} bytes, the manifest says {record.bytes:,}",
-                fix=fix,
-            )
-        if sizes_only or record.name in read_back:
-            continue
-        if (found := sha256_file(file)) != record.sha256:
-            raise Refused(
-                "a file of the artifact is damaged",
-                where=file,
-                why=f"sha256 {found[:16]}…, the manifest says {record.sha256[:16]}…",
-                fix=fix,
-            )
+            what = "is missing"
+        elif (size := file.stat().st_size) != record.bytes:
+            what, why = "has the wrong size", f"{size:,} bytes, the manifest says {record.bytes:,}"
+        elif (
+            not sizes_only and record.name not in read_back and (found := sha256_file(file)) != record.sha256
+        ):
+            what, why = "is damaged", f"sha256 {found[:16]}…, the manifest says {record.sha256[:16]}…"
+        if what:
+            fix = "copy it again from a good place, or make the artifact again with: " + manifest.command
+            raise Refused(f"a file of the artifact {what}", where=file, why=why, fix=fix)
     return manifest
 
 
@@ -291,18 +269,17 @@ def input_record(path: Path | str) -> Input:
     bytes.
     """
     path = Path(path)
-    if path.is_dir() and is_artifact(path):
+    kind = "foreign"
+    if is_artifact(path):
         manifest = read_manifest(path)
-        return Input(os.path.abspath(path), manifest.kind, manifest.hash)
-    if path.is_dir():
-        return Input(
-            os.path.abspath(path),
-            "foreign",
-            sha256_json([[f.relative_to(path).as_posix(), sha256_file(f)] for f in walk_files(path)]),
-        )
-    if path.is_file():
-        return Input(os.path.abspath(path), "foreign", sha256_file(path))
-    raise WrongUse("no such file or directory", where=path, fix="check the spelling")
+        kind, digest = manifest.kind, manifest.hash
+    elif path.is_dir():
+        digest = sha256_json([[f.relative_to(path).as_posix(), sha256_file(f)] for f in walk_files(path)])
+    elif path.is_file():
+        digest = sha256_file(path)
+    else:
+        raise WrongUse("no such file or directory", where=path, fix="check the spelling")
+    return Input(os.path.abspath(path), kind, digest)
 
 
 def chain(path: Path | str) -> list[tuple[int, Input, bool | None]]:

@@ -46,15 +46,8 @@ class ThroughlineError(Exception):
             "exit_code": self.exit_code,
         }
 
-    def __reduce__(self) -> tuple:  # keyword-only parts survive a trip between processes
-        return _rebuild, (type(self), self.args, self.__dict__.copy())
-
-
-def _rebuild(kind: type["ThroughlineError"], args: tuple, state: dict) -> "ThroughlineError":
-    error = kind.__new__(kind)
-    Exception.__init__(error, *args)
-    error.__dict__.update(state)
-    return error
+    def __reduce__(self) -> tuple:  # past __init__, whose parts are keywords: they are in the __dict__
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 def nearest(name: str, known: Iterable[str], limit: int = 1) -> list[str]:

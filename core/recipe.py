@@ -55,13 +55,7 @@ def load_recipe(
     Raises WrongUse listing every problem at once.
     """
     path = find_recipe(source)
-    text = _read(path)
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise WrongUse(
-            "the recipe is not valid TOML", where=path, why=str(error), fix="mend that line"
-        ) from None
+    text, tree = read_toml(path)
     origin = _set_overrides(tree, overrides)
     return build_recipe(tree, model, rules, where=path, text=text, overridden=origin)
 
@@ -156,11 +150,17 @@ def describe(model: type[Section], prefix: str = "") -> list[tuple[str, str, str
     return rows
 
 
-def _read(path: Path) -> str:
+def read_toml(path: Path, what: str = "the recipe") -> tuple[str, dict[str, Any]]:
+    """The text of a TOML file and its tree. Raises WrongUse when it is none."""
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise WrongUse("the recipe is not a text file", where=path, fix="a recipe is TOML in UTF-8") from None
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        why, fix = str(error), "mend that line"
+        raise WrongUse(f"{what} is not valid TOML", where=path, why=why, fix=fix) from None
+    except UnicodeDecodeError as error:
+        why, fix = str(error), "it must be TOML in UTF-8"
+        raise WrongUse(f"cannot read {what}: not a text file", where=path, why=why, fix=fix) from None
 
 
 def _set_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> frozenset[str]:

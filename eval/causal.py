@@ -25,8 +25,8 @@ from .written import greedy_texts
 class CausalScorer(BatchedScorer):
     """Scores with a GPT, a torch module or behind the protocol of backends; implements `core.scorer.Scorer`.
 
-    `window` is the longest input, by default the model's. Of a module answers are the same bits whatever shares
-    a batch; of a backend that is the backend's affair.
+    `window` is the longest input, by default the model's; `how`: see `BatchedScorer`. Of a module answers are the
+    same bits whatever shares a batch; of a backend that is the backend's affair.
     """
 
     mask = None  # no token hides another
@@ -36,11 +36,9 @@ class CausalScorer(BatchedScorer):
         model: GPT | CausalBackend,
         tokenizer: Any,
         *,
-        identity: str = "",
         bos: bool = False,
         window: int | None = None,
-        batch_tokens: int | None = None,
-        keep_tokens: bool = False,
+        **how: Any,
     ) -> None:
         self.reader = ModuleTrees(model) if isinstance(model, GPT) else BackendTrees(model)
         self.window = min(window or self.reader.context, self.reader.context)
@@ -52,14 +50,7 @@ class CausalScorer(BatchedScorer):
             fix = "give the tokenizer that the model was trained with"
             raise WrongUse("the tokenizer does not belong to the model", why=why, fix=fix)
         recipe = {"scorer": f"causal{self.reader.name}", "window": self.window, "bos": bos}
-        super().__init__(
-            self.reader,
-            tokenizer,
-            recipe,
-            identity=identity,
-            batch_tokens=batch_tokens,
-            keep_tokens=keep_tokens,
-        )
+        super().__init__(self.reader, tokenizer, recipe, **how)
 
     @property
     def prefix(self) -> int:
@@ -78,12 +69,8 @@ class CausalScorer(BatchedScorer):
         if not texts:
             return []
         flat, lengths = self.tokenizer.encode_batch(list(texts))
-        ends = np.cumsum(lengths)
-        flat = np.asarray(flat).tolist()
-        return [
-            tuple(flat[stop - length : stop])
-            for stop, length in zip(ends.tolist(), np.asarray(lengths).tolist())
-        ]
+        parts = np.split(np.asarray(flat), np.cumsum(lengths)[:-1])
+        return [tuple(part.tolist()) for part in parts]
 
     def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
         """(context, continuation) texts -> ids. Each distinct text is tokenised once."""

@@ -21,6 +21,7 @@ from ..core.errors import Failed, WrongUse
 from ..core.scorer import Ids, Question, Score, Scorer, check_question
 from .answers import packed, unpacked
 from .items import MASK, Form, Item, joined
+from .metrics import METRICS
 from .sources import Record
 from .task_file import Task
 from .textops import plain_answer
@@ -183,28 +184,24 @@ class LastToken(Text, LogLikelihood):
 class Rolling(Text):
     """Documents apart, as lm-evaluation-harness reads them."""
 
-    metrics = ("word_perplexity", "byte_perplexity", "bits_per_byte", "token_perplexity")
+    metrics: tuple[str, ...] = ("word_perplexity", "byte_perplexity", "bits_per_byte", "token_perplexity")
 
     def windows(self, ids: Ids, scorer: Scorer) -> list[Question]:
         return rolling(scorer.bos + ids, scorer.window, scorer.prefix)
 
+    def words(self, original: str) -> int:
+        """By `re.split` on white space, which counts an empty one at each end that is white space."""
+        return len(re.split(r"\s+", original))
+
     def of_scores(self, item: Item, scores: Sequence[Score]) -> Outcome:
-        """Words are `re.split` on white space of the original text, which counts an empty one at each end that is
-        white space; bytes are UTF-8 of the original.
-        """
+        """Words and UTF-8 bytes are those of the original."""
         total = math.fsum(score.logprob for score in scores)
-        words = float(len(re.split(r"\s+", item.original)))
-        size = float(len(item.original.encode()))
-        tokens = float(sum(score.tokens for score in scores))
-        return {
-            "word_perplexity": [total, words],
-            "byte_perplexity": [total, size],
-            "bits_per_byte": [total, size],
-            "token_perplexity": [total, tokens],
-        }
+        units = {"word": self.words(item.original), "byte": len(item.original.encode())}
+        units["token"] = sum(score.tokens for score in scores)
+        return {name: [total, float(units[METRICS[name].per])] for name in self.metrics}
 
 
-class Stream(Text):
+class Stream(Rolling):
     """All records as one text, as Megatron-LM reads it."""
 
     metrics = ("adjusted_perplexity", "token_perplexity", "bits_per_byte")
@@ -216,15 +213,9 @@ class Stream(Text):
     def windows(self, ids: Ids, scorer: Scorer) -> list[Question]:
         return stream(ids, scorer.window, self.task.stride)
 
-    def of_scores(self, item: Item, scores: Sequence[Score]) -> Outcome:
-        """Megatron-LM's units: tokens less one, and words of the original parted by single blanks, less one."""
-        total = math.fsum(score.logprob for score in scores)
-        words = float(len(item.original.strip().split(" ")) - 1)
-        return {
-            "adjusted_perplexity": [total, words],
-            "token_perplexity": [total, float(sum(score.tokens for score in scores))],
-            "bits_per_byte": [total, float(len(item.original.encode()))],
-        }
+    def words(self, original: str) -> int:
+        """Megatron-LM's: parted by single blanks, less one."""
+        return len(original.strip().split(" ")) - 1
 
 
 def _check_masks(name: str, scorer: Scorer) -> int:

@@ -50,7 +50,7 @@ class Row:
 class MaskedScorer(BatchedScorer):
     """Scores with a BERT, a torch module or behind the protocol of backends; implements `core.scorer.Scorer`.
 
-    The window given counts the [CLS] and the [SEP].
+    The window given counts the [CLS] and the [SEP]; `how`: see `BatchedScorer`.
     """
 
     bos: Ids = ()
@@ -60,11 +60,9 @@ class MaskedScorer(BatchedScorer):
         model: BERT | EncoderBackend,
         tokenizer: Any,
         *,
-        identity: str = "",
         pll: str = "within_word_l2r",
         window: int | None = None,
-        batch_tokens: int | None = None,
-        keep_tokens: bool = False,
+        **how: Any,
     ) -> None:
         self.reader = ModuleRows(model) if isinstance(model, BERT) else BackendRows(model)
         vocab_size, longest = self.reader.vocab_size, min(window or self.reader.context, self.reader.context)
@@ -82,14 +80,8 @@ class MaskedScorer(BatchedScorer):
             raise WrongUse("the window has no room for a text", why=why, fix="give a --window of 3 or more")
         self.inner = np.zeros(vocab_size, bool)  # pieces that continue a word
         self.inner[[number for word, number in tokenizer.vocab.items() if word.startswith("##")]] = True
-        super().__init__(
-            self.reader,
-            tokenizer,
-            {"scorer": f"masked, {pll}{self.reader.name}", "window": longest},
-            identity=identity,
-            batch_tokens=batch_tokens,
-            keep_tokens=keep_tokens,
-        )
+        recipe = {"scorer": f"masked, {pll}{self.reader.name}", "window": longest}
+        super().__init__(self.reader, tokenizer, recipe, **how)
 
     @property
     def prefix(self) -> int:

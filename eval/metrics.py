@@ -44,23 +44,14 @@ def _exp(nats: np.ndarray) -> np.ndarray:
     return np.exp(np.minimum(nats, MOST_NATS))
 
 
-def _perplexity(rows: Rows) -> np.ndarray:
-    """exp of the negative mean log-probability (nats per record)."""
-    return _exp(-rows[..., 0].mean(axis=-1))
-
-
-def _weighted_perplexity(rows: Rows) -> np.ndarray:
-    """exp of the negative log-probability per unit; lines are (log-probability, units)."""
-    return _exp(-rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1))
-
-
-def _share(rows: Rows) -> np.ndarray:
-    """Right answers over all; lines are (right, asked)."""
+def _per_unit(rows: Rows) -> np.ndarray:
+    """The sum over units; lines are (sum, units)."""
     return rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1)
 
 
-def _bits(rows: Rows) -> np.ndarray:
-    return -rows[..., 0].sum(axis=-1) / rows[..., 1].sum(axis=-1) / math.log(2)
+def _perplexity(rows: Rows) -> np.ndarray:
+    """exp of the negative log-probability per unit; lines are (log-probability, units)."""
+    return _exp(-_per_unit(rows))
 
 
 def _f1_of(rows: Rows, label: int) -> np.ndarray:
@@ -85,14 +76,14 @@ METRICS: dict[str, Metric] = {
     "p_at_10": Metric(_mean, mean=True),
     "f1": Metric(lambda rows: _f1_of(rows, 1)),
     "f1_macro": Metric(_f1_macro),
-    "mlm_accuracy": Metric(_share, "token"),
-    "mlm_perplexity": Metric(_weighted_perplexity, "token", higher=False),
-    "perplexity": Metric(_perplexity, higher=False),
-    "word_perplexity": Metric(_weighted_perplexity, "word", higher=False),
-    "byte_perplexity": Metric(_weighted_perplexity, "byte", higher=False),
-    "token_perplexity": Metric(_weighted_perplexity, "token", higher=False),
-    "adjusted_perplexity": Metric(_weighted_perplexity, "word", higher=False),
-    "bits_per_byte": Metric(_bits, "byte", higher=False),
+    "mlm_accuracy": Metric(_per_unit, "token"),
+    "mlm_perplexity": Metric(_perplexity, "token", higher=False),
+    "perplexity": Metric(lambda rows: _exp(-_mean(rows)), higher=False),
+    "word_perplexity": Metric(_perplexity, "word", higher=False),
+    "byte_perplexity": Metric(_perplexity, "byte", higher=False),
+    "token_perplexity": Metric(_perplexity, "token", higher=False),
+    "adjusted_perplexity": Metric(_perplexity, "word", higher=False),
+    "bits_per_byte": Metric(lambda rows: -_per_unit(rows) / math.log(2), "byte", higher=False),
 }
 
 

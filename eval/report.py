@@ -15,6 +15,10 @@ from .asked import TaskScores
 
 HEADER = ("task", "metric", "per", "value", "stderr", "random", "n", "shots", "cut", "skipped", "prompt")
 FILE = "results.json"
+NOTES = (
+    "stderr: closed form for means, bootstrap over records otherwise.",
+    "cut: records whose context lost tokens to the window; skipped: those left out for it.",
+)
 
 
 def rows_of(results: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -109,8 +113,7 @@ def markdown(results: dict[str, Any]) -> str:
         text += _lines(HEADER, rows)
         for title, header, more in further_tables(results):
             text += ["", f"## {title}", "", *_lines(header, more)]
-        text += ["", "stderr: closed form for means, bootstrap over records otherwise."]
-        text += ["cut: records whose context lost tokens to the window; skipped: those left out for it.", ""]
+        text += ["", *NOTES, ""]
         text += [f"- **{task['task']}**: {task['about']}" for task in results["tasks"]]
     return "\n".join(text) + "\n"
 
@@ -135,10 +138,6 @@ def html_page(results: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -
     """The results as one HTML file without outside references; `history` are results of earlier steps, for
     the curves.
     """
-    scores = (
-        "stderr: closed form for means, bootstrap over records otherwise. cut: records whose context lost "
-    )
-    scores += "tokens to the window; skipped: those left out for it."
     about = [
         (task["task"], task["about"] + (" (prompt-checked)" if task["checked"] == "prompts" else ""))
         for task in results["tasks"]
@@ -147,7 +146,7 @@ def html_page(results: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -
         Part("Validation", rows=[(name, f"{value:.6g}") for name, value in results["validation"].items()]),
         Part("Accuracies, percent", bars=bars(results), note="Line: 95 % interval. Dashes: random choice."),
         Part("Score against step", charts=curves([*history, results])),
-        Part("All scores", header=HEADER, rows=_cells(rows_of(results)), note=scores),
+        Part("All scores", header=HEADER, rows=_cells(rows_of(results)), note=" ".join(NOTES)),
         *(Part(title, header=header, rows=_cells(rows)) for title, header, rows in further_tables(results)),
         Part("What the tasks are", items=about),
     ]

@@ -151,14 +151,7 @@ def group_means(scores: Sequence[TaskScores], groups: dict[str, bool]) -> list[d
             }
             if None not in (guesses := [value["random"] for value in each]):
                 metrics[name]["random"] = sum(guesses) / len(each)
-        made.append(
-            {
-                **members[0],
-                "task": group,
-                "group": "",
-                "members": len(members),
-                "metrics": metrics,
-                **{key: sum(member[key] for member in members) for key in counts},
-            }
-        )
+        sums = {key: sum(member[key] for member in members) for key in counts}
+        mean = {"task": group, "group": "", "members": len(members), "metrics": metrics}
+        made.append(members[0] | mean | sums)
     return made

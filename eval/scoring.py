@@ -45,9 +45,9 @@ class BatchedScorer:
         tokenizer: Any,
         recipe: dict[str, Any],
         *,
-        identity: str,
-        batch_tokens: int | None,
-        keep_tokens: bool,
+        identity: str = "",
+        batch_tokens: int | None = None,
+        keep_tokens: bool = False,
     ) -> None:
         self.tokenizer, self.keep_tokens = tokenizer, keep_tokens
         self.batch_tokens = batch_tokens or reader.batch_tokens

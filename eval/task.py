@@ -1,6 +1,5 @@
 """Tasks by name: the shipped ones, groups and members, files of one's own; each with its records and questions."""
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,7 +10,7 @@ from typing import Any
 from ..core.console import table
 from ..core.errors import WrongUse, did_you_mean
 from ..core.files import sha256_json
-from ..core.recipe import build_recipe
+from ..core.recipe import build_recipe, read_toml
 from .items import Item
 from .kinds import KINDS, Kind
 from .sources import KNOWN, Record, find_files, hub_records, read_records, unknown_files
@@ -149,18 +148,7 @@ def _fill(value: Any, fill: dict[str, str]) -> Any:
 @cache
 def load_task(path: Path) -> Task:
     """Read and check a task file. Raises WrongUse with every problem at once."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WrongUse(
-            "cannot read the task file", where=path, why=str(error), fix="a task is TOML in UTF-8"
-        ) from None
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise WrongUse(
-            "the task file is not valid TOML", where=path, why=str(error), fix="mend that line"
-        ) from None
+    text, tree = read_toml(path, "the task file")
     fix = f"the shipped task files are examples: {Path(str(resources.files(__package__))) / 'tasks'}"
     task = build_recipe(tree, Task, where=path, text=text, what="the task file", fix=fix)
     if problems := list(_problems(task)):

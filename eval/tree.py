@@ -52,7 +52,9 @@ def plant(question: Question, window: int) -> Tree:
         whole = np.array(context + continuation, np.int64)
         truncated.append(max(0, len(whole) - window - 1))
         inputs.append(whole[-(window + 1) :][:-1])
-    prefix = _common_prefix(inputs)
+    shortest = min(map(len, inputs))
+    same = np.all([ids[:shortest] == inputs[0][:shortest] for ids in inputs], axis=0)
+    prefix = int(np.append(same, False).argmin())
     rests = [ids[prefix:] for ids in inputs]
     branches = tuple(len(rest) for rest in rests if len(rest))
     starts = prefix + np.concatenate([[0], np.cumsum([len(rest) for rest in rests])])
@@ -69,16 +71,6 @@ def plant(question: Question, window: int) -> Tree:
         targets=tuple(np.array(continuation, np.int64) for _, continuation in question.pairs),
         truncated=tuple(truncated),
     )
-
-
-def _common_prefix(rows: Sequence[np.ndarray]) -> int:
-    if len(rows) == 1:
-        return len(rows[0])
-    length = min(len(row) for row in rows)
-    differs = np.zeros(length, bool)
-    for row in rows[1:]:
-        differs |= row[:length] != rows[0][:length]
-    return int(differs.argmax()) if differs.any() else length
 
 
 class TreeAttention:
