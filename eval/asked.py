@@ -122,17 +122,17 @@ class Asked:
         given: list[list[Any]] = [[] for _ in self.items]
         for key, owner in zip(self.keys, self.owners):
             given[owner].append(answers[key])
-        samples, outcomes = [], []
-        for number, (item, found) in enumerate(zip(self.items, given)):
-            outcome = self.kind.outcome(item, found)
-            outcomes.append(outcome)
-            sample = {
+        outcomes = [self.kind.outcome(item, found) for item, found in zip(self.items, given)]
+        samples = [
+            {
                 "task": bound.name,
-                "record": self.records[number],
+                "record": record,
                 "where": item.where,
                 "answers": found,
+                "metrics": {name: outcome[name] for name in task.metrics},
             }
-            samples.append(sample | {"metrics": {name: outcome[name] for name in task.metrics}})
+            for record, item, found, outcome in zip(self.records, self.items, given, outcomes)
+        ]
         metrics = {}
         for name in task.metrics:
             value, error = aggregate(name, [outcome[name] for outcome in outcomes])

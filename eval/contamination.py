@@ -85,24 +85,23 @@ def contaminated(
 ) -> dict[str, Any]:
     """Per task: records checked, hits, records too short, and each metric with and without the hits."""
     bound = {task.name: task for task in tasks}
-    texts, owners = [], []
-    for number, score in enumerate(scores):
+    texts = []
+    for score in scores:
         task = bound[score.summary["task"]]
         items = task.items(task.records(settings.data_dir, settings.limit))
-        for sample in score.samples:
-            texts.append(np.asarray(tokenizer.encode(_text(items[sample["record"]]))))
-            owners.append(number)
-    hits = shared_runs(texts, store)
+        asked = (_text(items[sample["record"]]) for sample in score.samples)
+        texts.append([np.asarray(tokenizer.encode(text)) for text in asked])
+    found = iter(shared_runs([ids for own in texts for ids in own], store))
     report: dict[str, Any] = {}
-    for number, score in enumerate(scores):
-        mine = [place for place, owner in enumerate(owners) if owner == number]
-        clean = [sample for place, sample in zip(mine, score.samples) if not hits[place]]
+    for score, own in zip(scores, texts):
+        hits = [next(found) for _ in own]
+        clean = [sample for sample, hit in zip(score.samples, hits) if not hit]
         names = list(score.summary["metrics"])
         report[score.summary["task"]] = {
             "n": LENGTH,
-            "checked": len(mine),
-            "hits": sum(hits[place] for place in mine),
-            "too_short": sum(len(texts[place]) < LENGTH for place in mine),
+            "checked": len(own),
+            "hits": sum(hits),
+            "too_short": sum(len(ids) < LENGTH for ids in own),
             "all": {name: score.summary["metrics"][name]["value"] for name in names},
             "clean": {
                 name: aggregate(name, [sample["metrics"][name] for sample in clean])[0] for name in names
