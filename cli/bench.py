@@ -12,7 +12,7 @@ import click
 from ..core import console
 from ..core.errors import WrongUse
 from ..core.files import write_atomic
-from .common import backend_options, throughline_command
+from .common import PATH, backend_options, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -38,9 +38,7 @@ def command() -> None:
     is_flag=True,
     help="Measure every backend that runs the model here (default: the one that --backend names).",
 )
-@click.option(
-    "--plot", type=click.Path(path_type=Path), help="HTML file for medians and table (default: none)."
-)
+@click.option("--plot", type=PATH, help="HTML file for medians and table (default: none).")
 @backend_options
 @throughline_command
 def latency(
@@ -79,17 +77,9 @@ def latency(
     help="Endpoint that is asked; completions are streamed.",
 )
 @click.option(
-    "--clients",
-    default="1,8,32",
-    help="Numbers of clients that ask at once, with one run for each.",
+    "--clients", default="1,8,32", help="Numbers of clients that ask at once, with one run for each."
 )
-@click.option(
-    "--requests",
-    "count",
-    default=200,
-    type=click.IntRange(1),
-    help="Number of requests per run.",
-)
+@click.option("--requests", "count", default=200, type=click.IntRange(1), help="Number of requests per run.")
 @click.option(
     "--input",
     "file",
@@ -106,13 +96,9 @@ def latency(
 )
 @click.option("--seed", default=0, help="Seed of the made requests.")
 @click.option(
-    "--api-key-variable",
-    default="OPENAI_API_KEY",
-    help="Environment variable that holds the API key.",
+    "--api-key-variable", default="OPENAI_API_KEY", help="Environment variable that holds the API key."
 )
-@click.option(
-    "--plot", type=click.Path(path_type=Path), help="HTML file for the curves over clients (default: none)."
-)
+@click.option("--plot", type=PATH, help="HTML file for the curves over clients (default: none).")
 @throughline_command
 def serve(
     url: str,
@@ -151,10 +137,8 @@ def serve(
             seen, took_s = loads.load(target, asks, number, lambda: bar.advance(1))
         rows.append(loads.summary(seen, took_s, number))
         if rows[-1]["first_error"]:
-            console.warn(
-                f"{number} clients: {sum(rows[-1]['not'].values())} of {len(asks)} requests failed, "
-                f"the first with: {rows[-1]['first_error']}"
-            )
+            failed = f"{sum(rows[-1]['not'].values())} of {len(asks)} requests failed"
+            console.warn(f"{number} clients: {failed}, the first with: {rows[-1]['first_error']}")
     if plot is not None:
         write_atomic(plot, loads.plotted(rows, f"{target.model} at {url}"))
     console.result({"load": rows, "model": target.model}, console.table(*loads.load_lines(rows)))
@@ -164,7 +148,5 @@ def _range(text: str, where: str) -> tuple[int, int]:
     """`16-256` or `16` as the least and the most. Raises WrongUse."""
     low, _, high = text.strip().partition("-")
     if not (low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)):
-        raise WrongUse(
-            "not a number or a range", where=where, why=f"it is {text!r}", fix="for example 16-256"
-        )
+        raise WrongUse("not a number or a range", where=where, why=f"it is {text!r}", fix="write 16-256")
     return int(low), int(high or low)

@@ -9,9 +9,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,7 +26,11 @@ from ..core.errors import (
     ThroughlineError,
 )
 
+if TYPE_CHECKING:
+    from ..train.recipe import Recipe
+
 LATER_S = 2.0
+PATH = click.Path(path_type=Path)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -52,9 +56,8 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, json_output: bool, quiet: bool, debug: bool, **kwargs: Any) -> Any:
         console.configure(json_output=json_output, quiet=quiet)
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(
-                errors="backslashreplace"
-            )  # as stderr: a path may hold what the terminal cannot show
+            # as stderr: a path may hold what the terminal cannot show
+            sys.stdout.reconfigure(errors="backslashreplace")
         before = _on_sigterm(_terminated)  # train, serve and tokenise put their own in its place
         try:
             answer = function(*args, **kwargs)
@@ -64,22 +67,18 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
             _tell_launcher(error.exit_code, type(error).__name__)
             _fail(error, json_output, debug)
         except KeyboardInterrupt as signalled:
-            by_sigterm = isinstance(signalled, _Terminated)
-            code, said = (
-                (EXIT_STOPPED, "stopped by SIGTERM") if by_sigterm else (EXIT_INTERRUPTED, "interrupted")
-            )
+            code, said = EXIT_INTERRUPTED, "interrupted"
+            if isinstance(signalled, _Terminated):
+                code, said = EXIT_STOPPED, "stopped by SIGTERM"
             _tell_launcher(code)
             if _speaks():
                 click.echo(said, err=True)
             sys.exit(code)
-        except (
-            BrokenPipeError
-        ):  # who read our output (`| head`) wants no more of it; nor does the interpreter's last flush
+        except BrokenPipeError:
+            # who read our output (`| head`) wants no more of it; nor does the interpreter's last flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(EXIT_FAILED)
-        except click.exceptions.ClickException:
-            raise
-        except (click.exceptions.Exit, SystemExit):
+        except (click.ClickException, click.exceptions.Exit):
             raise
         except Exception as error:
             _fail(_unforeseen(error), json_output, debug)
@@ -134,9 +133,8 @@ def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
         traceback.print_exc()
     click.echo(f"error: {error}", err=True)
     lost = getattr(error, "at_once", False)
-    if json_output and not (
-        lost and EXIT_FILE in os.environ
-    ):  # the launcher starts all again: this is not yet the answer
+    restarts = lost and EXIT_FILE in os.environ  # the launcher starts all again: this is not yet the answer
+    if json_output and not restarts:
         click.echo(json.dumps(error.as_dict()))
     if lost:  # a run whose other processes stand still: an orderly end would wait for them
         os._exit(error.exit_code)
@@ -186,6 +184,15 @@ def backend_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         wrapped = option(wrapped)
     return wrapped
+
+
+def pretraining_recipe(source: str, overrides: Sequence[str]) -> "Recipe":
+    """A recipe of `train` with its overrides, checked and resolved. Raises WrongUse."""
+    from ..core.recipe import load_recipe
+    from ..train.recipe import Recipe, resolve
+    from ..train.rules import RULES
+
+    return resolve(load_recipe(source, Recipe, overrides, RULES))
 
 
 def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,7 @@
 """`throughline compare A B`: two runs step by step against a stated bound, or two scores by a paired test."""
 
+from operator import attrgetter
+
 import click
 
 from ..core import console
@@ -9,12 +11,7 @@ from .common import throughline_command
 @click.command()
 @click.argument("first", type=click.Path())
 @click.argument("second", type=click.Path())
-@click.option(
-    "--bound",
-    type=float,
-    default=1e-5,
-    help="Largest relative difference that is accepted.",
-)
+@click.option("--bound", type=float, default=1e-5, help="Largest relative difference that is accepted.")
 @throughline_command
 def command(first: str, second: str, bound: float) -> None:
     """Compare the losses and gradient norms of two runs; exit code 3 when a difference is above the bound.
@@ -28,11 +25,8 @@ def command(first: str, second: str, bound: float) -> None:
     from ..core.errors import WrongUse
 
     if not bound >= 0:  # NaN too: no difference is within it, not even none
-        raise WrongUse(
-            f"{bound:g} is no bound",
-            where="--bound",
-            fix="a number from 0 on; 0 asks for the same to the last bit",
-        )
+        fix = "a number from 0 on; 0 asks for the same to the last bit"
+        raise WrongUse(f"{bound:g} is no bound", where="--bound", fix=fix)
     if is_artifact(first) and read_manifest(first).kind == "scores":
         from ..eval.compare import compare_scores
 
@@ -41,13 +35,9 @@ def command(first: str, second: str, bound: float) -> None:
     from ..train.compare import check_bound, compare_runs
 
     comparison = compare_runs(first, second)
-    lines = console.table(
-        ("figure", "steps", "in one run alone", "largest difference", "at step", "first", "second"),
-        [
-            (row.name, row.steps, row.alone, row.difference, row.step, row.first, row.second)
-            for row in comparison
-        ],
-    )
+    header = ("figure", "steps", "in one run alone", "largest difference", "at step", "first", "second")
+    shown = attrgetter("name", "steps", "alone", "difference", "step", "first", "second")
+    lines = console.table(header, [shown(row) for row in comparison])
     check_bound(comparison, bound, first, second)
     payload = {"bound": bound, "figures": [row.as_dict() for row in comparison]}
     console.result(payload, [*lines, f"all within the relative bound {bound:g}"])

@@ -17,19 +17,14 @@ from ..core import console
 from ..core.artifact import is_artifact, read_manifest
 from ..core.errors import Failed, WrongUse
 from ..core.files import sha256_file, walk_files
-from .common import throughline_command
+from .common import PATH, throughline_command
 
 PACKAGE = __package__.rsplit(".", 1)[0]
 PROMPT = "ROMEO:\nO"
 
 
 @click.command()
-@click.option(
-    "--out",
-    default="runs/demo",
-    type=click.Path(path_type=Path),
-    help="Directory in which everything is written.",
-)
+@click.option("--out", default="runs/demo", type=PATH, help="Directory in which everything is written.")
 @click.option(
     "--text",
     type=click.Path(exists=True, path_type=Path),
@@ -64,23 +59,17 @@ def road(out: Path, text: Path) -> list[tuple[str, list[str]]]:
         ("bert", ["--type", "wordpiece", "--vocab-size", "2048"], ["--sentences"], "blimp_transitive"),
     )
     for family, vocabulary, sentences, tasks in plans:
-        tokenizer, tokens, run = (str(out / f"{family}-{name}") for name in ("tokenizer", "tokens", "run"))
-        stages += [
-            (f"{family}-tokenizer", ["data", "tokenizer", str(text), *vocabulary, "--out", tokenizer]),
-            (
-                f"{family}-tokens",
-                ["data", "tokenize", str(text), "--tokenizer", tokenizer, *sentences, "--out", tokens],
-            ),
-            (
-                f"{family}-run",
-                ["train", f"{family}-shakespeare", "--set", f"data.train={tokens}", "--run-dir", run],
-            ),
-            (
-                f"{family}-scores/scores",
-                ["eval", run, "--tasks", tasks, "--limit", "100", "--out", str(out / f"{family}-scores")],
-            ),
-            (f"{family}-onnx", ["export", run, "--to", "onnx", "--out", str(out / f"{family}-onnx")]),
-        ]
+        tokenizer, tokens, run, scores, onnx = (
+            str(out / f"{family}-{name}") for name in ("tokenizer", "tokens", "run", "scores", "onnx")
+        )
+        commands = {
+            "tokenizer": ["data", "tokenizer", str(text), *vocabulary, "--out", tokenizer],
+            "tokens": ["data", "tokenize", str(text), "--tokenizer", tokenizer, *sentences, "--out", tokens],
+            "run": ["train", f"{family}-shakespeare", "--set", f"data.train={tokens}", "--run-dir", run],
+            "scores/scores": ["eval", run, "--tasks", tasks, "--limit", "100", "--out", scores],
+            "onnx": ["export", run, "--to", "onnx", "--out", onnx],
+        }
+        stages += [(f"{family}-{made}", words) for made, words in commands.items()]
     return stages
 
 
@@ -108,11 +97,8 @@ def run_stage(words: list[str], made: Path) -> float | None:
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-m", f"{PACKAGE}.cli.main", *words], stdout=sys.stderr)
     if done.returncode:
-        raise Failed(
-            "a stage of the demo failed",
-            where=shown,
-            why=f"exit code {done.returncode}; its message is above",
-        )
+        why = f"exit code {done.returncode}; its message is above"
+        raise Failed("a stage of the demo failed", where=shown, why=why)
     return time.monotonic() - start
 
 
@@ -126,20 +112,15 @@ def ask(out: Path) -> dict[str, Any]:
     try:
         url = _address(server)
         start = time.monotonic()
-        gpt = _post(
-            f"{url}v1/completions",
-            {"model": "gpt", "prompt": PROMPT, "max_tokens": 60, "seed": 2, "temperature": 0.7},
-        )
+        body = {"model": "gpt", "prompt": PROMPT, "max_tokens": 60, "seed": 2, "temperature": 0.7}
+        gpt = _post(f"{url}v1/completions", body)
         tokens_per_second = gpt["usage"]["completion_tokens"] / (time.monotonic() - start)
         bert = _post(f"{url}v1/fill-mask", {"model": "bert", "input": "my lord, the [MASK] is here."})
     finally:
         server.send_signal(signal.SIGINT)  # without the seconds for load balancers
         server.communicate(timeout=30)
-    return {
-        "completion": gpt["choices"][0]["text"],
-        "tokens_per_second": tokens_per_second,
-        "fill_mask": bert,
-    }
+    completion = gpt["choices"][0]["text"]
+    return {"completion": completion, "tokens_per_second": tokens_per_second, "fill_mask": bert}
 
 
 def _address(server: subprocess.Popen) -> str:
@@ -171,9 +152,7 @@ def summary(out: Path, seconds: dict[str, float | None], answers: dict[str, Any]
             "tokens": f"{tokens['tokens']:,} tokens of {tokens['text_bytes'] / tokens['tokens']:.2f} bytes",
             "run": _trained(facts["run"]),
             "scores": _scored(facts["scores"]["scores"]),
-            "onnx": "equals torch to {parity_max_abs:.0e} (bound {parity_bound:.0e})".format_map(
-                facts["onnx"]
-            ),
+            "onnx": "equals torch to {parity_max_abs:.0e} (bound {parity_bound:.0e})".format(**facts["onnx"]),
         }
         rate = {"run": f"{facts['run']['tokens_per_s']:,.0f} tokens/s"}
         for name, text in good.items():

@@ -72,25 +72,18 @@ def command() -> None:
     nodes = [sorted(cores) for cores in numa_nodes()]
     bound = ": launch binds its processes to them" if len(nodes) > 1 else ""
     lines.append(f"NUMA  memory nodes: {len(nodes) or 'unknown'}{bound}")
-    lines.append(
-        f"net   {' '.join(f'{n}={v}' for n, v in network.items()) or 'no NCCL_ or GLOO_ variable is set'}"
-    )
+    shown = " ".join(f"{name}={value}" for name, value in network.items())
+    lines.append(f"net   {shown or 'no NCCL_ or GLOO_ variable is set'}")
     lines.append(f"disk  {console.amount(shutil.disk_usage('.').free, 'B')} free here")
     lines.append(f"C++   {compiler or 'no compiler: torch.compile is off, steps run eagerly'}")
     lines += [f"  {name:<14}{packages[name] or 'MISSING: pip install throughline'}" for name in REQUIRED]
     for name, extra in OPTIONAL.items():
-        lines.append(
-            f"  {name:<14}{packages[name] or f'not installed (optional: pip install throughline[{extra}])'}"
-        )
+        missing = f"not installed (optional: pip install throughline[{extra}])"
+        lines.append(f"  {name:<14}{packages[name] or missing}")
     if rates:
         lines += ["", *_rate_lines(rates), *([slow] if slow else [])]
-    facts: dict[str, Any] = {
-        "version": version(),
-        "machine": asdict(machine),
-        "packages": packages,
-        "compiler": compiler,
-    }
-    facts |= {"numa_nodes": nodes, "network": network}
+    facts: dict[str, Any] = {"version": version(), "machine": asdict(machine), "packages": packages}
+    facts |= {"compiler": compiler, "numa_nodes": nodes, "network": network}
     console.result(facts | {"rates": [asdict(each) for each in rates], "slowest": slow}, lines)
 
 
@@ -114,12 +107,7 @@ def _rates() -> "tuple[list[Rates], str]":
 def _rate_lines(rates: "Sequence[Rates]") -> list[str]:
     """A row for each process: products, copies, and what it sends in a sum over all of them."""
     rows = [
-        (
-            each.rank,
-            each.product / 1e9,
-            each.copy / 1e9,
-            None if each.all_reduce is None else each.all_reduce / 1e9,
-        )
+        (each.rank, each.product / 1e9, each.copy / 1e9, each.all_reduce and each.all_reduce / 1e9)
         for each in rates
     ]
     return console.table(("process", "product GFLOP/s", "copy GB/s", "all-reduce GB/s"), rows)

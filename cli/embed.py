@@ -40,9 +40,8 @@ def command(path: str, file: str, out: str | None, truncate: bool, options: "Bac
     from ..inference.serving.texts import embed_texts
 
     if file != "-" and not Path(file).is_file():
-        raise WrongUse(
-            "no such file", where=file, fix="give a text file with one text per line, or - for standard input"
-        )
+        fix = "give a text file with one text per line, or - for standard input"
+        raise WrongUse("no such file", where=file, fix=fix)
     if file.endswith(".jsonl"):
         if out is None:
             raise WrongUse("a .jsonl file is answered in a file", where=file, fix="give --out FILE")

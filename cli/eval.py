@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ..core import console
-from .common import device_option, dtype_option, throughline_command
+from .common import PATH, device_option, dtype_option, throughline_command
 
 
 @click.command()
@@ -19,7 +19,7 @@ from .common import device_option, dtype_option, throughline_command
 @click.option("--list", "listing", is_flag=True, help="List the tasks and the files they look for.")
 @click.option(
     "--data-dir",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Directory that holds the tasks' files. Neither the shipped samples nor the network are then used.",
 )
 @click.option(
@@ -90,9 +90,7 @@ from .common import device_option, dtype_option, throughline_command
     type=click.Path(),
     help="Path of a token store. Scores are reported with and without the records found in it.",
 )
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Directory of the scores (default: PATH.scores)."
-)
+@click.option("--out", type=PATH, help="Directory of the scores (default: PATH.scores).")
 @click.option(
     "--fresh", is_flag=True, help="Discard the stored answers to these questions of this model and ask again."
 )

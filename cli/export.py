@@ -1,7 +1,6 @@
 """`throughline export PATH --to ...`: hand a model over, compared with the original."""
 
 import shlex
-from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -9,7 +8,7 @@ import click
 from ..core import console
 from ..core.errors import WrongUse
 from ..inference.graphs.graph_options import OPSETS, GraphOptions, Names, Pooling, Precision, Variant
-from .common import throughline_command
+from .common import PATH, throughline_command
 
 TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", "calibration")
 
@@ -64,18 +63,12 @@ TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", 
     help="Compute capability that --to tensorrt-rtx compiles for; TensorRT builds for the GPU that is there.",
 )
 @click.option(
-    "--batches",
-    default="1,8",
-    help="Batch sizes that an engine is built for, separated by commas.",
+    "--batches", default="1,8", help="Batch sizes that an engine is built for, separated by commas."
 )
 @click.option(
-    "--lengths",
-    default="128,512",
-    help="Lengths in tokens that an engine is built for, separated by commas.",
+    "--lengths", default="128,512", help="Lengths in tokens that an engine is built for, separated by commas."
 )
-@click.option(
-    "--timing-cache", type=click.Path(), help="File of TensorRT's kernel timings, read and written."
-)
+@click.option("--timing-cache", type=PATH, help="File of TensorRT's kernel timings, read and written.")
 @click.option("--tasks", help="Tasks whose scores may not fall, as in `throughline eval --tasks`.")
 @click.option("--limit", type=click.IntRange(1), help="Maximum number of records per task (default: all).")
 @click.option("--bench/--no-bench", default=True, help="Measure latency.")
@@ -100,26 +93,21 @@ def command(
     """
     from ..inference.exports.export import Judging, export_onnx
 
-    text, calibration, bench = given.pop("text"), given.pop("calibration"), given.pop("bench")
-    device = given.pop("device")
+    text, calibration, bench, device = map(given.pop, ("text", "calibration", "bench", "device"))
     if target in ("calibration", "gguf") and device != "cpu":
-        why = (
-            "llama.cpp's side of the comparison is on the CPU"
-            if target == "gguf"
-            else "torch reads the text there"
-        )
-        raise WrongUse(
-            f"--to {target} runs on the CPU", where=f"--device {device}", why=why, fix="--device cpu"
-        )
+        why = "torch reads the text there"
+        if target == "gguf":
+            why = "llama.cpp's side of the comparison is on the CPU"
+        where, fix = f"--device {device}", "--device cpu"
+        raise WrongUse(f"--to {target} runs on the CPU", where=where, why=why, fix=fix)
     if target == "calibration":
         from ..inference.graphs.calibration import write_calibration
 
         if text is None:
             raise WrongUse("a calibration needs text", where="--text", fix="give a plain text file")
         facts = write_calibration(path, out, text, overwrite)
-        console.result(
-            facts | {"path": str(out)}, [f"{facts['layers']} layers on {facts['tokens']:,} tokens", out]
-        )
+        said = f"{facts['layers']} layers on {facts['tokens']:,} tokens"
+        console.result(facts | {"path": str(out)}, [said, out])
         return
     score = None
     if tasks is not None:
@@ -127,28 +115,20 @@ def command(
 
         score = task_scorer(tasks, limit)
     judging = Judging(text, calibration, score, bench, device=device)
-    engine = {name: given.pop(name) for name in ("capability", "batches", "lengths", "timing_cache")}
+    capability, batches, lengths, cache = map(given.pop, ("capability", "batches", "lengths", "timing_cache"))
+    precision: Any = given["precision"]
     report: dict[str, Any]
     if target == "gguf":
         from ..inference.exports.gguf_export import export_gguf
 
         named: dict[str, Any] = {"fp32": "f32", "fp16": "f16", "int8": "q8_0", "int4": "q4_0"}
-        report = export_gguf(path, out, named[given["precision"]], judging, overwrite)
+        report = export_gguf(path, out, named[precision], judging, overwrite)
     elif target.startswith("tensorrt"):
         from ..inference.exports.export_engine import export_engine
 
-        report = export_engine(
-            path,
-            out,
-            target.replace("-", "_"),
-            "fp16" if given["precision"] == "fp32" else given["precision"],
-            judging,
-            overwrite,
-            engine["capability"],
-            _numbers(engine["batches"], "--batches"),
-            _numbers(engine["lengths"], "--lengths"),
-            None if engine["timing_cache"] is None else Path(engine["timing_cache"]),
-        )
+        shapes = _numbers(batches, "--batches"), _numbers(lengths, "--lengths")
+        library, precision = target.replace("-", "_"), "fp16" if precision == "fp32" else precision
+        report = export_engine(path, out, library, precision, judging, overwrite, capability, *shapes, cache)
     elif target == "triton":
         from ..inference.exports.triton import export_triton
 

@@ -1,13 +1,13 @@
 """`throughline generate PATH`: continue a text with a GPT."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from .common import backend_options, read_stdin, throughline_command
+from .common import PATH, backend_options, read_stdin, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -15,29 +15,18 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("path", type=click.Path())
-@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.argument("file", type=PATH, required=False)
 @click.option("--prompt", help="Text to continue (default: standard input).")
+@click.option("--max-tokens", default=100, type=click.IntRange(1), help="Maximum number of new tokens.")
 @click.option(
-    "--max-tokens",
-    default=100,
-    type=click.IntRange(1),
-    help="Maximum number of new tokens.",
-)
-@click.option(
-    "--temperature",
-    default=0.8,
-    help="Temperature of the draw. 0 always takes the most probable token.",
+    "--temperature", default=0.8, help="Temperature of the draw. 0 always takes the most probable token."
 )
 @click.option("--top-k", default=0, help="Number of most probable tokens to draw from. 0 means all.")
 @click.option(
-    "--top-p",
-    default=1.0,
-    help="Draw from the most probable tokens that together have this probability.",
+    "--top-p", default=1.0, help="Draw from the most probable tokens that together have this probability."
 )
 @click.option(
-    "--min-p",
-    default=0.0,
-    help="Draw from tokens at least this many times as probable as the best one.",
+    "--min-p", default=0.0, help="Draw from tokens at least this many times as probable as the best one."
 )
 @click.option(
     "--repetition-penalty",
@@ -47,9 +36,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(0), help="Seed of the draw (default: a new one each time).")
 @click.option("--stop", multiple=True, help="Text before which the answer ends (default: none). Repeatable.")
 @click.option("--samples", default=1, type=click.IntRange(1, 256), help="Number of continuations.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="File to write the answers to; needed with FILE."
-)
+@click.option("--out", type=PATH, help="File to write the answers to; needed with FILE.")
 @backend_options
 @throughline_command
 def command(
@@ -57,16 +44,11 @@ def command(
     file: Path | None,
     prompt: str | None,
     max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    repetition_penalty: float,
-    seed: int | None,
     stop: tuple[str, ...],
     samples: int,
     out: Path | None,
     options: "BackendOptions",
+    **draw: Any,
 ) -> None:
     """Continue a text with a GPT, printed as it is made. PATH is a run, checkpoint, model directory, ONNX artifact,
     engine or .gguf file.
@@ -84,8 +66,7 @@ def command(
 
     if not all(stop):
         raise WrongUse("a stop text is empty", where="--stop", fix="give at least one character")
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    like = Job(NO_IDS, max_tokens, sampling, stop, n=samples)
+    like = Job(NO_IDS, max_tokens, Sampling(**draw), stop, n=samples)
     if file is not None:
         if out is None or prompt is not None or not file.is_file():
             fix = 'give a .jsonl file with a "prompt" in every line, --out FILE, and no --prompt'
@@ -94,11 +75,10 @@ def command(
         said = "{lines} lines answered ({resumed} by an earlier run, {errors} refused)".format(**facts)
         console.result({"path": str(out), **facts}, [f"{said}: {out}"])
         return
-    prompt = (
-        read_stdin()
-        if prompt is None
-        else prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    )
+    if prompt is None:
+        prompt = read_stdin()
+    else:
+        prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     answers = [""] * samples
     live = samples == 1
     shown = prompt  # with the first delta: an error has its line to itself

@@ -1,18 +1,24 @@
 """`throughline launch -- COMMAND`: the command on several processes."""
 
 import sys
+from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ..core import console
-from .common import throughline_command
+from ..core.errors import WrongUse
+from .common import pretraining_recipe, throughline_command
 
 LAUNCHED = (
     "train RECIPE, finetune RECIPE, study RECIPE, eval PATH, data tokenize INPUTS..., "
     "or doctor (on this machine)"
 )
+# processes, name, the run's directory, the layout in words, whether on GPUs
+Launched = tuple[int, str, str | None, str, bool]
 ARRAY_MACHINES = 8  # of 8 processes: the 64 shards of a corpus up to 16 GiB
 
 
@@ -34,9 +40,7 @@ ARRAY_MACHINES = 8  # of 8 processes: the 64 shards of a corpus up to 16 GiB
     help="Number of processes on each machine in the job file of --emit.",
 )
 @click.option(
-    "--image",
-    default="throughline:latest",
-    help="Container image in the job file of --emit kubernetes.",
+    "--image", default="throughline:latest", help="Container image in the job file of --emit kubernetes."
 )
 @click.option(
     "--restarts",
@@ -66,14 +70,11 @@ def command(
     command's: 75 when SIGTERM stopped it with everything saved. `eval` shares its questions out, with the
     same scores. `data tokenize` becomes a job array, each machine an element of it.
     """
-    from ..core.errors import WrongUse
-
     if arguments[:2] == ("data", "tokenize"):
         _tokenize_array(nproc or ARRAY_MACHINES * per_machine, emit, per_machine, arguments)
         return
-    made = {"train": _train_job, "study": _train_job, "finetune": _finetune_job, "eval": _eval_job}.get(
-        arguments[0]
-    )
+    jobs = {"train": _train_job, "study": _train_job, "finetune": _finetune_job, "eval": _eval_job}
+    made = jobs.get(arguments[0])
     if made is None and (arguments[0] != "doctor" or emit is not None):
         raise WrongUse(f"launch does not run {arguments[0]!r}", fix=f"it takes: {LAUNCHED}")
     processes, name, run_dir, about, gpus = (
@@ -87,9 +88,8 @@ def command(
 
     job = Job(arguments, processes, per_machine, name, run_dir, about, restarts, gpus)
     text = job_file(emit, job, image)
-    console.result(
-        {"kind": emit, "machines": job.machines, "processes": processes, "text": text}, text.splitlines()
-    )
+    facts = {"kind": emit, "machines": job.machines, "processes": processes, "text": text}
+    console.result(facts, text.splitlines())
 
 
 def _devices() -> int:
@@ -99,51 +99,43 @@ def _devices() -> int:
     return max(len(machine().gpus), 2)
 
 
-def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str, bool]:
-    """(processes, name, the run's directory, the layout in words, whether on GPUs)."""
-    from ..core.recipe import find_recipe, load_recipe
+def _given(arguments: Sequence[str]) -> dict[str, Any]:
+    """The command's options, checked as it checks them itself."""
+    command = import_module(f".{arguments[0]}", __package__).command
+    return command.make_context(arguments[0], list(arguments[1:]), click.get_current_context()).params
+
+
+def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
+    from ..core.recipe import find_recipe
     from ..planner.nearest import require_world
-    from ..train.recipe import Recipe, model_config, resolve
-    from ..train.rules import RULES, can_be_had
-    from . import study, train
+    from ..train.recipe import model_config
+    from ..train.rules import can_be_had
 
-    command = {"train": train, "study": study}[arguments[0]].command
-    given = command.make_context(arguments[0], list(arguments[1:]), click.get_current_context()).params
-    recipe = resolve(load_recipe(given["recipe"], Recipe, given["overrides"], RULES))
+    given = _given(arguments)
+    recipe = pretraining_recipe(given["recipe"], given["overrides"])
     layout, section = recipe.parallel.layout(), recipe.train
-    rows = section.rows_per_step, section.rows_per_micro_batch
+    shape = section.sequence_length, section.rows_per_step, section.rows_per_micro_batch
     allowed = partial(can_be_had, recipe)
-    require_world(
-        layout, nproc or layout.world, model_config(recipe), section.sequence_length, *rows, allowed
-    )
+    require_world(layout, nproc or layout.world, model_config(recipe), *shape, allowed)
     name = find_recipe(given["recipe"]).stem
-    return (
-        layout.world,
-        name,
-        given.get("run_dir") or f"runs/{name}",
-        layout.describe(),
-        section.device != "cpu",
-    )
+    run_dir = given.get("run_dir") or f"runs/{name}"
+    return layout.world, name, run_dir, layout.describe(), section.device != "cpu"
 
 
-def _finetune_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str, bool]:
-    """The same of a fine-tuning, which checks the count of its processes itself, with the model."""
+def _finetune_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
+    """A fine-tuning checks the count of its processes itself, with the model."""
     from ..core.recipe import find_recipe, load_recipe
     from ..train.finetune.recipe import RULES, FinetuneRecipe
-    from .finetune import command as finetune
 
-    given = finetune.make_context("finetune", list(arguments[1:]), click.get_current_context()).params
+    given = _given(arguments)
     recipe = load_recipe(given["recipe"], FinetuneRecipe, given["overrides"], RULES)
     layout, gpus = recipe.parallel.layout(), recipe.train.device != "cpu"
     return nproc or layout.world, find_recipe(given["recipe"]).stem, None, layout.describe(), gpus
 
 
-def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, str | None, str, bool]:
-    """The same of an evaluation, which has no run directory: started again it asks what is not answered yet."""
-    from ..core.errors import WrongUse
-    from .eval import command as evaluation
-
-    given = evaluation.make_context("eval", list(arguments[1:]), click.get_current_context()).params
+def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
+    """An evaluation has no run directory: started again it asks what is not answered yet."""
+    given = _given(arguments)
     if given["path"] is None:
         raise WrongUse("nothing to evaluate", where="launch -- eval", fix="give the PATH of a model")
     processes = nproc or _devices()
@@ -153,7 +145,6 @@ def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> tuple[int, str, 
 
 def _tokenize_array(processes: int, emit: str | None, per_machine: int, arguments: tuple[str, ...]) -> None:
     """Print the job array that tokenises."""
-    from ..core.errors import WrongUse
     from ..data.ingest.executors import slurm_array
     from .data import tokenize
 
@@ -162,18 +153,14 @@ def _tokenize_array(processes: int, emit: str | None, per_machine: int, argument
         fix = "--emit slurm for several machines; on this one: throughline data tokenize ... --workers N"
         raise WrongUse(f"data tokenize has no {emit or 'launcher'}: it starts its processes itself", fix=fix)
     if given["task_index"] is not None or given["workers"] is not None or given["executor"] != "local":
-        fix = (
-            "leave out --task-index, --task-count, --workers and --executor; --nproc and --per-machine decide"
-        )
+        fix = "leave out --task-index, --task-count, --workers, --executor; --nproc and --per-machine decide"
         raise WrongUse("the job array divides the work itself", where="data tokenize", fix=fix)
     if given["overwrite"]:
         fix = "remove the old store, or choose another --out"
-        raise WrongUse(
-            "no element of a job array knows whether another has begun anew", where="--overwrite", fix=fix
-        )
+        what = "no element of a job array knows whether another has begun anew"
+        raise WrongUse(what, where="--overwrite", fix=fix)
     elements, cores = -(-processes // per_machine), min(per_machine, processes)
     name = f"tokenize-{Path(given['out']).name}"
     text = slurm_array(arguments, elements, cores, name)
-    console.result(
-        {"kind": emit, "machines": elements, "processes": elements * cores, "text": text}, text.splitlines()
-    )
+    facts = {"kind": emit, "machines": elements, "processes": elements * cores, "text": text}
+    console.result(facts, text.splitlines())

@@ -3,7 +3,7 @@
 import click
 
 from ..core import console
-from .common import recipe_options, throughline_command
+from .common import pretraining_recipe, recipe_options, throughline_command
 
 
 @click.command()
@@ -22,12 +22,9 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     import dataclasses
 
     from ..core.errors import Refused
-    from ..core.recipe import load_recipe
     from ..prove.forked import warm
-    from ..train.recipe import Recipe, resolve
-    from ..train.rules import RULES
 
-    resolved = resolve(load_recipe(recipe, Recipe, overrides, RULES))
+    resolved = pretraining_recipe(recipe, overrides)
     warm()
     from ..prove.proof import BOUNDS, Prover
     from ..prove.twin import twin
@@ -37,29 +34,17 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     for precision in dict.fromkeys(("fp64", case.precision)):
         tried = dataclasses.replace(case, precision=precision)
         errors = prover.prove(tried, timeout_s=540.0)
-        broken = errors.beyond(tried.bounds)
-        figures = {name: getattr(errors, name) for name in BOUNDS[tried.bounds]}
-        rows.append(
-            {"precision": precision, "equal": not broken, "errors": figures, "bounds": BOUNDS[tried.bounds]}
-        )
-        shown = ", ".join(
-            f"{name} {value:.1e} of {BOUNDS[tried.bounds][name]:g}" for name, value in figures.items()
-        )
-        lines.append(f"{precision}: {'equal' if not broken else 'NOT EQUAL'}: {shown}")
+        broken, bounds = errors.beyond(tried.bounds), BOUNDS[tried.bounds]
+        figures = {name: getattr(errors, name) for name in bounds}
+        rows.append({"precision": precision, "equal": not broken, "errors": figures, "bounds": bounds})
+        shown = ", ".join(f"{name} {value:.1e} of {bounds[name]:g}" for name, value in figures.items())
+        lines.append(f"{precision}: {'NOT EQUAL' if broken else 'equal'}: {shown}")
         if broken:
-            lines.append(
-                f"  beyond the bound: {', '.join(broken)}; the gradient that differs most: {errors.worst}"
-            )
-    facts = {
-        "layout": case.layout.facts(),
-        "notes": notes,
-        "proofs": rows,
-        "equal": all(row["equal"] for row in rows),
-    }
+            worst = f"the gradient that differs most: {errors.worst}"
+            lines.append(f"  beyond the bound: {', '.join(broken)}; {worst}")
+    equal = all(row["equal"] for row in rows)
+    facts = {"layout": case.layout.facts(), "notes": notes, "proofs": rows, "equal": equal}
     console.result(facts, lines)
-    if not facts["equal"]:
-        raise Refused(
-            "the layout does not train what one process trains",
-            where="parallel",
-            fix="train in another layout, and report this one",
-        )
+    if not equal:
+        fix = "train in another layout, and report this one"
+        raise Refused("the layout does not train what one process trains", where="parallel", fix=fix)

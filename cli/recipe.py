@@ -7,7 +7,7 @@ import click
 
 from ..core import console
 from ..core.recipe import describe, dump_toml, find_recipe, load_recipe, shipped_recipes
-from .common import recipe_options, throughline_command
+from .common import PATH, recipe_options, throughline_command
 
 
 @click.group()
@@ -92,7 +92,7 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
 @click.option(
     "--tokens", type=click.FloatRange(min=1), help="Number of tokens to train on (default: 20 a parameter)."
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write, ending in .toml.")
+@click.option("--out", type=PATH, required=True, help="File to write, ending in .toml.")
 @throughline_command
 def new(
     model: str | None,
@@ -119,22 +119,16 @@ def new(
     if out.exists():
         raise WrongUse("the output already exists", where=out, fix="choose another --out")
     if sys.stdin.isatty():
-        model = model or click.prompt(
-            "Model (see models/presets.toml)", type=click.Choice(preset_names()), show_choices=False
-        )
+        shapes = click.Choice(preset_names())
+        model = model or click.prompt("Model (see models/presets.toml)", type=shapes, show_choices=False)
         data = data or click.prompt("Token store")
         machine = machine or click.prompt("Machine", type=click.Choice(["cpu", *chips()]))
-        gpus = gpus or (
-            1 if machine == "cpu" else click.prompt("Number of GPUs", type=click.IntRange(min=1), default=1)
-        )
-    if missing := [
-        f"--{name}" for name, given in (("model", model), ("data", data), ("machine", machine)) if not given
-    ]:
-        raise WrongUse(
-            "not everything is given",
-            where=", ".join(missing),
-            fix="give it, or run on a terminal to be asked",
-        )
+        if gpus is None and machine != "cpu":
+            gpus = click.prompt("Number of GPUs", type=click.IntRange(min=1), default=1)
+    needed = {"--model": model, "--data": data, "--machine": machine}
+    if missing := ", ".join(name for name, given in needed.items() if not given):
+        fix = "give it, or run on a terminal to be asked"
+        raise WrongUse("not everything is given", where=missing, fix=fix)
     assert model and data and machine
     text = new_recipe(model, data, machine, gpus or 1, tokens)
     write_atomic(out, text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..core.errors import WrongUse
-from .common import backend_options, throughline_command
+from .common import PATH, backend_options, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -20,10 +20,7 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 @click.argument("paths", nargs=-1, required=True, metavar="[NAME=]PATH...")
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 is every interface.")
 @click.option(
-    "--port",
-    default=8000,
-    type=click.IntRange(0, 65535),
-    help="Port to listen on; 0 is any free port.",
+    "--port", default=8000, type=click.IntRange(0, 65535), help="Port to listen on; 0 is any free port."
 )
 @click.option(
     "--slots",
@@ -42,17 +39,9 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
     type=click.IntRange(1),
     help="Maximum number of new tokens per answer (default: what fits the context).",
 )
+@click.option("--max-n", default=128, type=click.IntRange(1), help="Maximum number of answers to one prompt.")
 @click.option(
-    "--max-n",
-    default=128,
-    type=click.IntRange(1),
-    help="Maximum number of answers to one prompt.",
-)
-@click.option(
-    "--max-body",
-    default=4_000_000,
-    type=click.IntRange(1000),
-    help="Maximum size of a request in bytes.",
+    "--max-body", default=4_000_000, type=click.IntRange(1000), help="Maximum size of a request in bytes."
 )
 @click.option(
     "--request-timeout",
@@ -68,7 +57,7 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 )
 @click.option(
     "--api-key-file",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help=f"File with one API key a line; {KEYS_VARIABLE} takes keys too, with commas between (default: no key).",
 )
 @click.option(
@@ -77,16 +66,8 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
     metavar="ORIGIN",
     help="Origin of web pages that may call the server, * for any (default: none). Repeatable.",
 )
-@click.option(
-    "--tls-cert",
-    type=click.Path(path_type=Path),
-    help="Certificate chain in PEM; serves https (default: plain http).",
-)
-@click.option(
-    "--tls-key",
-    type=click.Path(path_type=Path),
-    help="Private key of the certificate in PEM; needed with --tls-cert.",
-)
+@click.option("--tls-cert", type=PATH, help="Certificate chain in PEM; serves https (default: plain http).")
+@click.option("--tls-key", type=PATH, help="Private key of the certificate in PEM; needed with --tls-cert.")
 @click.option(
     "--access-log/--no-access-log",
     default=True,

@@ -6,23 +6,13 @@ from pathlib import Path
 import click
 
 from ..core import console
-from .common import recipe_options, throughline_command
+from .common import PATH, pretraining_recipe, recipe_options, throughline_command
 
 
 @click.command()
 @recipe_options
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default="calibration",
-    help="Directory to write.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(4),
-    default=20,
-    help="Number of timed steps in each short run.",
-)
+@click.option("--out", type=PATH, default="calibration", help="Directory to write.")
+@click.option("--steps", type=click.IntRange(4), default=20, help="Number of timed steps in each short run.")
 @throughline_command
 def command(recipe: str, overrides: tuple[str, ...], out: Path, steps: int) -> None:
     """Probe this machine, run RECIPE for a few steps at two sizes, and write what was learned as a calibration.
@@ -32,11 +22,9 @@ def command(recipe: str, overrides: tuple[str, ...], out: Path, steps: int) -> N
     Then THROUGHLINE_CALIBRATION=calibration makes `plan --on here` and every run's prediction use it.
     """
     from ..core.artifact import check_free, create_artifact
-    from ..core.recipe import load_recipe, recipe_hash
-    from ..train.recipe import Recipe, resolve
-    from ..train.rules import RULES
+    from ..core.recipe import recipe_hash
 
-    resolved = resolve(load_recipe(recipe, Recipe, overrides, RULES))
+    resolved = pretraining_recipe(recipe, overrides)
     check_free(out)
     from ..train.parallel.mesh import running_processes
     from ..train.study import study
@@ -46,22 +34,17 @@ def command(recipe: str, overrides: tuple[str, ...], out: Path, steps: int) -> N
         return
     with create_artifact(out, "calibration", recipe_hash=recipe_hash(resolved)) as draft:
         (draft.path / "calibration.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        draft.facts |= {
-            key: facts[key]
-            for key in ("machine", "device", "torch", "threads", "precision", "probes", "runs")
-        }
+        told = ("machine", "device", "torch", "threads", "precision", "probes", "runs")
+        draft.facts |= {key: facts[key] for key in told}
     names = ("datasheet_seconds", "probes_seconds", "refit_seconds")
     rows = []
     for row in facts["runs"]:
         errors = [f"{row[name] / row['measured_seconds'] - 1:+.0%}" for name in names]
         name = row["run"] + (" (left out)" if row["left_out"] else "")
-        memory = (
-            console.amount(row["measured_bytes"], "B"),
-            f"{row['refit_bytes'] / row['measured_bytes'] - 1:+.0%}",
-        )
-        rows.append(
-            (name, f"{row['measured_seconds']:.4g}", f"{row['spread_seconds']:.2g}", *errors, *memory)
-        )
+        measured = f"{row['measured_seconds']:.4g}", f"{row['spread_seconds']:.2g}"
+        peak = console.amount(row["measured_bytes"], "B")
+        peak_error = f"{row['refit_bytes'] / row['measured_bytes'] - 1:+.0%}"
+        rows.append((name, *measured, *errors, peak, peak_error))
     probes = facts["probes"]
     lines = [
         f"products {probes['tflops'] * 1e3:,.0f} GFLOP/s in {facts['precision']}, "

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from ..core import console
-from .common import recipe_options, throughline_command
+from .common import pretraining_recipe, recipe_options, throughline_command
 
 
 @click.command()
@@ -50,13 +50,11 @@ def command(
               throughline train gpt-shakespeare --set data.train=my.txt --set data.tokenizer=tok
     The same command continues a run that was stopped or killed.
     """
-    from ..core.recipe import find_recipe, load_recipe
-    from ..train.recipe import Recipe, resolve
-    from ..train.rules import RULES
+    from ..core.recipe import find_recipe
 
     if init_from is not None:
         overrides = (*overrides, f"model.init_from={init_from}")
-    resolved = resolve(load_recipe(recipe, Recipe, overrides, RULES))
+    resolved = pretraining_recipe(recipe, overrides)
     from ..train.parallel.mesh import running_processes, started_again  # not before: torch takes seconds
 
     if show_layout:
@@ -66,11 +64,10 @@ def command(
         from ..train.recipe import model_config
 
         data = resolved.data
-        facts = (
-            Tokenizer.load(data.tokenizer).facts()
-            if data.tokenizer
-            else TokenStore.open(data.sources()[0].path).facts
-        )
+        if data.tokenizer:
+            facts = Tokenizer.load(data.tokenizer).facts()
+        else:
+            facts = TokenStore.open(data.sources()[0].path).facts
         if running_processes()[0] == 0:
             console.result(*layout_facts(resolved, model_config(resolved, facts.get("vocab_size"))))
         return
@@ -78,7 +75,7 @@ def command(
     from ..train.build import plan_run
     from ..train.evaluate import Validation
     from ..train.loop import Evaluator, train
-    from ..train.report import figure_name
+    from ..train.report import figure_name, figure_text
 
     plan = plan_run(resolved, None if dry_run else directory / "cache")
     if dry_run:
@@ -94,12 +91,8 @@ def command(
     summary = train(plan, directory, resume=resume, evaluators=evaluators, profile=profile)
     if running_processes()[0] > 0:
         return  # the first process says it
-    from ..train.report import figure_text
-
-    figures = {
-        "loss": summary["loss"],
-        **{figure_name(name): value for name, value in summary["validation"].items()},
-    }
+    figures = {"loss": summary["loss"]}
+    figures |= {figure_name(name): value for name, value in summary["validation"].items()}
     figures |= {"steps skipped": summary["skipped_steps"]} if summary["skipped_steps"] else {}
     lines = [f"{name:<26}{figure_text(value)}" for name, value in figures.items()]
     lines += [
