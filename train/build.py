@@ -127,16 +127,10 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
     device = own_device(pick_device(recipe.train.device, recipe.train.precision))
     check_products(recipe.train.matmul, device)
     plan = validation_plan(recipe, device)
-    train_section = recipe.train
-    require_world(
-        recipe.parallel.layout(),
-        running_processes()[1],
-        plan.config,
-        train_section.sequence_length,
-        train_section.rows_per_step,
-        train_section.rows_per_micro_batch,
-        partial(can_be_had, recipe),
-    )
+    train = recipe.train
+    batch = train.sequence_length, train.rows_per_step, train.rows_per_micro_batch
+    layout, others = recipe.parallel.layout(), partial(can_be_had, recipe)
+    require_world(layout, running_processes()[1], plan.config, *batch, others)
     memory = check_memory(plan.config, recipe, device)
     if plan.text_bytes and cache is not None:
         plan = validation_plan(recipe, device, cache)
@@ -148,9 +142,7 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
 
 
 def validation_plan(recipe: Recipe, device: torch.device, cache: Path | None = None) -> RunPlan:
-    """The same for measuring a trained model on any machine, whatever layout it was trained in: nothing about
-    memory.
-    """
+    """The same for measuring a trained model in any layout on any machine: nothing about memory."""
     corpus = open_corpus(recipe, cache)
     return RunPlan(
         recipe=recipe,
@@ -180,19 +172,15 @@ def dataset_options(plan: RunPlan) -> DatasetOptions:
             random_offsets=data.random_offsets and data.packing == "windows",
         )
     objective, tokenizer = recipe.objective or ObjectiveSection(), plan.tokenizer
+    where = data.sources()[0].path
     if tokenizer is None:
-        where = data.sources()[0].path
-        raise WrongUse(
-            "a BERT needs the tokenizer of its tokens", where=where, fix="put its tokenizer.json beside them"
-        )
+        fix = "put its tokenizer.json beside them"
+        raise WrongUse("a BERT needs the tokenizer of its tokens", where=where, fix=fix)
     if missing := [name for name in ("cls", "sep", "mask") if getattr(tokenizer, f"{name}_id") is None]:
         fix = "throughline data tokenizer --type wordpiece, then data tokenize --sentences"
-        why = (
-            f"it has no {', '.join(f'[{name.upper()}]' for name in missing)}: it is of type {tokenizer.type}"
-        )
-        raise WrongUse(
-            "a BERT cannot be trained with this tokenizer", where=data.sources()[0].path, why=why, fix=fix
-        )
+        tokens = ", ".join(f"[{name.upper()}]" for name in missing)
+        why = f"it has no {tokens}: it is of type {tokenizer.type}"
+        raise WrongUse("a BERT cannot be trained with this tokenizer", where=where, why=why, fix=fix)
     return DatasetOptions(
         "bert",
         recipe.train.sequence_length,
@@ -215,10 +203,9 @@ def dataset_options(plan: RunPlan) -> DatasetOptions:
 
 def training_rows(plan: RunPlan, cache: Path | None = None) -> Dataset:
     """The dataset that the run trains on."""
-    weights = [source.weight for source in plan.recipe.data.sources()]
-    return open_dataset(
-        plan.train_stores, dataset_options(plan), weights if len(weights) > 1 else None, cache
-    )
+    sources = plan.recipe.data.sources()
+    weights = [source.weight for source in sources] if len(sources) > 1 else None
+    return open_dataset(plan.train_stores, dataset_options(plan), weights, cache)
 
 
 def validation_rows(plan: RunPlan, cache: Path | None = None) -> list[Dataset]:
@@ -235,9 +222,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class StepBatches:
-    """A dataset whose batches are ready for the step, this process's part of each row; the loader's thread
-    makes them.
-    """
+    """Batches ready for the step, this process's part of each row; the loader's thread makes them."""
 
     plan: RunPlan
     dataset: Dataset
@@ -252,29 +237,20 @@ class StepBatches:
         return alone and not config.attention_window and not getattr(config, "relative_buckets", 0)
 
     def batch(self, position: int, count: int) -> StepBatch:
-        train, objective = self.plan.recipe.train, self.plan.recipe.objective
+        plan, objective = self.plan, self.plan.recipe.objective
         rows = self.dataset.batch(position, count)
         mask_fraction = objective.mask_fraction if objective else 0.0
         tokens = real_tokens(rows)
-        sequences = sequences_in(rows) if self.plan.family == "bert" else 0
-        cut = cut_rows(rows, self.context)
-        batch = prepare(
-            cut,
-            self.plan.family,
-            train.rows_per_micro_batch,
-            self.plan.device,
-            mask_fraction,
-            self.unpad,
-        )
+        sequences = sequences_in(rows) if plan.family == "bert" else 0
+        cut, micro_rows = cut_rows(rows, self.context), plan.recipe.train.rows_per_micro_batch
+        batch = prepare(cut, plan.family, micro_rows, plan.device, mask_fraction, self.unpad)
         # the other data processes have as many rows, and about as many tokens and sequences
         size = self.data.size
         return replace(batch, tokens=tokens * size, rows=count * size, sequences=sequences * size)
 
 
 def build_trainer(plan: RunPlan, mesh: Mesh | None = None, *, fill: bool = True) -> Trainer:
-    """Engine and optimizer at step 0: this process's part of the model in its layout. `fill=False` leaves the weights
-    to a checkpoint.
-    """
+    """This process's engine and optimizer at step 0; `fill=False` leaves the weights to a checkpoint."""
     recipe, train = plan.recipe, plan.recipe.train
     # a zero-bubble schedule takes the gradients of inputs and weights apart, a compiled backward has them in one
     splits = recipe.parallel.schedule in ZERO_BUBBLE

@@ -61,7 +61,6 @@ from .snapshot import (
     Table,
     TensorReader,
     take_snapshot,
-    without_dim,
     write_table,
     write_tensors,
 )
@@ -84,9 +83,7 @@ class CheckpointWriter:
     processes: int = 1  # each writes its part; the first puts them together
     token: str = ""  # of this start of the run: the parts of an earlier one are never taken
     may_write: Callable[[], None] = lambda: None  # raises when the run's directory is no longer ours
-    patience_s: float = (
-        600.0  # with a process that writes nothing of its part: as long as a collective may take
-    )
+    patience_s: float = 600.0  # with a process that writes nothing: as long as a collective may take
     prepared: bool = False
     _thread: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "checkpoint", _give_way)
@@ -169,13 +166,10 @@ class CheckpointWriter:
             read_back = set(draft.known)
             if self.tokenizer_json is not None:
                 (draft.path / "tokenizer.json").write_bytes(self.tokenizer_json)
-            state, parameters = snapshot.state, table["weights"].values()
-            draft.facts |= {
-                name: state[name] for name in ("step", "samples", "layout", "threads", "precision")
-            }
-            draft.facts |= {"family": snapshot.model["family"]}
-            draft.facts |= {"parameters": sum(math.prod(entry["shape"]) for entry in parameters)}
-            draft.facts |= facts
+            known = ("step", "samples", "layout", "threads", "precision")
+            parameters = sum(math.prod(entry["shape"]) for entry in table["weights"].values())
+            draft.facts |= {name: snapshot.state[name] for name in known}
+            draft.facts |= {"family": snapshot.model["family"], "parameters": parameters} | facts
             self.may_write()
         verify_artifact(path, read_back=read_back)
         self.may_write()
@@ -188,9 +182,7 @@ class CheckpointWriter:
         return self.directory / f".step-{step:08d}.{self.token}-{process:05d}.tmp"
 
     def _take_parts(self, step: int, draft: Draft) -> list[Table]:
-        """Wait for the parts of all processes and move their files into the checkpoint. No process waits for the
-        first.
-        """
+        """Wait for the parts of all processes and move their files here; no process waits for the first."""
         tables = []
         for process in range(self.processes):
             path, written, end = self._part(step, process), -1, 0.0
@@ -230,23 +222,17 @@ def _size(directory: Path) -> int:
 
 
 def _give_way() -> None:
-    """Let training go first wherever this thread wants the same processor (Linux, where threads have
-    priorities).
-    """
+    """Let training go first where this thread wants the same processor (threads have priorities on Linux)."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
 def load_weights(directory: Path, names: Iterable[str], local_shards: Sequence[LocalShard]) -> None:
-    """Fill the values of a model, or of this process's part of one, with a checkpoint's weights. Raises
-    Refused when names or shapes differ.
-    """
+    """Fill a model, or this process's part of it, with a checkpoint's weights; Refused for another's."""
     read = TensorReader(directory, "weights")
-    differing = set(names) ^ set(read.table)
-    if differing:
-        raise Refused(
-            "the checkpoint is of another model", where=directory, why=f"only one has {sorted(differing)[0]}"
-        )
+    if differing := set(names) ^ set(read.table):
+        why = f"only one has {min(differing)}"
+        raise Refused("the checkpoint is of another model", where=directory, why=why)
     with torch.no_grad():
         for local in local_shards:
             if list(local.spec.shape) != read.table[local.name]["shape"]:
@@ -285,9 +271,7 @@ def restore(directory: Path, trainer: Trainer) -> None:
 
 
 def _restore_optimizer(directory: Path, trainer: Trainer, scalars: dict[str, Any]) -> None:
-    """Give every parameter, or part of one, its slots: tensors of its shape are cut as it is, numbers belong
-    to the whole.
-    """
+    """Give every parameter, or part of one, its slots: tensors cut as it is, numbers whole."""
     read = TensorReader(directory, "optimizer")
     slots: dict[str, dict[str, Any]] = {}
     for key in (*read.table, *scalars):
@@ -298,30 +282,25 @@ def _restore_optimizer(directory: Path, trainer: Trainer, scalars: dict[str, Any
     fresh = trainer.optimizer.state_dict()
     fresh["state"] = {}
     for index, part in enumerate(ordered):
-        values = {}
-        for slot, key in slots.get(part.name, {}).items():
-            if key in scalars:
-                values[slot] = scalars[key]
-            else:
-                values[slot] = _read_slot(read, key, part)
-        if values:
-            fresh["state"][index] = values
+        if known := slots.get(part.name):
+            fresh["state"][index] = {
+                slot: scalars[key] if key in scalars else _read_slot(read, key, part)
+                for slot, key in known.items()
+            }
     trainer.optimizer.load_state_dict(fresh)
 
 
 def _read_slot(read: TensorReader, key: str, local: LocalShard) -> torch.Tensor:
     """The part of a slot for a part of its parameter; numbers as they are."""
-    slot = key.rsplit(".", 1)[1]
-    if slot in SUMMED_DIM:
-        return read.part(key, without_dim(local.spec.box, SUMMED_DIM[slot]))
+    dim = SUMMED_DIM.get(key.rsplit(".", 1)[1])
+    if dim is not None:
+        return read.part(key, local.spec.box.cut(dim, -local.spec.box.start[dim], 1))
     like = read.table[key]["shape"] == list(local.spec.shape)
     return read.part(key, local.spec.box) if like else read(key)
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The complete checkpoints of a run's `checkpoints` directory, newest first; copies under other names are
-    not the run's.
-    """
+    """The complete checkpoints in a run's `checkpoints`, newest first; other names are not the run's."""
     steps = (path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit())
     return sorted((path for path in steps if is_artifact(path)), reverse=True)
 
@@ -340,14 +319,11 @@ def find_resumable(directory: Path) -> Path | None:
             verify_artifact(path)
         except (ThroughlineError, OSError) as error:
             warn(f"checkpoint passed over: {error}")
-            known = (
-                error
-                if isinstance(error, ThroughlineError)
-                else Refused("it cannot be read", where=path, why=str(error))
-            )
-            damaged = damaged or known
-            continue
-        return path
+            if isinstance(error, OSError):
+                error = Refused("it cannot be read", where=path, why=str(error))
+            damaged = damaged or error
+        else:
+            return path
     if damaged is not None:
         raise Refused(
             "no checkpoint of this run is whole",
@@ -367,9 +343,8 @@ def locate(path: Path | str) -> Path:
     if is_artifact(path) and read_manifest(path).kind == "checkpoint":
         return path
     if not path.exists():
-        raise WrongUse(
-            "no such run or checkpoint", where=path, fix="check the spelling; runs are under runs/"
-        )
+        fix = "check the spelling; runs are under runs/"
+        raise WrongUse("no such run or checkpoint", where=path, fix=fix)
     raise WrongUse(
         "neither a run with a checkpoint nor a checkpoint",
         where=path,

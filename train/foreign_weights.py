@@ -31,9 +31,8 @@ def read_pickle(path: Path) -> dict[str, Any]:
     except Exception as error:  # pickle, zip and torch each raise their own
         why = str(error).split("\n")[0][:300]
         fix = "save the weights alone: torch.save({'model': model.state_dict(), ...}), or as safetensors"
-        raise Refused(
-            "the checkpoint holds more than tensors, or is damaged", where=path, why=why, fix=fix
-        ) from error
+        what = "the checkpoint holds more than tensors, or is damaged"
+        raise Refused(what, where=path, why=why, fix=fix) from error
     if not isinstance(tree, dict):
         raise Refused("the checkpoint is no table of tensors", where=path)
     return tree
@@ -86,10 +85,7 @@ def megatron_file(path: Path) -> Path | None:
 
 # Megatron-LM's names -> ours, one after the other: those of Megatron core and those before it
 NAMES = (
-    (
-        r"[._](weight|bias)$",
-        r".\1",
-    ),  # transformer engine's linears hold the norm before them: layer_norm_weight
+    (r"[._](weight|bias)$", r".\1"),  # transformer engine's linears hold their norm: layer_norm_weight
     (r"^language_model\.", ""),
     (r"^(lm_head|output_layer)\.bias$", "mlm_bias"),
     (r"^embedding\.word_embeddings\.", "token_table."),
@@ -170,10 +166,7 @@ def _by_heads(value: Tensor, heads: int, version: float) -> Tensor:
 
 
 def _megatron_config(values: dict[str, Tensor], arguments: Any, heads: int, path: Path) -> ModelConfig:
-    count = 1 + max((int(name.split(".")[1]) for name in values if name.startswith("blocks.")), default=-1)
-    if not count or not {"token_table.weight", "position_table.weight", "blocks.0.mlp.up.weight"} <= set(
-        values
-    ):
+    if not {"token_table.weight", "position_table.weight", "blocks.0.mlp.up.weight"} <= set(values):
         why = ", ".join(list(values)[:4])
         raise Refused("only a GPT or a BERT with learned positions can be read", where=path, why=why)
     table = values["token_table.weight"]
@@ -181,7 +174,7 @@ def _megatron_config(values: dict[str, Tensor], arguments: Any, heads: int, path
     shape: dict[str, Any] = {
         "vocab_size": table.shape[0],
         "sequence_length": values["position_table.weight"].shape[0],
-        "layers": count,
+        "layers": 1 + max(int(name.split(".")[1]) for name in values if name.startswith("blocks.")),
         "width": table.shape[1],
         "heads": heads,
         "mlp_width": values["blocks.0.mlp.up.weight"].shape[0],

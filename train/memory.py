@@ -20,10 +20,8 @@ from .predict import predicted_memory
 from .recipe import Recipe, model_config, model_family
 from .rules import RULES
 
-FEWER_ROWS, RECOMPUTE = (
-    "train.micro_batch_rows = 1 (same result)",
-    'train.recompute = "full" (a third more time)',
-)
+FEWER_ROWS = "train.micro_batch_rows = 1 (same result)"
+RECOMPUTE = 'train.recompute = "full" (a third more time)'
 OF_PHASE = {  # the moments that an allocation of a phase adds to
     "forward": ("loss",),
     "backward": ("loss", "backward of a layer"),
@@ -32,9 +30,7 @@ OF_PHASE = {  # the moments that an allocation of a phase adds to
 
 
 def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> dict[str, int]:
-    """The estimate, when it fits. Raises Refused with the terms and the three cheapest changes when it does
-    not.
-    """
+    """The estimate. Raises Refused, with its terms and the three cheapest changes, when it does not fit."""
     terms = predicted_memory(config, recipe, device.type)
     need = sum(terms.values())
     if device.type == "cuda":
@@ -50,9 +46,8 @@ def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> d
             fix="\n".join(_cheaper(recipe, config, device.type, total)),
         )
     if need > free:
-        warn(
-            f"the run needs about {amount(need, 'B')} and {amount(free, 'B')} of {amount(total, 'B')} are free just now"
-        )
+        left = f"{amount(free, 'B')} of {amount(total, 'B')} are free just now"
+        warn(f"the run needs about {amount(need, 'B')} and {left}")
     return terms
 
 
@@ -65,14 +60,9 @@ def beside(terms: dict[str, int], device: torch.device, measured: int) -> dict[s
 
 
 def out_of_memory(config: ModelConfig, recipe: Recipe, device: torch.device, phase: str) -> Failed:
-    """The error for an allocation that failed in a step, with the phase, the largest consumers and the
-    cheapest changes.
-    """
-    total = (
-        torch.cuda.get_device_properties(device).total_memory
-        if device.type == "cuda"
-        else memory_limit_bytes()
-    )
+    """The error of an allocation in a step: the phase, the largest consumers and the cheapest changes."""
+    cuda = device.type == "cuda"
+    total = torch.cuda.get_device_properties(device).total_memory if cuda else memory_limit_bytes()
     return Failed(
         f"out of memory in {phase}",
         where=f"{device.type}, {amount(total, 'B')}",
@@ -82,9 +72,8 @@ def out_of_memory(config: ModelConfig, recipe: Recipe, device: torch.device, pha
 
 
 def _largest_first(terms: dict[str, int]) -> str:
-    return ", ".join(
-        f"{name} {amount(size, 'B')}" for name, size in sorted(terms.items(), key=lambda item: -item[1])
-    )
+    ordered = sorted(terms.items(), key=lambda term: -term[1])
+    return ", ".join(f"{name} {amount(size, 'B')}" for name, size in ordered)
 
 
 def _changed(recipe: Recipe, train: dict[str, Any], parallel: dict[str, Any] | None = None) -> Recipe:
@@ -101,21 +90,19 @@ def _cheaper(recipe: Recipe, config: ModelConfig, device: str, total: int) -> li
     def need(**changes: object) -> int:
         return sum(predicted_memory(config, _changed(recipe, changes), device).values())
 
-    now = need()
-    tries: tuple[tuple[str, int], ...] = (
+    tries = (
         (FEWER_ROWS, need(micro_batch_rows=1)),
         (RECOMPUTE, need(recompute="full")),
         ('both, with train.precision = "bf16"', need(micro_batch_rows=1, recompute="full", precision="bf16")),
     )
-    lines = [f"{text}: {amount(size, 'B')}" for text, size in tries if size < now]
+    lines = [f"{text}: {amount(size, 'B')}" for text, size in tries if size < need()]
     if all(size > total for _, size in tries):  # then only a smaller model helps
-        names = [
-            name for name in preset_names(model_family(recipe)) if _preset_need(name, recipe, device) <= total
-        ]
-        if names:
-            largest = max(names, key=lambda name: preset(name).parameter_count())
-            size = _preset_need(largest, recipe, device)
-            lines.insert(2, f'model.preset = "{largest}", the largest that fits: {amount(size, "B")}')
+        needs = {name: _preset_need(name, recipe, device) for name in preset_names(model_family(recipe))}
+        if fitting := [name for name, size in needs.items() if size <= total]:
+            largest = max(fitting, key=lambda name: preset(name).parameter_count())
+            lines.insert(
+                2, f'model.preset = "{largest}", the largest that fits: {amount(needs[largest], "B")}'
+            )
     return lines[:3]
 
 
@@ -132,9 +119,8 @@ def _followable(recipe: Recipe, config: ModelConfig, device: str, moments: Seque
     shared = f'parallel.sharding = "{sharding}"'
     if layout.data == 1:
         more = {"data": 2}
-        fewer = {
-            "micro_batch_rows": math.gcd(recipe.train.rows_per_step // 2, recipe.train.rows_per_micro_batch)
-        }
+        train = recipe.train
+        fewer = {"micro_batch_rows": math.gcd(train.rows_per_step // 2, train.rows_per_micro_batch)}
         shared = f"parallel.data = 2, {shared} (on {2 * layout.world} processes: throughline launch)"
     lines: list[str] = []
     helping: dict[str, Any] = {}
@@ -142,23 +128,22 @@ def _followable(recipe: Recipe, config: ModelConfig, device: str, moments: Seque
     def need(changed: Recipe) -> int:
         return sum(predicted_memory(config, changed, device, moments).values())
 
-    for text, train, parallel in (
+    for text, changes, parallel in (
         (FEWER_ROWS, {"micro_batch_rows": 1}, {}),
         (RECOMPUTE, {"recompute": "full"}, {}),
         (shared, fewer, {"sharding": sharding} | more),
         ("train.offload = true (the update on the host)", {"offload": True}, {}),
     ):
-        offload = "offload" in train
-        changed = _changed(recipe, (helping | train) if offload else train, parallel)
+        offload = "offload" in changes
+        changed = _changed(recipe, (helping | changes) if offload else changes, parallel)
         if any(list(rule(changed)) for rule in RULES) or (offload and recipe.train.offload):
             continue
         if (size := need(changed)) < need(recipe):
             beside = " with the first changes of train" if offload and helping else ""
             lines.append(f"{text}{beside}: {amount(size, 'B')}")
-            helping |= train if not parallel else {}
-    return lines or [
-        "more memory, or a smaller model in another directory: nothing that may change here saves any"
-    ]
+            helping |= changes if not parallel else {}
+    nothing = "more memory, or a smaller model in another directory: nothing that may change here saves any"
+    return lines or [nothing]
 
 
 def _preset_need(name: str, recipe: Recipe, device: str) -> int:

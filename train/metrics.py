@@ -11,6 +11,7 @@ stand in it twice, and the later one counts (`read_metrics`).
 import importlib.util
 import math
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,7 @@ class Metrics:
         self._sinks = [SINKS[sink](workspace.path, name) for sink in sinks]
 
     def add(self, record: Record) -> Record:
-        """Keep a record, and give it back as it is kept: numbers that are not finite become null, as JSON has
-        none.
-        """
+        """Keep a record, and return what is kept: null for numbers that are not finite, as JSON has none."""
         kept = _finite(record)
         self._buffer.append(kept)
         if time.monotonic() - self._written > FLUSH_EVERY_S:
@@ -56,21 +55,14 @@ class Metrics:
                 sink(records)
 
 
-def _finite(record: Record) -> Record:
-    return {
-        key: _finite(value)
-        if isinstance(value, dict)
-        else None
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for key, value in record.items()
-    }
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(run: Path | str) -> list[Record]:
-    """The records of a run in step order, each step once; evaluations are merged into the record of their
-    step.
-    """
+    """The records of a run in step order, each step once, with the evaluation of that step."""
     merged: dict[int, Record] = {}
     for record in read_records(Path(run) / FILE):
         merged[record["step"]] = merged.get(record["step"], {}) | record
@@ -128,9 +120,7 @@ SINKS: dict[str, Callable[[Path, str], Sink]] = {"tensorboard": _tensorboard, "w
 
 
 class PhaseMemory:
-    """Memory at the end of each phase of a step, in bytes: resident on the host, and the phase's peak on the
-    GPU.
-    """
+    """Bytes at the end of each phase of a step: resident on the host, and the phase's peak on the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._process = device, psutil.Process()
@@ -178,9 +168,5 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     size = 768
     a = torch.ones(size, size, dtype=dtype)
     a @ a
-    best = math.inf
-    for _ in range(4):
-        start = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - start)
+    best = min(timeit.repeat(lambda: a @ a, number=1, repeat=4))
     return 2 * size**3 / best, f"measured matrix product, {size} wide, {torch.get_num_threads()} threads"

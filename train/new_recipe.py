@@ -117,18 +117,13 @@ def fitted(model: str, machine: str, gpus: int, precision: str) -> Fit:
                     return Fit(rows, sharding, recompute)
     least = Fit(1, "full", "full")
     counts = range(2, 1 << 16)
-    enough = bisect.bisect_left(
-        counts, True, key=lambda count: needed(model, precision, count, least) <= room
-    )
-    raise WrongUse(
-        "the model does not fit",
-        where="--gpus",
-        why=f"one row takes {needed(model, precision, gpus, least) / 2**30:,.0f} GiB on each of {gpus} x {machine}, "
-        f"which has {room / 2**30:,.0f} GiB for it",
-        fix=f"about {counts[enough]:,} of these would hold it with full sharding; or choose a smaller model"
-        if enough < len(counts)
-        else "choose a smaller model: a row of it fits on no number of these",
-    )
+    enough = bisect.bisect_left(counts, True, key=lambda n: needed(model, precision, n, least) <= room)
+    size = needed(model, precision, gpus, least) / 2**30
+    why = f"one row takes {size:,.0f} GiB on each of {gpus} x {machine}, which has {room / 2**30:,.0f} GiB for it"
+    fix = "choose a smaller model: a row of it fits on no number of these"
+    if enough < len(counts):
+        fix = f"about {counts[enough]:,} of these would hold it with full sharding; or choose a smaller model"
+    raise WrongUse("the model does not fit", where="--gpus", why=why, fix=fix)
 
 
 def needed(model: str, precision: str, gpus: int, fit: Fit) -> int:

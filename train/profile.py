@@ -32,11 +32,14 @@ CLASSES = (  # the first pattern found in an operator's or kernel's name decides
 )
 
 
-KINDS = {
-    "matrix products": "product",
-    "attention": "attention",
-    "optimizer": "optimizer",
-}  # others move memory
+PLANNED: dict[str, tuple[str, float, int | None]] = {  # of a kind: the planner's name, factor and digits
+    "planned_ms": ("seconds", 1e3, 3),
+    "planned_gflop": ("flops", 1e-9, 3),
+    "planned_mb": ("bytes", 1e-6, 3),
+    "planned_launches": ("launches", 1, None),
+}
+# the planner's; the other classes move memory
+KINDS = {"matrix products": "product", "attention": "attention", "optimizer": "optimizer"}
 
 
 def kernel_class(name: str) -> str:
@@ -77,9 +80,8 @@ class Profile:
             self._profile.stop()
             self._open = False
             if self._steps <= SKIPPED + WARMUP:
-                warn(
-                    f"no profile: the first {SKIPPED + WARMUP} steps are left out, and there were {self._steps}"
-                )
+                left_out = f"the first {SKIPPED + WARMUP} steps are left out"
+                warn(f"no profile: {left_out}, and there were {self._steps}")
 
     def _ready(self, profiled: Any) -> None:
         self._open = False
@@ -126,15 +128,8 @@ def time_per_kind(rows: list[dict[str, Any]], planned: dict[str, dict[str, float
         spent[kind] = spent.get(kind, 0.0) + row["ms"]
     found = []
     for kind, ms in spent.items():
-        said = planned.get(kind)
-        found.append(
-            {
-                "kind": kind,
-                "ms": round(ms, 3),
-                "planned_ms": round(said["seconds"] * 1e3, 3) if said else None,
-                "planned_gflop": round(said["flops"] / 1e9, 3) if said else None,
-                "planned_mb": round(said["bytes"] / 1e6, 3) if said else None,
-                "planned_launches": round(said["launches"]) if said else None,
-            }
-        )
+        entry: dict[str, Any] = {"kind": kind, "ms": round(ms, 3)}
+        for name, (key, factor, digits) in PLANNED.items():
+            entry[name] = round(planned[kind][key] * factor, digits) if kind in planned else None
+        found.append(entry)
     return found

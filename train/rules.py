@@ -21,38 +21,21 @@ FP8_TILE = 16  # what the sides of a factor are multiples of: torch's _scaled_mm
 def batch_rule(recipe: Recipe) -> Iterable[Problem]:
     """The batch is given once, in whole rows, and the micro-batch divides it."""
     train = recipe.train
-    if train.batch_rows is None and train.batch_tokens is None:
-        yield Problem(
-            "train.batch_rows", "the batch is not given", "set train.batch_rows or train.batch_tokens"
-        )
-        return
-    if train.batch_tokens is not None and train.batch_tokens % train.sequence_length:
-        near = max(train.batch_tokens // train.sequence_length, 1) * train.sequence_length
-        yield Problem(
-            "train.batch_tokens",
-            f"{train.batch_tokens} tokens are no whole number of rows of {train.sequence_length}",
-            f"for example {near}",
-        )
-        return
-    if train.batch_rows is not None and train.batch_tokens not in (
-        None,
-        train.batch_rows * train.sequence_length,
-    ):
-        yield Problem(
-            "train.batch_tokens",
-            f"{train.batch_tokens} tokens contradict {train.batch_rows} rows of {train.sequence_length}",
-            "give one of train.batch_rows and train.batch_tokens",
-        )
-        return
-    rows, micro = train.rows_per_step, train.rows_per_micro_batch
-    if rows % micro:
-        legal = [n for n in range(1, rows + 1) if rows % n == 0]
-        near = min(legal, key=lambda n: abs(n - micro))
-        yield Problem(
-            "train.micro_batch_rows",
-            f"{micro} does not divide the batch of {rows} rows",
-            f"for example {near}",
-        )
+    rows, tokens, length = train.batch_rows, train.batch_tokens, train.sequence_length
+    if rows is None and tokens is None:
+        fix = "set train.batch_rows or train.batch_tokens"
+        yield Problem("train.batch_rows", "the batch is not given", fix)
+    elif tokens is not None and tokens % length:
+        text = f"{tokens} tokens are no whole number of rows of {length}"
+        yield Problem("train.batch_tokens", text, f"for example {max(tokens // length, 1) * length}")
+    elif rows is not None and tokens not in (None, rows * length):
+        text = f"{tokens} tokens contradict {rows} rows of {length}"
+        yield Problem("train.batch_tokens", text, "give one of train.batch_rows and train.batch_tokens")
+    elif train.rows_per_step % (micro := train.rows_per_micro_batch):
+        batch = train.rows_per_step
+        near = min((n for n in range(1, batch + 1) if batch % n == 0), key=lambda n: abs(n - micro))
+        text = f"{micro} does not divide the batch of {batch} rows"
+        yield Problem("train.micro_batch_rows", text, f"for example {near}")
 
 
 def ramp_rule(recipe: Recipe) -> Iterable[Problem]:
@@ -60,24 +43,19 @@ def ramp_rule(recipe: Recipe) -> Iterable[Problem]:
     ramp, layout, train = recipe.train.batch_ramp, recipe.parallel.layout(), recipe.train
     if ramp is None:
         return
-    if ramp.start_rows >= train.rows_per_step or (train.rows_per_step - ramp.start_rows) % ramp.step_rows:
-        text = (
-            f"from {ramp.start_rows} rows in steps of {ramp.step_rows} does not come to {train.rows_per_step}"
-        )
-        yield Problem(
-            "train.batch_ramp.step_rows", text, f"a divisor of {train.rows_per_step - ramp.start_rows}"
-        )
+    growth = train.rows_per_step - ramp.start_rows
+    if growth <= 0 or growth % ramp.step_rows:
+        steps = f"from {ramp.start_rows} rows in steps of {ramp.step_rows}"
+        text = f"{steps} does not come to {train.rows_per_step}"
+        yield Problem("train.batch_ramp.step_rows", text, f"a divisor of {growth}")
         return
     unit = layout.data * micro_rows(recipe)
     for name, rows in (("start_rows", ramp.start_rows), ("step_rows", ramp.step_rows)):
         if rows % unit:
             text = f"{rows} rows are no whole micro-batches on each of {layout.data} data processes"
             yield Problem(f"train.batch_ramp.{name}", text, f"a multiple of {unit}")
-    if (
-        layout.pipeline > 1
-        and layout.schedule not in ("gpipe", "1f1b")
-        and ramp.start_rows < unit * layout.stages
-    ):
+    takes_fewer = layout.pipeline == 1 or layout.schedule in ("gpipe", "1f1b")
+    if not takes_fewer and ramp.start_rows < unit * layout.stages:
         text = f"{ramp.start_rows // unit} micro-batches at first for {layout.stages} stages of {layout.schedule}"
         yield Problem("train.batch_ramp.start_rows", text, 'parallel.schedule = "1f1b", which takes fewer')
 
@@ -86,31 +64,23 @@ def schedule_rule(recipe: Recipe) -> Iterable[Problem]:
     """Warm-up ends before the run does, and warm-up and decay fit in it."""
     warmup, decay, steps = recipe.schedule.warmup_steps, recipe.schedule.decay_steps or 0, recipe.train.steps
     if warmup >= steps:
-        yield Problem(
-            "schedule.warmup_steps",
-            f"{warmup} is not below train.steps = {steps}",
-            f"for example {steps // 20}",
-        )
+        text = f"{warmup} is not below train.steps = {steps}"
+        yield Problem("schedule.warmup_steps", text, f"for example {steps // 20}")
     elif warmup + decay > steps:
-        yield Problem(
-            "schedule.decay_steps",
-            f"{warmup} of warm-up and {decay} of decay are more than train.steps = {steps}",
-            f"at most {steps - warmup}",
-        )
+        text = f"{warmup} of warm-up and {decay} of decay are more than train.steps = {steps}"
+        yield Problem("schedule.decay_steps", text, f"at most {steps - warmup}")
 
 
 def family_rule(recipe: Recipe) -> Iterable[Problem]:
     """Fields that belong to one family stay with it."""
     family = model_family(recipe)
     if family == "gpt" and recipe.objective is not None:
-        yield Problem(
-            "objective", "belongs to BERT; a GPT predicts the next token", "leave it out or set model.family"
-        )
+        text = "belongs to BERT; a GPT predicts the next token"
+        yield Problem("objective", text, "leave it out or set model.family")
     if family == "bert" and (recipe.data.separate_documents or recipe.data.packing != "windows"):
         key = "data.separate_documents" if recipe.data.separate_documents else "data.packing"
-        yield Problem(
-            key, "belongs to GPT", "for BERT, objective.packing fits pairs together and keeps them apart"
-        )
+        fix = "for BERT, objective.packing fits pairs together and keeps them apart"
+        yield Problem(key, "belongs to GPT", fix)
 
 
 def data_rule(recipe: Recipe) -> Iterable[Problem]:
@@ -120,18 +90,12 @@ def data_rule(recipe: Recipe) -> Iterable[Problem]:
         fix += "or name text, and set data.tokenizer"
         yield Problem("data.train", "no token store", fix)
     if not recipe.data.tokenizer and (recipe.data.documents, recipe.data.field) != ("block", "text"):
-        yield Problem(
-            "data.documents",
-            "documents and field are of text, and these are token stores",
-            "set data.tokenizer",
-        )
+        text = "documents and field are of text, and these are token stores"
+        yield Problem("data.documents", text, "set data.tokenizer")
     measured = recipe.data.validation or recipe.data.validation_fraction or recipe.evaluation.tasks
     if recipe.train.eval_every_steps and not measured:
-        yield Problem(
-            "train.eval_every_steps",
-            "there is no validation split",
-            "set data.validation_fraction or data.validation",
-        )
+        fix = "set data.validation_fraction or data.validation"
+        yield Problem("train.eval_every_steps", "there is no validation split", fix)
 
 
 def model_rule(recipe: Recipe) -> Iterable[Problem]:
@@ -140,30 +104,24 @@ def model_rule(recipe: Recipe) -> Iterable[Problem]:
         config = model_config(recipe)
     except WrongUse as error:
         key = "model.preset" if error.where.endswith("presets.toml") else error.where or "model"
-        yield Problem(
-            key.replace("model.", "model.overrides.") if "has no field" in error.what else key,
-            ": ".join(part for part in (error.what, error.why.replace("\n", "; ")) if part),
-            error.fix,
-        )
+        if "has no field" in error.what:
+            key = key.replace("model.", "model.overrides.")
+        text = ": ".join(filter(None, (error.what, error.why.replace("\n", "; "))))
+        yield Problem(key, text, error.fix)
         return
     if recipe.model.family and recipe.model.family != family_of(config):
-        yield Problem(
-            "model.family", f"preset {recipe.model.preset} is a {family_of(config)}", "leave model.family out"
-        )
-    if config.sequence_length < recipe.train.sequence_length:
-        yield Problem(
-            "train.sequence_length",
-            f"{recipe.train.sequence_length} is more than the model's {config.sequence_length} positions",
-            f"at most {config.sequence_length}, or set model.overrides.sequence_length",
-        )
+        text = f"preset {recipe.model.preset} is a {family_of(config)}"
+        yield Problem("model.family", text, "leave model.family out")
+    length, positions = recipe.train.sequence_length, config.sequence_length
+    if positions < length:
+        fix = f"at most {positions}, or set model.overrides.sequence_length"
+        text = f"{length} is more than the model's {positions} positions"
+        yield Problem("train.sequence_length", text, fix)
     if isinstance(config, BERTConfig):
         sentences = (recipe.objective or ObjectiveSection()).sentences
         if sentences != "none" and not (config.nsp and config.token_types >= 2):
-            yield Problem(
-                "objective.sentences",
-                f"{sentences} needs a model with nsp and two token types",
-                'set it to "none"',
-            )
+            text = f"{sentences} needs a model with nsp and two token types"
+            yield Problem("objective.sentences", text, 'set it to "none"')
 
 
 def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
@@ -182,9 +140,8 @@ def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
         if found is last:  # the degrees are judged together
             others = nearest_layouts(layout, layout.world, config, *batch, partial(can_be_had, recipe))
             near = [set_options(layout, other) for other in others]
-            fix = "; ".join(
-                filter(None, (fix, f"{layout.product()}, nearest that fit: {' or '.join(near) or 'none'}"))
-            )
+            nearest = f"{layout.product()}, nearest that fit: {' or '.join(near) or 'none'}"
+            fix = "; ".join(filter(None, (fix, nearest)))
         yield Problem(key, found.text, fix)
 
 
@@ -194,31 +151,18 @@ def spread_rule(recipe: Recipe) -> Iterable[Problem]:
     if layout.schedule in ZERO_BUBBLE and recipe.train.compile == "on":
         text = f"{layout.schedule} takes the gradients of inputs and weights apart, a compiled backward has them in one"
         yield Problem("train.compile", text, 'leave it at "auto", or parallel.schedule = "1f1b"')
+    halves = recipe.train.precision in ("bf16", "fp16")
     if recipe.train.offload and layout.pipeline > 1:
         text = "the gradients of a pipeline's micro-batches would be added in 16 bits"
-        yield Problem(
-            "train.offload",
-            text,
-            'parallel.pipeline = 1: with sharding = "full" data processes share a model as well',
-        )
-    elif (
-        recipe.train.offload
-        and layout.world > 1
-        and micro * layout.data != rows
-        and recipe.train.precision in ("bf16", "fp16")
-    ):
+        fix = 'parallel.pipeline = 1: with sharding = "full" data processes share a model as well'
+        yield Problem("train.offload", text, fix)
+    elif recipe.train.offload and layout.world > 1 and halves and micro * layout.data != rows:
         text = f"gradients of {rows // (micro * layout.data)} micro-batches would be added in 16 bits"
-        yield Problem(
-            "train.offload",
-            text,
-            f"train.micro_batch_rows = {rows // layout.data}; train.recompute makes room for it",
-        )
+        fix = f"train.micro_batch_rows = {rows // layout.data}; train.recompute makes room for it"
+        yield Problem("train.offload", text, fix)
     if recipe.optimizer.name == "muon" and recipe.train.offload and (layout.tensor > 1 or layout.shards > 1):
-        yield Problem(
-            "optimizer.name",
-            "muon puts cut matrices together on the devices, and offload has them on the host",
-            'name = "adamw"',
-        )
+        text = "muon puts cut matrices together on the devices, and offload has them on the host"
+        yield Problem("optimizer.name", text, 'name = "adamw"')
     if recipe.optimizer.name in ("lamb", "adafactor") and recipe.train.offload:
         text = f"{recipe.optimizer.name} needs norms of whole tensors, and offload updates them one by one"
         yield Problem("train.offload", text, 'optimizer.name = "adamw"')
@@ -236,15 +180,12 @@ def products_rule(recipe: Recipe) -> Iterable[Problem]:
         config = model_config(recipe)
     except WrongUse:
         return  # model_rule says so
-    parts = recipe.parallel.tensor
+    parts, kv_heads = recipe.parallel.tensor, config.key_value_heads
     sizes = {
         "width": (config.width, 1),
         "mlp_width": (config.feed_forward_size, parts),
         "heads": (config.heads * config.head_size, parts),
-        "kv_heads": (
-            config.key_value_heads * 2 * config.head_size,
-            parts if config.key_value_heads > 1 else 1,
-        ),
+        "kv_heads": (2 * kv_heads * config.head_size, parts if kv_heads > 1 else 1),
     }
     for name, (size, parts) in sizes.items():
         tile = FP8_TILE * parts
@@ -266,39 +207,25 @@ def can_be_had(recipe: Recipe, layout: Layout, micro: int) -> bool:
 
 
 def compression_rule(recipe: Recipe) -> Iterable[Problem]:
-    """Compression is for whole copies of a model; 1-bit Adam replaces the optimizer and its norm, over data
-    processes alone.
-    """
-    scheme, parallel = recipe.compression.scheme, recipe.parallel
-    one_bit = scheme == "one-bit-adam"
-    split = parallel.tensor * parallel.pipeline * parallel.context > 1
-    problems = (
-        (parallel.data == 1, "one data process sends no gradients", 'set it to "none", or parallel.data'),
-        (
-            parallel.sharding != "replicated",
-            f"{parallel.sharding} sums gradients by itself",
-            'parallel.sharding = "replicated"',
-        ),
-        (
-            one_bit and recipe.optimizer.name != "adamw",
-            f"{scheme} is AdamW, not {recipe.optimizer.name}",
-            'optimizer.name = "adamw"',
-        ),
-        (
-            one_bit and recipe.train.offload,
-            f"{scheme} updates where its sums are",
-            '"bf16" and "powersgd" work with offload',
-        ),
-        (
-            one_bit and split,
-            f"{scheme} works with data processes alone",
-            '"bf16" and "powersgd" work in any layout',
-        ),
-    )
-    for wrong, text, fix in problems:
-        if scheme != "none" and wrong:
-            yield Problem("compression.scheme", text, fix)
-    if one_bit and not recipe.compression.warmup(recipe.train.steps):
+    """Compression is for whole copies of a model; 1-bit Adam is an optimizer, for data processes alone."""
+    scheme, parallel, key = recipe.compression.scheme, recipe.parallel, "compression.scheme"
+    if scheme == "none":
+        return
+    if parallel.data == 1:
+        yield Problem(key, "one data process sends no gradients", 'set it to "none", or parallel.data')
+    if parallel.sharding != "replicated":
+        text = f"{parallel.sharding} sums gradients by itself"
+        yield Problem(key, text, 'parallel.sharding = "replicated"')
+    if scheme != "one-bit-adam":
+        return
+    if recipe.optimizer.name != "adamw":
+        yield Problem(key, f"{scheme} is AdamW, not {recipe.optimizer.name}", 'optimizer.name = "adamw"')
+    if recipe.train.offload:
+        yield Problem(key, f"{scheme} updates where its sums are", '"bf16" and "powersgd" work with offload')
+    if parallel.tensor * parallel.pipeline * parallel.context > 1:
+        text = f"{scheme} works with data processes alone"
+        yield Problem(key, text, '"bf16" and "powersgd" work in any layout')
+    if not recipe.compression.warmup(recipe.train.steps):
         text, fix = "the variance needs steps to form", "at least 1, usually 15 % of the run"
         yield Problem("compression.warmup_steps", text, fix)
 

@@ -28,6 +28,7 @@ COUNTS = ("step", "samples", "skipped", "skipped_in_row")  # of a trainer
 SCALES = ("scale", "good_steps")  # of its loss scaler
 SUMMED_DIM = {"row_square": 1, "column_square": 0}  # Adafactor's slots, and the dim over which each is a mean
 
+Index = tuple[slice, ...]
 Table = dict[str, dict[str, Any]]  # group -> name -> {"shape", "dtype", "chunks"}
 
 
@@ -49,9 +50,7 @@ Part = tuple[tuple[int, ...], Box]  # of a whole shape, the part that is held
 
 
 def _saved(trainer: Trainer) -> Iterator[tuple[Key, Any, Part | None]]:
-    """Everything in a run that changes and that this process is to save: tensors as they are, not copied, and
-    numbers.
-    """
+    """All that changes in a run and that this process saves: tensors as they are, not copied, and numbers."""
     trainer.engine.wait()
     for local in trainer.engine.local_shards:
         if not local.spec.primary or not local.value.numel():
@@ -65,8 +64,8 @@ def _saved(trainer: Trainer) -> Iterator[tuple[Key, Any, Part | None]]:
             elif slot in SUMMED_DIM:
                 dim = SUMMED_DIM[slot]
                 if local.spec.box.start[dim] == 0:  # those with the rest of the dim hold the same
-                    whole = tuple(1 if index == dim else size for index, size in enumerate(local.spec.shape))
-                    yield key, value, (whole, without_dim(local.spec.box, dim))
+                    whole = Box.whole(local.spec.shape).cut(dim, 0, 1).size
+                    yield key, value, (whole, local.spec.box.cut(dim, 0, 1))
             elif value.shape == local.value.shape:
                 yield key, value, place
             elif not any(local.spec.box.start):  # a number for the whole parameter: one process saves it
@@ -75,18 +74,8 @@ def _saved(trainer: Trainer) -> Iterator[tuple[Key, Any, Part | None]]:
         yield ("rng", name), state, None
 
 
-def without_dim(box: Box, dim: int) -> Box:
-    """The box of a slot that has one number for all of this dim."""
-    return Box(
-        tuple(0 if index == dim else start for index, start in enumerate(box.start)),
-        tuple(1 if index == dim else size for index, size in enumerate(box.size)),
-    )
-
-
 class Buffers:
-    """Memory of the host for the copies of one save, kept for the next: fresh memory costs far more than the
-    copy.
-    """
+    """Host memory for the copies of a save, kept for the next: fresh memory costs far more than the copy."""
 
     def __init__(self) -> None:
         self._kept: dict[Key, Tensor] = {}
@@ -154,10 +143,8 @@ def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> tupl
         hashes[file] = write_tensor_file(directory / file, tensors)
         table[group] = {}
         for name, tensor in tensors.items():
-            shape, box = snapshot.places.get(group, {}).get(name) or (
-                tuple(tensor.shape),
-                Box.whole(tuple(tensor.shape)),
-            )
+            alone = tuple(tensor.shape), Box.whole(tuple(tensor.shape))
+            shape, box = snapshot.places.get(group, {}).get(name, alone)
             chunk = {"file": file, "key": name, "offset": list(box.start), "shape": list(box.size)}
             dtype = str(tensor.dtype).removeprefix("torch.")
             table[group][name] = {"shape": list(shape), "dtype": dtype, "chunks": [chunk]}
@@ -165,9 +152,7 @@ def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> tupl
 
 
 def write_table(directory: Path, snapshot: Snapshot, parts: Sequence[Table]) -> Table:
-    """Write what is written once, beside the files of all processes: the table of their tensors, which is returned,
-    state and model.
-    """
+    """Write what is written once: the table of all processes' tensors, which is returned, state and model."""
     table: Table = {group: {} for group in GROUPS}
     for part in parts:
         for group, entries in part.items():
@@ -186,9 +171,7 @@ def write_table(directory: Path, snapshot: Snapshot, parts: Sequence[Table]) -> 
 
 
 class TensorReader:
-    """Tensors of one group of a checkpoint, or parts of them, put together from their chunks, whatever layout
-    wrote them.
-    """
+    """Tensors of one group, or parts of them, put together from their chunks, whatever layout wrote them."""
 
     def __init__(self, directory: Path, group: str) -> None:
         self.directory, self.table = directory, read_json(directory / TENSORS)[group]
@@ -207,9 +190,7 @@ class TensorReader:
             if shared is None:
                 continue
             file = self._open(chunk["file"])
-            if not chunk["shape"] or (
-                chunk["shape"] == list(box.size) and chunk["offset"] == list(box.start)
-            ):
+            if (chunk["offset"], chunk["shape"]) == (list(box.start), list(box.size)):
                 return file.get_tensor(chunk["key"]).clone()  # two reads would share the file's mapping
             there, here = shared
             if made is None:
@@ -224,9 +205,7 @@ class TensorReader:
         return self._files[name]
 
 
-def _overlap(
-    offset: list[int], shape: list[int], box: Box
-) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def _overlap(offset: list[int], shape: list[int], box: Box) -> tuple[Index, Index] | None:
     """Where a chunk and a box meet, as an index into the chunk and one into the box; None when they do not."""
     there, here = [], []
     for chunk_start, chunk_size, start, size in zip(offset, shape, box.start, box.size, strict=True):

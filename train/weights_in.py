@@ -54,22 +54,18 @@ def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor
         assert isinstance(encoder, BERT), "a GPT, a BERT or a BERT with a head"
         model = encoder
     if family_of(model.config) != family_of(wanted):
-        raise Refused(
-            f"the weights are of a {family_of(model.config).upper()}", where=where, fix="set model.family"
-        )
+        found = family_of(model.config).upper()
+        raise Refused(f"the weights are of a {found}", where=where, fix="set model.family")
     given = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    theirs = {name: tuple(value.shape) for name, value in given.items()}
     ours = {name: tuple(parameter.shape) for name, parameter in empty_model(wanted).named_parameters()}
-    heads = ("mlm_", "pooler.", "nsp.")
-    missing = [name for name in ours if name not in given and not name.startswith(heads)]
-    spare = [name for name in given if name not in ours and not name.startswith(heads)]
-    other = [name for name in given if name in ours and tuple(given[name].shape) != ours[name]]
-    if missing or spare or other:
-        name = (other or missing or spare)[0]
-        there, here = given.get(name), ours.get(name)
-        found = tuple(there.shape) if there is not None else "not there"
-        why = f"{name} is {found}, the recipe asks for {here or 'none'}"
-        fix = "set model.preset and model.overrides to the shape of the weights"
-        raise Refused("the weights are of another model", where=where, why=why, fix=fix)
+    for name in sorted(ours | theirs, key=lambda name: (name in ours) + (name in theirs), reverse=True):
+        there, here = theirs.get(name), ours.get(name)
+        head = name.startswith(("mlm_", "pooler.", "nsp.")) and None in (there, here)
+        if there != here and not head:
+            why = f"{name} is {there or 'not there'}, the recipe asks for {here or 'none'}"
+            fix = "set model.preset and model.overrides to the shape of the weights"
+            raise Refused("the weights are of another model", where=where, why=why, fix=fix)
     return {name: value for name, value in given.items() if name in ours}
 
 

@@ -31,9 +31,7 @@ ERRORS = ("own.", "sum.", "lost.")  # what names of `kept` that are errors begin
 
 
 class Communicator:
-    """The collectives of an axis, and the bytes that this process has sent through them (headers of messages
-    left out).
-    """
+    """The collectives of an axis, and the bytes this process sent through them (without message headers)."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.bytes_sent = axis, 0.0
@@ -124,9 +122,7 @@ class CommunicationHook:
         raise NotImplementedError
 
     def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """The squared norm of the sum over the axis where `sum_gradients` left the parts; None where it did
-        sum.
-        """
+        """The squared norm of the sum where `sum_gradients` left the parts; None where it did sum."""
         return None
 
     def errors(self) -> dict[str, Tensor]:
@@ -138,9 +134,7 @@ class CommunicationHook:
         self.kept = dict(errors)
 
     def rescale(self, factor: float) -> None:
-        """fp16's loss scale, and with it every gradient to come, has become `factor` times as large: so do
-        the errors.
-        """
+        """fp16's loss scale and all coming gradients are `factor` times as large: so are the errors."""
         for name, error in self.kept.items():
             if name.startswith(ERRORS):
                 error.mul_(factor)

@@ -44,9 +44,7 @@ class HeartbeatRecord:
 
 
 class Heartbeat:
-    """This process's records and a look at the others'. Without a directory (a run of one process) it does
-    nothing.
-    """
+    """This process's records and a look at the others'; without a directory (a run of one) nothing."""
 
     def __init__(
         self,
@@ -100,9 +98,8 @@ class Heartbeat:
             if stands < SPEAK_AT * self.limit or self._warned == self._marks:
                 continue
             found, self._warned = self.behind(), self._marks
-            if found and self.rank == min(
-                set(range(self.world)) - set(found), default=-1
-            ):  # one of those who wait speaks
+            waiting = set(range(self.world)) - set(found)
+            if found and self.rank == min(waiting, default=-1):  # one of those who wait speaks
                 warn("\n".join([f"the processes have waited for {duration(stands)}:", *found.values()]))
 
     def _write(self) -> None:
@@ -110,9 +107,8 @@ class Heartbeat:
         counts = {str(group.group_name): group._get_sequence_number_for_group() for group in self._groups}
         if counts != self._counts:  # it moves within a long phase, such as an evaluation
             self._counts, self._since = counts, time.monotonic()
-        place = HeartbeatRecord(
-            time.time(), self._step, self._after, self._marks, _inside(self._main), counts
-        )
+        inside = _inside(self._main)
+        place = HeartbeatRecord(time.time(), self._step, self._after, self._marks, inside, counts)
         aside = self.directory / f"{self.rank}.tmp"
         with contextlib.suppress(OSError):  # a full disk, or the run has ended and the directory is gone
             aside.write_text(json.dumps(asdict(place)))

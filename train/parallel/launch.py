@@ -58,9 +58,7 @@ def run_processes(processes: int, arguments: Sequence[str], restarts: int) -> in
 
 
 def _run_once(processes: int, arguments: Sequence[str], start: int) -> tuple[int | None, bool, str]:
-    """One start: the exit code if it is final, None when a process was lost; whether a signal asked to stop;
-    which was lost.
-    """
+    """The exit code if final (None: a process was lost), whether a signal asked to stop, who was lost."""
     with tempfile.TemporaryDirectory(prefix="throughline-") as directory:
         file, port, nodes = Path(directory) / "exit", free_port(), numa_nodes()
         running = [
@@ -162,8 +160,6 @@ def begin(cores: set[int] | None) -> None:
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process when its parent is killed: it would train on beside the next start
-    (Linux).
-    """
+    """Let the kernel (Linux) end this process with its parent: it would train on beside the next start."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -53,9 +53,7 @@ class Lost(Failed):
 
 
 def _loss(error: BaseException | None) -> str | None:
-    """What says that an error, or what it came from, is a lost or stalled process. torch's pipeline hides
-    what its stages raise.
-    """
+    """The line that says that a process is lost, in an error or its causes: torch's pipeline hides them."""
     while error is not None:
         if isinstance(error, RuntimeError) and (said := LOST.search(str(error))):
             return next(line for line in str(error).splitlines() if said[0] in line)
@@ -89,9 +87,7 @@ class RunWorkspace(Workspace):
         return self
 
     def own(self) -> None:
-        """Become the owner, once nothing speaks against this start: one that is refused takes nothing from a
-        run that lives.
-        """
+        """Become the owner, after all checks: a start that is refused takes nothing from a run that lives."""
         write_atomic(self.path / OWNER, self.token)
         # of processes that were killed, perhaps more than there are now
         shutil.rmtree(self.path / HEARTBEAT, ignore_errors=True)
@@ -237,9 +233,7 @@ class Ranks:
 
     @contextmanager
     def watch(self, directory: Path) -> Iterator[Heartbeat]:
-        """Tell the others, by records in `directory`, how far this process is; when a collective fails, find
-        who was behind.
-        """
+        """Write into `directory` how far this process is; when a collective fails, find who was behind."""
         heartbeat = Heartbeat(
             None if self.alone else directory,
             self.mesh.rank,

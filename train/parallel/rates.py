@@ -5,7 +5,6 @@ Each rate is the best of several trials: what the hardware can do now, not what 
 processes are measured at the same time, as in training.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from .mesh import Axis, running_processes, start_group
 
@@ -37,19 +37,9 @@ class Rates:
 
 def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
     """The shortest of some timings of `work`, each long enough to be timed."""
-    count, best, tries = 1, math.inf, 0
-    while tries < REPEATS:
-        start = time.perf_counter()
-        for _ in range(count):
-            work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        spent = time.perf_counter() - start
-        if spent < LEAST_SECONDS:
-            count *= 4
-            continue
-        best, tries = min(best, spent / count), tries + 1
-    return best
+    # torch's clock waits for the GPU
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=REPEATS * LEAST_SECONDS).times)
 
 
 def probe_machine(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -121,15 +111,11 @@ def slowest(rates: Sequence[Rates]) -> str:
 
     An all-reduce takes as long for all of them, so the others' rates tell.
     """
-    worst: tuple[float, str] = (SLOW, "")
+    shares = []
     for name in ("product", "copy"):
-        values = sorted(getattr(each, name) for each in rates)
-        median = values[len(values) // 2]
-        for each in rates:
-            share = getattr(each, name) / median
-            if share < worst[0]:
-                worst = (
-                    share,
-                    f"process {each.rank} is the slowest: {name} at {100 * share:.0f} % of the median",
-                )
-    return worst[1]
+        median = statistics.median_high(getattr(each, name) for each in rates)
+        shares += [(getattr(each, name) / median, each.rank, name) for each in rates]
+    share, rank, name = min(shares)
+    return (
+        f"process {rank} is the slowest: {name} at {100 * share:.0f} % of the median" if share < SLOW else ""
+    )
