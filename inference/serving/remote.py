@@ -160,7 +160,8 @@ class Remote:
         first = await opened
         if first is None:
             code = await asyncio.to_thread(self._process.wait)
-            why = f"exit code {code}; {_meaning(code)}"
+            meaning = "killed, perhaps for want of memory" if code == -9 else "what it printed is above"
+            why = f"exit code {code}; {meaning}"
             raise Failed("the process of the model ended while it was loading", where=self.path, why=why)
         if isinstance(first, Broken):
             raise first.error()
@@ -227,7 +228,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _meaning(code: int) -> str:
-    return "killed, perhaps for want of memory" if code == -9 else "what it printed is above"

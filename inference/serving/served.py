@@ -60,6 +60,7 @@ class ServedModel:
         facts = await self.remote.open()
         path = Path(facts["tokenizer"])
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, path)
+        self.reader = Reader(self.tokenizer, facts["context"], facts["vocab_size"])
         self.facts = facts
         self.chat = ChatTemplate.find(path.parent, self.tokenizer) if self.causal else None
         self.remote.watch()
@@ -149,10 +150,6 @@ class ServedModel:
                     yield number, delta
 
     # --- reading ---
-
-    @property
-    def reader(self) -> Reader:
-        return Reader(self.tokenizer, self.facts["context"], self.facts["vocab_size"])
 
     def frames(self, texts: Sequence[Prompt], want: str) -> list[Encoding]:
         """Texts with special tokens, of which this output is wanted. Raises WrongUse."""
