@@ -1,11 +1,12 @@
 """One request: its body, read by pydantic from the bytes, the model that answers it, and its deadline."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from inspect import getdoc
 from typing import Any, TypeVar, get_type_hints
 
+import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -15,12 +16,16 @@ from starlette.routing import Route
 
 from ...core.errors import ThroughlineError, WrongUse
 from ...core.version import version
-from .guard import json_response
 from .served import ServedModel, ServerLimits
 from .telemetry import Telemetry, Watch
 
 INLINE_CHARACTERS = 4000  # tokenised on the event loop: less than a millisecond
 Result = TypeVar("Result")
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A value as an answer; numbers that are not finite become null."""
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 class Server:

@@ -12,9 +12,8 @@ import hmac
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,11 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...core.console import warn
 from ...core.errors import ThroughlineError, WrongUse
+from .calls import Server, json_response
 from .remote import Busy
 from .telemetry import Watch
-
-if TYPE_CHECKING:
-    from .calls import Server
 
 OPEN = ("/", "/health", "/ready")  # without a key: the page holds no secret, probes have no key
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -36,7 +33,7 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Guard:
     """The ASGI layer around the endpoints."""
 
-    def __init__(self, app: ASGIApp, server: "Server", keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, server: Server, keys: Sequence[str]) -> None:
         self.app, self.server = app, server
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
@@ -84,7 +81,7 @@ class Guard:
 class Exchange:
     """One request and its answer, as the guard sees them pass."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, server: "Server") -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, server: Server) -> None:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
@@ -126,11 +123,6 @@ class Exchange:
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """OpenAI's error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A value as an answer; numbers that are not finite become null."""
-    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 def error_response(

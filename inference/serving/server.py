@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from .calls import Endpoint, Server, openapi, post
+from .calls import Endpoint, Server, json_response, openapi, post
 from .completions import chat, completions
-from .guard import ON_ERROR, Guard, json_response
+from .guard import ON_ERROR, Guard
 from .readings import classify, detokenize, embeddings, fill_mask, rerank, tokenize
 
 # First come what is asked most: routes are tried in turn.
