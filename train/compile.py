@@ -69,9 +69,7 @@ def to_compile(recipe: Recipe, config: ModelConfig, device: torch.device) -> boo
 
 
 def pays(recipe: Recipe, config: ModelConfig, device: torch.device) -> bool:
-    """Whether the whole run (not what is left of it: a resumed run must compute alike) saves twice what
-    compiling costs.
-    """
+    """Whether the whole run saves twice what compiling costs; not what is left of it: a resumed run computes alike."""
     train = recipe.train
     if device.type == "cpu" and train.precision == "fp32" and onednn_is_faster():
         return False

@@ -88,9 +88,7 @@ def _stores(recipe: Recipe, paths: list[str], held_apart: str) -> Corpus:
 
 
 def _facts(store: TokenStore) -> dict[str, Any]:
-    """What a store says of itself, and the largest id of one that says nothing: a pass over it, faster than
-    the hash of it.
-    """
+    """What a store says of itself, and the largest id of one that says nothing, by a pass over it."""
     facts = store.facts
     if facts.get("foreign"):
         facts["largest_id"] = max(int(shard.data.max()) for shard in store.shards if shard.tokens)
@@ -113,9 +111,7 @@ def _is_store(path: str) -> bool:
 
 
 def _one_vocabulary(recipe: Recipe, every: Sequence[dict[str, Any]], paths: Sequence[str]) -> int:
-    """The vocabulary that all stores share, or the recipe's when it is as large. Refuses ids without an
-    embedding.
-    """
+    """The vocabulary that all stores share, or the recipe's. Refuses ids without an embedding."""
     marks = {str(facts.get("tokenizer", "")): path for facts, path in zip(every, paths)}
     if len(marks) > 1:
         where = ", ".join(marks.values())

@@ -64,6 +64,7 @@ class Engine:
         memory: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.config, self.mesh, self.seed = config, mesh, seed
+        self.layout, self.device = mesh.layout, mesh.device
         self.objective = objective or pretraining(config)
         self.dtype = computing_dtype(precision)  # of the products
         self.wide = torch.promote_types(self.dtype, torch.float32)  # of masters and of summed gradients
@@ -176,15 +177,12 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, rows: dict[str, np.ndarray], mask_fraction: float) -> Tensor:
-        """Sums of a validation batch over all processes, (5,) float64 on the host: see `loss.gpt_figures` and
-        `bert_figures`.
+        """Sums of a validation batch over all processes, (5,) float64 on the host: see `loss.FIGURES`.
 
-        Every process gives the whole batch and computes its part of the rows. Shorter rows and missing ones
-        are filled up without targets.
+        Every process gives the whole batch and computes its part. Missing rows and ends are filled up without targets.
         """
         data, context, tensor = self.mesh.data, self.mesh.context.size, self.mesh.tensor.size
-        # what a whole row is a multiple of, so that none is filled up beyond it: a table of positions has no
-        # more
+        # what a whole row is a multiple of: a table of positions has no more
         rows = fill_up(rows, data.size, tensor if context == 1 else math.lcm(2 * context, context * tensor))
         own = len(rows["input_ids"]) // data.size
         mine = {name: values[data.rank * own : (data.rank + 1) * own] for name, values in rows.items()}
@@ -211,20 +209,18 @@ class Engine:
             self.communication_hook.sum_gradients(self.gradients())
         elif self.buffer is not None:
             self.buffer.finish()
-            self.communicator.count_all_reduce(self.buffer.flat.nbytes)
-        partial = [local for local in self.local_shards if local.spec.placement == "partial"]
-        grads = [local.computed.grad for local in partial if local.computed.grad is not None]
-        sum_gradients(grads, self.mesh.tensor)
-        self._sum_tied()
+            if self.mesh.gradient.group is not None:
+                self.communicator.count_all_reduce(self.buffer.flat.nbytes)
+        if self.mesh.tensor.group is not None:
+            partial = (local for local in self.local_shards if local.spec.placement == "partial")
+            sum_gradients(_gradients(partial), self.mesh.tensor)
+        if self.layout.stages > 1 and is_tied(self.config):
+            self._sum_tied()
 
     def _sum_tied(self) -> None:
         """The token table of the first and of the last stage get the sum of both gradients."""
-        tables = [
-            local.computed.grad
-            for local in self.local_shards
-            if local.name == "token_table.weight" and local.computed.grad is not None
-        ]
-        if self.layout.stages == 1 or not tables or not is_tied(self.config):
+        tables = _gradients(local for local in self.local_shards if local.name == "token_table.weight")
+        if not tables:
             return
         if len(tables) == 2:  # both ends of a V
             tables[0] += tables[1]
@@ -266,9 +262,8 @@ class Engine:
                 return squares / self.mesh.world.size
         if self.offload is not None and self.offload.streams:
             return self.offload.gradient_norm().double().square()
-        mine = [local.computed for local in self.local_shards if local.spec.primary and local.value.numel()]
-        counted = [computed.grad for computed in mine if computed.grad is not None]
-        if not counted:
+        mine = (local for local in self.local_shards if local.spec.primary and local.value.numel())
+        if not (counted := _gradients(mine)):
             return None
         norms = torch._foreach_norm(counted, dtype=self.wide)
         return torch.linalg.vector_norm(torch.stack(norms)).double().square()
@@ -333,7 +328,7 @@ class Engine:
 
     def gradients(self) -> list[Tensor]:
         """The gradients of the local shards, those without any left out."""
-        return [local.computed.grad for local in self.local_shards if local.computed.grad is not None]
+        return _gradients(self.local_shards)
 
     def states(self) -> dict[str, Tensor]:
         """What else of this process must be in a checkpoint, by unique names; not copies: what compressed gradients
@@ -367,19 +362,6 @@ class Engine:
         if self.communication_hook is not None:
             self.communication_hook.rescale(factor)
 
-    @property
-    def layout(self) -> Layout:
-        return self.mesh.layout
-
-    @property
-    def device(self) -> torch.device:
-        return self.mesh.device
-
-    @property
-    def bytes_sent(self) -> float:
-        """Bytes that this process has sent so far to sum gradients, as far as they are counted."""
-        return self.communicator.bytes_sent
-
     def _seed_dropout(self, step: int) -> None:
         """Start this process's dropout stream of a step.
 
@@ -389,3 +371,7 @@ class Engine:
         """
         digest = hashlib.sha256(f"dropout:{self.seed}:{step}:{self.mesh.rank}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _gradients(shards: Iterable[LocalShard]) -> list[Tensor]:
+    return [local.computed.grad for local in shards if local.computed.grad is not None]

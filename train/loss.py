@@ -80,8 +80,7 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 def softmax_loss(
     logits_NV: Tensor, targets_N: Tensor, words: Words, with_gradient: bool, smoothing: float = 0.0
 ) -> Tensor:
-    """Sum of the cross-entropies of all words, the same on every process of the axis, whose logits here become the
-    gradient by them.
+    """Sum of the cross-entropies of all words, the same on every process; the logits become the gradient by them.
 
     On a CPU a few rows at a time; with a cut vocabulary all, for they are summed over the axis together.
     """

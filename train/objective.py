@@ -27,9 +27,7 @@ TERMS = {"gpt": ("next",), "bert": ("mlm", "nsp")}
 
 @dataclass(frozen=True)
 class Objective:
-    """What an engine asks of an objective: the model without values in a dtype, the sums of its losses (terms,), and
-    those that a validation counts.
-    """
+    """The model without values in a dtype, the sums of its losses (terms,), and those that a validation counts."""
 
     empty: Callable[[torch.dtype], Model]
     sums: Sums
@@ -53,9 +51,7 @@ class StepBatch:
     tokens: int  # real tokens (padding left out)
     rows: int  # of the whole batch
     sequences: int = 0  # of a BERT: pairs or stretches of text, of which a packed row holds several
-    agreed: Tensor | None = (
-        None  # inverse counts (terms,) of all processes, once they were summed a step ahead
-    )
+    agreed: Tensor | None = None  # inverse counts (terms,) of all processes, summed a step ahead
 
 
 def prepare(
@@ -87,9 +83,7 @@ def prepare(
 
 
 def fill_up(rows: dict[str, np.ndarray], row_multiple: int, length_multiple: int) -> dict[str, np.ndarray]:
-    """Rows filled up to a multiple of each by copies of the last row, and of tokens 0, none of which are
-    targets.
-    """
+    """Rows filled up to a multiple of each by copies of the last row, and of tokens 0, none of which are targets."""
     total, length = rows["input_ids"].shape
     more_rows, more_length = -total % row_multiple, -length % length_multiple
     if not more_rows and not more_length:
@@ -213,11 +207,9 @@ def _unpad(rows: dict[str, np.ndarray], starts: np.ndarray, kept: np.ndarray, ro
 
 
 def places_of(targets: np.ndarray, quantum: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places (N,) of the targets in the flattened rows and the targets there, filled up with IGNORED to a
-    multiple of `quantum`.
+    """Places (N,) of the targets in the flattened rows and the targets there, with IGNORED to a multiple of `quantum`.
 
-    So a compiled step meets a handful of shapes: for masked tokens the quantum is a quarter of the most there
-    can be.
+    So a compiled step meets a handful of shapes: for masked tokens it is a quarter of the most there can be.
     """
     found = np.flatnonzero(targets != IGNORED)
     room = max(-(-len(found) // quantum), 1) * quantum

@@ -40,9 +40,7 @@ MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains th
 def open_run(
     workspace: RunWorkspace, plan: RunPlan, resume: str
 ) -> tuple[Path | None, dict[str, Any] | None]:
-    """Make the directory ready for steps: the checkpoint to go on from, and the summary when there is nothing
-    left to do.
-    """
+    """Make the directory ready for steps: the checkpoint to go on from, and the summary of a run that has ended."""
     recipe = plan.recipe
     claim(workspace, recipe, resume)
     workspace.own()
@@ -59,9 +57,7 @@ def open_run(
 
 
 def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
-    """Check that this recipe may train in this directory. Raises WrongUse when another run or other files are
-    there.
-    """
+    """Raises WrongUse when another run or other files are in this directory."""
     file = workspace.path / "recipe.toml"
     if not file.exists():
         names = (path.name for path in workspace.path.iterdir())
@@ -79,12 +75,10 @@ def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
             fix="--resume auto continues it; --run-dir starts elsewhere",
         )
     before, now = (_leaves(_placeless(tree)) for tree in (load_recipe(file, Recipe), recipe))
-    free = (
-        (*MAY_CHANGE, "compression.") if recipe.compression.scheme == "none" else MAY_CHANGE
-    )  # one left alone sends nothing
-    changed = [
-        key for key in sorted(before | now) if before.get(key) != now.get(key) and not key.startswith(free)
-    ]
+    # one left alone sends nothing
+    free = (*MAY_CHANGE, "compression.") if recipe.compression.scheme == "none" else MAY_CHANGE
+    changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
+    changed = [key for key in changed if not key.startswith(free)]
     if changed:
         raise WrongUse(
             "the run there has another recipe",

@@ -42,9 +42,7 @@ class DataSection(Section):
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the training data held out when `validation` is not given; 0 = no validation."""
     packing: Literal["windows", "best_fit"] = "windows"
-    """GPT rows: the stream cut every sequence_length tokens, or whole documents fitted together and kept
-    apart.
-    """
+    """GPT rows: the stream cut every sequence_length tokens, or whole documents fitted together and kept apart."""
     separate_documents: bool = False
     """GPT windows: attention, positions and targets end at document boundaries."""
     random_offsets: bool = True
@@ -60,8 +58,7 @@ class ModelSection(Section):
     """What is trained."""
 
     family: Literal["gpt", "bert"] | None = None
-    """Decoder trained on next tokens, or encoder trained on masked ones; by default the preset's, else gpt.
-    """
+    """Decoder trained on next tokens, or encoder trained on masked ones; by default the preset's, else gpt."""
     preset: str = ""
     """A named shape of models/presets.toml; "" starts from the family's defaults."""
     init_from: str = ""
@@ -175,15 +172,11 @@ class TrainSection(Section):
     clip_norm: float = Field(default=1.0, ge=0)
     """Bound on the global gradient norm; 0 = none."""
     stop_after_skipped: int = Field(default=10, gt=0)
-    """Steps in a row with a non-finite loss or gradient (each is skipped and counted) after which the run
-    stops.
-    """
+    """Steps in a row with a non-finite loss or gradient (each is skipped and counted) after which the run stops."""
     eval_every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 = only at the end."""
     eval_rows: int | None = Field(default=None, gt=0)
-    """Rows of each evaluation inside the run; by default the whole validation split, which the last one
-    always uses.
-    """
+    """Rows of each evaluation inside the run; by default the whole validation split, which the last one always uses."""
 
     @property
     def rows_per_step(self) -> int:
@@ -270,9 +263,7 @@ class ParallelSection(Section):
     context: int = Field(default=1, gt=0)
     """Processes that share each row in attention too."""
     sharding: Literal["replicated", "zero1", "zero2", "full"] = "replicated"
-    """What the data processes share out: nothing, optimizer states, those and gradients, or those and
-    weights.
-    """
+    """What the data processes share out: nothing, optimizer states, those and gradients, or those and weights."""
     replicas: int = Field(default=1, gt=0)
     """Hybrid sharding: groups of data processes that each hold a whole copy."""
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble-v", "interleaved-zero-bubble"] = (
@@ -284,8 +275,7 @@ class ParallelSection(Section):
     layers_per_stage: list[int] = []
     """Layers of each stage; by default as even as possible."""
     timeout_seconds: int = Field(default=600, ge=10)
-    """Wait of a process for the others, in any collective, before the run counts as stalled and starts again.
-    """
+    """Wait of a process for the others, in any collective, before the run counts as stalled and starts again."""
 
     def layout(self) -> Layout:
         """The layout that these fields describe."""
@@ -303,8 +293,7 @@ class CompressionSection(Section):
     rank: int = Field(default=4, gt=0)
     """Columns of PowerSGD's factors."""
     warmup_steps: int | None = Field(default=None, ge=0)
-    """Steps with whole gradients at the start; by default 10 for PowerSGD and 15 % of the run for 1-bit Adam.
-    """
+    """Steps with whole gradients at the start; by default 10 for PowerSGD and 15 % of the run for 1-bit Adam."""
 
     def warmup(self, steps: int) -> int:
         """The warm-up of a run of so many steps."""

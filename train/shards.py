@@ -71,8 +71,6 @@ def whole_shard(name: str, parameter: nn.Parameter) -> LocalShard:
 
 
 def make_master(parameter: nn.Parameter, device: torch.device | str | None = None) -> nn.Parameter:
-    """An fp32 copy of a weight (fp64 of an fp64 one), its own memory, by default where it is; of a meta tensor
-    nothing.
-    """
+    """An fp32 copy of a weight (fp64 of an fp64 one), its own memory, by default where it is."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
     return nn.Parameter(parameter.detach().to(device, wide, copy=True), parameter.requires_grad)

@@ -46,16 +46,12 @@ class Stage(nn.Module):
         return getattr(self.model, "encoder", self.model)
 
     def load(self, micro_batches: Sequence[Batch], inverse_counts: Tensor, loss_scale: float) -> None:
-        """The micro-batches of the next step, the inverse counts (terms,) of the targets of its whole batch,
-        and fp16's scale.
-        """
+        """The micro-batches of the next step, 1 / targets (terms,) of its whole batch, and fp16's scale."""
         self.micro_batches, self.inverse_counts, self.loss_scale = micro_batches, inverse_counts, loss_scale
         self.sums, self.at = [], 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Activations (B, P, W) of the stage before (anything on the first) -> activations, or the scaled
-        loss on the last.
-        """
+        """Activations (B, P, W) of the stage before, if any -> activations, or the scaled loss on the last."""
         batch = self.micro_batches[self.at]
         self.at += 1
         x_BPW = self.encode(x, batch)

@@ -57,7 +57,7 @@ def train_step(
     `lr_factor` multiplies each group's `base_lr`; `mark` is told the end of each phase; `signal` says which
     one this process has received when backward has ended, `upcoming` is the batch of the next step.
     """
-    engine, scale, sent = trainer.engine, trainer.scaler.scale, trainer.engine.bytes_sent
+    engine, scale, sent = trainer.engine, trainer.scaler.scale, trainer.engine.communicator.bytes_sent
     figures = engine.accumulate(batch, trainer.step, scale, mark, signal, upcoming)
     *terms, norm, heard = figures.tolist()  # the wait
     read_at = time.perf_counter()
@@ -78,5 +78,5 @@ def train_step(
     trainer.skipped += not finite
     trainer.skipped_in_row = 0 if finite else trainer.skipped_in_row + 1
     mark("optimizer")
-    sent_bytes = round(engine.bytes_sent - sent)
+    sent_bytes = round(engine.communicator.bytes_sent - sent)
     return StepResult(sum(terms), tuple(terms), norm, not finite, sent_bytes, int(heard), read_at)

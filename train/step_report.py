@@ -18,13 +18,7 @@ from .step import StepResult, Trainer
 
 MEMORY_EVERY_S = 1.0
 WATCHED = 3  # first steps whose memory is read, whenever they come
-NEXT_PHASE = {
-    "": "forward",
-    "optimizer": "forward",
-    "forward": "backward",
-    "backward": "the optimizer",
-    "save": "forward",
-}
+NEXT_PHASE = {"forward": "backward", "backward": "the optimizer"}  # after anything else: forward
 
 
 class StepReport:
@@ -47,9 +41,7 @@ class StepReport:
 
     @contextmanager
     def step(self) -> Iterator[Mark]:
-        """Around a step: what is to be told the end of each of its phases. Raises Failed, which names the phase, where
-        memory runs out.
-        """
+        """Around a step: what is told the end of each phase. Raises Failed, with the phase, where memory runs out."""
         now, here = time.perf_counter(), self.trainer.step - self.first_step
         self._start = self._start or now  # so that a step's time has an update in it
         self._watch = here < WATCHED or now - self._memory_read > MEMORY_EVERY_S
@@ -66,7 +58,7 @@ class StepReport:
         try:
             yield mark
         except torch.OutOfMemoryError as error:
-            phase = NEXT_PHASE[self.memory.phase] if self._watch else "a step"
+            phase = NEXT_PHASE.get(self.memory.phase, "forward") if self._watch else "a step"
             raise out_of_memory(self.plan.config, self.plan.recipe, self.plan.device, phase) from error
 
     def pause(self) -> None:

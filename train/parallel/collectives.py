@@ -48,9 +48,8 @@ class Scattering:
     """A reduce-scatter along a dim, in flight."""
 
     def __init__(self, x: Tensor, dim: int, axis: Axis) -> None:
-        self.parts = (
-            x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
-        )  # alive until the sum is there
+        # alive until the sum is there
+        self.parts = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
         self.shape = self.parts.shape[1:]
         self.work: dist.Work | None = None
         if compiled():

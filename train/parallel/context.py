@@ -33,9 +33,7 @@ ROW_DOCUMENTS = "row_documents"  # (B, S): documents of whole rows, of which a p
 
 
 def head_tail_order(length: int, parts: int) -> np.ndarray:
-    """The positions of a row in the order in which the processes hold them: (S,), process r has the r-th of
-    `parts` equal parts.
-    """
+    """The positions (S,) of a row in the order in which the processes hold them, an equal part each."""
     chunks = np.arange(length).reshape(2 * parts, -1)
     return np.concatenate([np.concatenate((chunks[r], chunks[2 * parts - 1 - r])) for r in range(parts)])
 
@@ -151,12 +149,7 @@ class _RingAttention(torch.autograd.Function):
                 here = passing.wait()
         assert coming is not None
         dk, dv = coming.wait().to(here.dtype).unbind(0)
-        return (
-            *(_from_chunks(x, ctx.rows) for x in (dq.to(q.dtype), dk, dv)),
-            None,
-            None,
-            None,
-        )
+        return *(_from_chunks(x, ctx.rows) for x in (dq.to(q.dtype), dk, dv)), None, None, None
 
 
 class _Passing:

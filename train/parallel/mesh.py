@@ -6,7 +6,7 @@ whatever the time limit of the run, so a stalled process would hold the others t
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -18,16 +18,12 @@ from ...core.errors import WrongUse
 from ...planner.layout import Layout
 
 TIMEOUT_SECONDS = 600
-START_SECONDS = (
-    600  # until every process has been started and has imported torch; longer than a collective may need
-)
+START_SECONDS = 600  # until every process has been started and has imported torch
 
 
 @dataclass(frozen=True)
 class Axis:
-    """This process's place on an axis, and the group of those that differ from it on that axis only; no group
-    when alone.
-    """
+    """This process's place on an axis, and the group of those that differ from it on that axis only, if any."""
 
     size: int = 1
     rank: int = 0
@@ -70,15 +66,13 @@ class Mesh:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups that this process is in, each once."""
-        axes = [
-            getattr(self, field.name) for field in fields(self) if isinstance(getattr(self, field.name), Axis)
+        held = [
+            axis.group for axis in vars(self).values() if isinstance(axis, Axis) and axis.group is not None
         ]
-        return list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
+        return list({id(group): group for group in held}.values())
 
     def sharding_mesh(self) -> DeviceMesh | None:
-        """The mesh for `fully_shard`: one dim, or (replica, shard) for hybrid sharding; None when nothing is
-        sharded.
-        """
+        """The mesh for `fully_shard`: one dim, or (replica, shard) for hybrid sharding; None when nothing is."""
         if self.shard.group is None:
             return None
         kind = self.device.type
@@ -114,9 +108,7 @@ def started_again() -> bool:
 
 
 def own_device(device: torch.device) -> torch.device:
-    """The GPU of this process among those on its machine; other devices are shared. Raises WrongUse when
-    there are too few.
-    """
+    """The GPU of this process among those on its machine; a CPU is shared. Raises WrongUse for too few GPUs."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     if device.type != "cuda" or processes_here() == 1:
         return device
@@ -136,17 +128,14 @@ def processes_here() -> int:
 
 
 def _ranks(layout: Layout) -> np.ndarray:
-    """Global ranks by (pipeline, replica, shard, context, tensor): tensor neighbours are neighbours, as they
-    talk most.
-    """
+    """Global ranks by (pipeline, replica, shard, context, tensor): those that talk most are neighbours."""
     replicas = layout.data if layout.sharding == "replicated" else layout.replicas
     shape = (layout.pipeline, replicas, layout.data // replicas, layout.context, layout.tensor)
     return np.arange(layout.world).reshape(shape)
 
 
 def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Mesh:
-    """The mesh of a layout over all processes of the default group, which must be as many as the layout
-    needs.
+    """The mesh of a layout over all processes of the default group.
 
     Every group has the time limit. Collective: every process calls it.
     """
@@ -169,10 +158,8 @@ def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIM
     made: dict[tuple[int, ...], Axis] = {}
     axes = {}
     for name, free in dims.items():
-        ranks = tuple(
-            int(r)
-            for r in cube[tuple(slice(None) if dim in free else here[dim] for dim in range(5))].flatten()
-        )
+        place = tuple(slice(None) if dim in free else here[dim] for dim in range(5))
+        ranks = tuple(cube[place].flatten().tolist())
         if ranks not in made:  # two axes with the same members are one group
             made[ranks] = _axis(ranks, rank, limit)
         axes[name] = made[ranks]
@@ -184,9 +171,7 @@ def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIM
 
 
 def _axis(ranks: Sequence[int], rank: int, limit: timedelta) -> Axis:
-    """The axis through these ranks. Only members take part; all make their axes in the same order, so none
-    waits in a circle.
-    """
+    """The axis through these ranks. Members alone take part, all in the same order, so none waits in a circle."""
     if len(ranks) == 1:
         return Axis(1, 0, tuple(ranks), None)
     group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)

@@ -26,9 +26,8 @@ from ...planner.tables import SKETCH
 from .compression import CommunicationHook, Communicator, Signs, pack, unpack
 from .sharding import buckets
 
-FLOOR = (
-    0.1  # of a tensor's root mean square: rows of unseen tokens would otherwise move without bound when met
-)
+# of a tensor's root mean square: rows of unseen tokens would otherwise move without bound when met
+FLOOR = 0.1
 
 
 class OneBitAdam(torch.optim.AdamW, CommunicationHook):
@@ -69,8 +68,7 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
 
     @torch.no_grad()
     def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """After the warm-up, the squared norm of the sum over processes, estimated without sending the
-        gradients.
+        """After the warm-up, an estimate of the squared norm of the sum over processes, from a sketch of it.
 
         Every number is given a random sign and added to one of SKETCH buckets; the sum over processes of the
         buckets has the squared norm of the sum of gradients on average (Alon, Matias and Szegedy 1999). Not
@@ -92,9 +90,7 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update: AdamW's while warming up; then momentum exchanged in signs and divided by the frozen
-        variance's root.
-        """
+        """AdamW's update while warming up; then momentum exchanged in signs over the frozen variance's root."""
         frozen, before = self.frozen, self._steps or 0
         self._steps = before + 1
         if not frozen:
@@ -109,9 +105,7 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
                 self._move(p, groups[p], self._steps, self._frozen_at)
 
     def _contribution(self, p: Tensor, beta1: float) -> Tensor:
-        """What this process adds to the new momentum: its gradient's part, and an equal share of the old
-        momentum.
-        """
+        """What this process adds to the new momentum: of its gradient, and an equal share of the old momentum."""
         assert p.grad is not None
         return self.state[p]["exp_avg"] * (beta1 / self.communicator.axis.size) + p.grad * (1 - beta1)
 

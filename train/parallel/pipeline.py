@@ -29,9 +29,7 @@ logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRI
 
 
 class Pipeline:
-    """The stages of this process in a schedule for one shape of micro-batches: (rows, sequence_length),
-    `micro_batches` of them.
-    """
+    """The stages of this process in a schedule for `micro_batches` of one shape, (rows, sequence_length)."""
 
     def __init__(
         self,
@@ -46,13 +44,9 @@ class Pipeline:
 
         self.stages, self.micro_batches = stages, micro_batches
         device, group = stages[0].mesh.device, stages[0].mesh.pipeline.group
-        activation = torch.empty(
-            stages[0].activation_shape(rows, sequence_length), dtype=dtype, device="meta", requires_grad=True
-        )
-        nothing, loss = (
-            torch.empty(1, device="meta"),
-            torch.empty((), dtype=dtype, device="meta", requires_grad=True),
-        )
+        there: dict[str, Any] = {"dtype": dtype, "device": "meta", "requires_grad": True}
+        activation = torch.empty(stages[0].activation_shape(rows, sequence_length), **there)
+        nothing, loss = torch.empty(1, device="meta"), torch.empty((), **there)
         parts = [
             pipelining.PipelineStage(
                 stage,
@@ -90,8 +84,7 @@ class Pipeline:
 def run_forward(
     stages: Sequence[Stage], batch: dict[str, torch.Tensor], layout: Layout, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """One micro-batch through the pipeline without gradients: the sums of the last stage, None on other
-    processes.
+    """One micro-batch through the pipeline without gradients: the sums of the last stage, None elsewhere.
 
     torch's own evaluation does not know the V placement of zero-bubble.
     """

@@ -30,11 +30,9 @@ from .mesh import Axis, Mesh
 
 
 def shard_stage(stage: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, computed: torch.dtype) -> None:
-    """Shard a stage's blocks and the rest of it over the shard axis; nothing without one. The stage is on the
-    meta device.
+    """Shard a stage on the meta device, its blocks and the rest of it, over the shard axis; nothing without one.
 
-    The weights are gathered in the dtype of the products, `computed`; their gradients are added up and
-    reduced in fp32 at least.
+    Weights are gathered in the dtype of the products, `computed`; gradients are added up in fp32 at least.
     """
     device_mesh = mesh.sharding_mesh()
     if device_mesh is None:
@@ -49,17 +47,13 @@ def shard_stage(stage: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, compu
         fully_shard(block, mesh=device_mesh, reshard_after_forward=free, mp_policy=policy)
     fully_shard(stage, mesh=device_mesh, reshard_after_forward=False, mp_policy=policy)
     for module in stage.modules():
-        if isinstance(
-            module, FSDPModule
-        ):  # losses are divided by the global count, so gradients are summed, not averaged
+        if isinstance(module, FSDPModule):  # losses have the global count in them: gradients are summed
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 def before_backward(stage: Any, layout: Layout, last: bool) -> None:
-    """Say what the next backward of an unpipelined stage that is sharded does with gradients: reduce them now, or
-    keep them for the last one.
-    """
+    """Whether the next backward of an unpipelined sharded stage reduces its gradients, or keeps them."""
     stage.set_requires_gradient_sync(last or layout.sharding != "zero1")
     stage.set_is_last_backward(last)
     stage.set_reshard_after_backward(last or layout.sharding == "full")

@@ -25,6 +25,7 @@ from .mesh import Axis
 
 Which = Literal["output", "input", "weight"]  # a product, or the gradient of one of its factors
 Product = Callable[[Tensor, Tensor, Tensor | None, Which], Tensor]
+Exchange = Callable[[Tensor, Axis], Tensor]
 
 
 def plain_product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, which: Which) -> Tensor:
@@ -33,11 +34,9 @@ def plain_product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, which: Wh
 
 
 def _wanted(ctx: Any, index: int) -> bool:
-    """Whether this pass of backward wants the gradient of an input: a zero-bubble schedule takes inputs and
-    weights in two passes.
+    """Whether this pass of backward wants the gradient of an input: zero-bubble schedules take two passes.
 
-    `ctx.needs_input_grad` does not know of the pass. Without torch's private answer both are computed, which
-    is right and slower.
+    `ctx.needs_input_grad` does not know of it. Without torch's private answer both are computed: right and slower.
     """
     if compiled():  # a graph computes all of its gradients at once
         return ctx.needs_input_grad[index]
@@ -46,10 +45,7 @@ def _wanted(ctx: Any, index: int) -> bool:
         return False
     try:
         return torch._C._will_engine_execute_node(node)
-    except (
-        AttributeError,
-        RuntimeError,
-    ):  # RuntimeError: asked about a local, which is only met when it is wanted
+    except (AttributeError, RuntimeError):  # asked about a local, which is only met when it is wanted
         return True
 
 
@@ -96,60 +92,34 @@ class _Row(torch.autograd.Function):
         return grad_input, grad_weight, None, None
 
 
-class _ScatterSequence(torch.autograd.Function):
-    """Partial (B, S, W) on every process -> the sum's own part (B, P, W); the gradient is gathered."""
+class _Exchange(torch.autograd.Function):
+    """What `there` makes of a tensor over an axis, and `back` of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSW: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return Scattering(x_BSW, 1, axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad_BPW: Tensor) -> tuple[Tensor | None, ...]:
-        return Gathering(grad_BPW, 1, ctx.axis).wait(), None
-
-
-class _GatherRows(torch.autograd.Function):
-    """Own part (B, P, W) -> the whole (B, S, W) for a cut matrix: the partial gradients are summed, each keeps its
-    part.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_BPW: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return Gathering(x_BPW, 1, axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad_BSW: Tensor) -> tuple[Tensor | None, ...]:
-        return Scattering(grad_BSW, 1, ctx.axis).wait(), None
-
-
-class _GatherSame(torch.autograd.Function):
-    """Own part (B, P, W) -> the whole (B, S, W) for work that every process does alike: each keeps its part
-    of the gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_BPW: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.length = axis, x_BPW.shape[1]
-        return Gathering(x_BPW, 1, axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad_BSW: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_BSW.narrow(1, ctx.axis.rank * ctx.length, ctx.length), None
-
-
-class _SumGradient(torch.autograd.Function):
-    """The same tensor on every process, used by each for its part of a matrix: gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, axis: Axis, there: Exchange, back: Exchange) -> Tensor:
+        ctx.axis, ctx.back = axis, back
+        return there(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return reduced(grad, ctx.axis), None
+        return ctx.back(grad, ctx.axis), None, None, None
+
+
+def _gather(x_BPW: Tensor, axis: Axis) -> Tensor:
+    return Gathering(x_BPW, 1, axis).wait()
+
+
+def _scatter(x_BSW: Tensor, axis: Axis) -> Tensor:
+    return Scattering(x_BSW, 1, axis).wait()
+
+
+def _own_part(x_BSW: Tensor, axis: Axis) -> Tensor:
+    length = x_BSW.shape[1] // axis.size
+    return x_BSW.narrow(1, axis.rank * length, length)
+
+
+def _same(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
 
 
 def column_linear(
@@ -175,43 +145,42 @@ def run_products_eagerly() -> None:
 
 
 def gather_rows(x_BPW: Tensor, axis: Axis) -> Tensor:
-    """(B, P, W) -> (B, S, W) before a matrix cut by outputs; the same tensor when alone."""
-    return x_BPW if axis.group is None else _GatherRows.apply(x_BPW, axis)
+    """(B, P, W) -> (B, S, W) before a matrix cut by outputs: the partial gradients are summed, each keeps its part."""
+    return x_BPW if axis.group is None else _Exchange.apply(x_BPW, axis, _gather, _scatter)
 
 
 def gather_same(x_BPW: Tensor, axis: Axis) -> Tensor:
-    """(B, P, W) -> (B, S, W) for heads that every process computes alike; the same tensor when alone."""
-    return x_BPW if axis.group is None else _GatherSame.apply(x_BPW, axis)
+    """(B, P, W) -> (B, S, W) for heads that every process computes alike: each keeps its part of the gradient."""
+    return x_BPW if axis.group is None else _Exchange.apply(x_BPW, axis, _gather, _own_part)
 
 
 def sum_gradient(x: Tensor, axis: Axis) -> Tensor:
     """Before a cut matrix whose input every process has whole: backward sums the gradients of the parts."""
-    return x if axis.group is None else _SumGradient.apply(x, axis)
+    return x if axis.group is None else _Exchange.apply(x, axis, _same, reduced)
 
 
-class ColumnLinear(nn.Module):
+class _CutLinear(nn.Module):
+    """The parameters of a linear layer cut over an axis, and what computes its products."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis) -> None:
+        super().__init__()
+        self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
+        self.product: Product = plain_product
+
+
+class ColumnLinear(_CutLinear):
     """A linear layer cut by outputs; its input is a part of the row, its output the whole row.
 
     One that is not cut (the key head that all query heads share) has partial gradients: each process uses its
     output for its heads.
     """
 
-    def __init__(self, linear: nn.Linear, axis: Axis) -> None:
-        super().__init__()
-        self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
-        self.product: Product = plain_product
-
     def forward(self, x_BPW: Tensor) -> Tensor:
         return column_linear(x_BPW, self.weight, self.bias, self.axis, self.product)
 
 
-class RowLinear(nn.Module):
+class RowLinear(_CutLinear):
     """A linear layer cut by inputs; its output is a part of the row, to which the whole bias is added once."""
-
-    def __init__(self, linear: nn.Linear, axis: Axis) -> None:
-        super().__init__()
-        self.weight, self.bias, self.axis = linear.weight, linear.bias, axis
-        self.product: Product = plain_product
 
     def forward(self, x_BSV: Tensor) -> Tensor:
         y_BPW = row_linear(x_BSV, self.weight, self.axis, self.product)
@@ -230,7 +199,7 @@ class VocabularyEmbedding(nn.Module):
         local_BS = ids_BS - self.first_id
         held_BS = (local_BS >= 0) & (local_BS < self.words)
         x_BSW = F.embedding(local_BS.where(held_BS, 0), self.weight) * held_BS[..., None]
-        return _ScatterSequence.apply(x_BSW, self.axis)
+        return _Exchange.apply(x_BSW, self.axis, _scatter, _gather)
 
 
 class SequenceEmbedding(nn.Module):
@@ -247,8 +216,7 @@ class SequenceEmbedding(nn.Module):
 
 
 def apply_tensor_parallel(model: Any, axis: Axis) -> None:
-    """Cut the model's parameters by the table and replace the layers that communicate; the model is still
-    without values.
+    """Cut the model's parameters by the table and replace the layers that communicate.
 
     Parameters keep their names. Expects a model on the meta device (`models.init.empty_model`).
     """
@@ -257,24 +225,17 @@ def apply_tensor_parallel(model: Any, axis: Axis) -> None:
     rows = model.config.vocab_size
     for name, parameter in list(model.named_parameters()):
         box = tensor_box(name, tuple(parameter.shape), model.config, axis.size, axis.rank)
-        owner, attribute = _owner(model, name)
-        setattr(owner, attribute, nn.Parameter(parameter.new_empty(box.size)))
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, nn.Parameter(parameter.new_empty(box.size)))
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
-            owner, attribute = _owner(model, name)
             placement = tensor_placement(f"{name}.weight", model.config)
-            if (placement == 0 and name != "output") or name.endswith(
-                ".attention.kv"
-            ):  # the head is computed with the loss
-                setattr(owner, attribute, ColumnLinear(module, axis))
+            # the head is computed with the loss
+            if (placement == 0 and name != "output") or name.endswith(".attention.kv"):
+                model.set_submodule(name, ColumnLinear(module, axis))
             elif placement == 1:
-                setattr(owner, attribute, RowLinear(module, axis))
+                model.set_submodule(name, RowLinear(module, axis))
         elif name == "token_table":
             model.token_table = VocabularyEmbedding(module, even_part(rows, axis.size, axis.rank)[0], axis)
         elif name in ("position_table", "type_table"):
             setattr(model, name, SequenceEmbedding(module, axis))
-
-
-def _owner(model: Any, name: str) -> tuple[Any, str]:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
