@@ -73,12 +73,8 @@ def pays(recipe: Recipe, config: ModelConfig, device: torch.device) -> bool:
     train = recipe.train
     if device.type == "cpu" and train.precision == "fp32" and onednn_is_faster():
         return False
-    flops = (
-        train.steps
-        * train.rows_per_step
-        * train.sequence_length
-        * config.flops_per_token(train.sequence_length)
-    )
+    tokens = train.steps * train.rows_per_step * train.sequence_length
+    flops = tokens * config.flops_per_token(train.sequence_length)
     rate = EAGER_FLOPS[device.type] * (machine().cpu.cores if device.type == "cpu" else 1)
     return SAVED * flops / rate > 2 * (COLD_SECONDS + COLD_SECONDS_PER_LAYER * config.layers)
 

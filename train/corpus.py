@@ -75,10 +75,8 @@ def _stores(recipe: Recipe, paths: list[str], held_apart: str) -> Corpus:
         validation = [TokenStore.open(held_apart)]
     elif data.validation_fraction:
         cut = 1 - data.validation_fraction
-        train, validation = (
-            [store.view(0.0, cut) for store in stores],
-            [store.view(cut, 1.0) for store in stores],
-        )
+        train = [store.view(0.0, cut) for store in stores]
+        validation = [store.view(cut, 1.0) for store in stores]
     every = [*stores, *(validation if held_apart else [])]
     vocab_size = _one_vocabulary(recipe, [_facts(store) for store in every], paths)
     file = tokenizer_beside(paths[0])
@@ -99,11 +97,8 @@ def _record(path: str) -> Input:
     """The record of a store: also of a Megatron prefix, which is no path itself."""
     if os.path.exists(path):
         return input_record(path)
-    return Input(
-        os.path.abspath(path),
-        "foreign",
-        sha256_json([sha256_file(f"{path}{suffix}") for suffix in (".bin", ".idx")]),
-    )
+    hashes = [sha256_file(f"{path}{suffix}") for suffix in (".bin", ".idx")]
+    return Input(os.path.abspath(path), "foreign", sha256_json(hashes))
 
 
 def _is_store(path: str) -> bool:

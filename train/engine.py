@@ -301,12 +301,10 @@ class Engine:
         if self.offload is not None:
             self.offload.discard()
         for local in self.local_shards:
-            if self.buffer is None:
-                local.parameter.grad = None
-            local.computed.grad = None
+            local.parameter.grad = local.computed.grad = None
             if self.offload is None:  # which sets and forgets those of its masters itself
                 local.value.grad = None
-        if self.buffer is not None:
+        if self.buffer is not None:  # whose gradients are there again, as zeros
             self.buffer.zero()
 
     @torch.no_grad()
@@ -366,8 +364,7 @@ class Engine:
         """Start this process's dropout stream of a step.
 
         With sequence parallelism no two processes compute the same dropout, so each has a stream of its own:
-        a function of (seed, step, rank). Masks are therefore those of the layout; with dropout 0 every layout
-        computes the same.
+        a function of (seed, step, rank). Masks are therefore those of the layout.
         """
         digest = hashlib.sha256(f"dropout:{self.seed}:{step}:{self.mesh.rank}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

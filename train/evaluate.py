@@ -1,5 +1,4 @@
-"""Validation inside and after a run: GPT loss, perplexity and bits per byte; BERT masked-token and
-sentence-pair accuracy.
+"""Validation inside and after a run: GPT loss, perplexity, bits per byte; BERT masked-token and pair accuracy.
 
 The whole split is read once in order: every GPT window of `sequence_length` without overlap, and the shorter
 rest; every BERT pair with one fixed draw of masks. Sums are divided by the count of targets at the end, so
@@ -41,11 +40,9 @@ class Validation:
         sums = torch.zeros(5, dtype=torch.float64)
         for batch in self._rows(rows, engine.layout.data):
             sums += engine.evaluate(batch, self._mask_fraction)
-        return (
-            self._gpt_figures(*sums[:2].tolist())
-            if self.plan.family == "gpt"
-            else _bert_figures(*sums.tolist())
-        )
+        if self.plan.family == "gpt":
+            return self._gpt_figures(*sums[:2].tolist())
+        return _bert_figures(*sums.tolist())
 
     @property
     def _mask_fraction(self) -> float:
@@ -81,12 +78,8 @@ class Validation:
         assert tokenizer is not None
         for store in self.plan.validation_stores:
             ids = store.read(0, min(store.tokens, DECODED_TOKENS))
-            tokens += len(ids)
-            size += len(
-                tokenizer.decode(
-                    ids[ids != tokenizer.eos_id] if tokenizer.eos_id is not None else ids
-                ).encode()
-            )
+            words = ids if tokenizer.eos_id is None else ids[ids != tokenizer.eos_id]
+            tokens, size = tokens + len(ids), size + len(tokenizer.decode(words).encode())
         return size / tokens
 
 
@@ -94,9 +87,8 @@ def _rest(dataset: Dataset) -> dict[str, np.ndarray] | None:
     """The tokens after the last whole window, as one shorter row."""
     if not isinstance(dataset, GPTWindows) or dataset.options.separate_documents:
         return None
-    ids = dataset.store.read(dataset.rows * dataset.options.sequence_length, dataset.store.tokens).astype(
-        np.int64
-    )
+    start = dataset.rows * dataset.options.sequence_length
+    ids = dataset.store.read(start, dataset.store.tokens).astype(np.int64)
     return {"input_ids": ids[None, :-1], "targets": ids[None, 1:]} if len(ids) > 1 else None
 
 

@@ -42,9 +42,7 @@ def log_lines(events: list[Event], recipe: Recipe, config: ModelConfig) -> Itera
     first, run_start = started["time"], running["time"]
     yield _line(first, "cache_clear", True)
     yield _line(first, "init_start", None, "INTERVAL_START")
-    for key, value in _submission(started).items():
-        yield _line(first, key, value)
-    for key, value in _hyperparameters(recipe).items():
+    for key, value in (_submission(started) | _hyperparameters(recipe)).items():
         yield _line(first, key, value)
     for name in parameter_shapes(config):
         yield _line(first, "weights_initialization", None, tensor=name)

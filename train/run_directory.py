@@ -94,9 +94,8 @@ def _placeless(recipe: Recipe) -> dict[str, Any]:
     """
     tree = recipe.model_dump(mode="json")
     tree["data"]["train"] = [source["weight"] for source in tree["data"]["train"]]
-    return tree | {
-        "data": tree["data"] | {key: bool(tree["data"][key]) for key in ("validation", "tokenizer")}
-    }
+    tree["data"] |= {key: bool(tree["data"][key]) for key in ("validation", "tokenizer")}
+    return tree
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

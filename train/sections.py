@@ -66,9 +66,7 @@ class ModelSection(Section):
     checkpoint; "" = random ones.
     """
     overrides: dict[str, Any] = {}
-    """Fields of the model's config to set: layers, heads, width, dropout... The vocabulary is that of the
-    token store.
-    """
+    """Fields of the model's config to set: layers, heads, width, dropout... The vocabulary is the token store's."""
 
 
 class OptimizerSection(Section):
@@ -110,9 +108,7 @@ class ScheduleSection(Section):
     power: float = Field(default=1.0, gt=0)
     """Exponent of the polynomial decay."""
     decay_from_start: bool = False
-    """Count the decay from the first step, so that the rate falls at once where the warm-up ends: what the
-    published BERT recipes do.
-    """
+    """Count the decay from the first step, as published BERT recipes do: the rate falls where the warm-up ends."""
     warmup_start_step: int = Field(default=0, le=0)
     """Step from which the warm-up is counted: below 0, the first step is already some way up."""
 
@@ -146,9 +142,7 @@ class TrainSection(Section):
     batch_rows rows.
     """
     micro_batch_rows: int | None = Field(default=None, gt=0)
-    """Rows that a process computes at once, its others are accumulated; by default all, in a pipeline four
-    turns of it.
-    """
+    """Rows that a process computes at once, accumulating the others; by default all, in a pipeline four turns of it."""
     precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """Arithmetic of the model: 16-bit weights with fp32 masters (bf16, fp16), fp32, its products in tf32, or
     fp64 for proofs; auto takes what the GPU is made for, and fp32 on a CPU.
@@ -160,9 +154,7 @@ class TrainSection(Section):
     recompute: Literal["none", "full", "selective"] = "none"
     """Activations recomputed in backward: none, every layer, or the attention core alone."""
     offload: bool = False
-    """fp32 weights, optimizer state and update on the host; the device holds weights in the precision of the
-    products.
-    """
+    """fp32 weights, optimizer state and update on the host; the device holds weights as the products take them."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile: auto uses it where a compiler answers and the run is long enough to pay."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -287,9 +279,7 @@ class CompressionSection(Section):
     """Gradients of data processes over a slow network: fewer bytes, and what was lost is sent later."""
 
     scheme: Literal["none", "bf16", "powersgd", "one-bit-adam"] = "none"
-    """Half the bytes; thin factors of each matrix; or, after a warm-up, signs of the momentum (1/32, variance
-    frozen).
-    """
+    """Half the bytes; thin factors of matrices; or, after a warm-up, signs of the momentum (1/32, variance frozen)."""
     rank: int = Field(default=4, gt=0)
     """Columns of PowerSGD's factors."""
     warmup_steps: int | None = Field(default=None, ge=0)

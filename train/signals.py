@@ -16,8 +16,7 @@ class StopNow(Exception):
 
 
 class Signals:
-    """Which signal asked the run to stop, if any. Use as a context manager; outside the main thread it does
-    nothing.
+    """Which signal asked the run to stop, if any. A context manager; outside the main thread it does nothing.
 
     A second Ctrl-C ends the process at once: what was being written stays aside under a temporary name.
     """
@@ -30,9 +29,8 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
-            self._old = {
-                number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)
-            }
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._old[number] = signal.signal(number, self._handle)
         return self
 
     def number(self) -> int:

@@ -1,5 +1,4 @@
-"""One pipeline stage: the whole model's class with the parts of other stages taken out, and the loss at its
-end.
+"""One pipeline stage: the whole model's class without the parts of other stages, and the loss at its end.
 
 Without a pipeline there is one stage and it is the model. Built on the meta device, then cut, then given
 memory: no process ever holds more than its part.

@@ -75,9 +75,8 @@ class StepReport:
         rate = batch.tokens / seconds
         mfu = self._mfu(rate)
         shown = f"  MFU {100 * mfu:.0f}%" if mfu is not None else ""
-        bar.advance(
-            batch.rows * recipe.train.sequence_length, f"step {step:,}  loss {result.loss:.4f}{shown}"
-        )
+        tokens = batch.rows * recipe.train.sequence_length
+        bar.advance(tokens, f"step {step:,}  loss {result.loss:.4f}{shown}")
         if step % recipe.log.every_steps and not result.skipped and step != recipe.train.steps:
             return
         record: Record = {

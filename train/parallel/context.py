@@ -41,8 +41,7 @@ def head_tail_order(length: int, parts: int) -> np.ndarray:
 def cut_rows(rows: dict[str, np.ndarray], axis: Axis) -> dict[str, np.ndarray]:
     """This process's part of each row, with explicit positions, and the documents of the whole rows.
 
-    One sentence pair to a row is predicted from its first token: only the process that holds it keeps those
-    targets.
+    One sentence pair to a row is predicted from its first token, by the process that holds it alone.
     """
     if axis.size == 1:
         return rows
@@ -158,12 +157,9 @@ class _Passing:
     def __init__(self, x: Tensor, axis: Axis) -> None:
         self.x, self.received = x, torch.empty_like(x)  # x is alive until it has been sent
         after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
-        self.works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, x, after, axis.group),
-                dist.P2POp(dist.irecv, self.received, before, axis.group),
-            ]
-        )
+        sending = dist.P2POp(dist.isend, x, after, axis.group)
+        receiving = dist.P2POp(dist.irecv, self.received, before, axis.group)
+        self.works = dist.batch_isend_irecv([sending, receiving])
 
     def wait(self) -> Tensor:
         """What came."""

@@ -9,6 +9,7 @@ starts what is left.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,10 @@ class GradientBuffer:
         sizes = [parameter.numel() for parameter in self.parameters]
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self.views = [
-            part.view(parameter.shape) for parameter, part in zip(self.parameters, self.flat.split(sizes))
-        ]
+        parts = zip(self.parameters, self.flat.split(sizes))
+        self.views = [part.view(parameter.shape) for parameter, part in parts]
         slices = bucket_slices([size * dtype.itemsize for size in sizes])
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + size)
+        starts = [0, *accumulate(sizes)]
         self.buckets = [self.flat[starts[part.start] : starts[part.stop]] for part in slices]
         self._bucket_of = [bucket for bucket, part in enumerate(slices) for _ in range(part.start, part.stop)]
         self._passes = 0  # backward passes that complete a gradient; 0: sums wait for `finish`

@@ -50,9 +50,8 @@ class OneBitAdam(torch.optim.AdamW, CommunicationHook):
         if self._steps is None:
             known = [slots for slots in self.state.values() if slots]
             self._steps = max((int(slots["step"]) for slots in known), default=0)
-            self._frozen_at = max(
-                (slots["frozen_at"] for slots in known if "frozen_at" in slots), default=None
-            )
+            frozen = [slots["frozen_at"] for slots in known if "frozen_at" in slots]
+            self._frozen_at = max(frozen, default=None)
         return self._frozen_at is not None or self._steps >= self.warmup_steps
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

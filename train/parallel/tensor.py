@@ -1,5 +1,4 @@
-"""Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022), applied to a
-model from outside.
+"""Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022), from outside a model.
 
 Between the matrices each process works on its part of every row; a column-cut matrix gathers the row first, a
 row-cut one reduce-scatters its partial sums. What differs from torch's DTensor plan: a column-cut linear
