@@ -33,8 +33,8 @@ from throughline.train.engine import Engine
 from throughline.train.evaluate import Validation
 from throughline.train.loop import train
 from throughline.train.objective import IGNORED, prepare
-from throughline.train.recipe import Recipe, resolve
-from throughline.train.rules import RULES
+from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.rules import RULES
 from throughline.train.step import train_step
 
 NOVELS = Path(__file__).resolve().parents[1] / "recipes" / "samples" / "novels"

@@ -17,7 +17,7 @@ from throughline.models.config import ModelConfig
 from throughline.models.presets import preset
 from throughline.planner.layout import Layout
 from throughline.prove.forked import run_ranks, warm
-from throughline.train.checkpoint import CheckpointWriter
+from throughline.train.checkpoints.checkpoint import CheckpointWriter
 from throughline.train.engine import Engine
 from throughline.train.objective import StepBatch, prepare
 from throughline.train.parallel.ranks import Ranks

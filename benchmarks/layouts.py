@@ -30,9 +30,9 @@ from pathlib import Path
 from common import claim, finish, paired, parser, throughline
 from throughline.core.recipe import load_recipe
 from throughline.prove.forked import run_ranks, warm
-from throughline.train.profile import ACTIVE, SKIPPED, WARMUP
-from throughline.train.recipe import Recipe, resolve
-from throughline.train.rules import RULES
+from throughline.train.logs.profile import ACTIVE, SKIPPED, WARMUP
+from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.rules import RULES
 from train_gpt import SAMPLES
 
 PEERS = Path(__file__).parent / "layouts_peers.py"

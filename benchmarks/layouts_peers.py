@@ -31,10 +31,10 @@ from throughline.core.recipe import load_recipe
 from throughline.models.init import build
 from throughline.models.linear import linear
 from throughline.train.build import training_rows, validation_plan
+from throughline.train.logs.profile import ACTIVE, SKIPPED, WARMUP
 from throughline.train.loss import Words, head_loss_sum
 from throughline.train.parallel.mesh import Axis
-from throughline.train.profile import ACTIVE, SKIPPED, WARMUP
-from throughline.train.recipe import Recipe, resolve
+from throughline.train.recipes.recipe import Recipe, resolve
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -1,6 +1,6 @@
 """One update of all parameters of a BERT: LAMB and Adafactor against torch's fused AdamW, in turn.
 
-LAMB moves 40 bytes a parameter in fp32 and fused AdamW 28 (`train/lamb.py` counts them), so it cannot be as
+LAMB moves 40 bytes a parameter in fp32 and fused AdamW 28 (`train/optimizers/lamb.py` counts them), so it cannot be as
 fast where memory decides. How near each is to the machine's memory bandwidth is printed: bandwidth is what
 torch's own `a += b` over arrays larger than every cache moves (12 bytes an element).
 """
@@ -14,8 +14,8 @@ from throughline.core.console import table
 from throughline.core.recipe import build_recipe
 from throughline.models.init import build
 from throughline.models.presets import preset
-from throughline.train.optimizers import build_optimizer
-from throughline.train.recipe import Recipe
+from throughline.train.optimizers.build import build_optimizer
+from throughline.train.recipes.recipe import Recipe
 
 # fp32 bytes read and written per parameter: Adafactor reads the gradient twice and rewrites it, then norms of both,
 # then gradient and weight are read and the weight is written

@@ -22,8 +22,8 @@ import overfitting
 import train_gpt
 from common import throughline
 from throughline.core.recipe import build_recipe, dump_toml
-from throughline.train.recipe import Recipe
-from throughline.train.rules import RULES
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.rules import RULES
 
 SAMPLES = Path(__file__).parents[1] / "recipes" / "samples"
 SHAKESPEARE = SAMPLES / "tinyshakespeare" / "input.txt"

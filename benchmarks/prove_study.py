@@ -35,9 +35,9 @@ from throughline.core.recipe import load_recipe
 from throughline.models.config import ModelConfig
 from throughline.prove.own import GOALS, own_validation, prediction_digest, read_predictions
 from throughline.train.corpus import open_corpus
-from throughline.train.predict import predicted_memory, predicted_step_seconds
-from throughline.train.recipe import Recipe, model_config, resolve
-from throughline.train.rules import RULES
+from throughline.train.recipes.predict import predicted_memory, predicted_step_seconds
+from throughline.train.recipes.recipe import Recipe, model_config, resolve
+from throughline.train.recipes.rules import RULES
 
 REPEATS = 3
 FOLDER = Path(__file__).parent / "results" / "predictions"

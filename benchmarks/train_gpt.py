@@ -196,7 +196,7 @@ def score(logits: Callable, ids: np.ndarray) -> float:
 
 def score_ours(run_dir: Path, text: str) -> float:
     from throughline.data.tokenizer import Tokenizer
-    from throughline.train.checkpoint import load_model
+    from throughline.train.checkpoints.checkpoint import load_model
 
     model, tokenizer = load_model(run_dir)
     assert tokenizer is not None

@@ -27,7 +27,7 @@ from ..core.errors import (
 )
 
 if TYPE_CHECKING:
-    from ..train.recipe import Recipe
+    from ..train.recipes.recipe import Recipe
 
 LATER_S = 2.0
 PATH = click.Path(path_type=Path)
@@ -189,8 +189,8 @@ def backend_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def pretraining_recipe(source: str, overrides: Sequence[str]) -> "Recipe":
     """A recipe of `train` with its overrides, checked and resolved. Raises WrongUse."""
     from ..core.recipe import load_recipe
-    from ..train.recipe import Recipe, resolve
-    from ..train.rules import RULES
+    from ..train.recipes.recipe import Recipe, resolve
+    from ..train.recipes.rules import RULES
 
     return resolve(load_recipe(source, Recipe, overrides, RULES))
 

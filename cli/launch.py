@@ -108,8 +108,8 @@ def _given(arguments: Sequence[str]) -> dict[str, Any]:
 def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
     from ..core.recipe import find_recipe
     from ..planner.nearest import require_world
-    from ..train.recipe import model_config
-    from ..train.rules import can_be_had
+    from ..train.recipes.recipe import model_config
+    from ..train.recipes.rules import can_be_had
 
     given = _given(arguments)
     recipe = pretraining_recipe(given["recipe"], given["overrides"])

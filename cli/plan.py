@@ -24,7 +24,7 @@ from ..prove.validate import validation
 from .common import throughline_command
 
 if TYPE_CHECKING:
-    from ..train.recipe import Recipe
+    from ..train.recipes.recipe import Recipe
 
 
 class Plans(click.Group):
@@ -131,8 +131,8 @@ def make_search(gpus: int, options: dict[str, Any]) -> "tuple[Search, Recipe | N
             config = dataclasses.replace(config, sequence_length=length)
         length = length or config.sequence_length
     else:
-        from ..train.recipe import Recipe, model_config, resolve
-        from ..train.rules import RULES
+        from ..train.recipes.recipe import Recipe, model_config, resolve
+        from ..train.recipes.rules import RULES
 
         loaded = load_recipe(options["model"], Recipe, options["overrides"], RULES)
         recipe = resolve(loaded)

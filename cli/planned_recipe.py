@@ -7,8 +7,8 @@ from ..core.recipe import build_recipe, dump_toml
 from ..models.config import family_of
 from ..planner.search import Candidate, Found
 from ..planner.work import RECOMPUTES
-from ..train.recipe import Recipe
-from ..train.rules import RULES
+from ..train.recipes.recipe import Recipe
+from ..train.recipes.rules import RULES
 
 
 def planned_recipe(found: Found, recipe: Recipe | None, options: dict[str, Any]) -> str:

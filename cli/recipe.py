@@ -43,7 +43,7 @@ def show(name: str | None) -> None:
         text = find_recipe(name).read_text(encoding="utf-8")
         console.result({"recipe": name, "text": text}, text.splitlines())
         return
-    from ..train.recipe import Recipe
+    from ..train.recipes.recipe import Recipe
 
     rows = describe(Recipe)
     lines = [
@@ -68,8 +68,8 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
 
     from ..core.recipe import Section
     from ..train.finetune import recipe as finetune
-    from ..train.recipe import Recipe
-    from ..train.rules import RULES
+    from ..train.recipes.recipe import Recipe
+    from ..train.recipes.rules import RULES
 
     tunes = False
     with open(find_recipe(recipe), "rb") as file, suppress(tomllib.TOMLDecodeError):  # load_recipe says it
@@ -112,9 +112,9 @@ def new(
     from ..core.files import write_atomic
     from ..core.hardware import chips
     from ..models.presets import preset_names
-    from ..train.new_recipe import new_recipe
-    from ..train.recipe import Recipe
-    from ..train.rules import RULES
+    from ..train.recipes.new_recipe import new_recipe
+    from ..train.recipes.recipe import Recipe
+    from ..train.recipes.rules import RULES
 
     if out.exists():
         raise WrongUse("the output already exists", where=out, fix="choose another --out")

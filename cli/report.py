@@ -15,7 +15,7 @@ def command(run: str) -> None:
     \b
     Example:  throughline report runs/gpt-shakespeare
     """
-    from ..train.report import write_report
+    from ..train.logs.report import write_report
 
     path = write_report(run)
     console.result({"report": str(path)}, [str(path)])

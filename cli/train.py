@@ -60,8 +60,8 @@ def command(
     if show_layout:
         from ..data.store import TokenStore
         from ..data.tokenizer import Tokenizer
-        from ..train.predict import layout_facts
-        from ..train.recipe import model_config
+        from ..train.recipes.predict import layout_facts
+        from ..train.recipes.recipe import model_config
 
         data = resolved.data
         if data.tokenizer:
@@ -74,8 +74,8 @@ def command(
     directory = Path(run_dir) if run_dir else Path("runs") / find_recipe(recipe).stem
     from ..train.build import plan_run
     from ..train.evaluate import Validation
+    from ..train.logs.report import figure_name, figure_text
     from ..train.loop import Evaluator, train
-    from ..train.report import figure_name, figure_text
 
     plan = plan_run(resolved, None if dry_run else directory / "cache")
     if dry_run:

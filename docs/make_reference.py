@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 from throughline.cli.main import VERBS, main
 from throughline.core.recipe import describe
-from throughline.train.recipe import Recipe
+from throughline.train.recipes.recipe import Recipe
 
 HERE = Path(__file__).parent
 

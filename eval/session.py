@@ -135,7 +135,7 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
     from ..train.engine import Engine
     from ..train.evaluate import Validation
     from ..train.precision import pick_device
-    from ..train.recipe import Recipe
+    from ..train.recipes.recipe import Recipe
 
     try:
         recipe, device = load_recipe(run / "recipe.toml", Recipe), opened.model.token_table.weight.device

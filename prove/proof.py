@@ -25,10 +25,10 @@ from ..models.init import initial_values
 from ..planner.layout import Layout, layout_problems
 from ..train.engine import Engine
 from ..train.objective import StepBatch, prepare
-from ..train.optimizers import build_optimizer
+from ..train.optimizers.build import build_optimizer
 from ..train.parallel.mesh import Mesh, make_mesh, start_group
 from ..train.precision import HALVES, LossScaler, weight_dtype
-from ..train.recipe import Recipe
+from ..train.recipes.recipe import Recipe
 from ..train.step import Trainer, train_step
 from .forked import run_ranks
 

@@ -75,7 +75,7 @@ def saved_in_layouts() -> Callable[..., dict[str, Path]]:
     from throughline.planner.layout import Layout
     from throughline.prove.forked import run_ranks, warm
     from throughline.prove.proof import SEED, make_trainer, own_rows, value_of
-    from throughline.train.checkpoint import CheckpointWriter, restore
+    from throughline.train.checkpoints.checkpoint import CheckpointWriter, restore
     from throughline.train.engine import Engine
     from throughline.train.parallel.ranks import Ranks
     from throughline.train.step import train_step

@@ -9,8 +9,8 @@ import numpy as np
 import psutil
 import pytest
 from throughline.core.recipe import load_recipe
-from throughline.train.recipe import Recipe
-from throughline.train.rules import RULES
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -226,8 +226,8 @@ def test_light_modules_import_no_torch() -> None:
     names += [
         "throughline.models.config",
         "throughline.models.presets",
-        "throughline.train.recipe",
-        "throughline.train.rules",
+        "throughline.train.recipes.recipe",
+        "throughline.train.recipes.rules",
         "throughline.prove.own",
         "throughline.prove.validate",
     ]

@@ -103,7 +103,7 @@ def test_without_the_memory_history_a_profile_has_a_trace_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     torch = pytest.importorskip("torch")
-    from throughline.train import profile as profiles
+    from throughline.train.logs import profile as profiles
 
     plan: Any = SimpleNamespace(config=None, recipe=None, device=torch.device("cuda"))
     monkeypatch.setattr(profiles, "predicted_kernels", lambda config, recipe: {})

@@ -20,23 +20,23 @@ from ..data.tokenizer import Tokenizer
 from ..models.config import ModelConfig
 from ..planner.layout import ZERO_BUBBLE, Layout
 from ..planner.nearest import require_world
+from .checkpoints.weights_in import adopt, open_weights, start_from
 from .compile import to_compile
 from .corpus import open_corpus
 from .engine import Engine
 from .float8 import check_products
+from .logs.metrics import check_sinks
 from .memory import check_memory
-from .metrics import check_sinks
 from .objective import Objective, StepBatch, prepare, pretraining, real_tokens, sequences_in
-from .optimizers import build_optimizer
+from .optimizers.build import build_optimizer
 from .parallel.context import cut_rows
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .precision import LossScaler, pick_device
-from .predict import predicted_step_seconds
-from .recipe import Recipe, model_config, model_family
-from .rules import can_be_had
-from .sections import ObjectiveSection
+from .recipes.predict import predicted_step_seconds
+from .recipes.recipe import Recipe, model_config, model_family
+from .recipes.rules import can_be_had
+from .recipes.sections import ObjectiveSection
 from .step import Trainer
-from .weights_in import adopt, open_weights, start_from
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from .parallel.context import run_ring_eagerly
 from .parallel.tensor import run_products_eagerly
 
 if TYPE_CHECKING:
-    from .recipe import Recipe
+    from .recipes.recipe import Recipe
 
 # What the rule of `auto` assumes; rough on purpose, and on the side of not compiling. Cold compiles took 11 s
 # + 4 s per layer of CPU time here (4 to 12 layers); a step in bf16 became 5 to 13 % faster, one in fp32

@@ -14,7 +14,7 @@ from ..data.ingest.readers import ReadOptions
 from ..data.ingest.tokenize import make_plan, tokenize
 from ..data.store import TokenStore
 from ..data.tokenizer import Tokenizer, tokenizer_beside
-from .recipe import Recipe
+from .recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)

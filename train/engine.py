@@ -23,7 +23,7 @@ from ..models.init import initial_values
 from ..planner.layout import Layout
 from ..planner.tables import Box, is_tied
 from .objective import Model, Objective, StepBatch, fill_up, prepare, pretraining
-from .offload import HostOffload
+from .optimizers.offload import HostOffload
 from .parallel.compression import CommunicationHook, Communicator
 from .parallel.context import cut_rows
 from .parallel.gradients import GradientBuffer

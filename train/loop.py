@@ -19,20 +19,20 @@ from ..core.recipe import recipe_hash
 from ..data.loader import Loader
 from ..data.samples import Dataset
 from .build import RunPlan, build_trainer
-from .checkpoint import CheckpointWriter, restore
+from .checkpoints.checkpoint import CheckpointWriter, restore
+from .checkpoints.run_directory import environment, open_run
 from .engine import Engine
+from .logs.metrics import Metrics
+from .logs.profile import Profile
+from .logs.step_report import StepReport
+from .logs.target import convergence, reached
 from .memory import beside
-from .metrics import Metrics
 from .objective import StepBatch
+from .optimizers.schedule import learning_rate_factor
 from .parallel.ranks import HEARTBEAT, Ranks, RunWorkspace
-from .predict import predicted_step_seconds
-from .profile import Profile
-from .run_directory import environment, open_run
-from .schedule import learning_rate_factor
+from .recipes.predict import predicted_step_seconds
 from .signals import Signals, StopNow
 from .step import StepResult, Trainer, train_step
-from .step_report import StepReport
-from .target import convergence, reached
 
 Evaluator = Callable[[Engine, int], dict[str, Any]]  # the engine and the step
 LOOK_EVERY_S = 0.02  # at the checkpoint that is being written, when the next one waits for it
@@ -283,11 +283,11 @@ class Run:
             summary["target"] = convergence(recipe.target, *spent)
         self._event("finished", **summary)
         if self.ranks.leads:
-            from .report import write_report
+            from .logs.report import write_report
 
             write_report(self.workspace.path)
             if recipe.target is not None:
-                from .mllog import write_mllog
+                from .logs.mllog import write_mllog
 
                 write_mllog(self.workspace.path, recipe, self.plan.config)
         self.workspace.finish("run", self.plan.inputs, recipe_hash(recipe), summary)

@@ -16,9 +16,9 @@ from ..models.config import ModelConfig
 from ..models.presets import preset, preset_names
 from ..planner.memory import IN_A_STEP
 from .parallel.mesh import processes_here
-from .predict import predicted_memory
-from .recipe import Recipe, model_config, model_family
-from .rules import RULES
+from .recipes.predict import predicted_memory
+from .recipes.recipe import Recipe, model_config, model_family
+from .recipes.rules import RULES
 
 FEWER_ROWS = "train.micro_batch_rows = 1 (same result)"
 RECOMPUTE = 'train.recompute = "full" (a third more time)'

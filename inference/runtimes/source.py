@@ -51,7 +51,7 @@ class FoundModel(NamedTuple):
     def open(self, device: str = "cpu", dtype: "torch.dtype | None" = None) -> OpenedModel:
         """Read it. Raises as `open_model` does."""
         if not _is_huggingface(self.directory):
-            from ...train.checkpoint import load_model
+            from ...train.checkpoints.checkpoint import load_model
 
             model, tokenizer = load_model(self.directory, device, dtype)
             return OpenedModel(cast("GPT | BERT", model), tokenizer, input_record(self.directory))
@@ -87,7 +87,7 @@ def find_model(path: Path | str) -> FoundModel:
             what = f"a torch model is needed, this is an artifact of kind {kind}"
             fix = "give the run or checkpoint that it was exported from (`throughline show` names it)"
             raise WrongUse(what, where=path, fix=fix)
-        from ...train.checkpoint import locate
+        from ...train.checkpoints.checkpoint import locate
 
         path = locate(path)
     tokenizer = path / "tokenizer.json"

@@ -12,8 +12,8 @@ import click
 import pytest
 from throughline.cli.main import main
 from throughline.core.recipe import load_recipe
-from throughline.train.recipe import Recipe
-from throughline.train.rules import RULES
+from throughline.train.recipes.recipe import Recipe
+from throughline.train.recipes.rules import RULES
 
 
 def test_references_are_current(root: Path) -> None:

@@ -10,10 +10,10 @@ from throughline.core.errors import WrongUse
 from throughline.core.hardware import chips
 from throughline.core.recipe import load_recipe, shipped_recipes
 from throughline.planner.memory import capacity_bytes
-from throughline.train.new_recipe import new_recipe
-from throughline.train.predict import predicted_memory
-from throughline.train.recipe import Recipe, model_config
-from throughline.train.rules import RULES
+from throughline.train.recipes.new_recipe import new_recipe
+from throughline.train.recipes.predict import predicted_memory
+from throughline.train.recipes.recipe import Recipe, model_config
+from throughline.train.recipes.rules import RULES
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))

@@ -26,12 +26,12 @@ from throughline.models.gpt import GPT
 from throughline.models.init import empty_model
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import plan_run
-from throughline.train.checkpoint import load_model
+from throughline.train.checkpoints.checkpoint import load_model
 from throughline.train.engine import Engine
+from throughline.train.logs.metrics import read_metrics
 from throughline.train.loop import train
-from throughline.train.metrics import read_metrics
-from throughline.train.recipe import Recipe, resolve
-from throughline.train.rules import RULES
+from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.rules import RULES
 
 TASKS = ["lambada_openai", "blimp_wh_island", "blimp_transitive"]
 RECIPE = f"""

@@ -19,7 +19,7 @@ from throughline.planner.memory import host_terms
 from throughline.planner.software import find_software
 from throughline.planner.work import Layouts, Work
 from throughline.train.loss import cross_entropy_sum
-from throughline.train.offload import IN_FLIGHT_BYTES, HostOffload
+from throughline.train.optimizers.offload import IN_FLIGHT_BYTES, HostOffload
 
 pytestmark = pytest.mark.gpu
 SHAPE = GPTConfig(vocab_size=512, sequence_length=128, layers=4, width=128, heads=4)

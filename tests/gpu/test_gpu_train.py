@@ -11,7 +11,7 @@ import pytest
 import torch
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
-from throughline.train.checkpoint import CheckpointWriter, load_model, restore
+from throughline.train.checkpoints.checkpoint import CheckpointWriter, load_model, restore
 from throughline.train.engine import Engine
 from throughline.train.objective import StepBatch, prepare
 from throughline.train.precision import LossScaler

@@ -19,11 +19,11 @@ from throughline.prove.proof import SEED, Case, make_trainer, own_rows  # noqa: 
 from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.compile import cpp_compiler  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
+from throughline.train.logs.metrics import read_metrics  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
-from throughline.train.metrics import read_metrics  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
-from throughline.train.recipe import Recipe, resolve  # noqa: E402
-from throughline.train.rules import RULES  # noqa: E402
+from throughline.train.recipes.recipe import Recipe, resolve  # noqa: E402
+from throughline.train.recipes.rules import RULES  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
 LLAMA = {

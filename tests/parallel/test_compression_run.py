@@ -16,17 +16,17 @@ from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
-from throughline.train.checkpoint import load_model  # noqa: E402
+from throughline.train.checkpoints.checkpoint import load_model  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
+from throughline.train.logs.metrics import read_metrics  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
-from throughline.train.metrics import read_metrics  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.parallel.onebit import OneBitAdam  # noqa: E402
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler  # noqa: E402
-from throughline.train.predict import predicted_memory  # noqa: E402
-from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
-from throughline.train.rules import RULES  # noqa: E402
+from throughline.train.recipes.predict import predicted_memory  # noqa: E402
+from throughline.train.recipes.recipe import Recipe, model_config, resolve  # noqa: E402
+from throughline.train.recipes.rules import RULES  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
 
 # nats: PowerSGD of rank 4 is 0.19 to 0.21 behind after five steps (seeds 0 to 6); without them the loss is 0.65 higher

@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch")
 from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
+from throughline.train.logs.metrics import read_metrics  # noqa: E402
+from throughline.train.logs.profile import ACTIVE, SKIPPED, WARMUP  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
-from throughline.train.metrics import read_metrics  # noqa: E402
-from throughline.train.profile import ACTIVE, SKIPPED, WARMUP  # noqa: E402
-from throughline.train.recipe import Recipe, resolve  # noqa: E402
-from throughline.train.rules import RULES  # noqa: E402
+from throughline.train.recipes.recipe import Recipe, resolve  # noqa: E402
+from throughline.train.recipes.rules import RULES  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from layouts import AGREE, CASES, PEERS_OF, collective_share  # noqa: E402

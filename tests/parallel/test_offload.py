@@ -16,7 +16,7 @@ from throughline.planner.memory import device_terms, host_terms
 from throughline.planner.software import find_software
 from throughline.planner.work import Layouts, Work
 from throughline.train.loss import cross_entropy_sum
-from throughline.train.offload import HostOffload
+from throughline.train.optimizers.offload import HostOffload
 from torch import Tensor, nn
 
 SHAPE = {"vocab_size": 64, "sequence_length": 16, "layers": 3, "width": 32, "heads": 4}

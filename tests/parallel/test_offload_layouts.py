@@ -14,12 +14,12 @@ from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.planner.memory import IN_A_STEP  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
-from throughline.train.checkpoint import load_model  # noqa: E402
+from throughline.train.checkpoints.checkpoint import load_model  # noqa: E402
+from throughline.train.logs.metrics import read_metrics  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
-from throughline.train.metrics import read_metrics  # noqa: E402
-from throughline.train.predict import layout_facts, predicted_memory  # noqa: E402
-from throughline.train.recipe import Recipe, model_config, resolve  # noqa: E402
-from throughline.train.rules import RULES  # noqa: E402
+from throughline.train.recipes.predict import layout_facts, predicted_memory  # noqa: E402
+from throughline.train.recipes.recipe import Recipe, model_config, resolve  # noqa: E402
+from throughline.train.recipes.rules import RULES  # noqa: E402
 
 LAYOUTS = {
     "replicated": {"data": 2},

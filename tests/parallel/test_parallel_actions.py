@@ -9,9 +9,9 @@ from throughline.core.recipe import build_recipe
 from throughline.planner.actions import Action, pipeline_actions
 from throughline.planner.layout import STAGES_PER_PROCESS, Layout
 from throughline.train.parallel.pipeline import SCHEDULES
-from throughline.train.predict import layout_facts
-from throughline.train.recipe import Recipe, model_config, resolve
-from throughline.train.rules import RULES
+from throughline.train.recipes.predict import layout_facts
+from throughline.train.recipes.recipe import Recipe, model_config, resolve
+from throughline.train.recipes.rules import RULES
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops

@@ -17,8 +17,8 @@ from throughline.core.errors import Refused, ThroughlineError  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
-from throughline.train import checkpoint  # noqa: E402
-from throughline.train.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
+from throughline.train.checkpoints import checkpoint  # noqa: E402
+from throughline.train.checkpoints.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.ranks import Ranks  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402

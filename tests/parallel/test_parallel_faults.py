@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 from throughline.benchmarks.faults import Launched, make_store, orphans, stall  # noqa: E402
 from throughline.core.artifact import verify_artifact  # noqa: E402
 from throughline.core.workspace import read_records  # noqa: E402
-from throughline.train.checkpoint import load_model  # noqa: E402
-from throughline.train.metrics import read_metrics  # noqa: E402
+from throughline.train.checkpoints.checkpoint import load_model  # noqa: E402
+from throughline.train.logs.metrics import read_metrics  # noqa: E402
 
 pytestmark = pytest.mark.slow
 KILLS = 20

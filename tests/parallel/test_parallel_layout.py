@@ -28,8 +28,8 @@ from throughline.planner.tables import (
     sharded_part,
 )
 from throughline.train.parallel.context import head_tail_order
-from throughline.train.recipe import Recipe, resolve
-from throughline.train.rules import RULES, can_be_had
+from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.rules import RULES, can_be_had
 
 GPT = GPTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8)
 BERT = BERTConfig(vocab_size=257, sequence_length=64, layers=8, width=64, heads=8, relative_buckets=8)
@@ -231,7 +231,6 @@ def test_micro_batches_fill_a_pipeline() -> None:
 
 
 def test_a_layout_is_checked_without_torch() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; import throughline.train.recipe, throughline.planner.layout"
-    )
+    modules = "throughline.train.recipes.recipe, throughline.planner.layout"
+    code = f"import sys; sys.modules['torch'] = None; import {modules}"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

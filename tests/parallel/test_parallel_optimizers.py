@@ -18,7 +18,7 @@ from throughline.prove.proof import (
     reference,
     value_of,
 )
-from throughline.train.checkpoint import CheckpointWriter, restore
+from throughline.train.checkpoints.checkpoint import CheckpointWriter, restore
 from throughline.train.engine import Engine
 from throughline.train.parallel.ranks import Ranks
 from throughline.train.step import train_step

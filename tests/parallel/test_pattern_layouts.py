@@ -15,11 +15,11 @@ from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import Case, Prover  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
-from throughline.train.checkpoint import load_model  # noqa: E402
+from throughline.train.checkpoints.checkpoint import load_model  # noqa: E402
+from throughline.train.logs.metrics import read_metrics  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
-from throughline.train.metrics import read_metrics  # noqa: E402
-from throughline.train.recipe import Recipe, resolve  # noqa: E402
-from throughline.train.rules import RULES  # noqa: E402
+from throughline.train.recipes.recipe import Recipe, resolve  # noqa: E402
+from throughline.train.recipes.rules import RULES  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("torch")
 
 from throughline.core.recipe import load_recipe
-from throughline.train.recipe import Recipe, resolve
-from throughline.train.rules import RULES
+from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.rules import RULES
 
 
 def test_cases_are_legal_and_studied_at_other_sizes(

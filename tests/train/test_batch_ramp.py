@@ -12,13 +12,13 @@ from throughline.core.recipe import build_recipe, load_recipe
 from throughline.data.loader import Loader
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import RunPlan, plan_run
-from throughline.train.checkpoint import load_model
+from throughline.train.checkpoints.checkpoint import load_model
+from throughline.train.logs.metrics import read_metrics
 from throughline.train.loop import train
-from throughline.train.metrics import read_metrics
-from throughline.train.recipe import Recipe, resolve
-from throughline.train.rules import RULES
-from throughline.train.schedule import learning_rate_factor
-from throughline.train.sections import BatchRampSection, TrainSection
+from throughline.train.optimizers.schedule import learning_rate_factor
+from throughline.train.recipes.recipe import Recipe, resolve
+from throughline.train.recipes.rules import RULES
+from throughline.train.recipes.sections import BatchRampSection, TrainSection
 
 RAMP = {"start_rows": 2, "step_rows": 2, "over_rows": 17}  # 2, 4, 6 and then 8 rows
 

@@ -23,13 +23,13 @@ from throughline.models.gpt import GPT
 from throughline.models.heads import BERTWithHead
 from throughline.models.init import build
 from throughline.prove.forked import run_ranks, warm
+from throughline.train.checkpoints.weights_in import open_weights
 from throughline.train.finetune import metrics
 from throughline.train.finetune.recipe import RULES, FinetuneRecipe
 from throughline.train.finetune.records import held_out, pair_row, read_records
 from throughline.train.finetune.run import _split, finetune, plan_task, write_model
 from throughline.train.finetune.tasks import TASKS, best_span
 from throughline.train.loop import train
-from throughline.train.weights_in import open_weights
 
 WORDS = [
     "the",

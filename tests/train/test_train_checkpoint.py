@@ -13,9 +13,15 @@ import torch
 from safetensors.torch import save_file
 from throughline.core.artifact import is_artifact, read_manifest, verify_artifact
 from throughline.core.errors import Refused, WrongUse
-from throughline.train import checkpoint as module
 from throughline.train.build import RunPlan, build_trainer
-from throughline.train.checkpoint import CheckpointWriter, TensorReader, find_resumable, load_model, locate
+from throughline.train.checkpoints import checkpoint as module
+from throughline.train.checkpoints.checkpoint import (
+    CheckpointWriter,
+    TensorReader,
+    find_resumable,
+    load_model,
+    locate,
+)
 from throughline.train.loop import train
 from throughline.train.parallel.ranks import Lost
 from throughline.train.step import Trainer

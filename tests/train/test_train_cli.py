@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from throughline.cli.main import main
 from throughline.core.recipe import dump_toml
-from throughline.train.recipe import Recipe
+from throughline.train.recipes.recipe import Recipe
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from throughline.core.artifact import verify_artifact
 from throughline.core.errors import Failed
-from throughline.train import checkpoint as module
 from throughline.train.build import RunPlan, build_trainer
-from throughline.train.checkpoint import CheckpointWriter, find_resumable
+from throughline.train.checkpoints import checkpoint as module
+from throughline.train.checkpoints.checkpoint import CheckpointWriter, find_resumable
 from throughline.train.step import Trainer
 
 OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir")

@@ -16,9 +16,9 @@ from throughline.core.errors import Stopped
 from throughline.prove.forked import run_ranks, warm
 from throughline.train import build, loop
 from throughline.train.build import plan_run
-from throughline.train.checkpoint import CheckpointWriter
-from throughline.train.metrics import read_metrics
-from throughline.train.recipe import Recipe
+from throughline.train.checkpoints.checkpoint import CheckpointWriter
+from throughline.train.logs.metrics import read_metrics
+from throughline.train.recipes.recipe import Recipe
 
 ROWS = 8
 BOUND = 1e-12  # float64 rounding is 1e-15; one row read twice or left out shows at 1e-3

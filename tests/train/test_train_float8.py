@@ -20,8 +20,8 @@ from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.float8 import _fp8_product, check_products, convert_products  # noqa: E402
 from throughline.train.objective import prepare  # noqa: E402
 from throughline.train.parallel.mesh import Mesh, make_mesh, start_group  # noqa: E402
-from throughline.train.recipe import Recipe, resolve  # noqa: E402
-from throughline.train.rules import RULES  # noqa: E402
+from throughline.train.recipes.recipe import Recipe, resolve  # noqa: E402
+from throughline.train.recipes.rules import RULES  # noqa: E402
 from throughline.train.whole_model import whole_model  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -227,9 +227,9 @@ def test_devices_without_fp8_and_a_missing_package_are_refused(monkeypatch: pyte
 def test_a_run_learns_and_its_checkpoint_is_that_of_any_run(gpt_store: Path, tmp_path: Path) -> None:
     """Half a run and the rest of it have the losses of a whole one; what is saved opens without torchao's layers."""
     from throughline.train.build import plan_run
-    from throughline.train.checkpoint import load_model
+    from throughline.train.checkpoints.checkpoint import load_model
+    from throughline.train.logs.metrics import read_metrics
     from throughline.train.loop import train
-    from throughline.train.metrics import read_metrics
 
     def run(name: str, steps: int) -> list[float]:
         given = tree(

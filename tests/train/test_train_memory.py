@@ -14,12 +14,12 @@ from throughline.models.presets import preset
 from throughline.planner.memory import device_terms
 from throughline.train import memory, objective
 from throughline.train.build import RunPlan, StepBatches, build_trainer, training_rows
+from throughline.train.checkpoints.run_directory import MAY_CHANGE
+from throughline.train.logs.metrics import PhaseMemory
 from throughline.train.loop import train
 from throughline.train.memory import beside, check_memory, out_of_memory
-from throughline.train.metrics import PhaseMemory
-from throughline.train.predict import described, predicted_memory
-from throughline.train.recipe import Recipe, model_config
-from throughline.train.run_directory import MAY_CHANGE
+from throughline.train.recipes.predict import described, predicted_memory
+from throughline.train.recipes.recipe import Recipe, model_config
 from throughline.train.step import train_step
 
 BIG = {"layers": 4, "width": 64, "heads": 2}

@@ -17,12 +17,12 @@ from throughline.core.errors import Failed, MissingExtra, Refused, WrongUse
 from throughline.core.recipe import dump_toml
 from throughline.core.workspace import Workspace, read_records
 from throughline.train.build import RunPlan, training_rows
-from throughline.train.compare import check_bound, compare_runs
 from throughline.train.evaluate import Validation
+from throughline.train.logs.compare import check_bound, compare_runs
+from throughline.train.logs.metrics import Metrics, flat, read_metrics
+from throughline.train.logs.report import write_report
 from throughline.train.loop import train
-from throughline.train.metrics import Metrics, flat, read_metrics
-from throughline.train.recipe import Recipe
-from throughline.train.report import write_report
+from throughline.train.recipes.recipe import Recipe
 
 
 def write(run: Path, *records: dict) -> Path:

@@ -11,10 +11,10 @@ import torch
 from throughline.core.errors import WrongUse
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import RunPlan, build_trainer, plan_run
-from throughline.train.checkpoint import load_model
+from throughline.train.checkpoints.checkpoint import load_model
+from throughline.train.logs.metrics import read_metrics
 from throughline.train.loop import train
-from throughline.train.metrics import read_metrics
-from throughline.train.recipe import Recipe
+from throughline.train.recipes.recipe import Recipe
 
 FIGURES = ("step", "loss", "grad_norm", "lr", "skipped")
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from throughline.models.config import BERTConfig
 from throughline.models.init import build
-from throughline.train import lamb
-from throughline.train.adafactor import Adafactor
+from throughline.train.logs.metrics import read_metrics
 from throughline.train.loop import train
-from throughline.train.metrics import read_metrics
-from throughline.train.optimizers import build_optimizer
-from throughline.train.sections import OptimizerSection
-from throughline.train.whole_sums import WholeParameters
+from throughline.train.optimizers import lamb
+from throughline.train.optimizers.adafactor import Adafactor
+from throughline.train.optimizers.build import build_optimizer
+from throughline.train.optimizers.whole_sums import WholeParameters
+from throughline.train.recipes.sections import OptimizerSection
 
 CONFIG = BERTConfig(vocab_size=24, sequence_length=8, layers=1, width=16, heads=2)
 RATE, BETAS, EPSILON, DECAY = 0.01, (0.9, 0.999), 1e-6, 0.01

@@ -17,11 +17,11 @@ from throughline.core.errors import Stopped, WrongUse
 from throughline.core.recipe import dump_toml
 from throughline.core.workspace import read_records
 from throughline.train.build import RunPlan
-from throughline.train.checkpoint import load_model
+from throughline.train.checkpoints.checkpoint import load_model
 from throughline.train.evaluate import Validation
+from throughline.train.logs.metrics import read_metrics
 from throughline.train.loop import Evaluator, train
-from throughline.train.metrics import read_metrics
-from throughline.train.recipe import Recipe
+from throughline.train.recipes.recipe import Recipe
 
 FIGURES = ("step", "loss", "grad_norm", "lr", "skipped", "scale")
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 from throughline.core.recipe import build_recipe
-from throughline.train.recipe import Recipe
-from throughline.train.schedule import learning_rate_factor
+from throughline.train.optimizers.schedule import learning_rate_factor
+from throughline.train.recipes.recipe import Recipe
 
 
 def factors(steps: int = 100, **schedule: object) -> list[float]:

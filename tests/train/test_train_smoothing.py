@@ -15,7 +15,7 @@ from throughline.train.build import (
     validation_rows,
 )
 from throughline.train.parallel.mesh import Mesh, make_mesh, start_group
-from throughline.train.recipe import Recipe
+from throughline.train.recipes.recipe import Recipe
 from throughline.train.step import train_step
 
 

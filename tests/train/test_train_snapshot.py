@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from throughline.train.build import RunPlan, build_trainer
-from throughline.train.checkpoint import CheckpointWriter, TensorReader
-from throughline.train.snapshot import Buffers, take_snapshot
-from throughline.train.tensor_file import NAMES, PIECE_BYTES, write_tensor_file
+from throughline.train.checkpoints.checkpoint import CheckpointWriter, TensorReader
+from throughline.train.checkpoints.snapshot import Buffers, take_snapshot
+from throughline.train.checkpoints.tensor_file import NAMES, PIECE_BYTES, write_tensor_file
 
 
 def test_files_are_what_the_library_reads(tmp_path: Path) -> None:

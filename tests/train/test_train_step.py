@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from throughline.core.errors import WrongUse
 from throughline.prove.forked import run_ranks, warm
-from throughline.train import recipe as recipe_module
 from throughline.train.build import RunPlan, StepBatches, build_trainer, plan_run, training_rows
 from throughline.train.objective import StepBatch
 from throughline.train.parallel.mesh import make_mesh, start_group
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler
-from throughline.train.recipe import Recipe
+from throughline.train.recipes import recipe as recipe_module
+from throughline.train.recipes.recipe import Recipe
 from throughline.train.step import Trainer, train_step
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

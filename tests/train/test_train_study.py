@@ -14,8 +14,8 @@ from throughline.core.recipe import dump_toml
 from throughline.planner.constants import FITTED
 from throughline.planner.hardware import this_machine
 from throughline.planner.memory import capacity_bytes
-from throughline.train.predict import predicted_step_seconds
-from throughline.train.recipe import Recipe, model_config
+from throughline.train.recipes.predict import predicted_step_seconds
+from throughline.train.recipes.recipe import Recipe, model_config
 from throughline.train.study import Stretch, predict, probed, refit
 
 

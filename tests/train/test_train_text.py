@@ -24,11 +24,11 @@ from throughline.data.tokenizer import Tokenizer
 from throughline.data.train_tokenizer import train_tokenizer
 from throughline.train import corpus
 from throughline.train.build import RunPlan, build_trainer, dataset_options, plan_run, training_rows
-from throughline.train.checkpoint import load_model
+from throughline.train.checkpoints.checkpoint import load_model
 from throughline.train.evaluate import Validation
+from throughline.train.logs.metrics import read_metrics
 from throughline.train.loop import train
-from throughline.train.metrics import read_metrics
-from throughline.train.recipe import Recipe
+from throughline.train.recipes.recipe import Recipe
 
 WORDS = ["the cat", "a dog", "my horse", "an old king", "some bird", "her brother", "this child", "the moon"]
 

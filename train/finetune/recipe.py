@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ...core.recipe import Problem, Section
-from ..recipe import Recipe
-from ..rules import spread_rule
-from ..sections import Fraction, ParallelSection
+from ..recipes.recipe import Recipe
+from ..recipes.rules import spread_rule
+from ..recipes.sections import Fraction, ParallelSection
 
 
 class RecordsSection(Section):

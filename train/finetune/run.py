@@ -29,16 +29,16 @@ from ...models.huggingface_config import describe
 from ...models.huggingface_heads import head_to_huggingface
 from ...planner.nearest import require_world
 from ..build import RunPlan
-from ..checkpoint import load_weights, locate
+from ..checkpoints.checkpoint import load_weights, locate
+from ..checkpoints.weights_in import open_weights, start_from
 from ..engine import Engine
+from ..logs.metrics import read_metrics
 from ..loop import train
 from ..memory import check_memory
-from ..metrics import read_metrics
 from ..objective import Objective, StepBatch, on_device
 from ..parallel.mesh import Mesh, own_device, running_processes
 from ..precision import pick_device
 from ..shards import whole_shard
-from ..weights_in import open_weights, start_from
 from ..whole_model import whole_model
 from .recipe import FinetuneRecipe, training_recipe
 from .records import Record, Row, fields_of, held_out, read_records

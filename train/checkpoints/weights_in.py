@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..core.artifact import MANIFEST, is_artifact, verify_artifact
-from ..core.errors import Refused
-from ..models.bert import BERT
-from ..models.config import ModelConfig, family_of
-from ..models.gpt import GPT
-from ..models.huggingface_heads import load_huggingface
-from ..models.init import empty_model, initial_values
-from ..planner.tables import Box
+from ...core.artifact import MANIFEST, is_artifact, verify_artifact
+from ...core.errors import Refused
+from ...models.bert import BERT
+from ...models.config import ModelConfig, family_of
+from ...models.gpt import GPT
+from ...models.huggingface_heads import load_huggingface
+from ...models.init import empty_model, initial_values
+from ...planner.tables import Box
+from ..engine import Engine
 from .checkpoint import load_model
-from .engine import Engine
 from .foreign_weights import megatron_file, read_megatron, read_nanogpt
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .sections import TargetSection
+from ..recipes.sections import TargetSection
 
 # MLPerf training 1.1.0, BERT: batch -> samples until 0.720 masked-token accuracy from the reference's checkpoint, mean
 # without the best and the worst run (mlcommons/logging, rcp_checker/training_1.1.0/rcps_bert.json).

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import Failed, Refused, WrongUse
-from ..models.bert import BERT
-from ..models.config import BERTConfig, GPTConfig, ModelConfig
-from ..models.gpt import GPT
-from ..models.huggingface import fill
-from ..models.huggingface_names import pairs
-from ..models.init import empty_model
+from ...core.errors import Failed, Refused, WrongUse
+from ...models.bert import BERT
+from ...models.config import BERTConfig, GPTConfig, ModelConfig
+from ...models.gpt import GPT
+from ...models.huggingface import fill
+from ...models.huggingface_names import pairs
+from ...models.init import empty_model
 
 
 def read_pickle(path: Path) -> dict[str, Any]:

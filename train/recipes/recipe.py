@@ -7,11 +7,11 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from ..core.hardware import computes_in, machine
-from ..core.recipe import Section
-from ..models.config import FAMILIES, ModelConfig, family_of
-from ..models.presets import preset, preset_names
-from ..planner.layout import default_micro_rows
+from ...core.hardware import computes_in, machine
+from ...core.recipe import Section
+from ...models.config import FAMILIES, ModelConfig, family_of
+from ...models.presets import preset, preset_names
+from ...planner.layout import default_micro_rows
 from .sections import (
     CheckpointSection,
     CompressionSection,

@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from ..core.artifact import MANIFEST, is_artifact, read_manifest
-from ..core.errors import WrongUse
-from ..core.files import write_atomic
-from ..core.hardware import machine
-from ..core.recipe import dump_toml, load_recipe
-from ..core.version import version
-from ..core.workspace import Workspace
-from .build import RunPlan
+from ...core.artifact import MANIFEST, is_artifact, read_manifest
+from ...core.errors import WrongUse
+from ...core.files import write_atomic
+from ...core.hardware import machine
+from ...core.recipe import dump_toml, load_recipe
+from ...core.version import version
+from ...core.workspace import Workspace
+from ..build import RunPlan
+from ..corpus import check_inputs
+from ..logs.target import reached
+from ..parallel.ranks import RunWorkspace
+from ..recipes.recipe import Recipe
 from .checkpoint import find_resumable
-from .corpus import check_inputs
-from .parallel.ranks import RunWorkspace
-from .recipe import Recipe
-from .target import reached
 
 MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains the same model
     "train.steps",

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ..core.console import progress
-from .build import RunPlan
-from .engine import Mark
-from .memory import out_of_memory
+from ...core.console import progress
+from ..build import RunPlan
+from ..engine import Mark
+from ..memory import out_of_memory
+from ..objective import TERMS, StepBatch
+from ..parallel.heartbeat import Heartbeat
+from ..step import StepResult, Trainer
 from .metrics import Metrics, PhaseMemory, Record, peak_flops, read_metrics
-from .objective import TERMS, StepBatch
-from .parallel.heartbeat import Heartbeat
-from .step import StepResult, Trainer
 
 MEMORY_EVERY_S = 1.0
 WATCHED = 3  # first steps whose memory is read, whenever they come

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .recipe import Recipe
+    from ..recipes.recipe import Recipe
 
 
 def learning_rate_factor(step: int, recipe: Recipe) -> float:

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.artifact import (
+from ...core.artifact import (
     MANIFEST,
     Draft,
     Input,
@@ -45,13 +45,14 @@ from ..core.artifact import (
     read_manifest,
     verify_artifact,
 )
-from ..core.console import warn
-from ..core.errors import Failed, Refused, ThroughlineError, WrongUse
-from ..core.files import full_disk, read_json, sha256_file, write_atomic
-from ..models.config import FAMILIES
-from ..models.init import empty_model
-from .parallel.ranks import Lost
-from .shards import LocalShard, whole_shard
+from ...core.console import warn
+from ...core.errors import Failed, Refused, ThroughlineError, WrongUse
+from ...core.files import full_disk, read_json, sha256_file, write_atomic
+from ...models.config import FAMILIES
+from ...models.init import empty_model
+from ..parallel.ranks import Lost
+from ..shards import LocalShard, whole_shard
+from ..step import Trainer
 from .snapshot import (
     COUNTS,
     SCALES,
@@ -64,7 +65,6 @@ from .snapshot import (
     write_table,
     write_tensors,
 )
-from .step import Trainer
 
 LATEST, PART = "latest", "part.json"
 LEAST_PRIORITY = 19  # nice(2)

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import torch
 
-from ..core.errors import MissingExtra
-from ..core.hardware import machine
-from ..core.workspace import Workspace, read_records
+from ...core.errors import MissingExtra
+from ...core.hardware import machine
+from ...core.workspace import Workspace, read_records
 
 FILE = "metrics.jsonl"
 FLUSH_EVERY_S = 1.0

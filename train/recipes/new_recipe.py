@@ -9,12 +9,12 @@
 import bisect
 from dataclasses import dataclass
 
-from ..core.errors import WrongUse, did_you_mean
-from ..core.hardware import chips
-from ..core.recipe import build_recipe
-from ..models.config import family_of
-from ..models.presets import preset
-from ..planner.memory import capacity_bytes
+from ...core.errors import WrongUse, did_you_mean
+from ...core.hardware import chips
+from ...core.recipe import build_recipe
+from ...models.config import family_of
+from ...models.presets import preset
+from ...planner.memory import capacity_bytes
 from .predict import predicted_memory
 from .recipe import Recipe, resolve
 

@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..core.files import read_json
-from ..models.config import family_of
-from ..planner.tables import Box
-from .step import Trainer
+from ...core.files import read_json
+from ...models.config import family_of
+from ...planner.tables import Box
+from ..step import Trainer
 from .tensor_file import write_tensor_file
 
 TENSORS = "tensors.json"

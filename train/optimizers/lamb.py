@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from .shards import LocalShard
+from ..shards import LocalShard
 from .whole_sums import WholeParameters
 
 # elements of one round: what is read again at once stays in a core's cache, or in a GPU's batch of kernels

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..core.console import amount, duration
-from ..core.errors import WrongUse
-from ..core.files import write_atomic
-from ..core.page import Chart, Part, page
-from ..core.workspace import read_records
+from ...core.console import amount, duration
+from ...core.errors import WrongUse
+from ...core.files import write_atomic
+from ...core.page import Chart, Part, page
+from ...core.workspace import read_records
 from .metrics import FILE, flat, read_metrics
 
 TASKS_IN_A_CHART = 8  # as many as there are colours

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .engine import Engine
-from .parallel.mesh import ALONE, Axis
-from .parallel.sharding import sum_gradients
-from .shards import LocalShard, whole_shard
+from ..engine import Engine
+from ..parallel.mesh import ALONE, Axis
+from ..parallel.sharding import sum_gradients
+from ..shards import LocalShard, whole_shard
 
 
 @dataclass(frozen=True)

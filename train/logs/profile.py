@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ..core.console import say, table, warn
-from .build import RunPlan
-from .predict import predicted_kernels
+from ...core.console import say, table, warn
+from ..build import RunPlan
+from ..recipes.predict import predicted_kernels
 
 SKIPPED, WARMUP, ACTIVE = 3, 1, 5  # steps: the first ones compile and allocate
 CLASSES = (  # the first pattern found in an operator's or kernel's name decides

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 
-from ..core.errors import WrongUse
-from ..core.recipe import Problem
-from ..models.config import BERTConfig, family_of
-from ..planner.layout import AXES, ZERO_BUBBLE, Layout, layout_problems
-from ..planner.nearest import nearest_layouts, set_options
+from ...core.errors import WrongUse
+from ...core.recipe import Problem
+from ...models.config import BERTConfig, family_of
+from ...planner.layout import AXES, ZERO_BUBBLE, Layout, layout_problems
+from ...planner.nearest import nearest_layouts, set_options
 from .recipe import Recipe, micro_rows, model_config, model_family
 from .sections import ObjectiveSection
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import Refused, WrongUse
+from ...core.errors import Refused, WrongUse
 from .metrics import FILE, read_metrics
 
 FIGURES = ("loss", "grad_norm")

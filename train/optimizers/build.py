@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planner.tables import Box, is_decayed, is_hidden_matrix
+from ...planner.tables import Box, is_decayed, is_hidden_matrix
+from ..engine import Engine
+from ..recipes.recipe import Recipe
 from .adafactor import Adafactor
-from .engine import Engine
 from .lamb import Lamb
-from .recipe import Recipe
 from .whole_sums import WholeParameters
 
 ITERATIONS = 5

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .shards import LocalShard, make_master, whole_shard
+from ..shards import LocalShard, make_master, whole_shard
 
 # gradients of the device that wait for their copy: where the link is slower than backward, backward waits
 IN_FLIGHT_BYTES = 2**30

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..core.files import write_atomic
-from ..core.workspace import read_records
-from ..models.config import ModelConfig
-from ..planner.tables import parameter_shapes
-from .recipe import Recipe, micro_rows
+from ...core.files import write_atomic
+from ...core.workspace import read_records
+from ...models.config import ModelConfig
+from ...planner.tables import parameter_shapes
+from ..recipes.recipe import Recipe, micro_rows
 from .target import reached
 
 FILE = "mllog.txt"
@@ -109,5 +109,5 @@ def _line(
         "event_type": kind,
         "key": key,
         "value": value,
-        "metadata": {"file": "train/mllog.py", "lineno": 1, **metadata},
+        "metadata": {"file": "train/logs/mllog.py", "lineno": 1, **metadata},
     }

@@ -4,22 +4,22 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..models.config import ModelConfig
-from ..planner.constants import Constants, constants_here
-from ..planner.cost import kernel_totals, step_seconds
-from ..planner.hardware import Cluster, read_calibration, this_machine
-from ..planner.layout_report import layout_report
-from ..planner.memory import MOMENTS, worst_terms
-from ..planner.software import (
+from ...models.config import ModelConfig
+from ...planner.constants import Constants, constants_here
+from ...planner.cost import kernel_totals, step_seconds
+from ...planner.hardware import Cluster, read_calibration, this_machine
+from ...planner.layout_report import layout_report
+from ...planner.memory import MOMENTS, worst_terms
+from ...planner.software import (
     LARGE_VOCABULARY,
     PROCESSOR_RUNTIME_BYTES,
     Software,
     find_software,
     on_processor,
 )
-from ..planner.tables import optimizer_numbers, parameter_shapes
-from ..planner.traffic import StepShape, prepared_places
-from ..planner.work import Layouts, Work, layouts_of
+from ...planner.tables import optimizer_numbers, parameter_shapes
+from ...planner.traffic import StepShape, prepared_places
+from ...planner.work import Layouts, Work, layouts_of
 from .recipe import Recipe
 
 # a CPU has its activations in cache at 4096 (15 % faster than 16384)

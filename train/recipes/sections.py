@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..core.recipe import Section
-from ..planner.layout import Layout
+from ...core.recipe import Section
+from ...planner.layout import Layout
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
