@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -198,17 +199,12 @@ def measure(who: str, tokenizer: str, text: str, short: str, times: int) -> None
         "tiktoken": with_tiktoken,
         "tokie-peer": with_tokie,
     }
+    run = peers.get(who) or partial(throughline_with, who)
     done = []
     with tempfile.TemporaryDirectory() as folder:
-        for turn, path in enumerate(
-            [short] + [short, text] * times
-        ):  # in turn, so that a slow moment of the machine meets both
-            out = str(Path(folder) / str(turn))
-            tokens = (
-                peers[who](tokenizer, path, out)
-                if who in peers
-                else throughline_with(who, tokenizer, path, out)
-            )
+        # in turn, so that a slow moment of the machine meets both
+        for turn, path in enumerate([short] + [short, text] * times):
+            tokens = run(tokenizer, path, str(Path(folder) / str(turn)))
             done.append(spent())
     each = np.diff(done)
     text_s = max(float(each[1::2].sum() - each[::2].sum()) / times, CLOCK)

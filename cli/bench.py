@@ -1,6 +1,4 @@
-"""`throughline bench latency PATH`, `throughline bench serve URL`: how fast your own artifact and your own server
-answer.
-"""
+"""`throughline bench latency PATH` and `bench serve URL`: how fast your own artifact and server answer."""
 
 import os
 from dataclasses import replace

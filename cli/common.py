@@ -34,9 +34,7 @@ PATH = click.Path(path_type=Path)
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM: it unwinds like Ctrl-C, so that half-written output is removed, and ends with a code of its
-    own.
-    """
+    """SIGTERM: it unwinds like Ctrl-C, half-written output is removed, with an exit code of its own."""
 
 
 def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,18 +104,14 @@ def _terminated(number: int, frame: object) -> None:
 
 
 def _tell_launcher(code: int, kind: str = "done") -> None:
-    """Under `throughline launch`: what became of the first process, by which it decides whether all start
-    again.
-    """
+    """Under `throughline launch`: what became of the first process, by which it decides about a restart."""
     file = os.environ.get(EXIT_FILE)
     if file and _speaks():
         Path(file).write_text(f"{code} {kind}")
 
 
 def _unforeseen(error: Exception) -> Failed:
-    """A path that the system refuses is the user's to mend; anything else is a fault of ours, in one line
-    without --debug.
-    """
+    """A path that the system refuses is the user's to mend; anything else is a fault of ours."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         fix = "check the path, its owner and its permissions; --debug shows what needed it"
         return Failed(error.strerror.lower(), where=error.filename, fix=fix)
@@ -142,9 +136,7 @@ def _fail(error: ThroughlineError, json_output: bool, debug: bool) -> None:
 
 
 def read_stdin() -> str:
-    """All of standard input as UTF-8, whatever the locale; bytes that are none become replacement characters,
-    as in files.
-    """
+    """All of standard input as UTF-8, whatever the locale; bytes that are none are replaced, as in files."""
     return sys.stdin.buffer.read().decode("utf-8-sig", "replace")
 
 
@@ -196,9 +188,7 @@ def pretraining_recipe(source: str, overrides: Sequence[str]) -> "Recipe":
 
 
 def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The RECIPE argument and the repeatable --set option (as `overrides`) of every command that takes a
-    recipe.
-    """
+    """The RECIPE argument and the repeatable --set (as `overrides`) of every command that takes a recipe."""
     function = click.option(
         "--set",
         "overrides",

@@ -54,8 +54,8 @@ def found_in_text(counts: dict[str, int]) -> list[str]:
     return [f"found in the text: {found}"] if found else []
 
 
-def parse_bytes(text: str | None) -> int | None:
-    """Bytes from "512", "64M", "1.5G" (powers of 1000; KiB, MiB, GiB of 1024)."""
+def size_of(context: click.Context | None, option: click.Parameter | None, text: str | None) -> int | None:
+    """Bytes from "512", "64M", "1.5G" (powers of 1000; KiB, MiB, GiB of 1024); an error names the option."""
     if text is None:
         return None
     units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -68,11 +68,6 @@ def parse_bytes(text: str | None) -> int | None:
     if value <= 0:
         raise click.BadParameter(f"{text!r} is not above zero")
     return value
-
-
-def size_of(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    """An option's size; an error names the option."""
-    return parse_bytes(text)
 
 
 def is_given(name: str) -> bool:

@@ -74,9 +74,7 @@ def road(out: Path, text: Path) -> list[tuple[str, list[str]]]:
 
 
 def check_text(out: Path, text: Path) -> None:
-    """Refuse a directory whose kept stages were made from another text: their figures would be taken for this
-    one's.
-    """
+    """Refuse a directory whose kept stages were made from another text: their figures are not this one's."""
     made = out / "gpt-tokenizer"
     if not is_artifact(made):
         return

@@ -3,8 +3,10 @@
 import importlib.util
 import os
 import platform
+import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -18,22 +20,7 @@ from .common import throughline_command
 if TYPE_CHECKING:
     from ..train.parallel.rates import Rates
 
-REQUIRED = (
-    "torch",
-    "numpy",
-    "pyarrow",
-    "tokenizers",
-    "gigatoken",
-    "tokie",
-    "datasets",
-    "safetensors",
-    "pydantic",
-    "onnx",
-    "onnxruntime",
-    "starlette",
-    "uvicorn",
-)
-OPTIONAL = {"ray": "ray", "lm_eval": "eval", "transformers": "test"}  # package -> extra
+DEVELOPERS = ("test", "docs", "bench")  # extras that no user needs
 
 
 @click.command()
@@ -52,7 +39,8 @@ def command() -> None:
     from ..train.parallel.numa import numa_nodes
 
     machine = hardware.machine()
-    packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
+    wanted = _wanted()
+    packages = {name: _version(name) for name in wanted}
     compiler = shutil.which("g++") or shutil.which("clang++")
     lines = [
         f"throughline {version()}, Python {platform.python_version()}, {platform.platform()}",
@@ -76,10 +64,9 @@ def command() -> None:
     lines.append(f"net   {shown or 'no NCCL_ or GLOO_ variable is set'}")
     lines.append(f"disk  {console.amount(shutil.disk_usage('.').free, 'B')} free here")
     lines.append(f"C++   {compiler or 'no compiler: torch.compile is off, steps run eagerly'}")
-    lines += [f"  {name:<14}{packages[name] or 'MISSING: pip install throughline'}" for name in REQUIRED]
-    for name, extra in OPTIONAL.items():
-        missing = f"not installed (optional: pip install throughline[{extra}])"
-        lines.append(f"  {name:<14}{packages[name] or missing}")
+    for name, extra in wanted.items():
+        missing = f"not installed (optional: pip install '.[{extra}]' in the clone)" if extra else "MISSING"
+        lines.append(f"  {name:<28}{packages[name] or missing}")
     if rates:
         lines += ["", *_rate_lines(rates), *([slow] if slow else [])]
     facts: dict[str, Any] = {"version": version(), "machine": asdict(machine), "packages": packages}
@@ -113,10 +100,16 @@ def _rate_lines(rates: "Sequence[Rates]") -> list[str]:
     return console.table(("process", "product GFLOP/s", "copy GB/s", "all-reduce GB/s"), rows)
 
 
+def _wanted() -> dict[str, str]:
+    """Package -> the extra that installs it ("" where it must be there), as the installed program states them."""
+    with suppress(metadata.PackageNotFoundError):  # a checkout that was never installed states none
+        texts = metadata.requires("throughline") or []
+        found = {re.split(r"[^\w-]", text)[0]: text.partition("extra ==")[2].strip(" '\"") for text in texts}
+        return {name: extra for name, extra in found.items() if extra not in DEVELOPERS}
+    return {}
+
+
 def _version(name: str) -> str | None:
-    if importlib.util.find_spec(name) is None:
-        return None
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "installed"
+    return None

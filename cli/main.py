@@ -1,6 +1,4 @@
-"""`throughline`: one command with a verb per stage. Verbs are imported when they are called, so `--help`
-takes no time.
-"""
+"""`throughline`: one command with a verb per stage, imported when it is called: `--help` takes no time."""
 
 import importlib
 import sys

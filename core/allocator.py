@@ -16,9 +16,7 @@ _kept = False
 
 
 def keep_freed_memory() -> None:
-    """From here on this process keeps what it frees, `return_freed_memory` or not: a run that scores tasks
-    trains on.
-    """
+    """From here on this process keeps what it frees, whoever returns it: a run that scores trains on."""
     global _kept
     _kept = True
     with suppress(OSError, AttributeError):

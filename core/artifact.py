@@ -1,7 +1,7 @@
 """Artifacts: what one stage hands to the next is a directory with a `manifest.json`.
 
 The manifest names the kind (tokenizer, tokens, checkpoint, run, model, calibration, scores, batch, onnx, gguf,
-engine, plan or bench), the command, the inputs with their hashes (so a model can be traced back to its
+engine, plan, cache or bench), the command, the inputs with their hashes (so a model can be traced back to its
 text), every file with its size and sha256, and facts. A directory is written under a temporary name, hashed,
 flushed and renamed; it is never changed in place, and a reader that finds no manifest refuses it.
 """
@@ -37,9 +37,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Input:
-    """What an artifact was made from: where it was, its kind ("foreign" when not ours), the hash of its
-    content ("": unknown).
-    """
+    """What an artifact was made from: its place, kind ("foreign" when not ours) and hash ("": unknown)."""
 
     path: str
     kind: str
@@ -265,9 +263,7 @@ def verify_artifact(
 
 
 def input_record(path: Path | str) -> Input:
-    """The record by which an artifact names what it was made from: ours by manifest, foreign files by their
-    bytes.
-    """
+    """The record by which an artifact names what it was made from: ours by manifest, foreign by bytes."""
     path = Path(path)
     kind = "foreign"
     if is_artifact(path):

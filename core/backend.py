@@ -123,9 +123,7 @@ class CausalBackend(Protocol):
         """The row's sequence has ended: its memory may be given back."""
 
     def save_row(self, cache: Cache, row: int, tokens: int) -> Any:
-        """A copy of the first `tokens` tokens of a row, to be loaded into any row later; None where the
-        backend cannot.
-        """
+        """A copy of the first `tokens` tokens of a row, for any row later; None where the backend cannot."""
 
     def load_row(self, cache: Cache, row: int, saved: Any, tokens: int) -> None:
         """Put the first `tokens` tokens of a saved row over a row."""

@@ -33,9 +33,7 @@ def sha256_json(value: Any) -> str:
 
 
 def sync(path: Path | str) -> None:
-    """Flush to the disk: a file's contents, or a directory's entries, so that a rename in it survives a power
-    cut.
-    """
+    """Flush a file's contents to the disk, or a directory's entries: a rename in it survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -44,9 +42,7 @@ def sync(path: Path | str) -> None:
 
 
 def write_atomic(path: Path | str, data: str | bytes) -> None:
-    """Write a small file so that readers see the old content or the new, never a part. Raises Failed on a
-    full disk.
-    """
+    """Write a small file so that readers see the old content or the new. Raises Failed on a full disk."""
     path = Path(path)
     aside = path.with_name(
         f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
@@ -90,19 +86,20 @@ def swap_in(staging: Path, path: Path) -> None:
     """
     for folder in (staging, *(each for each in staging.rglob("*") if each.is_dir())):
         sync(folder)
-    if not path.exists():
-        os.rename(staging, path)
-        sync(path.parent)
-        return
     old = staging
-    if not _exchange(staging, path):
-        old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp"
-        os.rename(path, old)
-        try:
-            os.rename(staging, path)
-        except BaseException:
-            os.rename(old, path)
+    try:
+        os.rename(staging, path)  # onto nothing, or an empty directory
+    except OSError:
+        if not path.exists():
             raise
+        if not _exchange(staging, path):
+            old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp"
+            os.rename(path, old)
+            try:
+                os.rename(staging, path)
+            except BaseException:
+                os.rename(old, path)
+                raise
     sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -193,22 +190,28 @@ def read_json(path: Path | str) -> Any:
         ) from error
 
 
-def json_lines(path: Path | str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a .jsonl file with their places as errors name them, blank lines left out. Raises WrongUse
-    for a line that is no JSON object.
+def json_lines(path: Path | str, lines: Iterable[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a .jsonl file (of its `lines`, where it is open) with their places as errors name them, blank
+    lines left out. Raises Failed for a line that is no JSON object.
     """
-    with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                value = json.loads(line)
-            except ValueError as error:
-                raise WrongUse("this line is no JSON", where=place, why=str(error)) from error
-            if not isinstance(value, dict):
-                raise WrongUse("this line is no JSON object", where=place, fix='write {"name": value, ...}')
-            yield place, value
+    if lines is None:
+        with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
+            yield from json_lines(path, file)
+        return
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        fix = 'every line must be one JSON object: {"name": value, ...}'
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise Failed("this line is no JSON", where=place, why=str(error), fix=fix) from error
+        if not isinstance(value, dict):
+            raise Failed(
+                "this line is no JSON object", where=place, why=f"it is {type(value).__name__}", fix=fix
+            )
+        yield place, value
 
 
 def walk_files(root: Path) -> Iterable[Path]:

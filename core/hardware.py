@@ -86,9 +86,7 @@ def chips() -> dict[str, Chip]:
 
 
 def find_chip(name: str, memory_bytes: int = 0) -> Chip | None:
-    """The chip whose match words all stand in a driver's device name (its memory size counts as a word), or
-    None.
-    """
+    """The chip whose match words all stand in a driver's device name (its memory size is a word), or None."""
     text = f" {name} {round(memory_bytes / 2**30)}gb ".lower().replace("-", " ")
 
     def stands(word: str) -> bool:  # as whole words: "l4" is not in "l40s"
@@ -170,9 +168,7 @@ def computes_in(dtype: str, capability: str) -> bool:
 
 
 def check_dtype(dtype: str, device: str, *, capability: str = "", name: str = "") -> None:
-    """Refuse a dtype that the device cannot compute fast, naming the alternative. CPUs compute every dtype,
-    some slowly.
-    """
+    """Refuse a dtype that a GPU cannot compute fast, naming the alternative. CPUs compute every dtype."""
     if device == "cpu" or not capability:
         return
     if computes_in(dtype, capability):

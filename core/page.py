@@ -48,9 +48,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bar:
-    """A share of 1, perhaps with its 95 % interval and what chance would give; `text` stands beside it instead of
-    percent.
-    """
+    """A share of 1, perhaps with its 95 % interval and what chance gives; `text` stands for the percent."""
 
     name: str
     value: float
@@ -77,7 +75,9 @@ class Bar:
 
 @dataclass(frozen=True)
 class Part:
-    """A section of a page; what is empty is left out. `header` () is a table of label and value."""
+    """A section of a page; what is empty is left out. `header` () is a table of label and value, numbers as the console
+    writes them.
+    """
 
     heading: str = ""
     note: str = ""
@@ -100,11 +100,6 @@ class Part:
         return [chart for chart in self.charts if chart.drawn]
 
 
-def figures(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Part:
-    """All figures of a page as a table, written as the console writes them."""
-    return Part("All figures", header=header, rows=[[cell(value) for value in row] for row in rows])
-
-
 def page(title: str, parts: Sequence[Part], note: str = "") -> str:
     """The page as HTML."""
     import jinja2
@@ -122,6 +117,7 @@ def page(title: str, parts: Sequence[Part], note: str = "") -> str:
         styles=Markup((_file("uplot.css") if plots else "") + _file("page.css")),  # noqa: S704 - our own files
         scripts=Markup(_file("uplot.js") + "\n" + _file("plots.js")) if plots else "",  # noqa: S704
         raw=Markup,
+        shown=cell,
     )
 
 

@@ -34,9 +34,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong in a recipe: the dotted key ("train.steps") and what is wrong with it, with the fix if
-    known.
-    """
+    """What is wrong in a recipe at a dotted key ("train.steps"), with the fix if known."""
 
     key: str
     text: str
@@ -71,9 +69,7 @@ def build_recipe(
     what: str = "the recipe",
     fix: str = "see every field with: throughline recipe show NAME; a dry check: throughline recipe check RECIPE",
 ) -> Recipe:
-    """Validate a tree of values into `model` and run the rules. Raises WrongUse listing every problem of
-    `what`.
-    """
+    """Validate a tree of values into `model` by the rules too. Raises WrongUse with every problem."""
     problems: list[Problem] = []
     recipe = None
     try:
@@ -93,9 +89,7 @@ def build_recipe(
 
 
 def find_recipe(source: Path | str) -> Path:
-    """The path of a recipe given by path, or of a shipped one given by name. Raises WrongUse naming the
-    nearest one.
-    """
+    """The path of a recipe, or of a shipped one given by name. Raises WrongUse naming the nearest one."""
     path = Path(source)
     if path.is_file():
         return path
@@ -223,9 +217,7 @@ def _from_pydantic(items: Iterable[Any], model: type[Section]) -> Iterable[Probl
 
 
 def _place(loc: Sequence[str | int], model: type[Section]) -> tuple[list[str], type[Section] | None]:
-    """The key at a pydantic location, without the names of a union's kinds that stand in it, and the section
-    that holds it.
-    """
+    """The key at a pydantic location, without the names of a union's kinds, and the section that holds it."""
     path: list[str] = []
     section: type[Section] | None = model
     kinds: Any = model
@@ -260,9 +252,7 @@ def _lines(problems: Sequence[Problem], where: object, text: str, overridden: fr
 
 
 def line_of(text: str, key: str) -> int | None:
-    """The 1-based line of a TOML text on which dotted `key` is given, or that of its nearest section, or
-    None.
-    """
+    """The 1-based line of a TOML text that gives dotted `key`, or that of its nearest section, or None."""
     wanted = key.split(".")
     section: list[str] = []
     best = None

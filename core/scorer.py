@@ -126,7 +126,5 @@ class Scorer(Protocol):
     def generate(
         self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
     ) -> Iterator[list[tuple[int, str]]]:
-        """Greedy continuations, cut before the first stop string; yields batches of (index into `contexts`,
-        text).
-        """
+        """Greedy continuations, cut before the first stop string: batches of (index in `contexts`, text)."""
         ...

@@ -86,9 +86,7 @@ def _drop_cut_line(file: BinaryIO) -> None:
 
 
 def read_records(file: Path | str) -> Iterator[dict[str, Any]]:
-    """The records of a JSON-lines file; a last line cut by a crash is left out. Raises Refused for a damaged
-    one before it.
-    """
+    """The records of a JSON-lines file; a last line cut by a crash is left out. Raises Refused for others."""
     file = Path(file)
     if not file.exists():
         return

@@ -123,9 +123,7 @@ class CausalScorer(BatchedScorer):
     def generate(
         self, contexts: Sequence[str], until: Sequence[str], max_tokens: int
     ) -> Iterator[list[tuple[int, str]]]:
-        """Greedy text, through the batching that serving uses; contexts are cut from the left to leave room
-        for the answer.
-        """
+        """Greedy text by the server's batching; contexts are cut on the left to leave room for the answer."""
         room = self.window - max_tokens
         if room < 1:
             why = f"{max_tokens:,} tokens, the window has {self.window:,}"

@@ -18,9 +18,7 @@ SEPARATOR = "\n\n"
 
 
 def draw(task: str, record: int, count: int, pool: int, *, seed: int, exclude: int | None) -> list[int]:
-    """Indices of `count` different examples out of `pool` for one record; never `exclude`, the record's own
-    place there.
-    """
+    """Indices of `count` different examples out of `pool`; never `exclude`, the record's own place there."""
     digest = hashlib.sha256(f"{seed}/{task}/{record}".encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
     candidates = pool if exclude is None else pool - 1

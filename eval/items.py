@@ -1,6 +1,4 @@
-"""Questions: one prompt block of a task filled in from one record, every complaint naming file, line and
-field.
-"""
+"""Questions: a prompt block of a task filled in from a record; complaints name file, line and field."""
 
 import re
 from collections.abc import Sequence
@@ -79,9 +77,7 @@ def _expression(text: str) -> Any:
 
 
 def joined(records: Sequence[Record]) -> Record:
-    """All records as one, at the first one's place: its texts, each of which ends its line, behind one
-    another.
-    """
+    """All records as one, at the first one's place: its texts, each with its line end, behind one another."""
     texts = [key for key, value in records[0].data.items() if isinstance(value, str)]
     parts = {
         key: [record.data[key] for record in records if isinstance(record.data.get(key), str)]

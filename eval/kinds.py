@@ -271,9 +271,7 @@ class Cloze(Kind):
 
 
 class GenerateUntil(Kind):
-    """Text that the model writes: right when it equals an accepted answer, case, punctuation and outer blanks
-    aside.
-    """
+    """Text that the model writes: right when it equals an accepted answer but for case and punctuation."""
 
     needs = ("context", "answers")
     metrics = ("exact_match",)

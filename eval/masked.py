@@ -31,9 +31,7 @@ PLL = ("within_word_l2r", "original")
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """[CLS] context continuation [SEP], the places asked for and what stands there; `given` when they are
-    masked already.
-    """
+    """[CLS] context continuation [SEP], the places asked for and their tokens; `given`: masked already."""
 
     ids: np.ndarray
     asked: np.ndarray
@@ -98,9 +96,7 @@ class MaskedScorer(BatchedScorer):
         return [tuple(self.tokenizer.encode(text).tolist()) for text in texts]
 
     def encode(self, questions: Sequence[Sequence[tuple[str, str]]]) -> list[Question]:
-        """(context, continuation) texts -> ids, each tokenised apart: WordPiece splits at blanks, so the two
-        never merge.
-        """
+        """(context, continuation) texts -> ids, each tokenised apart: WordPiece never merges over a blank."""
         known: dict[str, Ids] = {}
         for pairs in questions:
             for text in (part for pair in pairs for part in pair):

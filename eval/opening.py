@@ -18,9 +18,7 @@ LEAST_SHARE = 0.9  # of a vocabulary: models are padded by some per cent at most
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerOptions:
-    """How to open a scorer. None: its own window, a batch that suits the device, BOS as its tokenizer's file
-    has it.
-    """
+    """How to open a scorer. None: its own window, a batch for the device, BOS as the tokenizer has it."""
 
     device: str = "auto"
     bos: bool | None = None

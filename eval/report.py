@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.artifact import Input, check_free, create_artifact, is_artifact, read_manifest
-from ..core.console import table
+from ..core.console import cell, table
 from ..core.errors import WrongUse
 from ..core.page import Bar, Chart, Part, page
 from .asked import TaskScores
@@ -22,9 +22,7 @@ NOTES = (
 
 
 def rows_of(results: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """One line per metric of every task and group, in HEADER's columns; a group says of how many tasks it is
-    the mean.
-    """
+    """One line per metric of every task and group, in HEADER's columns; a group says its number of tasks."""
     return [
         (
             s["task"] + (f" ({s['members']} tasks)" if "members" in s else ""),
@@ -49,10 +47,7 @@ def lines_of(results: dict[str, Any]) -> list[str]:
     lines = [f"{results['model']}  {protocol(results)}"]
     if results["validation"]:
         figures = results["validation"].items()
-        lines += [
-            f"{name:<20}{value:,.4f}" if isinstance(value, float) else f"{name:<20}{value:,}"
-            for name, value in figures
-        ]
+        lines += [f"{name:<20}{cell(value)}" for name, value in figures]
     rows = rows_of(results)
     if rows:
         lines += table(HEADER, rows)
@@ -107,8 +102,8 @@ def markdown(results: dict[str, Any]) -> str:
     """The results as a Markdown page."""
     text = [f"# Scores of {results['model']}", "", protocol(results), ""]
     if results["validation"]:
-        figures = [f"| {name} | {value:.6g} |" for name, value in results["validation"].items()]
-        text += ["| validation | value |", "|---|---|", *figures, ""]
+        figures = [*results["validation"].items()]
+        text += [*_lines(("validation", "value"), figures), ""]
     if rows := rows_of(results):
         text += _lines(HEADER, rows)
         for title, header, more in further_tables(results):
@@ -120,34 +115,21 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _lines(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """A Markdown table."""
-    marked = [list(header), ["---"] * len(header), *_cells(rows)]
-    return ["| " + " | ".join(row) + " |" for row in marked]
-
-
-def _cells(rows: Sequence[Sequence[Any]]) -> list[list[str]]:
-    return [[_cell(value) for value in row] for row in rows]
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
-    return "-" if value is None else str(value)
+    return ["| " + " | ".join(map(cell, row)) + " |" for row in (header, ["---"] * len(header), *rows)]
 
 
 def html_page(results: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -> str:
-    """The results as one HTML file without outside references; `history` are results of earlier steps, for
-    the curves.
-    """
+    """The results as one HTML file without outside references; `history`: results of earlier steps."""
     about = [
         (task["task"], task["about"] + (" (prompt-checked)" if task["checked"] == "prompts" else ""))
         for task in results["tasks"]
     ]
     parts = [
-        Part("Validation", rows=[(name, f"{value:.6g}") for name, value in results["validation"].items()]),
+        Part("Validation", rows=[*results["validation"].items()]),
         Part("Accuracies, percent", bars=bars(results), note="Line: 95 % interval. Dashes: random choice."),
         Part("Score against step", charts=curves([*history, results])),
-        Part("All scores", header=HEADER, rows=_cells(rows_of(results)), note=" ".join(NOTES)),
-        *(Part(title, header=header, rows=_cells(rows)) for title, header, rows in further_tables(results)),
+        Part("All scores", header=HEADER, rows=rows_of(results), note=" ".join(NOTES)),
+        *(Part(title, header=header, rows=rows) for title, header, rows in further_tables(results)),
         Part("What the tasks are", items=about),
     ]
     return page(f"Scores of {results['model']}", parts, protocol(results))

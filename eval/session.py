@@ -1,6 +1,4 @@
-"""One `throughline eval`: open the model, score the tasks, check, report; for one model or every checkpoint
-of a run.
-"""
+"""One `throughline eval`: open the model, score the tasks, check, report; or every checkpoint of a run."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -12,11 +12,12 @@ import lzma
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice, pairwise, starmap
 from pathlib import Path
 from typing import Any, TextIO
 
 from ..core.errors import Failed, WrongUse
+from ..core.files import json_lines
 from ..data.ingest.streams import open_blocks
 
 COMPRESSION = (".gz", ".bz2", ".xz", ".zst")
@@ -98,7 +99,7 @@ def _read(path: Path, text: Callable[[TextIO, Path], Iterator[Record]]) -> Itera
         yield from _parquet(path)
         return
     readers: dict[str, Callable[[TextIO, Path], Iterator[Record]]] = {
-        ".jsonl": _jsonl,
+        ".jsonl": lambda file, path: starmap(Record, json_lines(path, file)),
         ".json": _json,
         ".csv": lambda file, path: _table(file, path, ","),
         ".tsv": lambda file, path: _table(file, path, "\t"),
@@ -129,29 +130,6 @@ def _unpacked(path: Path) -> io.BytesIO:
             return io.BytesIO(file.read())
     with open_blocks(str(path), path.suffix[1:], 0, lambda _: None) as blocks:
         return io.BytesIO(b"".join(blocks))
-
-
-def _jsonl(file: TextIO, path: Path) -> Iterator[Record]:
-    for number, line in enumerate(file, 1):
-        if line.strip():
-            yield Record(f"{path}:{number}", _object(line, f"{path}:{number}"))
-
-
-def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Failed(
-            "not a JSON record", where=where, why=str(error), fix="every line must be one JSON object"
-        ) from error
-    if not isinstance(value, dict):
-        raise Failed(
-            "not a JSON record",
-            where=where,
-            why=f"a {type(value).__name__}, not an object",
-            fix="give named fields",
-        )
-    return value
 
 
 def _json(file: TextIO, path: Path) -> Iterator[Record]:
@@ -278,9 +256,7 @@ def _parquet(path: Path) -> Iterator[Record]:
 
 
 def hub_records(name: str, config: str | None, split: str, limit: int | None) -> list[Record]:
-    """The records of a `datasets` name. Raises WrongUse when it cannot be had, naming --data-dir as the way
-    out.
-    """
+    """The records of a `datasets` name. Raises WrongUse when it cannot be had: --data-dir is the way out."""
     import datasets
 
     try:

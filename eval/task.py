@@ -46,9 +46,7 @@ class BoundTask:
         return find_files(self.source.fewshot_files if fewshot else self.source.files, _root(data_dir))
 
     def records(self, data_dir: Path | None, limit: int | None, *, fewshot: bool = False) -> list[Record]:
-        """The records of the task (or those few-shot examples come from). Raises WrongUse when there are
-        none.
-        """
+        """The records of the task (or of its few-shot examples). Raises WrongUse when there are none."""
         source, root = self.source, _root(data_dir)
         if paths := self.files(data_dir, fewshot=fewshot):
             cut = source.model_dump(include={"lines", "pages", "tabs"})

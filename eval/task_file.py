@@ -25,9 +25,7 @@ Kind = Literal[
 
 
 class Source(Section):
-    """Where the records are. `{name}` stands for the member of a group, other `{keys}` for what `[members]`
-    gives.
-    """
+    """Where the records are. `{name}`: the member of a group; other `{keys}`: what `[members]` gives."""
 
     files: list[str]
     """Patterns below --data-dir (without it, below the shipped samples), in order of preference."""

@@ -74,9 +74,7 @@ def plant(question: Question, window: int) -> Tree:
 
 
 class TreeAttention:
-    """Attention of a packed batch: has the signature of `Attention.attend` and takes its place for one
-    forward.
-    """
+    """Attention of a packed batch, with the signature of `Attention.attend`, in its place for one forward."""
 
     def __init__(
         self,

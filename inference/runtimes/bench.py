@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...core.hardware import machine
-from ...core.page import Bar, Part, figures, page
+from ...core.page import Bar, Part, page
 from .choice import measure
 from .loaded import Loaded
 from .roofline import floor_ms, reported
@@ -56,7 +56,7 @@ def latency_page(rows: list[dict[str, Any]]) -> str:
         model = f"{row['model']}: " if "model" in header else ""
         name = f"{model}{row['backend']} {row['what']} {row['batch']} x {row['tokens']}"
         bars.append(Bar(name, row["p50_ms"] / longest, text=f"{row['p50_ms']:.2f} ms"))
-    return page("Latency", [Part("Medians", bars=bars), figures(header, cells)])
+    return page("Latency", [Part("Medians", bars=bars), Part("All figures", header=header, rows=cells)])
 
 
 def _cases(loaded: Loaded) -> list[tuple[str, int, int]]:

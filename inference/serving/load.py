@@ -22,7 +22,7 @@ import numpy as np
 
 from ...core.errors import Failed, WrongUse
 from ...core.files import json_lines
-from ...core.page import Chart, Part, figures, page
+from ...core.page import Chart, Part, page
 
 COMMON = (
     "the of and a to in is was he for it with as his on be at by I this had not are but from or have an they "
@@ -70,7 +70,7 @@ def seeded(kind: str, count: int, seed: int, prompt: tuple[int, int], output: tu
 
 
 def read_asks(path: Path) -> list[Ask]:
-    """Requests from a .jsonl of bodies. Raises WrongUse for a line that is none."""
+    """Requests from a .jsonl of bodies. Raises Failed for a line that is none."""
     asks = [body for _, body in json_lines(path)]
     if not asks:
         raise WrongUse("there is no request in the file", where=path)
@@ -255,4 +255,5 @@ def plotted(rows: Sequence[dict[str, Any]], title: str) -> str:
         "ms of an answer": [curve("p50", "total_p50_ms"), curve("p99", "total_p99_ms")],
     }
     charts = [Chart(name, curves, "clients") for name, curves in drawn.items()]
-    return page(title, [Part(charts=charts), figures(*load_lines(rows))])
+    header, cells = load_lines(rows)
+    return page(title, [Part(charts=charts), Part("All figures", header=header, rows=cells)])

@@ -100,7 +100,7 @@ def _run(
 
 
 def _records(source: Path, field: str) -> Iterator[Record]:
-    """Numbered lines. Raises WrongUse for one that is no JSON object with this field."""
+    """Numbered lines. Raises Failed for one that is no JSON object, WrongUse for one without this field."""
     for number, (place, record) in enumerate(json_lines(source)):
         if not isinstance(record.get(field), str):
             fix = f'write {{"{field}": "..."}}'

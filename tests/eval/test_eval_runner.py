@@ -151,8 +151,8 @@ def test_records_that_are_too_long_are_cut_refused_or_left_out(small_gpt, gpt2_t
         ('{"query": "Q \\ud800", "choices": ["a", "b"], "gold": 0}', "the context of a question"),
         ('{"query": "Q", "choices": ["a", "b \\udfff"], "gold": 0}', "the choices of a question"),
         ('{"query": NaN, "choices": ["a", "b"], "gold": 0}', "a field is null"),
-        ("{broken", "not a JSON record"),
-        ("[" * 100_000, "not a JSON record"),
+        ("{broken", "this line is no JSON"),
+        ("[" * 100_000, "this line is no JSON"),
     ],
 )
 def test_a_bad_record_is_named(scorer, tmp_path: Path, line: str, complaint: str) -> None:
