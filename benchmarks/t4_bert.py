@@ -26,7 +26,7 @@ from throughline.inference.exports.export import write_graph
 from throughline.inference.exports.tensorrt_build import Profile, build_engine
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.runtimes.backends import run_graph, torch_backend
-from throughline.inference.runtimes.choice import measure
+from throughline.inference.runtimes.bench import measure
 from throughline.inference.runtimes.loaded import Loaded
 from throughline.inference.runtimes.roofline import floor_ms, reported
 from throughline.inference.runtimes.tensorrt_library import load_library

@@ -283,6 +283,6 @@ def copy_tokenizer(opened: OpenedModel, target: Path) -> dict[str, int]:
     return tokenizer.special
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Write a small file of an artifact."""
     path.write_text(json.dumps(value, indent=1) + "\n")

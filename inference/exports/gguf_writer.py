@@ -112,10 +112,9 @@ def _tensors(
         assert mine is not None, name
         if architecture == "gpt2" and ".h." in name and values.ndim == 2:
             values = values.T  # Hugging Face stores GPT-2's matrices (in, out)
-        if isinstance(config, GPTConfig) and ".attn_q." in mine:
-            values = _neighbours(values, config.heads)
-        if isinstance(config, GPTConfig) and ".attn_k." in mine:
-            values = _neighbours(values, config.key_value_heads)
+        for part, heads in ((".attn_q.", config.heads), (".attn_k.", config.key_value_heads)):
+            if architecture == "llama" and part in mine:
+                values = _neighbours(values, heads)
         yield mine, np.ascontiguousarray(values, np.float32)
 
 

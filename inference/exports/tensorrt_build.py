@@ -75,7 +75,7 @@ def build_engine(
     except TypeError as error:  # "pybind11::init(): factory function returned nullptr"
         raise WrongUse(
             "TensorRT found no GPU",
-            why=logger.last_error() or str(error),
+            why=logger.error or str(error),
             fix="build on the machine that has the GPU; --to tensorrt-rtx compiles without one",
         ) from error
     flag = getattr(library.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # 11 has no other kind
@@ -83,7 +83,7 @@ def build_engine(
     parser = library.OnnxParser(network, logger)
     if not parser.parse_from_file(str(graph)):
         problems = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
-        raise Failed("the graph could not be read", where=graph, why=problems[:400] or logger.last_error())
+        raise Failed("the graph could not be read", where=graph, why=problems[:400] or logger.error)
     settings = builder.create_builder_config()
     settings.profiling_verbosity = library.ProfilingVerbosity.DETAILED
     if capability is not None:
@@ -100,7 +100,7 @@ def build_engine(
         settings.set_timing_cache(settings.create_timing_cache(known), False)
     engine = builder.build_serialized_network(network, settings)
     if engine is None:
-        raise Failed("the engine could not be built", where=graph, why=logger.last_error())
+        raise Failed("the engine could not be built", where=graph, why=logger.error)
     if timing_cache is not None:
         timing_cache.write_bytes(bytes(settings.get_timing_cache().serialize()))
     return bytes(engine), logger.messages
@@ -113,14 +113,11 @@ def _logger(library: Any) -> Any:
         def __init__(self) -> None:
             library.ILogger.__init__(self)
             self.messages: list[str] = []
-            self.errors: list[str] = []
+            self.error = ""  # the last one
 
         def log(self, severity: Any, message: str) -> None:
             self.messages.append(message)
             if severity in (library.ILogger.Severity.ERROR, library.ILogger.Severity.INTERNAL_ERROR):
-                self.errors.append(message)
-
-        def last_error(self) -> str:
-            return self.errors[-1] if self.errors else (self.messages[-1] if self.messages else "")
+                self.error = message
 
     return Logger()

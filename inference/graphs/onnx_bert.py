@@ -159,7 +159,7 @@ def _relative_bias(parts: Blocks, model: "BERT", steps: str) -> str:
 
 def _embedding(graph: Graph, hidden: str, mask: str, width: int, pooling: Pooling) -> None:
     """One vector for each row: the mean over its real tokens or its first token, of length 1 if asked."""
-    wide = graph.node("Cast", hidden, to=FLOAT) if graph.half else hidden
+    wide = graph.wide(hidden)
     if pooling.startswith("cls"):
         vector = graph.node("Gather", wide, graph.scalar(0), axis=1)
     else:
@@ -182,7 +182,7 @@ def _pretraining_heads(parts: Blocks, config: BERTConfig, hidden: str, ids: str)
         features = graph.take(hidden, ask)
     if config.mlm_transform:
         features = parts.norm(parts.activation(parts.linear(features, "mlm_transform")), "mlm_norm")
-    bias = "mlm_bias" if parts.has("mlm_bias") else ""
+    bias = "mlm_bias" if "mlm_bias" in parts.state else ""
     out = "mlm_logits" if plain else "logits"
     parts.vocabulary_logits(features, ask, "token_table.weight", bias, out)
     if config.nsp:

@@ -43,9 +43,6 @@ class Blocks:
         self.fused = options.variant == "onnxruntime" and config.norm == "layernorm"
         self.grouped = grouped(config, options)
 
-    def has(self, name: str) -> bool:
-        return name in self.state
-
     def weight(self, name: str) -> str:
         """A parameter in the type of the products."""
         return self.products.constant(name, self.state[name])
@@ -71,7 +68,7 @@ class Blocks:
         """
         graph, epsilon = self.graph, self.config.norm_epsilon
         scale = self.weight(f"{name}.weight")
-        bias = [self.weight(f"{name}.bias")] if self.has(f"{name}.bias") else []
+        bias = [self.weight(f"{name}.bias")] if f"{name}.bias" in self.state else []
         if self.config.norm == "layernorm" or graph.opset >= 23:
             op = "LayerNormalization" if self.config.norm == "layernorm" else "RMSNormalization"
             return graph.node(op, x, scale, *bias, out=out, axis=-1, epsilon=epsilon, stash_type=1)
@@ -87,7 +84,7 @@ class Blocks:
 
     def sum_norm(self, x: str, branch: str, name: str, out: str = "") -> str:
         """The norm of x + branch."""
-        if not self.fused or self.graph.half or not self.has(f"{name}.bias"):
+        if not self.fused or self.graph.half or f"{name}.bias" not in self.state:
             return self.norm(self.graph.node("Add", x, branch), name, out)
         inputs = (x, branch, self.weight(f"{name}.weight"), self.weight(f"{name}.bias"))
         kind: dict[str, Any] = {"domain": CONTRIB, "epsilon": self.config.norm_epsilon}
@@ -119,7 +116,7 @@ class Blocks:
         Runtime runs both equally fast.
         """
         heads, groups, size = self.config.heads, self.config.key_value_heads, self.config.head_size
-        if self.has(f"{name}.qkv.weight"):
+        if f"{name}.qkv.weight" in self.state:
             query, key, value = self._projected(x, f"{name}.qkv", heads, 3)
             return query, key, value
         key, value = self._projected(x, f"{name}.kv", groups, 2)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...models.config import GPTConfig
+from ...models.layers import rotary_table
 from ..runtimes.onnx_causal import ONE_PROMPT
 from .graph_options import PLAIN, GraphOptions
 from .onnx_blocks import AttentionCore, Blocks
@@ -42,7 +43,7 @@ def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
     if config.positions == "learned":
         table = parts.weight("position_table.weight")
         x = graph.node("Add", x, graph.node("Gather", table, memory.positions))
-    rotary = _rotary_tables(parts) if config.positions == "rotary" else None
+    rotary = _rotary_tables(config) if config.positions == "rotary" else None
     for layer in range(config.layers):
         if isinstance(memory, _Slots) and parts.grouped:
             core = _grouped(parts, memory, layer, rotary)
@@ -140,7 +141,7 @@ class _Growing:
 
 
 def _cached(
-    parts: Blocks, memory: _Slots | _Growing, layer: int, rotary: tuple[np.ndarray, np.ndarray] | None
+    parts: Blocks, memory: _Slots | _Growing, layer: int, rotary: list[np.ndarray] | None
 ) -> AttentionCore:
     """The attention of one layer over its cache."""
 
@@ -152,9 +153,7 @@ def _cached(
     return core
 
 
-def _grouped(
-    parts: Blocks, memory: _Slots, layer: int, rotary: tuple[np.ndarray, np.ndarray] | None
-) -> AttentionCore:
+def _grouped(parts: Blocks, memory: _Slots, layer: int, rotary: list[np.ndarray] | None) -> AttentionCore:
     """The attention of one layer over its cache as one operator, which also writes the cache."""
     graph, config = parts.graph, parts.config
     heads, groups = config.heads, config.key_value_heads
@@ -182,7 +181,7 @@ def _grouped(
     return core
 
 
-def _rotate(parts: Blocks, x: str, positions: str, tables: tuple[np.ndarray, np.ndarray]) -> str:
+def _rotate(parts: Blocks, x: str, positions: str, tables: list[np.ndarray]) -> str:
     """Rotary positions of x (batch, heads, sequence, D)."""
     graph, size = parts.graph, parts.config.head_size
     cos, sin = (parts.products.constant(f"rotary.{name}", t) for name, t in zip(("cos", "sin"), tables))
@@ -200,11 +199,10 @@ def _rotate(parts: Blocks, x: str, positions: str, tables: tuple[np.ndarray, np.
     return graph.node("Concat", *turned, axis=-1)
 
 
-def _rotary_tables(parts: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines (sequence_length, D / 2), computed as models/layers.py does, in float32."""
-    config = parts.config
-    assert isinstance(config, GPTConfig)
-    steps = np.arange(0, config.head_size, 2, dtype=np.float32) / np.float32(config.head_size)
-    frequencies = 1.0 / np.float32(config.rope_theta) ** steps
-    angles = np.arange(config.sequence_length, dtype=np.float32)[:, None] * frequencies
-    return np.cos(angles), np.sin(angles)
+def _rotary_tables(config: GPTConfig) -> list[np.ndarray]:
+    """Cosines and sines (sequence_length, D / 2), the model's own, whose halves are equal."""
+    import torch
+
+    places, half = torch.arange(config.sequence_length), config.head_size // 2
+    tables = rotary_table(places, config.head_size, config.rope_theta, torch.float32)
+    return [table[0, 0, :, :half].numpy() for table in tables]

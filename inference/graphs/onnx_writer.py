@@ -10,8 +10,9 @@
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx
@@ -19,7 +20,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ...core.version import version
 
-OPSET = 24
 EXTERNAL_BYTES = 1_800_000_000
 ALIGNMENT = 4096  # external tensors start on pages, so that runtimes can map them
 BOOL, INT32, INT64 = TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64
@@ -33,7 +33,7 @@ class Graph:
     `half`: products and the values between them are float16; norms, softmax and outputs stay float32.
     """
 
-    def __init__(self, opset: int = OPSET, half: bool = False) -> None:
+    def __init__(self, opset: int = 24, half: bool = False) -> None:
         self.opset, self.half = opset, half
         self.kind = FLOAT16 if half else FLOAT
         self._nodes: list[onnx.NodeProto] = []
@@ -127,14 +127,9 @@ class Graph:
 
         Weights of more than `external_bytes` together are written to `<path>.data`.
         """
-        total = sum(value.nbytes for value in self._weights.values())
-        if total > external_bytes:
-            tensors = self._write_external(path.with_name(path.name + ".data"))
-        else:
-            tensors = [
-                numpy_helper.from_array(np.asarray(value, order="C"), name)
-                for name, value in self._weights.items()
-            ]
+        external = sum(value.nbytes for value in self._weights.values()) > external_bytes
+        with open(path.with_name(path.name + ".data"), "wb") if external else nullcontext() as file:
+            tensors = [self._tensor(name, value, file) for name, value in self._weights.items()]
         graph = helper.make_graph(self._nodes, "throughline", self._inputs, self._outputs, tensors)
         opsets = [helper.make_opsetid("", self.opset)]
         contrib = any(node.domain == CONTRIB for node in self._nodes)
@@ -147,27 +142,19 @@ class Graph:
         )
         helper.set_model_props(model, metadata | self.metadata)
         onnx.save_model(model, str(path))
-        onnx.checker.check_model(str(path), full_check=total <= external_bytes and not contrib)
+        onnx.checker.check_model(str(path), full_check=not external and not contrib)
         return len(self._nodes)
 
-    def _write_external(self, path: Path) -> list[onnx.TensorProto]:
-        """Stream large weights into one file; small ones stay in the graph, where shape inference needs them."""
-        tensors = []
-        with open(path, "wb") as file:
-            for name, value in self._weights.items():
-                value = np.asarray(value, order="C")
-                if value.nbytes < ALIGNMENT:
-                    tensors.append(numpy_helper.from_array(value, name))
-                    continue
-                file.write(b"\0" * (-file.tell() % ALIGNMENT))
-                tensor = TensorProto(name=name, dims=value.shape, data_location=TensorProto.EXTERNAL)
-                tensor.data_type = helper.np_dtype_to_tensor_dtype(value.dtype)
-                for key, entry in (
-                    ("location", path.name),
-                    ("offset", file.tell()),
-                    ("length", value.nbytes),
-                ):
-                    tensor.external_data.add(key=key, value=str(entry))
-                value.tofile(file)
-                tensors.append(tensor)
-        return tensors
+    def _tensor(self, name: str, value: np.ndarray, file: BinaryIO | None) -> onnx.TensorProto:
+        """A weight in the graph, or its place in the file of large ones; shape inference needs the small here."""
+        value = np.asarray(value, order="C")
+        if file is None or value.nbytes < ALIGNMENT:
+            return numpy_helper.from_array(value, name)
+        file.write(b"\0" * (-file.tell() % ALIGNMENT))
+        tensor = TensorProto(name=name, dims=value.shape, data_location=TensorProto.EXTERNAL)
+        tensor.data_type = helper.np_dtype_to_tensor_dtype(value.dtype)
+        place = {"location": Path(file.name).name, "offset": file.tell(), "length": value.nbytes}
+        for key, entry in place.items():
+            tensor.external_data.add(key=key, value=str(entry))
+        value.tofile(file)
+        return tensor

@@ -79,10 +79,6 @@ class OptimumCausal(StepsByForward):
         """What each row has read."""
         return [dict(self._empty) for _ in range(rows)]
 
-    def copy_row(self, cache: Any, source: int, target: int, tokens: int) -> None:
-        """See `core.backend.CausalBackend.copy_row`."""
-        cache[target] = {name: value[:, :, :tokens] for name, value in cache[source].items()}
-
     def forward(  # type: ignore[override]
         self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: Any, first_row: int = 0
     ) -> np.ndarray:

@@ -21,7 +21,7 @@ from ...core.errors import WrongUse
 from ...core.files import read_json
 from ...core.hardware import usable_cores
 from ...models.config import FAMILIES, GPTConfig, ModelConfig
-from .choice import fastest
+from .bench import fastest
 from .devices import check_options, pick_device, pick_dtype
 from .loaded import Loaded
 from .source import find_model

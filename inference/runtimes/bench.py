@@ -1,18 +1,25 @@
-"""How fast a model answers here: p50, p95 and p99 of the calls that serving makes, per batch and length."""
+"""How fast a model answers here: p50, p95 and p99 of the calls that serving makes, per batch and length, and which
+runtime is fastest by a measurement of two seconds.
+"""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ...core.backend import Span
+from ...core.console import say
+from ...core.errors import ThroughlineError
 from ...core.hardware import machine
 from ...core.page import Bar, Part, page
-from .choice import measure
 from .loaded import Loaded
 from .roofline import floor_ms, reported
 
 SECONDS_PER_CASE = 1.0  # measured time per line of the table
+CHOICE_SECONDS, CHOICE_TOKENS = 2.0, 64  # what a choice between runtimes takes, and how long its text is
+MAX_CALLS, MIN_CALLS = 200, 5
 WORTH = 1.1  # times the speed from which another file to keep and a longer start pay
 
 
@@ -24,7 +31,7 @@ def latency_table(loaded: Loaded, seconds: float = SECONDS_PER_CASE) -> list[dic
     """
     rows = []
     for what, batch, tokens in _cases(loaded):
-        times_s = measure(_call(loaded, what, batch, tokens), seconds)
+        times_s = measure(call_of(loaded, tokens, batch, what), seconds)
         row = {"backend": loaded.backend.name, "what": what, "batch": batch, "tokens": tokens}
         row |= {"calls": len(times_s)}
         row |= {f"p{share}_ms": 1e3 * float(np.percentile(times_s, share)) for share in (50, 95, 99)}
@@ -68,17 +75,6 @@ def _cases(loaded: Loaded) -> list[tuple[str, int, int]]:
     return [("encode", batch, tokens) for batch in (1, 8) for tokens in lengths]
 
 
-def _call(loaded: Loaded, what: str, batch: int, tokens: int) -> Callable[[], object]:
-    given = 1 if what == "decode" else tokens
-    ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (batch, given))
-    if loaded.causal is not None:
-        cache, past = loaded.causal.new_cache(batch), np.full(batch, tokens if what == "decode" else 0)
-        return partial(loaded.causal.forward, ids, past, np.full((batch, 1), given - 1), cache)
-    assert loaded.encoder is not None
-    ask = np.zeros((batch, 1), np.int64)
-    return partial(loaded.encoder.forward, ids, np.zeros_like(ids), np.ones(ids.shape, bool), ask)
-
-
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each further model or backend: how fast it is beside the first of the table, by the geometric mean
     of the medians that both have, and that it is not worth it below `WORTH`.
@@ -108,3 +104,61 @@ def latency_lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]
     if len({row.get("model") for row in rows}) > 1:
         titles = {"model": "model"} | titles
     return list(titles.values()), [[row.get(key) for key in titles] for row in rows]
+
+
+def fastest(candidates: Sequence[tuple[str, Callable[[], Loaded]]]) -> Loaded:
+    """Open each candidate, measure it, return the fastest and say so. One that cannot run is left out.
+
+    Raises what the last candidate raised when none can run.
+    """
+    found: list[tuple[float, str, Loaded]] = []
+    failed: ThroughlineError | None = None
+    for name, opening in candidates:
+        try:
+            loaded = opening()
+            times_s = measure(call_of(loaded), CHOICE_SECONDS / len(candidates))
+        except ThroughlineError as error:
+            failed = error
+            say(f"{name}: {error.what}")
+            continue
+        found.append((float(np.median(times_s)), name, loaded))
+    if not found:
+        assert failed is not None
+        raise failed
+    found.sort(key=lambda entry: entry[0])
+    times = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for seconds, name, _ in found)
+    say(f"backend: {found[0][1]} ({times})")
+    return found[0][2]
+
+
+def call_of(
+    loaded: Loaded, tokens: int = CHOICE_TOKENS, batch: int = 1, what: str = "decode"
+) -> Callable[[], Any]:
+    """A call that serving makes, on random ids: a GPT's decode step after so many tokens, or its `prefill` of them;
+    a BERT's texts with one masked position each.
+    """
+    tokens = min(tokens, loaded.config.sequence_length - 1)
+    ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (batch, tokens))
+    if loaded.encoder is not None:
+        ask = np.zeros((batch, 1), np.int64)
+        return partial(loaded.encoder.forward, ids, np.zeros_like(ids), np.ones(ids.shape, bool), ask)
+    backend = loaded.causal
+    assert backend is not None
+    cache = backend.new_cache(batch)
+    spans = [Span(row, 0, line) for row, line in enumerate(ids)]
+    if what == "decode":
+        backend.step(spans, cache)
+        spans = [Span(row, tokens, line[:1]) for row, line in enumerate(ids)]
+    return lambda: backend.step(spans, cache).argmax(1).tolist()  # which waits for a GPU
+
+
+def measure(call: Callable[[], object], seconds: float) -> list[float]:
+    """Wall seconds of single calls, after two that warm up."""
+    call(), call()
+    times_s: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times_s) < MIN_CALLS or (time.perf_counter() < end and len(times_s) < MAX_CALLS):
+        start = time.perf_counter()
+        call()
+        times_s.append(time.perf_counter() - start)
+    return times_s

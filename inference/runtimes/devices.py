@@ -3,13 +3,11 @@
 import re
 from typing import TYPE_CHECKING
 
-from ...core.backend import RUNTIMES, BackendOptions
+from ...core.backend import BackendOptions
 from ...core.errors import WrongUse
 
 if TYPE_CHECKING:
     import torch
-
-DTYPES = ("auto", "fp32", "fp16", "bf16")
 
 
 def pick_device(wanted: str, where: str = "--device") -> str:
@@ -40,39 +38,31 @@ def pick_dtype(wanted: str, stored: "torch.dtype | None", device: str) -> "torch
     """
     import torch
 
-    from ...core.hardware import check_dtype, machine
+    from ...core.hardware import check_dtype, computes_in, machine
 
-    if wanted not in DTYPES:
-        raise WrongUse(
-            f"no dtype is called {wanted!r}", where="--dtype", fix=f"give one of {', '.join(DTYPES)}"
-        )
     by_name = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    names = {value: name for name, value in by_name.items()}
-    native: tuple[str, ...]
-    if device == "cpu":
-        native = machine().cpu.dtypes
-    else:
-        major, minor = torch.cuda.get_device_capability(device)
-        native = ("fp32", "fp16", "bf16") if major >= 8 else ("fp32", "fp16") if major >= 7 else ("fp32",)
+    if wanted not in ("auto", *by_name):
+        fix = f"give auto or one of {', '.join(by_name)}"
+        raise WrongUse(f"no dtype is called {wanted!r}", where="--dtype", fix=fix)
+    native: tuple[str, ...] = machine().cpu.dtypes
+    if device != "cpu":
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        native = tuple(name for name in by_name if computes_in(name, capability))
         if wanted != "auto":
-            gpu = torch.cuda.get_device_name(device)
-            check_dtype(wanted, "cuda", capability=f"{major}.{minor}", name=gpu)
+            check_dtype(wanted, "cuda", capability=capability, name=torch.cuda.get_device_name(device))
     if wanted != "auto":
         return by_name[wanted]
-    name = names.get(stored, "fp32") if stored is not None else "fp32"
-    if name in native:
-        return by_name[name]
-    return by_name["fp16" if name == "bf16" and "fp16" in native and device != "cpu" else "fp32"]
+    name = next((name for name, dtype in by_name.items() if dtype == stored), "fp32")
+    if name not in native:
+        name = "fp16" if name == "bf16" and "fp16" in native and device != "cpu" else "fp32"
+    return by_name[name]
 
 
 def check_options(options: BackendOptions, kind: str, runtimes: tuple[str, ...]) -> str:
     """The runtime for a file of this kind ("auto" stays). Raises WrongUse when it has none of that name, or a
     dtype is asked of a file that has its own.
     """
-    if options.runtime not in ("own", "auto", *RUNTIMES):
-        fix = f"give own, auto or one of {', '.join(RUNTIMES)}"
-        raise WrongUse(f"no backend is called {options.runtime!r}", where="--backend", fix=fix)
-    if options.runtime in RUNTIMES and options.runtime not in runtimes:
+    if options.runtime not in ("own", "auto", *runtimes):
         fix = f"give one of {', '.join(runtimes)}, or export the model for the other"
         raise WrongUse(f"{options.runtime} does not run {kind}", where="--backend", fix=fix)
     if options.dtype != "auto" and "torch" not in runtimes:

@@ -15,16 +15,15 @@ OUTPUTS = {"last_hidden_state", "mlm_logits", "sentence_embedding", "pooler_outp
 OUTPUTS |= {"logits", "start_logits", "end_logits"}  # of our writer's graphs
 
 
-def compile_graph(path: Path | str, threads: int | None, precision: str = "f32") -> Any:
-    """A compiled OpenVINO model on the CPU. `precision` of its products is a hint: f32, or bf16.
-
-    Raises WrongUse without the library, Refused for a graph that it cannot compile.
+def compile_graph(path: Path | str, threads: int | None) -> Any:
+    """A compiled OpenVINO model on the CPU. Raises WrongUse without the library, Refused for a graph that it cannot
+    compile.
     """
     try:
         import openvino
     except ImportError as error:
         raise WrongUse("OpenVINO is not installed", where="--backend openvino", fix=INSTALL) from error
-    settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": precision}
+    settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     if threads:
         settings["INFERENCE_NUM_THREADS"] = threads
     try:

@@ -103,7 +103,7 @@ def scatter_logits(spans: Sequence[Span], calls: Sequence[Call], logits_BNV: Seq
 
 
 class StepsByForward:
-    """`step` for a backend that has `forward` alone and keeps no rows for later."""
+    """`step` for a backend that has `forward` alone; no row of it is saved, as `token_bytes` says."""
 
     context: int
     token_bytes = 0
@@ -118,10 +118,3 @@ class StepsByForward:
 
     def free_row(self, cache: Any, row: int) -> None:
         """See `core.backend.CausalBackend.free_row`."""
-
-    def save_row(self, cache: Any, row: int, tokens: int) -> None:
-        """See `core.backend.CausalBackend.save_row`."""
-
-    def load_row(self, cache: Any, row: int, saved: Any, tokens: int) -> None:
-        """Never called: nothing is saved."""
-        raise NotImplementedError

@@ -20,7 +20,6 @@ from ...core.errors import Refused, WrongUse
 from .tensorrt_library import check_engine, gpu_facts, load_library
 
 TYPES = {"HALF": np.float16, "FLOAT": np.float32, "INT64": np.int64}
-ORT_TYPES = {np.float16: "tensor(float16)", np.float32: "tensor(float)", np.int64: "tensor(int64)"}
 
 
 def open_engine(path: Path, manifest: Manifest) -> "EngineSession":
@@ -45,21 +44,18 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
 
 
 class Binding:
-    """The memory of one call: name -> (type, shape, address). The graph, when it has been captured."""
+    """The memory of one call: name -> (shape, address). The graph, when it has been captured."""
 
     def __init__(self) -> None:
-        self.inputs: dict[str, tuple[Any, tuple[int, ...], int]] = {}
-        self.outputs: dict[str, tuple[Any, tuple[int, ...], int]] = {}
+        self.places: dict[str, tuple[tuple[int, ...], int]] = {}
         self.runs = 0
         self.replay: Callable[[], None] | None = None
 
     def bind_input(self, name: str, kind: str, number: int, element: Any, shape: Any, address: int) -> None:
         """As ONNX Runtime's."""
-        self.inputs[name] = (element, tuple(shape), address)
+        self.places[name] = (tuple(shape), address)
 
-    def bind_output(self, name: str, kind: str, number: int, element: Any, shape: Any, address: int) -> None:
-        """As ONNX Runtime's."""
-        self.outputs[name] = (element, tuple(shape), address)
+    bind_output = bind_input
 
 
 class EngineSession:
@@ -102,7 +98,7 @@ class EngineSession:
 
     def _described(self, name: str) -> Any:
         shape = [dim if dim >= 0 else "any" for dim in self._engine.get_tensor_shape(name)]
-        return SimpleNamespace(name=name, type=ORT_TYPES[self._types[name]], shape=shape)
+        return SimpleNamespace(name=name, type=np.dtype(self._types[name]).name, shape=shape)
 
     def get_modelmeta(self) -> Any:
         """As ONNX Runtime's."""
@@ -118,7 +114,7 @@ class EngineSession:
             binding.replay()
             self._wait()
             return
-        shapes = {name: shape for name, (_, shape, _) in binding.inputs.items()}
+        shapes = {name: binding.places[name][0] for name in self._inputs}
         context = self._context(self._profile(shapes))
 
         def run() -> None:
@@ -127,7 +123,7 @@ class EngineSession:
 
         for name, shape in shapes.items():
             context.set_input_shape(name, shape)
-        for name, (_, _, address) in (binding.inputs | binding.outputs).items():
+        for name, (_, address) in binding.places.items():
             context.set_tensor_address(name, address)
         run()
         self._wait()

@@ -3,7 +3,6 @@ one library version and one compute capability.
 """
 
 import re
-import subprocess
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from ...core.artifact import Manifest
 from ...core.errors import MissingExtra, Refused, WrongUse
+from ...core.hardware import machine
 
 LEAST = (10, 15)  # strong typing, Attention, TensorScatter and RotaryEmbedding in the parser
 EXTRAS = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}
@@ -61,14 +61,6 @@ def gpu_facts() -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name(),
         "compute_capability": f"{major}.{minor}",
-        "driver": _driver(),
+        "driver": next((gpu.driver for gpu in machine().gpus), "unknown"),
         "cuda": torch.version.cuda,
     }
-
-
-def _driver() -> str:
-    words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.split("\n")[0]
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"

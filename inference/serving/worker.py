@@ -26,7 +26,7 @@ from ...core.errors import Failed, ThroughlineError, WrongUse
 from ...core.logits import log_softmax
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_backend
-from ..runtimes.choice import call_of
+from ..runtimes.bench import call_of
 from .channel import Ask, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
 from .constrain import Grammars
 from .encoding import Encoding, batch_limits, encode_batch, take_batch

@@ -70,7 +70,7 @@ def test_runtimes_that_do_not_suit_a_file(gpt_dir: Path, gpt_onnx: Path) -> None
         (gpt_dir, "onnxruntime", "does not run a torch model"),
         (gpt_dir, "torch-compiled", "only a BERT"),
         (gpt_onnx, "openvino", "does not run a GPT's graph"),
-        (gpt_onnx, "nothing", "no backend is called"),
+        (gpt_onnx, "nothing", "nothing does not run an ONNX artifact"),
     ):
         with pytest.raises(WrongUse, match=message):
             open_backend(path, BackendOptions(device="cpu", runtime=runtime))
@@ -93,9 +93,9 @@ def test_openvino_answers_what_onnx_runtime_answers(bert_onnx: Path) -> None:
 
 
 def test_the_fastest_is_chosen_and_said(bert_onnx: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    from throughline.inference.runtimes import choice
+    from throughline.inference.runtimes import bench
 
-    monkeypatch.setattr(choice, "SECONDS", 0.1)
+    monkeypatch.setattr(bench, "CHOICE_SECONDS", 0.1)
     loaded = open_backend(bert_onnx, BackendOptions(device="cpu", runtime="auto", threads=1))
     said = capsys.readouterr().err
     assert f"backend: {loaded.backend.name}" in said and "ms" in said

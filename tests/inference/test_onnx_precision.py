@@ -207,7 +207,6 @@ def test_a_weight_beyond_float16_is_refused() -> None:
         (GraphOptions(opset=16), "opset 16 is not supported"),
         (GraphOptions(opset=25), "opset 25 is not supported"),
         (GraphOptions("tensorrt", "int8", 18, ranges={"x": 1.0}), "opset 18 is not supported"),
-        (GraphOptions("portable", "int8"), "needs a calibration"),
         (GraphOptions("portable", "int4"), "int4 is for a GPT and ONNX Runtime"),
     ],
 )
