@@ -102,9 +102,9 @@ def command(
     Then:     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
                 -d '{"model": "gpt", "prompt": "To be", "max_tokens": 40}'
     """
-    from ..inference.serving.listen import Doors, bind, read_keys, run
+    from ..inference.serving.listen import bind, read_keys, run
     from ..inference.serving.served import ServerLimits, served_models
-    from ..inference.serving.server import Server
+    from ..inference.serving.server import Server, build_app
     from ..inference.serving.telemetry import Telemetry
 
     if (tls_cert is None) != (tls_key is None):
@@ -116,4 +116,5 @@ def command(
     models = served_models(paths, bounds, options)
     listener = bind(host, port)  # before the models: a taken port is known at once
     server = Server(models, bounds, telemetry)
-    run(server, Doors(keys, cors, tls_cert, tls_key, drain_wait), listener)
+    tls = (tls_cert, tls_key) if tls_cert and tls_key else None
+    run(build_app(server, keys, cors), server, listener, drain_wait, tls)

@@ -138,7 +138,7 @@ def post(server: Server, path: str, endpoint: Endpoint) -> BodyRoute:
 
     @wraps(endpoint)
     async def answer(request: Request) -> Response:
-        raw = await request.body()
+        raw = await read_body(request, server.limits)
         # A web page may send any other type to any server without asking it first.
         if not is_json(request.headers.get("content-type", "")):
             fix = "send the header Content-Type: application/json"
@@ -151,6 +151,23 @@ def post(server: Server, path: str, endpoint: Endpoint) -> BodyRoute:
     route = BodyRoute(path, answer, methods=["POST"])
     route.kind = kind
     return route
+
+
+async def read_body(request: Request, limits: ServerLimits) -> bytes:
+    """The body of a request. Raises HTTPException 413 for one that is too large, and 408 when it does not come."""
+    large = HTTPException(413, f"the request body is larger than {limits.body_bytes:,} bytes")
+    if int(request.headers.get("content-length", 0)) > limits.body_bytes:
+        raise large
+    come = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_s):
+            async for part in request.stream():
+                come += part
+                if len(come) > limits.body_bytes:
+                    raise large
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not come within {limits.body_s:g} s") from None
+    return bytes(come)
 
 
 def is_json(content_type: str) -> bool:

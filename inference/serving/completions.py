@@ -72,7 +72,7 @@ async def _events(call: Call, answers: AsyncGenerator[dict[str, Any], None]) -> 
         except StopAsyncIteration:
             call.watch.finished()
         except TimeoutError:
-            yield _event(error_body("the answer took too long", "server_error"))
+            yield _event(error_body(504, "the answer took too long"))
         except Failed as error:
             call.watch.fault = type(error).__name__
             yield _event(msgspec.Raw(told(error).body))

@@ -26,7 +26,7 @@ class Grammars:
             what, why = "this model's tokenizer cannot be constrained", str(error).splitlines()[0]
             raise WrongUse(what, where="response_format", why=why) from error
 
-    def guide(self, constraint: dict[str, Any]) -> "GrammarGuide":
+    def guide(self, constraint: dict[str, Any]) -> "Guide":
         """What keeps one answer to {"json": schema} or {"regex": expression}."""
         matcher = self._library.LLMatcher
         if "regex" in constraint:
@@ -40,17 +40,17 @@ class Grammars:
         if guide.is_error():
             why = guide.get_error().splitlines()[0]
             raise WrongUse("the constraint cannot be compiled", where=where, why=why)
-        return GrammarGuide(guide, self._vocab_size)
+        return Guide(guide, self._vocab_size)
 
 
-class GrammarGuide:
-    """One answer on its way through a grammar (`generation.Guide`)."""
+class Guide:
+    """One answer on its way through a grammar; called on the thread that runs the model."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def allowed(self) -> np.ndarray:
-        """Which tokens may come next, bool (V,)."""
+        """Which tokens may come next: bool (V,) of the tokenizer's vocabulary."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
 

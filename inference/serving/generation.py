@@ -6,7 +6,7 @@ whole answer is by definition the sum of its deltas. The batch in which jobs tak
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,16 +18,6 @@ from ..runtimes.sampling import GREEDY, SEEDS, Sampling
 
 NO_IDS = np.zeros(0, np.int64)  # of a job whose prompt is to come
 REPLACEMENT = "\ufffd"
-
-
-class Guide(Protocol):
-    """What constrains an answer to a grammar; called on the thread that runs the model."""
-
-    def allowed(self) -> np.ndarray | None:
-        """Which tokens may come next: bool (V,) of the tokenizer's vocabulary, None = all."""
-
-    def accept(self, token_id: int) -> bool:
-        """Take a token in; True when the answer is complete with it."""
 
 
 class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):

@@ -6,7 +6,6 @@ that is too large, 429 with Retry-After for a full queue, 503 while a model is n
 that takes too long.
 """
 
-import asyncio
 import hashlib
 import hmac
 import re
@@ -27,6 +26,7 @@ from .remote import Busy
 from .telemetry import Watch
 
 OPEN = ("/", "/health", "/ready")  # without a key: the page holds no secret, probes have no key
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}  # of errors, by status
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -41,112 +41,74 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = Exchange(scope, receive, send, self.server)
-        status = 499  # for the record, when the client left
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+        watch = scope.setdefault("state", {})["watch"] = Watch(self.server.telemetry)
+        status: int | None = None
+
+        async def answer(message: Message) -> None:
+            """Adds the headers of every answer."""
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                more = [(b"x-request-id", name.encode("latin-1")), (b"x-content-type-options", b"nosniff")]
+                # A body that is not read to its end would be taken for the next request.
+                if self.server.draining.is_set() or status in (408, 413):
+                    more.append((b"connection", b"close"))
+                message["headers"] = [*message.get("headers", []), *more]
+            await send(message)
+
         try:
-            if refused := self._refuse(scope, exchange):
-                await refused(scope, receive, exchange.send)
-            else:
-                await self.app(scope, exchange.receive, exchange.send)
-            status = exchange.status or status
+            await (self._refuse(scope, headers) or self.app)(scope, receive, answer)
         except Exception as error:
-            status = exchange.status or 500
-            exchange.watch.fault = type(error).__name__
-            warn(f"request {exchange.id}: {type(error).__name__}")
-            if exchange.status is None:
-                message = f"a fault of the server; its log has the request id {exchange.id}"
-                await error_response(message, "server_error", 500)(scope, receive, exchange.send)
+            watch.fault = type(error).__name__
+            warn(f"request {name}: {watch.fault}")
+            if status is None:
+                message = f"a fault of the server; its log has the request id {name}"
+                await error_response(500, message)(scope, receive, answer)
         finally:
             path = getattr(scope.get("route"), "path", None)
             client = (scope.get("client") or [None])[0]
             said = {"client": client, "method": scope["method"], "path": path or scope["path"][:200]}
-            self.server.telemetry.answered(exchange.watch, path or "other", status, id=exchange.id, **said)
+            # 499: the client left before there was an answer
+            self.server.telemetry.answered(watch, path or "other", status or 499, id=name, **said)
 
-    def _refuse(self, scope: Scope, exchange: "Exchange") -> Response | None:
-        if self._keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
-            kind, _, key = exchange.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-            given = hashlib.sha256(key.strip().encode()).digest()
-            # All are compared, in constant time: the time of an answer tells nothing of how much was right.
-            fits = [hmac.compare_digest(given, known) for known in self._keys]
-            if kind.lower() != "bearer" or not any(fits):
-                message = "a valid API key is needed: Authorization: Bearer KEY"
-                asked = {"WWW-Authenticate": "Bearer"}
-                return error_response(message, "authentication_error", 401, None, "invalid_api_key", asked)
-        length = exchange.headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.server.limits.body_bytes:
-            return error_response(exchange.too_large, "invalid_request_error", 413)
-        return None
+    def _refuse(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Response | None:
+        if not self._keys or scope["path"] in OPEN or scope["method"] == "OPTIONS":
+            return None
+        kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        given = hashlib.sha256(key.strip().encode()).digest()
+        # All are compared, in constant time: the time of an answer tells nothing of how much was right.
+        fits = [hmac.compare_digest(given, known) for known in self._keys]
+        if kind.lower() == "bearer" and any(fits):
+            return None
+        message = "a valid API key is needed: Authorization: Bearer KEY"
+        return error_response(401, message, headers={"WWW-Authenticate": "Bearer"})
 
 
-class Exchange:
-    """One request and its answer, as the guard sees them pass."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, server: Server) -> None:
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
-        self.id = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
-        self.watch = scope.setdefault("state", {})["watch"] = Watch(server.telemetry)
-        self.status: int | None = None
-        self.too_large = f"the request body is larger than {server.limits.body_bytes:,} bytes"
-        self._receive, self._send, self._server = receive, send, server
-        self._read, self._complete = 0, False
-        self._until_s = asyncio.get_running_loop().time() + server.limits.body_s
-
-    async def receive(self) -> Message:
-        """A part of the body, counted and timed; then what comes after it."""
-        if self._complete:
-            return await self._receive()
-        try:
-            async with asyncio.timeout_at(self._until_s):
-                message = await self._receive()
-        except TimeoutError:
-            why = f"the body did not come within {self._server.limits.body_s:g} s"
-            raise HTTPException(408, why) from None
-        self._read += len(message.get("body", b""))
-        if self._read > self._server.limits.body_bytes:
-            raise HTTPException(413, self.too_large)
-        self._complete = not message.get("more_body", False)
-        return message
-
-    async def send(self, message: Message) -> None:
-        """Adds the headers of every answer."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            more = [(b"x-request-id", self.id.encode("latin-1")), (b"x-content-type-options", b"nosniff")]
-            # A body that is not read to its end would be taken for the next request.
-            if self._server.draining.is_set() or self.status in (408, 413):
-                more.append((b"connection", b"close"))
-            message["headers"] = [*message.get("headers", []), *more]
-        await self._send(message)
-
-
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """OpenAI's error object."""
+    kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    code = "invalid_api_key" if status == 401 else None
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_response(
-    message: str,
-    kind: str,
-    status: int,
-    param: str | None = None,
-    code: str | None = None,
-    headers: Mapping[str, str] | None = None,
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
     """An error as an answer."""
-    return json_response(error_body(message, kind, param, code), status, headers)
+    return json_response(error_body(status, message, param), status, headers)
 
 
 def told(error: ThroughlineError) -> Response:
     """One of our errors as an answer; what the user did not cause says nothing of paths."""
     if isinstance(error, Busy):
-        kind, status = ("server_error", 503) if error.absent else ("rate_limit_error", 429)
         later = {"Retry-After": str(error.retry_after_s)}
-        return error_response(f"{error.what}; {error.fix}", kind, status, headers=later)
+        return error_response(503 if error.absent else 429, f"{error.what}; {error.fix}", headers=later)
     message = "; ".join(part for part in (error.what, error.why, error.fix) if part)
-    if isinstance(error, WrongUse):
-        return error_response(message, "invalid_request_error", 400, error.where or None)
-    return error_response(message, "server_error", 500)
+    wrong = isinstance(error, WrongUse)
+    return error_response(400 if wrong else 500, message, (error.where or None) if wrong else None)
 
 
 async def _invalid(request: Request, error: Any) -> Response:
@@ -155,12 +117,11 @@ async def _invalid(request: Request, error: Any) -> Response:
         field = item["loc"][0] if item["loc"] else "body"
         problems.setdefault(field if isinstance(field, str) else "body", []).append(item["msg"])
     said = [f"{field}: {' or '.join(dict.fromkeys(texts))}" for field, texts in problems.items()]
-    return error_response("; ".join(said), "invalid_request_error", 400, next(iter(problems)))
+    return error_response(400, "; ".join(said), next(iter(problems)))
 
 
 async def _http(request: Request, error: Any) -> Response:
-    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    return error_response(str(error.detail), kind, error.status_code, headers=error.headers)
+    return error_response(error.status_code, str(error.detail), headers=error.headers)
 
 
 async def _ours(request: Request, error: Any) -> Response:

@@ -18,18 +18,18 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 import uvloop
+from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ...core.console import say
 from ...core.errors import Failed, WrongUse
+from .calls import Server
 from .guard import error_body
-from .server import Server, build_app
 
 ANSWER_S = 60  # an answer that takes longer than this after the port has closed is cut
 HEADER_S = 15.0  # for a client to send the head of a request
@@ -38,17 +38,6 @@ UNREAD_S = 30.0  # for a client to read on when the buffers of its connection ar
 TAKE_UP_S = 0.2  # between the last new connection and the closing of the port
 TLS_FILES = "give a chain of certificates and the private key of its first one, both in PEM"
 KEEP_ALIVE_S = 75  # above the 60 s of common proxies, so that they close idle connections and not we
-
-
-@dataclass(frozen=True)
-class Doors:
-    """Who may come in, and how."""
-
-    keys: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()  # of web pages that may call: CORS
-    certificate: Path | None = None
-    certificate_key: Path | None = None
-    drain_s: float = 5.0  # between SIGTERM and the closing of the port
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -147,7 +136,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        body = json.dumps(error_body(msg, "invalid_request_error")).encode()
+        body = json.dumps(error_body(400, msg)).encode()
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + head.encode() + body)
         self.transport.close()
@@ -213,10 +202,18 @@ class DrainingServer(uvicorn.Server):
             asyncio.get_running_loop().call_later(TAKE_UP_S, self.give_up)
 
 
-def run(server: Server, doors: Doors, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Raises what opening a model raised."""
+def run(
+    app: Starlette,
+    server: Server,
+    listener: socket.socket,
+    drain_s: float,
+    tls: tuple[Path, Path] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain: `drain_s` lie between SIGTERM and the closing of the port. `tls`: a
+    certificate and its key. Raises what opening a model raised.
+    """
     config = uvicorn.Config(
-        build_app(server, doors.keys, doors.origins),
+        app,
         http=DeadlineProtocol,
         log_config=None,
         access_log=False,
@@ -225,10 +222,10 @@ def run(server: Server, doors: Doors, listener: socket.socket) -> None:
         timeout_keep_alive=KEEP_ALIVE_S,
         server_header=False,
         ws="none",
-        ssl_certfile=doors.certificate,
-        ssl_keyfile=doors.certificate_key,
+        ssl_certfile=tls and tls[0],
+        ssl_keyfile=tls and tls[1],
     )
-    for file in filter(None, (doors.certificate, doors.certificate_key)):
+    for file in tls or ():
         if not file.is_file():
             raise WrongUse("TLS cannot begin", where=file, why="there is no such file", fix=TLS_FILES)
     try:
@@ -236,13 +233,13 @@ def run(server: Server, doors: Doors, listener: socket.socket) -> None:
     except OSError as error:  # of the certificate
         reason = getattr(error, "reason", None)
         why = reason.replace("_", " ").lower() if reason else error.strerror or str(error)
-        raise WrongUse("TLS cannot begin", where=doors.certificate or "", why=why, fix=TLS_FILES) from error
+        raise WrongUse("TLS cannot begin", where=config.ssl_certfile or "", why=why, fix=TLS_FILES) from error
     host, port = listener.getsockname()[:2]
-    scheme = "https" if doors.certificate else "http"
+    scheme = "https" if tls else "http"
     place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/"
     names = ", ".join(model.name for model in server.models)
     say(f"loading {names}; {place}health answers, {place}ready says when the models do")
-    serving = DrainingServer(config, server, doors.drain_s, listener)
+    serving = DrainingServer(config, server, drain_s, listener)
     server.on_ready = lambda: say(f"serving {names} at {place}")
     server.on_failure = serving.give_up
     began_s = time.monotonic()

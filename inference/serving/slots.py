@@ -17,7 +17,8 @@ import numpy as np
 
 from ...core.backend import CausalBackend, Span
 from ..runtimes.sampler import Chooser, Probabilities, beside, choose, probabilities
-from .generation import Guide, Job, TextDelta, TextStream, Token
+from .constrain import Guide
+from .generation import Job, TextDelta, TextStream, Token
 
 CHUNK_TOKENS = 64  # of prompts in a step on a CPU: costs about three decode steps of GPT-2 124M on two cores
 IDLE_CHUNK_TOKENS = 256  # where nobody is decoding

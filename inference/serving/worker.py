@@ -28,9 +28,8 @@ from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_backend
 from ..runtimes.bench import call_of
 from .channel import Ask, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
-from .constrain import Grammars
+from .constrain import Grammars, Guide
 from .encoding import Encoding, batch_limits, encode_batch, take_batch
-from .generation import Guide
 from .slots import SlotBatch
 
 LOOK_MS = 2  # between two looks at grammars in the making, where there is nothing else to do

@@ -11,7 +11,8 @@ from throughline.core.backend import BackendOptions, CausalBackend, Span
 from throughline.core.logits import log_softmax
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling
-from throughline.inference.serving.generation import Guide, Job, TextDelta
+from throughline.inference.serving.constrain import Guide
+from throughline.inference.serving.generation import Job, TextDelta
 from throughline.inference.serving.slots import SlotBatch, common
 
 CPU = BackendOptions(device="cpu", threads=1)
