@@ -7,7 +7,6 @@ from inspect import getdoc
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -126,13 +125,7 @@ class Call:
 Endpoint = Callable[[Call, Any], Coroutine[Any, Any, Response | dict[str, Any]]]
 
 
-class BodyRoute(Route):
-    """A route whose endpoint takes a body of this kind."""
-
-    kind: type[BaseModel]
-
-
-def post(server: Server, path: str, endpoint: Endpoint) -> BodyRoute:
+def post(server: Server, path: str, endpoint: Endpoint) -> Route:
     """The route of an endpoint `(call, body)`; the body is what its annotation says."""
     kind: Any = get_type_hints(endpoint)["body"]
 
@@ -148,9 +141,7 @@ def post(server: Server, path: str, endpoint: Endpoint) -> BodyRoute:
         found = await endpoint(Call(server, request, model), body)
         return found if isinstance(found, Response) else json_response(found)
 
-    route = BodyRoute(path, answer, methods=["POST"])
-    route.kind = kind
-    return route
+    return Route(path, answer, methods=["POST"])
 
 
 async def read_body(request: Request, limits: ServerLimits) -> bytes:
@@ -178,24 +169,23 @@ def is_json(content_type: str) -> bool:
 
 def openapi(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI description of these routes."""
-    kinds = [route.kind for route in routes if isinstance(route, BodyRoute)]
+    shown = [route for route in routes if route.include_in_schema]
+    kinds = [get_type_hints(route.endpoint).get("body") for route in shown]
     template = "#/components/schemas/{model}"
-    refs, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=template)
+    found: Any = [(kind, "validation") for kind in kinds if kind]
+    refs, schemas = models_json_schema(found, ref_template=template)
     paths: dict[str, Any] = {}
-    for route in routes:
-        if not route.include_in_schema:
-            continue
+    for route, kind in zip(shown, kinds):
         about: dict[str, Any] = {"summary": route.name.replace("_", " ").capitalize()}
         about["operationId"] = route.name
         about |= {"description": getdoc(route.endpoint), "responses": {"200": {"description": "The answer."}}}
         if route.param_convertors:
             given = {"in": "path", "required": True, "schema": {"type": "string"}}
             about["parameters"] = [{"name": name, **given} for name in route.param_convertors]
-        if isinstance(route, BodyRoute):
-            content = {"application/json": {"schema": refs[route.kind, "validation"]}}
+        if kind:
+            content = {"application/json": {"schema": refs[kind, "validation"]}}
             about["requestBody"] = {"required": True, "content": content}
             about["responses"]["4XX"] = {"description": "An error in OpenAI's shape."}
-        method = "post" if isinstance(route, BodyRoute) else "get"
-        paths[route.path_format] = {method: about}
+        paths[route.path_format] = {"post" if kind else "get": about}
     info = {"title": "Throughline", "version": version()}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas["$defs"]}}

@@ -56,12 +56,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         other_port = "give another port with --port (0 = any free one)"
         fix = {errno.EADDRINUSE: f"stop what is using it, or {other_port}", errno.EACCES: other_port}
-        raise WrongUse(
-            f"cannot listen on port {port}",
-            where=f"{host}:{port}",
-            why=(error.strerror or str(error)).lower(),
-            fix=fix.get(error.errno or 0, "give an address of this machine with --host"),
-        ) from error
+        why, usual = (error.strerror or str(error)).lower(), "give an address of this machine with --host"
+        what, fitting = f"cannot listen on port {port}", fix.get(error.errno or 0, usual)
+        raise WrongUse(what, where=f"{host}:{port}", why=why, fix=fitting) from error
     return listener
 
 
@@ -230,9 +227,8 @@ def run(
             raise WrongUse("TLS cannot begin", where=file, why="there is no such file", fix=TLS_FILES)
     try:
         config.load()
-    except OSError as error:  # of the certificate
-        reason = getattr(error, "reason", None)
-        why = reason.replace("_", " ").lower() if reason else error.strerror or str(error)
+    except OSError as error:  # of a file, or what it holds
+        why = str(getattr(error, "reason", None) or error.strerror or error).replace("_", " ").lower()
         raise WrongUse("TLS cannot begin", where=config.ssl_certfile or "", why=why, fix=TLS_FILES) from error
     host, port = listener.getsockname()[:2]
     scheme = "https" if tls else "http"

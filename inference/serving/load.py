@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -178,34 +179,28 @@ def load(
     """Send all requests from so many clients, each its next when its last is answered; what they saw, and the
     seconds that it took. `tick` is called for every answer.
     """
-    left, lock, seen = iter(asks), threading.Lock(), list[Seen]()
+    kept = threading.local()  # each thread's connection
 
-    def client() -> None:
-        with closing(target.connect()) as connection:
-            while True:
-                with lock:
-                    asked = next(left, None)
-                if asked is None:
-                    return
-                try:
-                    try:
-                        one = target.ask(connection, asked)
-                    except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
-                        connection.close()  # a server may close a kept connection while it is idle
-                        one = target.ask(connection, asked)
-                except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-                    connection.close()
-                    one = Seen(0, 0.0, error=f"{type(error).__name__}: {error}")
-                with lock:
-                    seen.append(one)
-                    tick()
+    def one(asked: Ask) -> Seen:
+        used = kept.connection.sock is not None
+        try:
+            try:
+                return target.ask(kept.connection, asked)
+            except (http.client.RemoteDisconnected, BrokenPipeError):
+                if not used:
+                    raise
+                kept.connection.close()  # the server closed it while it was idle, and has answered nothing
+                return target.ask(kept.connection, asked)
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            kept.connection.close()
+            return Seen(0, 0.0, error=f"{type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
+    seen = list[Seen]()
     began_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(clients, "client", lambda: setattr(kept, "connection", target.connect())) as pool:
+        for answered in pool.map(one, asks):
+            seen.append(answered)
+            tick()
     return seen, time.perf_counter() - began_s
 
 

@@ -84,7 +84,8 @@ class Remote:
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
-            await asyncio.to_thread(_end, self._process)
+            self._process.kill()  # it holds nothing that is worth a farewell
+            await asyncio.to_thread(self._process.wait)
 
     @property
     def waiting(self) -> int:
@@ -136,10 +137,8 @@ class Remote:
         model raised.
         """
         ours, theirs = socket.socketpair()
-        try:
+        with theirs:
             self._process = spawn(theirs)
-        finally:
-            theirs.close()
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[Message | None] = loop.create_future()
         self._ended = asyncio.Event()
@@ -220,11 +219,3 @@ class Remote:
                 took_s = (time.monotonic() - answer.began_s) / max(answer.batch, 1)
                 self._seconds_per_job = FORGETTING * self._seconds_per_job + (1 - FORGETTING) * took_s
         hear((place, answer))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

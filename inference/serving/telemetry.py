@@ -40,19 +40,21 @@ class Telemetry:
         self.prompt_tokens = Counter("throughline_prompt_tokens", "Tokens read.", **by_model)
         self.made_tokens = Counter("throughline_generated_tokens", "Tokens generated.", **by_model)
         self.gone = Counter("throughline_cancelled", "Answers given up: the client left.", **by_model)
-        self.waiting = Gauge("throughline_queued", "Answers accepted and not begun.", **by_model)
-        self.active = Gauge("throughline_active", "Answers in the making.", **by_model)
-        self.restarts = Counter("throughline_restarts", "Starts after a death of the process.", **by_model)
+        self.states = {
+            Gauge("throughline_queued", "Answers accepted and not begun.", **by_model): "queued",
+            Gauge("throughline_active", "Answers in the making.", **by_model): "active",
+            Gauge(
+                "throughline_restarts_total", "Starts after a death of the process.", **by_model
+            ): "restarts",
+        }
         # A metric with its labels; remembered, because looking it up costs more than counting.
         self.of = lru_cache(None)(lambda metric, *labels: metric.labels(*labels))
 
     def page(self, models: list[Any]) -> bytes:
         """The text of /metrics."""
         for model in models:
-            self.waiting.labels(model.name).set(model.remote.queued)
-            self.active.labels(model.name).set(model.remote.active)
-            restarts = self.restarts.labels(model.name)
-            restarts.inc(model.remote.restarts - restarts._value.get())
+            for metric, value in self.states.items():
+                metric.labels(model.name).set(getattr(model.remote, value))
         return generate_latest(self.registry)
 
     def answered(self, watch: "Watch", endpoint: str, status: int, **said: Any) -> None:
@@ -65,10 +67,9 @@ class Telemetry:
         line: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | said
         line |= {"status": status, "model": watch.model, "ms": round(1000 * took_s, 1)}
         line |= {"prompt_tokens": watch.prompt_tokens, "generated_tokens": watch.made}
-        line["cached_tokens"] = watch.cached or None
+        line |= {"cached_tokens": watch.cached or None, "fault": watch.fault}
         for name, at_s in (("first_ms", watch.first_s), ("queue_ms", watch.began_s)):
             line[name] = None if at_s is None else round(1000 * (at_s - watch.came_s), 1)
-        line["fault"] = watch.fault
         known = {name: value for name, value in line.items() if value is not None}
         with contextlib.suppress(BrokenPipeError):  # nobody reads the log: the requests go on
             print(json.dumps(known), file=self._log, flush=True)
