@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...core.console import say
 from ...core.errors import ThroughlineError, WrongUse
 from ...core.version import version
 from .served import ServedModel, ServerLimits
@@ -34,18 +35,15 @@ class Server:
         self.models, self.limits, self.telemetry = list(models), limits, telemetry
         self.draining = asyncio.Event()
         self.failure: ThroughlineError | None = None
-        self.on_ready: Callable[[], None] = lambda: None
-        self.on_failure: Callable[[], None] = lambda: None
+        self.place = ""  # where it listens, for people
 
     async def start(self) -> None:
-        """Start all models; says by `on_ready` or `on_failure` what became of it."""
+        """Start all models; says that they serve, or notes the `failure` of one."""
         try:
             await asyncio.gather(*(model.start() for model in self.models))
+            say(f"serving {', '.join(model.name for model in self.models)} at {self.place}")
         except ThroughlineError as error:
             self.failure = error
-            self.on_failure()
-            return
-        self.on_ready()
 
     async def close(self) -> None:
         """End the processes of all models."""
@@ -59,7 +57,7 @@ class Server:
         fitting = [model for model in self.models if tokens_only or endpoint in model.endpoints]
         if name is None:
             if len(fitting) != 1:
-                if waiting := next((model for model in self.models if not model.ready), None):
+                if waiting := next((model for model in self.models if not model.remote.ready), None):
                     waiting.remote.check_room(0)
                 names = ", ".join(model.name for model in fitting) or "none"
                 why = f"{len(fitting)} models answer {endpoint}: {names}"

@@ -57,22 +57,19 @@ class Broken(msgspec.Struct, tag=True):
 
     numbers: list[int]
     kind: str
-    what: str
-    where: str = ""
-    why: str = ""
-    fix: str = ""
+    said: dict[str, str]  # `what`, `where`, `why` and `fix`
 
     @classmethod
     def of(cls, error: Exception, numbers: list[int]) -> "Broken":
         """As a message can carry it."""
-        if isinstance(error, ThroughlineError):
-            return cls(numbers, type(error).__name__, error.what, error.where, error.why, error.fix)
-        return cls(numbers, "Failed", f"{type(error).__name__}: {error}")
+        if not isinstance(error, ThroughlineError):
+            return cls(numbers, "Failed", {"what": f"{type(error).__name__}: {error}"})
+        said = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
+        return cls(numbers, type(error).__name__, said)
 
     def error(self) -> ThroughlineError:
         """The error that `of` was given."""
-        kind = KINDS.get(self.kind, Failed)
-        return kind(self.what, where=self.where, why=self.why, fix=self.fix)
+        return KINDS.get(self.kind, Failed)(**self.said)
 
 
 class Made(msgspec.Struct, array_like=True):

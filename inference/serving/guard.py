@@ -22,7 +22,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...core.console import warn
 from ...core.errors import ThroughlineError, WrongUse
 from .calls import Server, json_response
-from .remote import Busy
 from .telemetry import Watch
 
 OPEN = ("/", "/health", "/ready")  # without a key: the page holds no secret, probes have no key
@@ -103,9 +102,6 @@ def error_response(
 
 def told(error: ThroughlineError) -> Response:
     """One of our errors as an answer; what the user did not cause says nothing of paths."""
-    if isinstance(error, Busy):
-        later = {"Retry-After": str(error.retry_after_s)}
-        return error_response(503 if error.absent else 429, f"{error.what}; {error.fix}", headers=later)
     message = "; ".join(part for part in (error.what, error.why, error.fix) if part)
     wrong = isinstance(error, WrongUse)
     return error_response(400 if wrong else 500, message, (error.where or None) if wrong else None)

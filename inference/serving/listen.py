@@ -187,16 +187,15 @@ class DrainingServer(uvicorn.Server):
             say(f"draining: the port closes in {self._drain_s:g} s, accepted requests are answered")
         self._server.draining.set()
 
-    def give_up(self) -> None:
-        """End without a drain."""
-        self.should_exit = True
+    async def on_tick(self, counter: int) -> bool:
+        return self._server.failure is not None or await super().on_tick(counter)
 
     def _close(self) -> None:
         if not self._closing:
             self._closing = True
             say("the port closes; accepted requests are answered")
             refuse_new(self._listener)
-            asyncio.get_running_loop().call_later(TAKE_UP_S, self.give_up)
+            asyncio.get_running_loop().call_later(TAKE_UP_S, setattr, self, "should_exit", True)
 
 
 def run(
@@ -232,12 +231,10 @@ def run(
         raise WrongUse("TLS cannot begin", where=config.ssl_certfile or "", why=why, fix=TLS_FILES) from error
     host, port = listener.getsockname()[:2]
     scheme = "https" if tls else "http"
-    place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/"
+    server.place = place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/"
     names = ", ".join(model.name for model in server.models)
     say(f"loading {names}; {place}health answers, {place}ready says when the models do")
     serving = DrainingServer(config, server, drain_s, listener)
-    server.on_ready = lambda: say(f"serving {names} at {place}")
-    server.on_failure = serving.give_up
     began_s = time.monotonic()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

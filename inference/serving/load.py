@@ -32,8 +32,6 @@ COMMON = (
     "like our over man me even most made after also did many before must through back years where much your way"
 )
 WORDS = tuple(COMMON.split())
-
-
 Ask = dict[str, Any]  # one request: the body without `model`
 
 

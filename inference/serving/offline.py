@@ -22,10 +22,10 @@ from ...core.files import full_disk, json_lines, sha256_file, sha256_json, sync
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded
 from ..runtimes.sampling import Sampling
-from .encoding import embed
+from .encoding import Reader, embed
 from .generation import Job
 from .slots import PREFIX_BYTES, answer
-from .texts import open_text_model, reader_of, text_job
+from .texts import open_text_model, text_job
 
 SLOTS, GPU_SLOTS = 8, 64
 EMBEDDED_TOGETHER = 256  # texts, sorted by length among themselves
@@ -185,7 +185,7 @@ def _embed(
     loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], truncate: bool
 ) -> Iterator[Record]:
     assert loaded.encoder is not None
-    reader = reader_of(loaded, tokenizer)
+    reader = Reader(tokenizer, loaded.encoder.context, loaded.encoder.vocab_size)
     while group := list(islice(records, EMBEDDED_TOGETHER)):
         rows, kept = [], []
         for number, record in group:

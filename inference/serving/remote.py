@@ -1,6 +1,6 @@
 """A model in a process of its own, as the HTTP process sees it: started, fed, watched and started again.
 
-- `submit` never waits: it takes all work of a request or raises `Busy`. The number of answers that are accepted
+- `submit` never waits: it takes all work of a request or says that it cannot. The number of answers that are accepted
   and not given is bounded here, so that a full queue is known without asking the other process.
 - A process that dies is started again; everyone it owed an answer gets an error.
 """
@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from ...core.backend import BackendOptions
 from ...core.console import warn
 from ...core.errors import Failed, ThroughlineError
@@ -22,14 +24,6 @@ from .channel import Ask, Broken, Cancel, Made, Message, Messages, Open, Read, R
 
 FORGETTING = 0.9  # of the running mean of seconds per job
 LONGEST_PAUSE_S = 30.0  # between two attempts to start a process that keeps dying
-
-
-class Busy(Failed):
-    """The queue is full or the model is not there; `retry_after_s` says when to come back."""
-
-    def __init__(self, what: str, retry_after_s: int, absent: bool = False) -> None:
-        super().__init__(what, fix=f"try again in {retry_after_s} s")
-        self.retry_after_s, self.absent = retry_after_s, absent
 
 
 Answer = Made | Read | ThroughlineError
@@ -103,15 +97,15 @@ class Remote:
         return len(self._waiting) - len(self._began)
 
     def check_room(self, jobs: int) -> None:
-        """Raises Busy when this many jobs cannot be taken now."""
+        """Raises HTTPException when this many jobs cannot be taken now: 503 without the model, 429 for a full queue."""
         if not self.ready:
             state = "starting again" if self.restarts else "loading"
-            raise Busy(f"the model {self.name} is {state}", 5, absent=True)
+            raise _later(503, f"the model {self.name} is {state}", 5)
         places = self._queue + self._slots
         if len(self._waiting) + jobs > places:
             wait_s = max(1, min(60, math.ceil(len(self._waiting) * self._seconds_per_job)))
             why = f"{len(self._waiting)} of {places} places are taken"
-            raise Busy(f"the queue of {self.name} is full: {why}", wait_s)
+            raise _later(429, f"the queue of {self.name} is full: {why}", wait_s)
 
     def submit(self, work: Sequence[Work], hear: Hear) -> range:
         """Send the work of a request and return the numbers of its answers. Raises as `check_room`."""
@@ -219,3 +213,7 @@ class Remote:
                 took_s = (time.monotonic() - answer.began_s) / max(answer.batch, 1)
                 self._seconds_per_job = FORGETTING * self._seconds_per_job + (1 - FORGETTING) * took_s
         hear((place, answer))
+
+
+def _later(status: int, what: str, wait_s: int) -> HTTPException:
+    return HTTPException(status, f"{what}; try again in {wait_s} s", {"Retry-After": str(wait_s)})

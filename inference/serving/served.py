@@ -1,5 +1,5 @@
-"""A model as the HTTP process sees it: its tokenizer, what each endpoint asks of it, and its process. No HTTP
-here.
+"""A model as the HTTP process sees it: its tokenizer, what each endpoint asks of it, and its process. No
+endpoint here.
 
 Everything that a request gets wrong raises WrongUse before anything is queued.
 """
@@ -47,7 +47,7 @@ Deltas = AsyncGenerator[tuple[int, TextDelta], None]  # of several answers, each
 
 
 class ServedModel:
-    """One model; `ready` while its process answers."""
+    """One model."""
 
     def __init__(self, name: str, remote: Remote, limits: ServerLimits) -> None:
         self.name, self.remote, self.limits = name, remote, limits
@@ -64,10 +64,6 @@ class ServedModel:
         self.facts = facts
         self.chat = ChatTemplate.find(path.parent, self.tokenizer) if self.causal else None
         self.remote.watch()
-
-    @property
-    def ready(self) -> bool:
-        return self.remote.ready
 
     @property
     def causal(self) -> bool:
@@ -97,7 +93,7 @@ class ServedModel:
             "max_model_len": self.facts.get("context"),
             "endpoints": self.endpoints,
             "mask_token": None if mask is None else self.token_text(mask),
-            "ready": self.ready,
+            "ready": self.remote.ready,
         }
 
     # --- generating ---

@@ -74,7 +74,7 @@ def _status(server: Server) -> list[Route]:
 
     async def ready(request: Request) -> Response:
         """Every model answers; 503 while one loads or the server drains."""
-        waiting = [model.name for model in server.models if not model.ready]
+        waiting = [model.name for model in server.models if not model.remote.ready]
         draining = server.draining.is_set()
         counts = {
             name: {model.name: getattr(model.remote, name) for model in server.models}

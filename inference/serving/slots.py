@@ -76,20 +76,16 @@ class Prefixes:
 
     def __init__(self, backend: CausalBackend, limit_bytes: int) -> None:
         self._backend, self._limit = backend, limit_bytes
-        self._kept: dict[bytes, tuple[np.ndarray, Any]] = {}  # in the order of use
-
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._kept.clear()
+        self.kept: dict[bytes, tuple[np.ndarray, Any]] = {}  # in the order of use
 
     def find(self, prompt_ids: np.ndarray) -> tuple[int, Any]:
         """How many tokens the best entry shares with the prompt, and that entry (its use is noted)."""
-        shared = {key: common(ids, prompt_ids) for key, (ids, _) in self._kept.items()}
+        shared = {key: common(ids, prompt_ids) for key, (ids, _) in self.kept.items()}
         if not any(shared.values()):
             return 0, None
         best = max(shared, key=shared.__getitem__)
-        self._kept[best] = self._kept.pop(best)
-        return shared[best], self._kept[best][1]
+        self.kept[best] = self.kept.pop(best)
+        return shared[best], self.kept[best][1]
 
     def keep(self, ids: np.ndarray, cache: Any, row: int) -> None:
         """Save a row, unless an entry holds all of it already; entries that it continues are dropped."""
@@ -97,16 +93,16 @@ class Prefixes:
         size = self._backend.token_bytes
         if not size or tokens < LEAST_PREFIX or tokens * size > self._limit:
             return
-        shares = {key: common(old, ids) for key, (old, _) in self._kept.items()}
+        shares = {key: common(old, ids) for key, (old, _) in self.kept.items()}
         if any(shared == tokens for shared in shares.values()):
             return
         for key, shared in shares.items():
-            if shared == len(self._kept[key][0]):
-                del self._kept[key]
-        while sum(len(old) for old, _ in self._kept.values()) * size + tokens * size > self._limit:
-            del self._kept[next(iter(self._kept))]
+            if shared == len(self.kept[key][0]):
+                del self.kept[key]
+        while sum(len(old) for old, _ in self.kept.values()) * size + tokens * size > self._limit:
+            del self.kept[next(iter(self.kept))]
         if (saved := self._backend.save_row(cache, row, tokens)) is not None:
-            self._kept[ids.tobytes()] = (ids, saved)
+            self.kept[ids.tobytes()] = (ids, saved)
 
 
 class SlotBatch:
@@ -150,7 +146,7 @@ class SlotBatch:
     def broken(self) -> list[Any]:
         """After an error in a step: the owners of those who were in it, whose rows are lost; the others begin anew."""
         lost, self._live = [sequence.owner for sequence in self._live], []
-        self._prefixes.clear()
+        self._prefixes.kept.clear()
         self._cache = None  # before there is another: memory may have been what was missing
         self._cache = self.backend.new_cache(self.slots)
         return lost

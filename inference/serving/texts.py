@@ -50,15 +50,10 @@ def embed_texts(
     """
     loaded, tokenizer = open_text_model(path, "bert", options)
     assert loaded.encoder is not None
-    reader = reader_of(loaded, tokenizer)
+    reader = Reader(tokenizer, loaded.encoder.context, loaded.encoder.vocab_size)
     named = {f"text {number}: {text[:60]}": text for number, text in enumerate(texts, 1)}
     rows = [reader.frame({name: text}, truncate) for name, text in named.items()]
     return embed(loaded.encoder, rows, tokenizer.pad_id or 0)
-
-
-def reader_of(loaded: Loaded, tokenizer: Tokenizer) -> Reader:
-    """How texts become what this encoder reads."""
-    return Reader(tokenizer, loaded.config.sequence_length, loaded.config.vocab_size)
 
 
 def open_text_model(path: Path | str, family: str, options: BackendOptions) -> tuple[Loaded, Tokenizer]:

@@ -83,7 +83,7 @@ async def running(
     app = build_app(server, keys)
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60)
     async with app.router.lifespan_context(app), client:
-        while not all(model.ready for model in server.models) and server.failure is None:
+        while not all(model.remote.ready for model in server.models) and server.failure is None:
             await asyncio.sleep(0.005)
         yield Running(client, server, app, workers)
 
@@ -112,7 +112,7 @@ def on_a_port_with(
     bounds, telemetry = ServerLimits(**limits), Telemetry()
     server = Server(served_models(specs, bounds, BackendOptions("cpu", threads=1)), bounds, telemetry)
     with on_a_port(build_app(server)) as (host, port):
-        while not all(model.ready for model in server.models):
+        while not all(model.remote.ready for model in server.models):
             time.sleep(0.005)
         yield f"http://{host}:{port}/", server
 

@@ -14,7 +14,7 @@ TOKEN = Token(7, -0.5, ((7, -0.5), (1, -2.0)))
 SENT = [
     Cancel([1]),
     Turn([Made(3, 1.5, 2, [TextDelta("ä€", TOKEN, None, (Token(5),), 4, 2.5), TextDelta("", None, "stop")])]),
-    Broken([1, 2], "WrongUse", "x" * 300, "where"),
+    Broken([1, 2], "WrongUse", {"what": "x" * 300, "where": "here"}),
 ]
 
 
