@@ -246,8 +246,8 @@ def their_accuracy(model: Any, plan: RunPlan) -> float:
 
 def unigram(plan: RunPlan) -> float:
     """Accuracy of always saying the most frequent token of the training text, on the validation text."""
-    most = np.bincount(np.concatenate([store.read(0, store.tokens) for store in plan.train_stores])).argmax()
-    ids = np.concatenate([store.read(0, store.tokens) for store in plan.validation_stores])
+    most = np.bincount(np.concatenate([store.read(0, store.tokens) for store in plan.corpus.train])).argmax()
+    ids = np.concatenate([store.read(0, store.tokens) for store in plan.corpus.validation])
     return float((ids == most).mean())
 
 

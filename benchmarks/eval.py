@@ -129,10 +129,10 @@ def score(side: str, name: str, model: Path, records: Path, batch: int) -> dict[
     """In the measured process: load, then tokenise and score one task."""
     rows = [json.loads(line) for line in (records / f"{name}.jsonl").read_text().splitlines()]
     if side == "ours":
+        from throughline.data.records import Record
         from throughline.eval.asked import Settings
         from throughline.eval.opening import open_scorer
         from throughline.eval.runner import evaluate
-        from throughline.eval.sources import Record
         from throughline.eval.task import BoundTask, find_tasks
 
         class Held(BoundTask):

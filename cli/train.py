@@ -82,7 +82,7 @@ def command(
         if running_processes()[0] == 0:  # it speaks for all
             console.result(plan.summary(), plan.lines())
         return
-    evaluators: list[Evaluator] = [Validation(plan)] if plan.validation_stores else []
+    evaluators: list[Evaluator] = [Validation(plan)] if plan.corpus.validation else []
     if resolved.evaluation.tasks:
         from ..eval.inloop import TaskEvaluator
 

@@ -115,10 +115,10 @@ def recipe_hash(recipe: Section) -> str:
     return sha256_json(recipe.model_dump(mode="json"))
 
 
-def dump_toml(recipe: Section) -> str:
-    """The resolved recipe as TOML, every field written out; valid input again (None fields are left out)."""
+def dump_toml(recipe: Section, given: bool = False) -> str:
+    """The recipe as TOML, every field written out, or those that were given; valid input again (None is left out)."""
     lines: list[str] = []
-    _dump(recipe.model_dump(mode="json", exclude_none=True), "", lines)
+    _dump(recipe.model_dump(mode="json", exclude_none=True, exclude_unset=given), "", lines)
     return "\n".join(lines).strip() + "\n"
 
 

@@ -35,10 +35,11 @@ class TaskEvaluator:
 
     def __init__(self, plan: "RunPlan") -> None:
         wanted = plan.recipe.evaluation
-        if plan.tokenizer is None:
+        tokenizer = plan.corpus.tokenizer
+        if tokenizer is None:
             why, fix = "tasks are texts", "tokenize the store again with a tokenizer, or take the tasks out"
             raise WrongUse("the token store has no tokenizer", where="evaluation.tasks", why=why, fix=fix)
-        self.tokenizer, self.steps, self.every = plan.tokenizer, plan.recipe.train.steps, wanted.every_steps
+        self.tokenizer, self.steps, self.every = tokenizer, plan.recipe.train.steps, wanted.every_steps
         self.tasks = find_tasks(wanted.tasks)
         data_dir = Path(wanted.data_dir) if wanted.data_dir else None
         self.settings = Settings(data_dir=data_dir, limit=wanted.limit)

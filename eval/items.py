@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from ..core.errors import Failed
-from .sources import Record, whole_line
+from ..data.records import Record, whole_line
 from .task_file import Prompt, Task
 from .textops import FILTERS
 

@@ -19,10 +19,10 @@ import numpy as np
 
 from ..core.errors import Failed, WrongUse
 from ..core.scorer import Ids, Question, Score, Scorer, check_question
+from ..data.records import Record
 from .answers import packed, unpacked
 from .items import MASK, Form, Item, joined
 from .metrics import METRICS
-from .sources import Record
 from .task_file import Task
 from .textops import plain_answer
 

@@ -144,7 +144,7 @@ def validation_figures(opened: Opened, *, needed: bool) -> dict[str, Any]:
             raise
         warn(f"no validation figures: {error.what} ({error.where})")
         return {}
-    if not plan.validation_stores:
+    if not plan.corpus.validation:
         return {}
     engine = Engine.holding(opened.model, recipe.train.precision, device)
     return Validation(plan, run / "cache").measure(engine)

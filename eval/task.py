@@ -11,9 +11,9 @@ from ..core.console import table
 from ..core.errors import WrongUse, did_you_mean
 from ..core.files import sha256_json
 from ..core.recipe import build_recipe, read_toml
+from ..data.records import KNOWN, Record, find_files, hub_records, read_records, unknown_files
 from .items import Item
 from .kinds import KINDS, Kind
-from .sources import KNOWN, Record, find_files, hub_records, read_records, unknown_files
 from .task_file import Source, Task
 
 

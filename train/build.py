@@ -2,27 +2,24 @@
 here.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from ..core.artifact import Input, input_record
+from ..core.artifact import input_record
 from ..core.console import amount, duration
 from ..core.errors import WrongUse
 from ..data.options import DatasetOptions
 from ..data.samples import Dataset, open_dataset
-from ..data.store import TokenStore
-from ..data.tokenizer import Tokenizer
-from ..models.config import ModelConfig
+from ..models.config import ModelConfig, family_of
 from ..planner.layout import ZERO_BUBBLE, Layout
 from ..planner.nearest import require_world
 from .checkpoints.weights_in import adopt, open_weights, start_from
 from .compile import to_compile
-from .corpus import open_corpus
+from .corpus import Corpus, open_corpus
 from .engine import Engine
 from .float8 import check_products
 from .logs.metrics import check_sinks
@@ -33,7 +30,7 @@ from .parallel.context import cut_rows
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .precision import LossScaler, pick_device
 from .recipes.predict import predicted_step_seconds
-from .recipes.recipe import Recipe, model_config, model_family
+from .recipes.recipe import Recipe, model_config
 from .recipes.rules import can_be_had
 from .recipes.sections import ObjectiveSection
 from .step import Trainer
@@ -44,16 +41,14 @@ class RunPlan:
     """A checked run before anything of it is allocated or written."""
 
     recipe: Recipe
-    family: str
     config: ModelConfig
     device: torch.device
-    memory: dict[str, int]  # predicted bytes by term
-    train_stores: Sequence[TokenStore]
-    validation_stores: Sequence[TokenStore]
-    tokenizer: Tokenizer | None  # None for a foreign store, which has none
-    tokenizer_json: bytes | None
-    inputs: Sequence[Input]
-    text_bytes: int = 0  # still to be made into stores
+    corpus: Corpus
+    memory: dict[str, int] = field(default_factory=dict)  # predicted bytes by term
+
+    @property
+    def family(self) -> str:
+        return family_of(self.config)
 
     def objective(self) -> Objective:
         """What the engine learns."""
@@ -87,9 +82,9 @@ class RunPlan:
             "family": self.family,
             "parameters": self.config.parameter_count(),
             "device": str(self.device),
-            "train_tokens_in_store": sum(store.tokens for store in self.train_stores),
-            "text_bytes": self.text_bytes,
-            "validation_tokens": sum(store.tokens for store in self.validation_stores),
+            "train_tokens_in_store": sum(store.tokens for store in self.corpus.train),
+            "text_bytes": self.corpus.text_bytes,
+            "validation_tokens": sum(store.tokens for store in self.corpus.validation),
             "tokens_to_train": tokens,
             "flops": tokens * self.config.flops_per_token(self.recipe.train.sequence_length),
             "memory_bytes": sum(self.memory.values()),
@@ -101,8 +96,8 @@ class RunPlan:
         """The summary for a person."""
         facts = self.summary()
         split = f"{facts['train_tokens_in_store']:,} tokens"
-        if self.text_bytes:
-            split = f"of {amount(self.text_bytes, 'B')} of text, tokenised before the first step"
+        if self.corpus.text_bytes:
+            split = f"of {amount(self.corpus.text_bytes, 'B')} of text, tokenised before the first step"
         most = "at most " if self.recipe.train.batch_ramp else ""
         memory = ", ".join(f"{name} {amount(size, 'B')}" for name, size in self.memory.items())
         return [
@@ -132,31 +127,19 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
     layout, others = recipe.parallel.layout(), partial(can_be_had, recipe)
     require_world(layout, running_processes()[1], plan.config, *batch, others)
     memory = check_memory(plan.config, recipe, device)
-    if plan.text_bytes and cache is not None:
+    if plan.corpus.text_bytes and cache is not None:
         plan = validation_plan(recipe, device, cache)
-    inputs = list(plan.inputs)
+    corpus = plan.corpus
     if recipe.model.init_from and running_processes()[0] == 0:  # before a directory is claimed for the run
         adopt(open_weights(recipe.model.init_from)[0], plan.config, recipe.model.init_from)
-        inputs.append(input_record(recipe.model.init_from))
-    return replace(plan, memory=memory, inputs=inputs)
+        corpus = replace(corpus, inputs=[*corpus.inputs, input_record(recipe.model.init_from)])
+    return replace(plan, memory=memory, corpus=corpus)
 
 
 def validation_plan(recipe: Recipe, device: torch.device, cache: Path | None = None) -> RunPlan:
     """The same for measuring a trained model in any layout on any machine: nothing about memory."""
     corpus = open_corpus(recipe, cache)
-    return RunPlan(
-        recipe=recipe,
-        family=model_family(recipe),
-        config=model_config(recipe, corpus.vocab_size),
-        device=device,
-        memory={},
-        train_stores=corpus.train,
-        validation_stores=corpus.validation,
-        tokenizer=corpus.tokenizer,
-        tokenizer_json=corpus.tokenizer_json,
-        inputs=corpus.inputs,
-        text_bytes=corpus.text_bytes,
-    )
+    return RunPlan(recipe, model_config(recipe, corpus.vocab_size), device, corpus)
 
 
 def dataset_options(plan: RunPlan) -> DatasetOptions:
@@ -171,7 +154,7 @@ def dataset_options(plan: RunPlan) -> DatasetOptions:
             separate_documents=data.separate_documents,
             random_offsets=data.random_offsets and data.packing == "windows",
         )
-    objective, tokenizer = recipe.objective or ObjectiveSection(), plan.tokenizer
+    objective, tokenizer = recipe.objective or ObjectiveSection(), plan.corpus.tokenizer
     where = data.sources()[0].path
     if tokenizer is None:
         fix = "put its tokenizer.json beside them"
@@ -205,13 +188,13 @@ def training_rows(plan: RunPlan, cache: Path | None = None) -> Dataset:
     """The dataset that the run trains on."""
     sources = plan.recipe.data.sources()
     weights = [source.weight for source in sources] if len(sources) > 1 else None
-    return open_dataset(plan.train_stores, dataset_options(plan), weights, cache)
+    return open_dataset(plan.corpus.train, dataset_options(plan), weights, cache)
 
 
 def validation_rows(plan: RunPlan, cache: Path | None = None) -> list[Dataset]:
     """The validation split in order, every window or pair once, one dataset a store."""
     options = replace(dataset_options(plan), order="sequential", random_offsets=False, pair_copies=1)
-    return [open_dataset(store, options, None, cache) for store in plan.validation_stores]
+    return [open_dataset(store, options, None, cache) for store in plan.corpus.validation]
 
 
 class Batches(Protocol):

@@ -65,7 +65,7 @@ class Validation:
     def _gpt_figures(self, total: float, count: float) -> dict[str, float]:
         loss = total / count
         figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": int(count)}
-        if self.plan.tokenizer is not None:
+        if self.plan.corpus.tokenizer is not None:
             if self._bytes_per_token is None:
                 self._bytes_per_token = self._count_bytes()
             figures["bits_per_byte"] = loss / math.log(2) / self._bytes_per_token
@@ -74,9 +74,9 @@ class Validation:
     def _count_bytes(self) -> float:
         """UTF-8 bytes of text per token of the split; end-of-text tokens are tokens without bytes."""
         tokens = size = 0
-        tokenizer = self.plan.tokenizer
+        tokenizer = self.plan.corpus.tokenizer
         assert tokenizer is not None
-        for store in self.plan.validation_stores:
+        for store in self.plan.corpus.validation:
             ids = store.read(0, min(store.tokens, DECODED_TOKENS))
             words = ids if tokenizer.eos_id is None else ids[ids != tokenizer.eos_id]
             tokens, size = tokens + len(ids), size + len(tokenizer.decode(words).encode())

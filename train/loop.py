@@ -90,8 +90,8 @@ class Run:
         self.writer = CheckpointWriter(
             workspace.path / "checkpoints",
             recipe.checkpoint.keep,
-            plan.tokenizer_json,
-            plan.inputs,
+            plan.corpus.tokenizer_json,
+            plan.corpus.inputs,
             recipe_hash(recipe),
             process=ranks.mesh.rank,
             processes=ranks.mesh.world.size,
@@ -225,7 +225,7 @@ class Run:
         if self.trainer.step == self.saved_step and self.trainer.step:
             return
         facts: dict[str, Any] = {"validation": self.validation} if self.validation else {}
-        facts |= {"special": self.plan.tokenizer.special} if self.plan.tokenizer else {}
+        facts |= {"special": tokenizer.special} if (tokenizer := self.plan.corpus.tokenizer) else {}
         self.report.pause()
         self.metrics.flush()  # before the checkpoint can appear: a resume repeats no earlier step
         start = time.perf_counter()
@@ -290,7 +290,7 @@ class Run:
                 from .logs.mllog import write_mllog
 
                 write_mllog(self.workspace.path, recipe, self.plan.config)
-        self.workspace.finish("run", self.plan.inputs, recipe_hash(recipe), summary)
+        self.workspace.finish("run", self.plan.corpus.inputs, recipe_hash(recipe), summary)
         rate = amount(steps["tokens_per_s"], "tokens")
         say(f"{steps['steps_here']:,} steps in {duration(seconds)}, {rate}/s in a step")
         return summary

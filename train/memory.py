@@ -14,14 +14,15 @@ from ..core.errors import Failed, Refused
 from ..core.hardware import memory_limit_bytes
 from ..models.config import ModelConfig
 from ..models.presets import preset, preset_names
-from ..planner.memory import IN_A_STEP
+from ..planner.memory import IN_A_STEP, MOMENTS
 from .parallel.mesh import processes_here
 from .recipes.predict import predicted_memory
 from .recipes.recipe import Recipe, model_config, model_family
 from .recipes.rules import RULES
 
-FEWER_ROWS = "train.micro_batch_rows = 1 (same result)"
-RECOMPUTE = 'train.recompute = "full" (a third more time)'
+Change = tuple[str, dict[str, Any], dict[str, Any], bool]  # its text, fields of train and of parallel, joined
+FEWER_ROWS: Change = "train.micro_batch_rows = 1 (same result)", {"micro_batch_rows": 1}, {}, False
+RECOMPUTE: Change = 'train.recompute = "full" (a third more time)', {"recompute": "full"}, {}, False
 OF_PHASE = {  # the moments that an allocation of a phase adds to
     "forward": ("loss",),
     "backward": ("loss", "backward of a layer"),
@@ -76,74 +77,60 @@ def _largest_first(terms: dict[str, int]) -> str:
     return ", ".join(f"{name} {amount(size, 'B')}" for name, size in ordered)
 
 
-def _changed(recipe: Recipe, train: dict[str, Any], parallel: dict[str, Any] | None = None) -> Recipe:
-    sections = {
-        "train": recipe.train.model_copy(update=train),
-        "parallel": recipe.parallel.model_copy(update=parallel or {}),
-    }
-    return recipe.model_copy(update=sections)
+def _changed(recipe: Recipe, train: dict[str, Any], parallel: dict[str, Any]) -> Recipe:
+    sections = recipe.train.model_copy(update=train), recipe.parallel.model_copy(update=parallel)
+    return recipe.model_copy(update=dict(zip(("train", "parallel"), sections)))
 
 
-def _cheaper(recipe: Recipe, config: ModelConfig, device: str, total: int) -> list[str]:
-    """The three cheapest changes that save memory, cheapest first, each with what would then be needed."""
-
-    def need(**changes: object) -> int:
-        return sum(predicted_memory(config, _changed(recipe, changes), device).values())
-
-    tries = (
-        (FEWER_ROWS, need(micro_batch_rows=1)),
-        (RECOMPUTE, need(recompute="full")),
-        ('both, with train.precision = "bf16"', need(micro_batch_rows=1, recompute="full", precision="bf16")),
-    )
-    lines = [f"{text}: {amount(size, 'B')}" for text, size in tries if size < need()]
-    if all(size > total for _, size in tries):  # then only a smaller model helps
-        needs = {name: _preset_need(name, recipe, device) for name in preset_names(model_family(recipe))}
-        if fitting := [name for name, size in needs.items() if size <= total]:
-            largest = max(fitting, key=lambda name: preset(name).parameter_count())
-            lines.insert(
-                2, f'model.preset = "{largest}", the largest that fits: {amount(needs[largest], "B")}'
-            )
-    return lines[:3]
-
-
-def _followable(recipe: Recipe, config: ModelConfig, device: str, moments: Sequence[str]) -> list[str]:
-    """The changes with which the directory of a run that has started can go on and which save memory at these moments,
-    cheapest first, each with what would then be needed there.
-
-    Offload, the dearest, comes with those that cost less and help.
+def _saving(
+    recipe: Recipe, config: ModelConfig, device: str, tries: Sequence[Change], moments: Sequence[str]
+) -> list[tuple[str, int]]:
+    """Of the changes, cheapest first, those that are legal and save memory at these moments, each with what would then
+    be needed there. One that is `joined`, the dearest, comes with those that cost less and help.
     """
-    layout = recipe.parallel.layout()
-    sharding = "full" if layout.pipeline == 1 else "zero1"
-    more: dict[str, Any] = {}
-    fewer: dict[str, Any] = {}
-    shared = f'parallel.sharding = "{sharding}"'
-    if layout.data == 1:
-        more = {"data": 2}
-        train = recipe.train
-        fewer = {"micro_batch_rows": math.gcd(train.rows_per_step // 2, train.rows_per_micro_batch)}
-        shared = f"parallel.data = 2, {shared} (on {2 * layout.world} processes: throughline launch)"
-    lines: list[str] = []
-    helping: dict[str, Any] = {}
 
     def need(changed: Recipe) -> int:
         return sum(predicted_memory(config, changed, device, moments).values())
 
-    for text, changes, parallel in (
-        (FEWER_ROWS, {"micro_batch_rows": 1}, {}),
-        (RECOMPUTE, {"recompute": "full"}, {}),
-        (shared, fewer, {"sharding": sharding} | more),
-        ("train.offload = true (the update on the host)", {"offload": True}, {}),
-    ):
-        offload = "offload" in changes
-        changed = _changed(recipe, (helping | changes) if offload else changes, parallel)
-        if any(list(rule(changed)) for rule in RULES) or (offload and recipe.train.offload):
-            continue
-        if (size := need(changed)) < need(recipe):
-            beside = " with the first changes of train" if offload and helping else ""
-            lines.append(f"{text}{beside}: {amount(size, 'B')}")
-            helping |= changes if not parallel else {}
+    found: list[tuple[str, int]] = []
+    helping: dict[str, Any] = {}
+    for text, train, parallel, joined in tries:
+        changed = _changed(recipe, (helping | train) if joined else train, parallel)
+        if not any(list(rule(changed)) for rule in RULES) and (size := need(changed)) < need(recipe):
+            beside = " with the first changes of train" if joined and helping else ""
+            found.append((f"{text}{beside}: {amount(size, 'B')}", size))
+            helping |= train if not parallel else {}
+    return found
+
+
+def _cheaper(recipe: Recipe, config: ModelConfig, device: str, total: int) -> list[str]:
+    """The three cheapest changes of a run that has not started."""
+    tries = (FEWER_ROWS, RECOMPUTE, ('train.precision = "bf16"', {"precision": "bf16"}, {}, True))
+    found = _saving(recipe, config, device, tries, tuple(MOMENTS))
+    lines = [line for line, _ in found]
+    if all(size > total for _, size in found):  # then only a smaller model helps
+        needs = {name: _preset_need(name, recipe, device) for name in preset_names(model_family(recipe))}
+        if fitting := [name for name, size in needs.items() if size <= total]:
+            largest = max(fitting, key=lambda name: preset(name).parameter_count())
+            fits = f'model.preset = "{largest}", the largest that fits: {amount(needs[largest], "B")}'
+            lines.insert(2, fits)
+    return lines[:3]
+
+
+def _followable(recipe: Recipe, config: ModelConfig, device: str, moments: Sequence[str]) -> list[str]:
+    """The changes with which the directory of a run that has started can go on."""
+    layout, train = recipe.parallel.layout(), recipe.train
+    sharding = "full" if layout.pipeline == 1 else "zero1"
+    text, fewer, more = f'parallel.sharding = "{sharding}"', dict[str, Any](), dict[str, Any]()
+    if layout.data == 1:
+        text = f"parallel.data = 2, {text} (on {2 * layout.world} processes: throughline launch)"
+        fewer = {"micro_batch_rows": math.gcd(train.rows_per_step // 2, train.rows_per_micro_batch)}
+        more = {"data": 2}
+    tries = [FEWER_ROWS, RECOMPUTE, (text, fewer, {"sharding": sharding} | more, False)]
+    if not train.offload:
+        tries.append(("train.offload = true (the update on the host)", {"offload": True}, {}, True))
     nothing = "more memory, or a smaller model in another directory: nothing that may change here saves any"
-    return lines or [nothing]
+    return [line for line, _ in _saving(recipe, config, device, tries, moments)] or [nothing]
 
 
 def _preset_need(name: str, recipe: Recipe, device: str) -> int:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from throughline.core.errors import WrongUse
+from throughline.data.records import Record
 from throughline.eval.asked import Settings
 from throughline.eval.opening import open_scorer
 from throughline.eval.runner import evaluate
-from throughline.eval.sources import Record
 from throughline.eval.task import BoundTask, find_tasks
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from throughline.data.records import Record
 from throughline.eval.fewshot import with_examples
 from throughline.eval.items import Item
-from throughline.eval.sources import Record
 from throughline.eval.task import find_tasks, load_task, shipped_tasks
 
 pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")

@@ -23,7 +23,7 @@ def test_gpt_figures_equal_a_plain_loop_over_the_split(
     monkeypatch.setattr(evaluate, "evaluated_rows", lambda *_: 7)
     plan = make_plan("gpt", train={"precision": "fp64"})
     model = build(plan.config, 3, dtype=torch.float64)
-    store = plan.validation_stores[0]
+    store = plan.corpus.validation[0]
     ids = torch.from_numpy(store.read(0, store.tokens).astype(np.int64))
     total, count = 0.0, 0
     for start in range(0, len(ids) - 1, 32):
@@ -86,12 +86,12 @@ def test_inside_the_run_a_part_is_enough_at_the_end_it_is_the_whole(
     engine = Engine.holding(build(plan.config, 3), "fp32", plan.device)
     validation = Validation(plan)
     assert validation(engine, 3)["tokens"] == 5 * 32
-    assert validation(engine, 6)["tokens"] == plan.validation_stores[0].tokens - 1
+    assert validation(engine, 6)["tokens"] == plan.corpus.validation[0].tokens - 1
 
 
 def test_training_and_validation_share_no_token(make_plan: Callable[..., RunPlan]) -> None:
     plan = make_plan("gpt")
-    train, held_out = plan.train_stores[0], plan.validation_stores[0]
-    whole = make_plan("gpt", data={"validation_fraction": 0.0}).train_stores[0]
+    train, held_out = plan.corpus.train[0], plan.corpus.validation[0]
+    whole = make_plan("gpt", data={"validation_fraction": 0.0}).corpus.train[0]
     joined = np.concatenate([train.read(0, train.tokens), held_out.read(0, held_out.tokens)])
     assert np.array_equal(joined, whole.read(0, whole.tokens))

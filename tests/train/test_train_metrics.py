@@ -72,7 +72,7 @@ def test_sequences_of_a_step_are_counted_with_and_without_pairs(
     data = training_rows(plan)
     for step, record in enumerate(read_metrics(tmp_path / "run")):
         ids = data.batch(16 * step, 16)["input_ids"]
-        count = int((ids == plan.tokenizer.cls_id).sum())
+        count = int((ids == plan.corpus.tokenizer.cls_id).sum())
         assert count > 16 if packing else count == 16
         # both figures are rounded in the file
         assert record["sequences_per_s"] * record["step_s"] == pytest.approx(count, rel=1e-2)

@@ -121,7 +121,7 @@ def test_a_run_goes_on_from_it(make_plan: Callable[..., RunPlan], tmp_path: Path
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
         path.rename(tmp_path / path.name)
     old = tmp_path / "run" / "checkpoints" / "step-00000003"
-    write_old(old, plan.config, old_groups(plan.config, 3), 3, 1, plan.inputs)
+    write_old(old, plan.config, old_groups(plan.config, 3), 3, 1, plan.corpus.inputs)
     (old.parent / "latest").write_text(old.name + "\n")
     (tmp_path / "run" / "manifest.json").unlink()
     assert find_resumable(old.parent) == old

@@ -186,8 +186,8 @@ def test_validation_is_that_of_a_store_of_the_same_text(
     first, second = (Validation(plan).measure(model) for plan in plans)
     assert first == second and (first.get("tokens") or first["masked_tokens"]) > 500
     held = from_text(family)
-    validation = sum(store.tokens for store in held.validation_stores)
-    share = validation / (validation + sum(store.tokens for store in held.train_stores))
+    validation = sum(store.tokens for store in held.corpus.validation)
+    share = validation / (validation + sum(store.tokens for store in held.corpus.train))
     assert 0.09 < share < 0.11 and validation > 500
     assert Validation(held).measure(model).keys() == first.keys()
 
@@ -208,16 +208,16 @@ def test_a_megatron_prefix_is_trained_on(
         Path(f"{prefix}{suffix}").write_bytes((gpt_store / f"00000{suffix}").read_bytes())
     model = {"overrides": {"layers": 2, "width": 32, "heads": 2, "vocab_size": 64}}
     plan = make_plan(data={"train": str(prefix)}, model=model)
-    assert plan.train_stores[0].facts["foreign"] and plan.tokenizer is None
+    assert plan.corpus.train[0].facts["foreign"] and plan.corpus.tokenizer is None
     raw = bytearray(Path(f"{prefix}.bin").read_bytes())
     raw[100] ^= 1
     Path(f"{prefix}.bin").write_bytes(raw)
     other = make_plan(data={"train": str(prefix)}, model=model)
     with pytest.raises(Refused, match=r"do not fit(.|\n)*vocab_size to at least"):
         make_plan(data={"train": str(prefix)}, model={"overrides": model["overrides"] | {"vocab_size": 5}})
-    assert [item.path for item in plan.inputs] == [str(prefix)] and plan.inputs[0].hash != other.inputs[
+    assert [item.path for item in plan.corpus.inputs] == [str(prefix)] and plan.corpus.inputs[
         0
-    ].hash
+    ].hash != other.corpus.inputs[0].hash
     (tmp_path / "tokenizer.json").write_bytes((gpt_store / "tokenizer.json").read_bytes())
     assert make_plan(data={"train": str(prefix)}, model=model).tokenizer is not None, (
         "beside them, as the message says"

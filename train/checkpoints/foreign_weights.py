@@ -123,16 +123,10 @@ def read_megatron(path: Path) -> GPT | BERT:
     if isinstance(config, BERTConfig) or config.tied:
         values.pop("output.weight", None)  # the token table once more
     model = empty_model(config, "cpu", torch.float32)
-    ours = dict(model.named_parameters())
-    if different := set(ours) ^ set(values):
-        why = ", ".join(sorted(different)[:4])
-        raise Refused("the checkpoint has parts that ours do not", where=path, why=why)
-    with torch.no_grad():
-        for name, parameter in ours.items():
-            if parameter.shape != values[name].shape:
-                why = f"{name} is {tuple(values[name].shape)}, ours {tuple(parameter.shape)}"
-                raise Refused("the checkpoint is of a shape that ours does not have", where=path, why=why)
-            parameter.copy_(values[name])
+    try:
+        model.load_state_dict(values)
+    except RuntimeError as error:  # with each name and shape that differs
+        raise Refused("the checkpoint has parts that ours do not", where=path, why=str(error)) from error
     assert isinstance(model, (GPT, BERT))
     return model.eval()
 

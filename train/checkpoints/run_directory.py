@@ -50,7 +50,7 @@ def open_run(
         if done["step"] >= recipe.train.steps or reached(recipe.target, done["validation"]):
             return checkpoint, done
     if checkpoint is not None:
-        check_inputs(checkpoint, plan.inputs)
+        check_inputs(checkpoint, plan.corpus.inputs)
     (workspace.path / MANIFEST).unlink(missing_ok=True)
     write_atomic(workspace.path / "recipe.toml", dump_toml(recipe))
     return checkpoint, None

@@ -8,7 +8,7 @@ so that any layout reads what any other wrote. One process writes one file for e
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +30,24 @@ SUMMED_DIM = {"row_square": 1, "column_square": 0}  # Adafactor's slots, and the
 
 Index = tuple[slice, ...]
 Table = dict[str, dict[str, Any]]  # group -> name -> {"shape", "dtype", "chunks"}
+Key = tuple[str, str]  # group and name
+Part = tuple[tuple[int, ...], Box]  # of a whole shape, the part that is held
 
 
 @dataclass
 class Snapshot:
-    """A copy of a run's state at one step: tensors on the host by group, the rest as JSON values.
-
-    `places` has (whole shape, part) of the tensors that are parts.
+    """A copy of a run's state at one step: tensors on the host by group, each with its part of the whole; the rest as
+    JSON values.
     """
 
-    tensors: dict[str, dict[str, Tensor]]
+    tensors: dict[str, dict[str, tuple[Tensor, Part]]]
     state: dict[str, Any]
     model: dict[str, Any]
-    places: dict[str, dict[str, "Part"]] = field(default_factory=dict)
 
 
-Key = tuple[str, str]  # group and name
-Part = tuple[tuple[int, ...], Box]  # of a whole shape, the part that is held
+def _whole(tensor: Tensor) -> Part:
+    shape = tuple(tensor.shape)
+    return shape, Box.whole(shape)
 
 
 def _saved(trainer: Trainer) -> Iterator[tuple[Key, Any, Part | None]]:
@@ -69,9 +70,9 @@ def _saved(trainer: Trainer) -> Iterator[tuple[Key, Any, Part | None]]:
             elif value.shape == local.value.shape:
                 yield key, value, place
             elif not any(local.spec.box.start):  # a number for the whole parameter: one process saves it
-                yield key, value, None
+                yield key, value, _whole(value)
     for name, state in trainer.engine.states().items():
-        yield ("rng", name), state, None
+        yield ("rng", name), state, _whole(state)
 
 
 class Buffers:
@@ -89,7 +90,7 @@ class Buffers:
 
     def plan(self, trainer: Trainer) -> list[tuple[Key, Tensor]]:
         """What `prepare` is to make room for."""
-        return [(key, value.detach()) for key, value, _ in _saved(trainer) if isinstance(value, Tensor)]
+        return [(key, value.detach()) for key, value, part in _saved(trainer) if part is not None]
 
     def prepare(self, plan: Sequence[tuple[Key, Tensor]]) -> None:
         """Make the memory of the first save and touch every page of it, ahead of time."""
@@ -103,17 +104,14 @@ def take_snapshot(trainer: Trainer, buffers: Buffers | None = None) -> Snapshot:
     A snapshot in `buffers` is good until the next one in them.
     """
     buffers = buffers or Buffers()
-    tensors: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
-    places: dict[str, dict[str, Part]] = {group: {} for group in GROUPS}
+    tensors: dict[str, dict[str, tuple[Tensor, Part]]] = {group: {} for group in GROUPS}
     scalars = {}
-    for key, value, place in _saved(trainer):
-        group, name = key
-        if not isinstance(value, Tensor):
+    for (group, name), value, part in _saved(trainer):
+        if part is None:
             scalars[name] = value
-            continue
-        tensors[group][name] = buffers.like(key, value).copy_(value.detach(), non_blocking=True)
-        if place is not None:
-            places[group][name] = place
+        else:
+            copy = buffers.like((group, name), value).copy_(value.detach(), non_blocking=True)
+            tensors[group][name] = copy, part
     device, config = trainer.engine.device, trainer.engine.config
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -130,7 +128,6 @@ def take_snapshot(trainer: Trainer, buffers: Buffers | None = None) -> Snapshot:
             "layout": trainer.engine.layout.facts(),
         },
         model={"family": family_of(config), "config": config.to_dict()},
-        places=places,
     )
 
 
@@ -139,12 +136,12 @@ def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> tupl
     table: Table = {}
     hashes = {}
     for group in GROUPS:
-        tensors, file = snapshot.tensors[group], f"{group}-{process:05d}.safetensors"
-        hashes[file] = write_tensor_file(directory / file, tensors)
+        pieces, file = snapshot.tensors[group], f"{group}-{process:05d}.safetensors"
+        hashes[file] = write_tensor_file(
+            directory / file, {name: tensor for name, (tensor, _) in pieces.items()}
+        )
         table[group] = {}
-        for name, tensor in tensors.items():
-            alone = tuple(tensor.shape), Box.whole(tuple(tensor.shape))
-            shape, box = snapshot.places.get(group, {}).get(name, alone)
+        for name, (tensor, (shape, box)) in pieces.items():
             chunk = {"file": file, "key": name, "offset": list(box.start), "shape": list(box.size)}
             dtype = str(tensor.dtype).removeprefix("torch.")
             table[group][name] = {"shape": list(shape), "dtype": dtype, "chunks": [chunk]}

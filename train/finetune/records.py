@@ -1,6 +1,5 @@
 """Labelled records: read from files, split by their hash, and framed as rows for a model."""
 
-import csv
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import Failed, WrongUse
-from ...core.files import read_json
+from ...data import records
 from ...data.tokenizer import Tokenizer
 from ..loss import IGNORED
 
@@ -19,35 +18,14 @@ Row = dict[str, np.ndarray]  # input_ids (S,), token_types (S,), and what the ta
 
 
 def read_records(path: str, squad: bool = False) -> list[Record]:
-    """The records of a file. With `squad` one for each question: id, question, context, answers.
-
-    Raises WrongUse for a file that is not there or of an unknown kind, Failed for one that cannot be read.
+    """The records of a file, in the formats of `data/records.py`. With `squad` one for each question: id, question,
+    context, answers. Raises WrongUse for a file that is not there.
     """
-    file = Path(path)
-    if not file.is_file():
+    if not Path(path).is_file():
         raise WrongUse("no such file of records", where=path, fix="check data.train and data.validation")
-    try:
-        if squad:
-            return _squad(read_json(file), path)
-        if file.suffix == ".jsonl":
-            with open(file, encoding="utf-8") as lines:
-                return [json.loads(line) for line in lines if line.strip()]
-        if file.suffix in (".tsv", ".csv"):
-            with open(file, encoding="utf-8", newline="") as lines:
-                if file.suffix == ".tsv":  # as GLUE's: a quotation mark is text
-                    return list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
-                return list(csv.DictReader(lines))
-        if file.suffix == ".parquet":
-            import pyarrow.parquet
-
-            return pyarrow.parquet.read_table(file).to_pylist()
-    except (ValueError, OSError, csv.Error) as error:
-        raise Failed("the records cannot be read", where=path, why=str(error)) from error
-    fix = "give .jsonl, .tsv, .csv or .parquet"
-    raise WrongUse(f"records of type {file.suffix!r} cannot be read", where=path, fix=fix)
-
-
-def _squad(tree: Any, path: str) -> list[Record]:
+    found = [record.data for record in records.read_records([Path(path)])]
+    if not squad:
+        return found
     try:
         return [
             {
@@ -56,7 +34,7 @@ def _squad(tree: Any, path: str) -> list[Record]:
                 "context": paragraph["context"],
                 "answers": [(answer["answer_start"], answer["text"]) for answer in question["answers"]],
             }
-            for article in tree["data"]
+            for article in found
             for paragraph in article["paragraphs"]
             for question in paragraph["qas"]
             if question["answers"]

@@ -31,6 +31,7 @@ from ...planner.nearest import require_world
 from ..build import RunPlan
 from ..checkpoints.checkpoint import load_weights, locate
 from ..checkpoints.weights_in import open_weights, start_from
+from ..corpus import Corpus
 from ..engine import Engine
 from ..logs.metrics import read_metrics
 from ..loop import train
@@ -66,11 +67,12 @@ def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -
         "validation": validation,
         "measured_on": "the validation records given" if recipe.data.validation else LEARNING_CHECK,
     }
-    assert plan.tokenizer is not None and plan.tokenizer_json is not None
+    made_of = plan.corpus
+    assert made_of.tokenizer is not None and made_of.tokenizer_json is not None
     with create_artifact(
-        out, "model", inputs=plan.inputs, recipe_hash=recipe_hash(recipe), overwrite=overwrite
+        out, "model", inputs=made_of.inputs, recipe_hash=recipe_hash(recipe), overwrite=overwrite
     ) as draft:
-        write_model(plan.saved(home), plan.tokenizer, plan.tokenizer_json, draft.path)
+        write_model(plan.saved(home), made_of.tokenizer, made_of.tokenizer_json, draft.path)
         (draft.path / "recipe.toml").write_text(dump_toml(recipe))
         curve = "".join(json.dumps(record) + "\n" for record in plan.curve(home))
         (draft.path / "metrics.jsonl").write_text(curve)
@@ -173,17 +175,13 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
     batch = run.train.sequence_length, run.train.rows_per_step, run.train.rows_per_micro_batch
     require_world(run.parallel.layout(), running_processes()[1], config, *batch, lambda *_: True)
     named = (recipe.model, recipe.data.train, recipe.data.validation)
+    inputs = [input_record(path) for path in named if path]
     return TaskPlan(
         recipe=run,
-        family=task.family,
         config=config,
         device=device,
+        corpus=Corpus((), (), tokenizer.vocab_size, tokenizer, tokenizer_file.read_bytes(), inputs),
         memory=check_memory(config, run, device),
-        train_stores=(),
-        validation_stores=(),
-        tokenizer=tokenizer,
-        tokenizer_json=tokenizer_file.read_bytes(),
-        inputs=[input_record(path) for path in named if path],
         task=task,
         base=base,
         groups=groups,

@@ -7,16 +7,17 @@
 """
 
 import bisect
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from ...core.errors import WrongUse, did_you_mean
 from ...core.hardware import chips
-from ...core.recipe import build_recipe
+from ...core.recipe import build_recipe, dump_toml
 from ...models.config import family_of
 from ...models.presets import preset
 from ...planner.memory import capacity_bytes
 from .predict import predicted_memory
-from .recipe import Recipe, resolve
+from .recipe import Recipe, model_config, resolve
 
 # parameters -> (tokens in a batch, learning rate): Brown et al. 2020, table 2.1
 GPT3 = {
@@ -30,15 +31,6 @@ GPT3 = {
     175e9: (3.2e6, 0.6e-4),
 }
 WARMUP_TOKENS = 375e6  # Brown et al. 2020, appendix B
-
-
-@dataclass(frozen=True)
-class Fit:
-    """How a model lies on the devices: rows computed at once, what is shared out, what is recomputed."""
-
-    micro_rows: int
-    sharding: str
-    recompute: str
 
 
 def new_recipe(
@@ -56,69 +48,60 @@ def new_recipe(
     bert = family_of(config) == "bert"
     batch, rate = GPT3[min(GPT3, key=lambda size: abs(size - count))] if not bert else (256 * 512, 1e-4)
     precision = "fp32" if machine == "cpu" else "bf16" if "bf16" in chips()[machine].tflops else "fp16"
-    fit = Fit(1, "replicated", "none") if machine == "cpu" else fitted(model, machine, gpus, precision)
-    least = fit.micro_rows * gpus
+    tree: dict[str, Any] = {
+        "version": 1,
+        "data": {"train": data, "validation_fraction": 0.001},
+        "model": {"preset": model},
+        "train": {"steps": 20, "sequence_length": length, "precision": precision} | _rows(1, gpus),
+        "parallel": {"data": gpus, "sharding": "replicated"},
+    }
+    if machine != "cpu":
+        tree = fitted(tree, machine)
+    train, least = tree["train"], tree["train"]["batch_rows"]
     rows = max(round(batch / length / least), 1) * least
     total = tokens or 20 * count
     steps = max(round(total / (rows * length)), 20)
     warmup = min(max(round(WARMUP_TOKENS / (rows * length)), 1), steps // 10) if not bert else steps // 100
+    every = max(steps // 20, 1)
+    train |= {"steps": steps, "batch_rows": rows, "eval_every_steps": every, "eval_rows": min(rows, 256)}
+    usual = {"beta2": 0.999, "weight_decay": 0.01} if bert else {"beta2": 0.95, "weight_decay": 0.1}
+    tree["optimizer"] = {"learning_rate": rate} | usual
+    decay = {"kind": "linear", "final_fraction": 0.0} if bert else {"kind": "cosine", "final_fraction": 0.1}
+    tree["schedule"] = {"warmup_steps": warmup} | decay
+    tree["checkpoint"] = {"save_every_steps": every}
     source = "Devlin et al. 2019, appendix A.2" if bert else "Brown et al. 2020, table 2.1 (nearest size)"
     where = f"{gpus} x {chips()[machine].name}" if machine != "cpu" else "a CPU"
     return f"""\
 # {model} ({count / 1e6:,.0f} M parameters) on {where}: {total / 1e9:,.3g} G tokens. Knob: train.steps
 # Batch and learning rate: {source}. Rows at once and layout: memory arithmetic of `throughline recipe new`.
-version = 1
-
-[data]
-train = "{data}"
-validation_fraction = 0.001
-
-[model]
-preset = "{model}"
-
-[train]
-steps = {steps}
-sequence_length = {length}
-batch_rows = {rows}
-micro_batch_rows = {fit.micro_rows}
-precision = "{precision}"
-recompute = "{fit.recompute}"
-eval_every_steps = {max(steps // 20, 1)}
-eval_rows = {min(rows, 256)}
-
-[optimizer]
-learning_rate = {rate:g}
-beta2 = {0.999 if bert else 0.95}
-weight_decay = {0.01 if bert else 0.1}
-
-[schedule]
-kind = "{"linear" if bert else "cosine"}"
-warmup_steps = {warmup}
-final_fraction = {0.0 if bert else 0.1}
-
-[parallel]
-data = {gpus}
-sharding = "{fit.sharding}"
-
-[checkpoint]
-save_every_steps = {max(steps // 20, 1)}
-"""
+{dump_toml(build_recipe(tree, Recipe), given=True)}"""
 
 
-def fitted(model: str, machine: str, gpus: int, precision: str) -> Fit:
-    """The largest micro-batch (a power of two, at most 64 rows) that fits, with as little as possible shared out and
-    recomputed. Raises WrongUse when not even one row fits, naming how many devices would hold the model.
+def _rows(micro: int, gpus: int) -> dict[str, int]:
+    return {"batch_rows": micro * gpus, "micro_batch_rows": micro}
+
+
+def fitted(tree: dict[str, Any], machine: str) -> dict[str, Any]:
+    """The recipe with the largest micro-batch (a power of two, at most 64 rows) that fits, with as little as possible
+    shared out and recomputed. Raises WrongUse when not even one row fits, naming how many devices would hold the model.
     """
-    room = capacity_bytes(chips()[machine].memory_gib)
+    room, gpus = capacity_bytes(chips()[machine].memory_gib), tree["parallel"]["data"]
+
+    def spread(rows: int, sharding: str, recompute: str, gpus: int = gpus) -> dict[str, Any]:
+        parallel = {"data": gpus, "sharding": sharding if gpus > 1 else "replicated"}
+        return tree | {
+            "train": tree["train"] | _rows(rows, gpus) | {"recompute": recompute},
+            "parallel": parallel,
+        }
+
     for recompute in ("none", "full"):
         for sharding in ("replicated", "full")[:gpus]:
             for rows in (64, 32, 16, 8, 4, 2, 1):
-                if needed(model, precision, gpus, Fit(rows, sharding, recompute)) <= room:
-                    return Fit(rows, sharding, recompute)
-    least = Fit(1, "full", "full")
-    counts = range(2, 1 << 16)
-    enough = bisect.bisect_left(counts, True, key=lambda n: needed(model, precision, n, least) <= room)
-    size = needed(model, precision, gpus, least) / 2**30
+                if needed(found := spread(rows, sharding, recompute)) <= room:
+                    return found
+    least, counts = partial(spread, 1, "full", "full"), range(2, 1 << 16)
+    enough = bisect.bisect_left(counts, True, key=lambda n: needed(least(n)) <= room)
+    size = needed(least(gpus)) / 2**30
     why = f"one row takes {size:,.0f} GiB on each of {gpus} x {machine}, which has {room / 2**30:,.0f} GiB for it"
     fix = "choose a smaller model: a row of it fits on no number of these"
     if enough < len(counts):
@@ -126,17 +109,7 @@ def fitted(model: str, machine: str, gpus: int, precision: str) -> Fit:
     raise WrongUse("the model does not fit", where="--gpus", why=why, fix=fix)
 
 
-def needed(model: str, precision: str, gpus: int, fit: Fit) -> int:
-    """Bytes that the planner predicts for the fullest device of a run with this layout."""
-    train = {
-        "steps": 20,
-        "sequence_length": preset(model).sequence_length,
-        "batch_rows": fit.micro_rows * gpus,
-        "micro_batch_rows": fit.micro_rows,
-        "precision": precision,
-        "recompute": fit.recompute,
-    }
-    parallel = {"data": gpus, "sharding": fit.sharding if gpus > 1 else "replicated"}
-    tree = {"data": {"train": "tokens"}, "model": {"preset": model}, "train": train, "parallel": parallel}
+def needed(tree: dict[str, Any]) -> int:
+    """Bytes that the planner predicts for the fullest device of a run."""
     recipe = resolve(build_recipe(tree, Recipe))
-    return sum(predicted_memory(preset(model), recipe, "cuda").values())
+    return sum(predicted_memory(model_config(recipe), recipe, "cuda").values())

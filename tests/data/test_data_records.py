@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from throughline.core.errors import Failed, ThroughlineError, WrongUse
-from throughline.eval.sources import Record, find_files, read_records
+from throughline.data.records import Record, find_files, read_records
 from throughline.eval.task import find_tasks, shipped_tasks
 
 ROWS = [

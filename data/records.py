@@ -1,5 +1,4 @@
-"""Where a task's records come from: local files in any usual format, or a `datasets` name when there is a
-network.
+"""Records of tasks and of fine-tuning: local files in any usual format, or a `datasets` name when there is a network.
 
 Local files come first and need no network code at all. A record remembers its file and line, so that every
 complaint about it can name them.
@@ -18,7 +17,7 @@ from typing import Any, TextIO
 
 from ..core.errors import Failed, WrongUse
 from ..core.files import json_lines
-from ..data.ingest.streams import open_blocks
+from .ingest.streams import open_blocks
 
 COMPRESSION = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".tokens", ".raw")
