@@ -1,5 +1,6 @@
 """`throughline compare A B`: two runs step by step against a stated bound, or two scores by a paired test."""
 
+from dataclasses import asdict
 from operator import attrgetter
 
 import click
@@ -39,5 +40,5 @@ def command(first: str, second: str, bound: float) -> None:
     shown = attrgetter("name", "steps", "alone", "difference", "step", "first", "second")
     lines = console.table(header, [shown(row) for row in comparison])
     check_bound(comparison, bound, first, second)
-    payload = {"bound": bound, "figures": [row.as_dict() for row in comparison]}
+    payload = {"bound": bound, "figures": [asdict(row) for row in comparison]}
     console.result(payload, [*lines, f"all within the relative bound {bound:g}"])

@@ -27,7 +27,7 @@ from ..train.engine import Engine
 from ..train.objective import StepBatch, prepare
 from ..train.optimizers.build import build_optimizer
 from ..train.parallel.mesh import Mesh, make_mesh, start_group
-from ..train.precision import HALVES, LossScaler, weight_dtype
+from ..train.precision import HALVES, LossScaler, computing_dtype, wide_dtype
 from ..train.recipes.recipe import Recipe
 from ..train.step import Trainer, train_step
 from .forked import run_ranks
@@ -177,7 +177,7 @@ def make_rows(case: Case, step: int) -> dict[str, np.ndarray]:
 
 def value_of(case: Case, name: str, shape: torch.Size) -> Tensor:
     """Initial values with biases and norm scales that are not all alike, so that a wrong one shows."""
-    values = initial_values(name, shape, case.config, SEED).to(weight_dtype(case.precision))
+    values = initial_values(name, shape, case.config, SEED).to(wide_dtype(computing_dtype(case.precision)))
     if len(shape) == 1:
         generator = torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:8], 16))
         values += 0.02 * torch.randn(shape, generator=generator, dtype=values.dtype)
@@ -236,7 +236,7 @@ def own_rows(case: Case, engine: Engine, step: int) -> StepBatch:
     own = case.rows // case.layout.data
     part = slice(mesh.data.rank * own, (mesh.data.rank + 1) * own)
     rows = {name: values[part] for name, values in make_rows(case, step).items()}
-    return prepare(engine.cut(rows), case.family, case.micro_rows, mesh.device, 1.0)
+    return prepare(rows, case.family, case.micro_rows, mesh.device, 1.0, context=mesh.context)
 
 
 Plant = Callable[[Engine], None]

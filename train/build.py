@@ -24,9 +24,8 @@ from .engine import Engine
 from .float8 import check_products
 from .logs.metrics import check_sinks
 from .memory import check_memory
-from .objective import Objective, StepBatch, prepare, pretraining, real_tokens, sequences_in
+from .objective import Objective, StepBatch, prepare, pretraining
 from .optimizers.build import build_optimizer
-from .parallel.context import cut_rows
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .precision import LossScaler, pick_device
 from .recipes.predict import predicted_step_seconds
@@ -220,16 +219,10 @@ class StepBatches:
         return alone and not config.attention_window and not getattr(config, "relative_buckets", 0)
 
     def batch(self, position: int, count: int) -> StepBatch:
-        plan, objective = self.plan, self.plan.recipe.objective
+        plan, recipe = self.plan, self.plan.recipe
+        how = recipe.train.rows_per_micro_batch, plan.device, recipe.mask_fraction, self.unpad
         rows = self.dataset.batch(position, count)
-        mask_fraction = objective.mask_fraction if objective else 0.0
-        tokens = real_tokens(rows)
-        sequences = sequences_in(rows) if plan.family == "bert" else 0
-        cut, micro_rows = cut_rows(rows, self.context), plan.recipe.train.rows_per_micro_batch
-        batch = prepare(cut, plan.family, micro_rows, plan.device, mask_fraction, self.unpad)
-        # the other data processes have as many rows, and about as many tokens and sequences
-        size = self.data.size
-        return replace(batch, tokens=tokens * size, rows=count * size, sequences=sequences * size)
+        return prepare(rows, plan.family, *how, context=self.context, processes=self.data.size)
 
 
 def build_trainer(plan: RunPlan, mesh: Mesh | None = None, *, fill: bool = True) -> Trainer:

@@ -25,13 +25,12 @@ from ..planner.tables import Box, is_tied
 from .objective import Model, Objective, StepBatch, fill_up, prepare, pretraining
 from .optimizers.offload import HostOffload
 from .parallel.compression import CommunicationHook, Communicator
-from .parallel.context import cut_rows
 from .parallel.gradients import GradientBuffer
 from .parallel.mesh import Mesh
 from .parallel.pipeline import run_forward
 from .parallel.sharding import before_backward, sum_gradients
 from .parallelize import parallelize
-from .precision import computing_dtype
+from .precision import computing_dtype, wide_dtype
 from .shards import LocalShard, local_shards, make_master
 from .stage import Stage, remove_other_stages
 
@@ -67,7 +66,7 @@ class Engine:
         self.layout, self.device = mesh.layout, mesh.device
         self.objective = objective or pretraining(config)
         self.dtype = computing_dtype(precision)  # of the products
-        self.wide = torch.promote_types(self.dtype, torch.float32)  # of masters and of summed gradients
+        self.wide = wide_dtype(self.dtype)  # of masters and of summed gradients
         self.offload: HostOffload | None = None  # the masters' side, where they are on the host
         # counts what copies send for gradients; `fully_shard` sends by itself, uncounted
         self.communicator = Communicator(mesh.gradient)
@@ -76,6 +75,7 @@ class Engine:
         self.local_shards: list[LocalShard] = []
         self._pipelines: dict[tuple[int, int, int], Any] = {}  # of the shape that the batch has now
         self.sharded = mesh.shard.group is not None
+        self._tied_apart = self.layout.stages > 1 and is_tied(config)
         # the shards of `fully_shard` are masters; without it, and with offload, weights have the products' dtype
         held = self.wide if self.sharded and not offload else self.dtype
         for index in self.layout.stages_of(mesh.pipeline.rank):
@@ -171,10 +171,6 @@ class Engine:
     def _inverse(self, counts: Tensor) -> Tensor:
         return torch.where(counts > 0, 1 / counts, 0).to(self.wide)
 
-    def cut(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """This process's part of each row."""
-        return cut_rows(rows, self.mesh.context)
-
     @torch.no_grad()
     def evaluate(self, rows: dict[str, np.ndarray], mask_fraction: float) -> Tensor:
         """Sums of a validation batch over all processes, (5,) float64 on the host: see `loss.FIGURES`.
@@ -188,7 +184,8 @@ class Engine:
         mine = {name: values[data.rank * own : (data.rank + 1) * own] for name, values in rows.items()}
         heads, figures = [stage.head for stage in self.stages], self.objective.figures
         assert figures is not None, "an objective that measures otherwise"
-        prepared = prepare(self.cut(mine), family_of(self.config), own, self.device, mask_fraction)
+        how = family_of(self.config), own, self.device, mask_fraction
+        prepared = prepare(mine, *how, context=self.mesh.context)
         for stage in self.stages:
             stage.eval()
             stage.head = figures
@@ -214,7 +211,7 @@ class Engine:
         if self.mesh.tensor.group is not None:
             partial = (local for local in self.local_shards if local.spec.placement == "partial")
             sum_gradients(_gradients(partial), self.mesh.tensor)
-        if self.layout.stages > 1 and is_tied(self.config):
+        if self._tied_apart:
             self._sum_tied()
 
     def _sum_tied(self) -> None:

@@ -39,15 +39,10 @@ class Validation:
         """The figures over the first `rows` rows, or over all. The model's mode is given back as it was."""
         sums = torch.zeros(5, dtype=torch.float64)
         for batch in self._rows(rows, engine.layout.data):
-            sums += engine.evaluate(batch, self._mask_fraction)
+            sums += engine.evaluate(batch, self.plan.recipe.mask_fraction)
         if self.plan.family == "gpt":
             return self._gpt_figures(*sums[:2].tolist())
         return _bert_figures(*sums.tolist())
-
-    @property
-    def _mask_fraction(self) -> float:
-        objective = self.plan.recipe.objective
-        return objective.mask_fraction if objective else 0.0
 
     def _rows(self, rows: int | None, processes: int) -> Iterator[dict[str, np.ndarray]]:
         """Batches that so many data processes share, of all stores; `rows` of them in all."""

@@ -52,11 +52,13 @@ class Words:
 
     @property
     def first(self) -> int:
-        return even_part(self.size, self.axis.size, self.axis.rank)[0]
+        return 0 if self.axis.group is None else even_part(self.size, self.axis.size, self.axis.rank)[0]
 
     @property
     def count(self) -> int:
-        return even_part(self.size, self.axis.size, self.axis.rank)[1]
+        return (
+            self.size if self.axis.group is None else even_part(self.size, self.axis.size, self.axis.rank)[1]
+        )
 
 
 def pad_vocabulary(model: Model, device: torch.device) -> None:
@@ -200,7 +202,8 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 def gpt_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
     """The sum of next-token losses of a micro-batch: (1,)."""
-    hidden_NW, targets_N = gather_rows(hidden_BPW, axis).flatten(0, 1), batch["targets"].flatten()
+    hidden_BSW = hidden_BPW if axis.group is None else gather_rows(hidden_BPW, axis)
+    hidden_NW, targets_N = hidden_BSW.flatten(0, 1), batch["targets"].flatten()
     words = Words(model.config.vocab_size, axis)
     return head_loss_sum(hidden_NW, model.output_weight(), None, targets_N, words).view(1)
 
@@ -212,8 +215,9 @@ def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis, smooth
     `predicted_targets` (N,) the tokens there; `pairs` and `pair_targets` the same for [CLS] and the sentence
     pairs.
     """
-    hidden_TW, words = gather_same(hidden_BPW, axis).flatten(0, 1), Words(model.config.vocab_size, axis)
-    features_NW = sum_gradient(model.mlm_features(hidden_TW.index_select(0, batch["predicted"])), axis)
+    hidden_TW, words = _whole_rows(hidden_BPW, axis), Words(model.config.vocab_size, axis)
+    features_NW = model.mlm_features(hidden_TW.index_select(0, batch["predicted"]))
+    features_NW = features_NW if axis.group is None else sum_gradient(features_NW, axis)
     head, targets_N = (model.token_table.weight, model.mlm_bias), batch["predicted_targets"]
     masked = head_loss_sum(features_NW, *head, targets_N, words, smoothing)
     if "pairs" in batch:
@@ -222,6 +226,11 @@ def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis, smooth
     else:
         pairs = torch.zeros_like(masked)
     return torch.stack((masked, pairs))
+
+
+def _whole_rows(hidden_BPW: Tensor, axis: Axis) -> Tensor:
+    """For heads that every process computes alike: (B, P, W) -> (T, W)."""
+    return (hidden_BPW if axis.group is None else gather_same(hidden_BPW, axis)).flatten(0, 1)
 
 
 def gpt_figures(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
@@ -233,7 +242,7 @@ def gpt_figures(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> T
 
 def bert_figures(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tensor:
     """What a validation counts, (5,) float64: masked loss, right ones, count; right pairs, count."""
-    hidden_TW, words = gather_same(hidden_BPW, axis).flatten(0, 1), Words(model.config.vocab_size, axis)
+    hidden_TW, words = _whole_rows(hidden_BPW, axis), Words(model.config.vocab_size, axis)
     targets, features_NW = batch["predicted_targets"], hidden_TW.index_select(0, batch["predicted"])
     logits_NA = linear(model.mlm_features(features_NW), model.token_table.weight, model.mlm_bias)
     logits_NV = logits_NA[:, : words.count]

@@ -105,8 +105,8 @@ def _saving(
 
 def _cheaper(recipe: Recipe, config: ModelConfig, device: str, total: int) -> list[str]:
     """The three cheapest changes of a run that has not started."""
-    tries = (FEWER_ROWS, RECOMPUTE, ('train.precision = "bf16"', {"precision": "bf16"}, {}, True))
-    found = _saving(recipe, config, device, tries, tuple(MOMENTS))
+    bf16: Change = 'train.precision = "bf16"', {"precision": "bf16"}, {}, True
+    found = _saving(recipe, config, device, (FEWER_ROWS, RECOMPUTE, bf16), tuple(MOMENTS))
     lines = [line for line, _ in found]
     if all(size > total for _, size in found):  # then only a smaller model helps
         needs = {name: _preset_need(name, recipe, device) for name in preset_names(model_family(recipe))}

@@ -20,7 +20,8 @@ from ..models.config import ModelConfig, family_of
 from ..models.init import empty_model
 from ..planner.traffic import prepared_places
 from .loss import FIGURES, IGNORED, Batch, Model, Sums, bert_sums, gpt_sums
-from .parallel.context import ROW_DOCUMENTS
+from .parallel.context import ROW_DOCUMENTS, cut_rows
+from .parallel.mesh import ALONE, Axis
 
 TERMS = {"gpt": ("next",), "bert": ("mlm", "nsp")}
 
@@ -61,16 +62,21 @@ def prepare(
     device: torch.device,
     mask_fraction: float = 0.15,
     unpad: bool = False,
+    *,
+    context: Axis = ALONE,
+    processes: int = 1,
 ) -> StepBatch:
     """Split the rows of one step into micro-batches and count their targets. Runs outside the step, in numpy.
 
-    With `unpad` a micro-batch with much padding is one row (1, T) of its real tokens.
+    With `unpad` a micro-batch with much padding is one row (1, T) of its real tokens. Of each row the part on the
+    `context` axis is prepared. So many `processes` have as many rows, and about as many tokens and sequences.
     """
     total = len(rows["input_ids"])
+    tokens, sequences = _real_tokens(rows), _sequences_in(rows) if family == "bert" else 0
+    rows = cut_rows(rows, context)
     counts = [int(np.count_nonzero(rows["targets"] != IGNORED))]
     if family == "bert":
         counts.append(int(np.count_nonzero(rows["nsp_targets"] != IGNORED)) if "nsp_targets" in rows else 0)
-    tokens, sequences = real_tokens(rows), sequences_in(rows) if family == "bert" else 0
     micro_batches = []
     for start in range(0, total, micro_rows):
         part = {name: values[start : start + micro_rows] for name, values in rows.items()}
@@ -79,7 +85,8 @@ def prepare(
         part = bound_documents(part, unpad)
         micro_batches.append({name: on_device(values, device) for name, values in part.items()})
     there = on_device(np.array(counts, np.float64), device)
-    return StepBatch(micro_batches, tuple(counts), there, tokens, total, sequences)
+    of_all = tokens * processes, total * processes, sequences * processes
+    return StepBatch(micro_batches, tuple(counts), there, *of_all)
 
 
 def fill_up(rows: dict[str, np.ndarray], row_multiple: int, length_multiple: int) -> dict[str, np.ndarray]:
@@ -100,7 +107,7 @@ def fill_up(rows: dict[str, np.ndarray], row_multiple: int, length_multiple: int
     return filled
 
 
-def real_tokens(rows: dict[str, np.ndarray]) -> int:
+def _real_tokens(rows: dict[str, np.ndarray]) -> int:
     """Tokens of the rows, padding left out."""
     if "attention_mask" in rows:
         return int(np.count_nonzero(rows["attention_mask"]))
@@ -109,7 +116,7 @@ def real_tokens(rows: dict[str, np.ndarray]) -> int:
     return rows["input_ids"].size
 
 
-def sequences_in(rows: dict[str, np.ndarray]) -> int:
+def _sequences_in(rows: dict[str, np.ndarray]) -> int:
     """Sequences of a BERT's rows: whole ones in a packed row, one in every other."""
     if "document_ids" not in rows:
         return len(rows["input_ids"])

@@ -43,18 +43,13 @@ def pick_device(wanted: str, precision: str) -> torch.device:
     return device
 
 
-def weight_dtype(precision: str) -> torch.dtype:
-    """Dtype of what the optimizer moves, of summed gradients and of optimizer state."""
-    return torch.float64 if precision == "fp64" else torch.float32
-
-
 def computing_dtype(precision: str) -> torch.dtype:
     """Dtype of the weights that the model computes with, of its products and activations."""
-    return HALVES.get(precision, weight_dtype(precision))
+    return HALVES.get(precision, torch.float64 if precision == "fp64" else torch.float32)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over numbers of this dtype are kept in."""
+    """What sums over numbers of this dtype are kept in, and what an optimizer moves for weights of it."""
     return torch.promote_types(dtype, torch.float32)
 
 

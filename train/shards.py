@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..planner.tables import Box, Coordinates, ShardSpec, make_shard_spec
+from .precision import wide_dtype
 from .stage import Stage
 
 
@@ -72,5 +73,5 @@ def whole_shard(name: str, parameter: nn.Parameter) -> LocalShard:
 
 def make_master(parameter: nn.Parameter, device: torch.device | str | None = None) -> nn.Parameter:
     """An fp32 copy of a weight (fp64 of an fp64 one), its own memory, by default where it is."""
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    return nn.Parameter(parameter.detach().to(device, wide, copy=True), parameter.requires_grad)
+    wide = parameter.detach().to(device, wide_dtype(parameter.dtype), copy=True)
+    return nn.Parameter(wide, parameter.requires_grad)

@@ -171,7 +171,9 @@ def test_bos_is_put_where_eval_puts_it(bos_tokenizer: Tokenizer) -> None:
     evaluation = SimpleNamespace(tasks=["blimp_wh_island"], data_dir=None, limit=2, every_steps=1)
     recipe = SimpleNamespace(evaluation=evaluation, train=SimpleNamespace(steps=1))
     config = GPTConfig(layers=1, width=16, heads=1, sequence_length=64)
-    inside = TaskEvaluator(SimpleNamespace(tokenizer=bos_tokenizer, config=config, recipe=recipe))
+    inside = TaskEvaluator(
+        SimpleNamespace(corpus=SimpleNamespace(tokenizer=bos_tokenizer), config=config, recipe=recipe)
+    )
     assert inside._scorer(GPT(config)).recipe["bos"] is True
 
 
@@ -183,7 +185,9 @@ def test_a_bert_scores_its_tasks_inside_a_run(bert: BERT, bert_tokenizer: Tokeni
         tasks=["blimp_wh_island", "lambada_openai"], data_dir=None, limit=3, every_steps=2
     )
     recipe = SimpleNamespace(evaluation=evaluation, train=SimpleNamespace(steps=9))
-    inside = TaskEvaluator(SimpleNamespace(tokenizer=bert_tokenizer, config=bert.config, recipe=recipe))
+    inside = TaskEvaluator(
+        SimpleNamespace(corpus=SimpleNamespace(tokenizer=bert_tokenizer), config=bert.config, recipe=recipe)
+    )
     engine = Engine.holding(bert, "fp32", torch.device("cpu"))
     assert inside(engine, 3) == {}
     opened = empty_model(bert.config, "cpu").eval()  # as a checkpoint is opened

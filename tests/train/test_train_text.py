@@ -215,11 +215,10 @@ def test_a_megatron_prefix_is_trained_on(
     other = make_plan(data={"train": str(prefix)}, model=model)
     with pytest.raises(Refused, match=r"do not fit(.|\n)*vocab_size to at least"):
         make_plan(data={"train": str(prefix)}, model={"overrides": model["overrides"] | {"vocab_size": 5}})
-    assert [item.path for item in plan.corpus.inputs] == [str(prefix)] and plan.corpus.inputs[
-        0
-    ].hash != other.corpus.inputs[0].hash
+    (before,), (after,) = plan.corpus.inputs, other.corpus.inputs
+    assert before.path == str(prefix) and before.hash != after.hash
     (tmp_path / "tokenizer.json").write_bytes((gpt_store / "tokenizer.json").read_bytes())
-    assert make_plan(data={"train": str(prefix)}, model=model).tokenizer is not None, (
+    assert make_plan(data={"train": str(prefix)}, model=model).corpus.tokenizer is not None, (
         "beside them, as the message says"
     )
 

@@ -26,7 +26,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,6 +50,7 @@ from ...core.errors import Failed, Refused, ThroughlineError, WrongUse
 from ...core.files import full_disk, read_json, sha256_file, write_atomic
 from ...models.config import FAMILIES
 from ...models.init import empty_model
+from ..engine import Engine
 from ..parallel.ranks import Lost
 from ..shards import LocalShard, whole_shard
 from ..step import Trainer
@@ -227,10 +228,15 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
-def load_weights(directory: Path, names: Iterable[str], local_shards: Sequence[LocalShard]) -> None:
-    """Fill a model, or this process's part of it, with a checkpoint's weights; Refused for another's."""
+def load_weights(directory: Path, model: nn.Module | Engine) -> None:
+    """Fill a model, or an engine's part of it, with a checkpoint's weights; Refused for another's."""
     read = TensorReader(directory, "weights")
-    if differing := set(names) ^ set(read.table):
+    if isinstance(model, Engine):
+        names, local_shards = set(model.shapes), model.local_shards
+    else:
+        local_shards = [whole_shard(*named) for named in model.named_parameters()]
+        names = {local.name for local in local_shards}
+    if differing := names ^ set(read.table):
         why = f"only one has {min(differing)}"
         raise Refused("the checkpoint is of another model", where=directory, why=why)
     with torch.no_grad():
@@ -251,7 +257,7 @@ def restore(directory: Path, trainer: Trainer) -> None:
     state = read_json(directory / "state.json")
     engine = trainer.engine
     engine.wait()
-    load_weights(directory, engine.shapes, engine.local_shards)
+    load_weights(directory, engine)
     engine.publish()
     _restore_optimizer(directory, trainer, state["optimizer_scalars"])
     rng = TensorReader(directory, "rng")
@@ -366,7 +372,6 @@ def load_model(
     described = read_json(directory / "model.json")
     config = FAMILIES[described["family"]].from_dict(described["config"])
     model = empty_model(config, device, dtype)
-    shards = [whole_shard(*named) for named in model.named_parameters()]
-    load_weights(directory, [shard.name for shard in shards], shards)
+    load_weights(directory, model)
     tokenizer = directory / "tokenizer.json"
     return model.eval(), tokenizer if tokenizer.is_file() else None

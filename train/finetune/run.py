@@ -33,13 +33,12 @@ from ..checkpoints.checkpoint import load_weights, locate
 from ..checkpoints.weights_in import open_weights, start_from
 from ..corpus import Corpus
 from ..engine import Engine
-from ..logs.metrics import read_metrics
+from ..logs.metrics import FILE as METRICS
 from ..loop import train
 from ..memory import check_memory
 from ..objective import Objective, StepBatch, on_device
 from ..parallel.mesh import Mesh, own_device, running_processes
 from ..precision import pick_device
-from ..shards import whole_shard
 from ..whole_model import whole_model
 from .recipe import FinetuneRecipe, training_recipe
 from .records import Record, Row, fields_of, held_out, read_records
@@ -74,8 +73,7 @@ def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -
     ) as draft:
         write_model(plan.saved(home), made_of.tokenizer, made_of.tokenizer_json, draft.path)
         (draft.path / "recipe.toml").write_text(dump_toml(recipe))
-        curve = "".join(json.dumps(record) + "\n" for record in plan.curve(home))
-        (draft.path / "metrics.jsonl").write_text(curve)
+        shutil.copyfile(home / METRICS, draft.path / METRICS)
         draft.facts |= facts
     shutil.rmtree(home)
     return facts
@@ -115,23 +113,9 @@ class TaskPlan(RunPlan):
 
     def saved(self, run: Path) -> nn.Module:
         """The model of the run's last checkpoint, on the host."""
-        model = self.objective().empty(torch.float32).to_empty(device="cpu")
-        shards = [whole_shard(*named) for named in model.named_parameters()]
-        load_weights(locate(run), [shard.name for shard in shards], shards)
+        model: nn.Module = self.objective().empty(torch.float32).to_empty(device="cpu")
+        load_weights(locate(run), model)
         return model
-
-    def curve(self, run: Path) -> list[dict[str, Any]]:
-        """For each epoch the mean loss and the figures."""
-        records, size = read_metrics(run), self.recipe.train.eval_every_steps
-        epochs = [records[start : start + size] for start in range(0, len(records), size)]
-        return [
-            {
-                "epoch": number,
-                "loss": float(np.mean([record["loss"] for record in epoch if record["loss"] is not None])),
-                "validation": epoch[-1]["validation"],
-            }
-            for number, epoch in enumerate(epochs, 1)
-        ]
 
 
 @dataclass(frozen=True)

@@ -263,16 +263,16 @@ class Retrieval(Task):
         batches = self.batches(self.rows(records), device)
         vectors = torch.cat([self.vectors(model.hidden(**encoder_inputs(x)), x) for x in batches])
         passages = [str(record[self.recipe.data.pair_field]) for record in records]
-        kept = {text: place for place, text in reversed(list(enumerate(passages)))}
-        order = list(kept)
-        cosines = vectors[0::2] @ vectors[1::2][[kept[text] for text in order]].T
-        own = torch.tensor([order.index(text) for text in passages], device=cosines.device)
+        first = {text: place for place, text in reversed(list(enumerate(passages)))}
+        column = {text: number for number, text in enumerate(first)}
+        cosines = vectors[0::2] @ vectors[1::2][list(first.values())].T
+        own = torch.tensor([column[text] for text in passages], device=cosines.device)
         ranks = (cosines > cosines.gather(1, own[:, None])).sum(1) + 1
         return {
             "accuracy_at_1": (ranks == 1).float().mean().item(),
             "accuracy_at_10": (ranks <= 10).float().mean().item(),
             "mean_reciprocal_rank": (1 / ranks).mean().item(),
-            "passages": len(order),
+            "passages": len(column),
         }
 
 

@@ -1,6 +1,6 @@
 """Two runs compared step by step: did they train the same model?"""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,6 @@ class Difference:
     step: int
     first: float | None
     second: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For --json."""
-        return asdict(self)
 
 
 def compare_runs(first: Path | str, second: Path | str) -> list[Difference]:

@@ -80,12 +80,11 @@ def _submission(started: Event) -> dict[str, Any]:
 
 def _hyperparameters(recipe: Recipe) -> dict[str, Any]:
     train, optimizer, schedule = recipe.train, recipe.optimizer, recipe.schedule
-    fraction = recipe.objective.mask_fraction if recipe.objective else 0.0
     return {
         "seed": train.seed,
         "global_batch_size": train.rows_per_step,
         "gradient_accumulation_steps": train.rows_per_step // (micro_rows(recipe) * recipe.parallel.data),
-        "max_predictions_per_seq": math.ceil(train.sequence_length * fraction),
+        "max_predictions_per_seq": math.ceil(train.sequence_length * recipe.mask_fraction),
         "opt_name": optimizer.name,
         "opt_base_learning_rate": optimizer.learning_rate,
         "opt_epsilon": optimizer.epsilon,

@@ -145,17 +145,17 @@ def run_products_eagerly() -> None:
 
 def gather_rows(x_BPW: Tensor, axis: Axis) -> Tensor:
     """(B, P, W) -> (B, S, W) before a matrix cut by outputs: the partial gradients are summed, each keeps its part."""
-    return x_BPW if axis.group is None else _Exchange.apply(x_BPW, axis, _gather, _scatter)
+    return _Exchange.apply(x_BPW, axis, _gather, _scatter)
 
 
 def gather_same(x_BPW: Tensor, axis: Axis) -> Tensor:
     """(B, P, W) -> (B, S, W) for heads that every process computes alike: each keeps its part of the gradient."""
-    return x_BPW if axis.group is None else _Exchange.apply(x_BPW, axis, _gather, _own_part)
+    return _Exchange.apply(x_BPW, axis, _gather, _own_part)
 
 
 def sum_gradient(x: Tensor, axis: Axis) -> Tensor:
     """Before a cut matrix whose input every process has whole: backward sums the gradients of the parts."""
-    return x if axis.group is None else _Exchange.apply(x, axis, _same, reduced)
+    return _Exchange.apply(x, axis, _same, reduced)
 
 
 class _CutLinear(nn.Module):

@@ -92,7 +92,7 @@ def step_shape(recipe: Recipe) -> StepShape:
     """The shape of a resolved recipe's step."""
     train = recipe.train
     micro = train.rows_per_micro_batch
-    fraction = recipe.objective.mask_fraction if recipe.objective else 0.0
+    fraction = recipe.mask_fraction
     length = train.sequence_length // recipe.parallel.context
     predicted = prepared_places(micro, length, fraction)[1] if fraction else 0
     return StepShape(

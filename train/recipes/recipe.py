@@ -46,6 +46,11 @@ class Recipe(Section):
     target: TargetSection | None = None
     log: LogSection = LogSection()
 
+    @property
+    def mask_fraction(self) -> float:
+        """Share of the tokens that a BERT predicts; 0 for a GPT."""
+        return self.objective.mask_fraction if self.objective else 0.0
+
 
 def micro_rows(recipe: Recipe) -> int:
     """Rows of one forward and backward on one process: as given, else what suits the layout and every batch."""

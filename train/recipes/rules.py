@@ -4,12 +4,13 @@ The planner and `recipe check` use the same list.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
 from ...core.errors import WrongUse
 from ...core.recipe import Problem
-from ...models.config import BERTConfig, family_of
+from ...models.config import BERTConfig, ModelConfig, family_of
 from ...planner.layout import AXES, ZERO_BUBBLE, Layout, layout_problems
 from ...planner.nearest import nearest_layouts, set_options
 from .recipe import Recipe, micro_rows, model_config, model_family
@@ -124,13 +125,17 @@ def model_rule(recipe: Recipe) -> Iterable[Problem]:
             yield Problem("objective.sentences", text, 'set it to "none"')
 
 
+def _config(recipe: Recipe) -> ModelConfig | None:
+    with suppress(WrongUse):  # model_rule says so
+        return model_config(recipe)
+    return None
+
+
 def parallel_rule(recipe: Recipe) -> Iterable[Problem]:
     """The degrees fit the model and the batch, and one another."""
     layout = recipe.parallel.layout()
-    try:
-        config = model_config(recipe)
-    except WrongUse:
-        return  # model_rule says so
+    if (config := _config(recipe)) is None:
+        return
     rows, micro = recipe.train.rows_per_step, micro_rows(recipe)
     batch = recipe.train.sequence_length, rows, micro
     problems = layout_problems(layout, config, *batch)
@@ -176,10 +181,8 @@ def products_rule(recipe: Recipe) -> Iterable[Problem]:
     if train.precision not in ("auto", "bf16"):
         text = f"fp8 products are made of bf16 weights, and train.precision is {train.precision}"
         yield Problem("train.matmul", text, 'train.precision = "bf16"')
-    try:
-        config = model_config(recipe)
-    except WrongUse:
-        return  # model_rule says so
+    if (config := _config(recipe)) is None:
+        return
     parts, kv_heads = recipe.parallel.tensor, config.key_value_heads
     sizes = {
         "width": (config.width, 1),
