@@ -12,26 +12,57 @@ import json
 from dataclasses import asdict, fields, replace
 
 import numpy as np
-from scipy.optimize import least_squares
+from throughline.core.hardware import Chip
+from throughline.models.config import ModelConfig
+from throughline.models.presets import preset
 from throughline.planner.constants import FITTED, MEASURED, Constants
+from throughline.planner.hardware import find_cluster
 from throughline.planner.serve import FITTED as SERVE
 from throughline.planner.serve import ServeConstants, forward_seconds
 from throughline.prove.validate import (
     Case,
     Replay,
-    latency_errors,
     medians,
     predict,
     published_cases,
-    published_latencies,
+    published_rows,
 )
 
 KNEE = 0.03  # relative error beyond which a row pulls linearly
 PULL = 0.05  # weight of one doubling of a constant against one table
 
 
+def published_latencies() -> list[tuple[Chip, ModelConfig, int, int, str, float]]:
+    """Chip, model, length, batch, precision and seconds of every published engine latency."""
+    return [
+        (
+            find_cluster(row["on"]).chip,
+            preset(row["model"]),
+            row["length"],
+            batch,
+            precision,
+            milliseconds / 1e3,
+        )
+        for _, row in published_rows("latency")
+        for precision in ("fp16", "int8")
+        for batch, milliseconds in zip(row["batch"], row[precision + "_ms"], strict=True)
+        if milliseconds
+    ]
+
+
+def latency_errors(constants: ServeConstants = SERVE) -> dict[str, list[float]]:
+    """Relative errors of every published latency, by chip."""
+    errors: dict[str, list[float]] = {}
+    for chip, config, length, batch, precision, seconds in published_latencies():
+        predicted = forward_seconds(config, chip, batch, length, length, precision, constants)
+        errors.setdefault(chip.key, []).append(predicted / seconds - 1)
+    return errors
+
+
 def fit(cases: list[Case], evaluations: int) -> Constants:
     """The constants that suit these cases best."""
+    from scipy.optimize import least_squares  # by the fits alone: no dependency of the package
+
     counts = collections.Counter(case.table for case in cases)
     weights = np.array([counts[case.table] ** -0.5 for case in cases])
     names = [field.name for field in fields(Constants) if field.name not in MEASURED]
@@ -57,6 +88,8 @@ def table_medians(cases: list[Case], constants: Constants) -> dict[str, float]:
 
 def fit_serve(rows: list) -> ServeConstants:
     """The constants of `plan serve` on these latencies, every chip with the same weight."""
+    from scipy.optimize import least_squares
+
     counts = collections.Counter(chip.key for chip, *_ in rows)
     weights = np.array([counts[chip.key] ** -0.5 for chip, *_ in rows])
     names = [field.name for field in fields(ServeConstants)]

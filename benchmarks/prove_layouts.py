@@ -7,14 +7,37 @@ micro-batch. Prints a row for each layout with its largest differences, and ends
 
 import sys
 import time
-from dataclasses import asdict
+import tomllib
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from throughline.benchmarks.common import Claim, claim, finish, parser
+from throughline.planner.layout import Layout, layout_problems
 from throughline.prove.forked import warm
 
+if TYPE_CHECKING:
+    from throughline.prove.proof import Case
+
 TABLE = Path(__file__).parents[1] / "tests" / "layouts.toml"
+
+
+def read_table(path: Path = TABLE) -> "list[Case]":
+    """The rows of a layout table, every one of them a legal layout; `also` names more precisions of a row."""
+    from throughline.prove.proof import LENGTH, ROWS, Case  # after `warm`
+
+    cases = []
+    for row in tomllib.loads(path.read_text())["layout"]:
+        more = row.pop("also", [])
+        fields = {name: row.pop(name) for name in Layout.__dataclass_fields__ if name in row}
+        if "layers_per_stage" in fields:
+            fields["layers_per_stage"] = tuple(fields["layers_per_stage"])
+        case = Case(layout=Layout(**fields), **row)
+        problems = layout_problems(case.layout, case.config, LENGTH, ROWS, case.micro_rows)
+        assert not problems, f"{path.name}, {case.name}: {problems[0]}"
+        cases += [case]
+        cases += [replace(case, name=f"{kind}-{case.name}", precision=kind) for kind in more]
+    return cases
 
 
 def main() -> int:
@@ -22,9 +45,9 @@ def main() -> int:
     options.add_argument("--only", default="", help="rows whose name contains this")
     given = options.parse_args()
     warm()
-    from throughline.prove.proof import BOUNDS, Prover, read_table
+    from throughline.prove.proof import BOUNDS, Prover
 
-    cases = [case for case in read_table(TABLE) if given.only in case.name]
+    cases = [case for case in read_table() if given.only in case.name]
     if not cases:
         options.error(f"no row of {TABLE.name} has {given.only!r} in its name: nothing would be proven")
     if given.quick:

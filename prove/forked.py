@@ -5,18 +5,17 @@ memory. It must stay at one intra-op thread: a child of a parent that used OpenM
 parallel operation.
 """
 
-import contextlib
 import gc
+import multiprocessing.connection
 import os
 import pickle
-import select
-import signal
-import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
+
+from ..train.parallel.launch import free_port
 
 
 def warm() -> None:
@@ -57,60 +56,49 @@ def run_ranks(world: int, function: Callable[[], Any], timeout_s: float = 120.0)
     The first failure ends all and is raised as RuntimeError with that rank's traceback; so is a run longer
     than `timeout_s`.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    sys.stdout.flush()
-    pipes: dict[int, int] = {}
-    children: dict[int, int] = {}
+    fork, port, end = multiprocessing.get_context("fork"), free_port(), time.monotonic() + timeout_s
+    ranks: dict[Any, int] = {}  # by the end of the pipe on which its answer comes
+    processes, answers = [], [None] * world
     try:
         for rank in range(world):
-            reading, writing = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                os.close(reading)
-                _child(rank, world, port, function, writing)
-            os.close(writing)
-            pipes[reading], children[reading] = rank, pid
-        return _collect(world, pipes, time.monotonic() + timeout_s)
+            reading, writing = fork.Pipe(duplex=False)
+            ranks[reading] = rank
+            processes.append(fork.Process(target=_child, args=(rank, world, port, function, writing)))
+            processes[-1].start()
+            writing.close()
+        while ranks:
+            ready = multiprocessing.connection.wait(ranks, max(end - time.monotonic(), 0))
+            if not ready:
+                raise RuntimeError(f"ranks {sorted(ranks.values())} of {world} did not finish in time")
+            for reading in ready:
+                rank = ranks.pop(reading)
+                answers[rank] = _answer(reading, f"rank {rank} of {world}")
+        return answers
     finally:
-        for reading, pid in children.items():
-            os.close(reading)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for process in processes:
+            process.kill()
+            process.join()
 
 
-def _child(rank: int, world: int, port: int, function: Callable[[], Any], writing: int) -> None:
-    os.environ.update({name: str(rank) for name in ("RANK", "LOCAL_RANK")})
-    os.environ.update({name: str(world) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _child(rank: int, world: int, port: int, function: Callable[[], Any], writing: Connection) -> None:
+    os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+    os.environ |= {name: str(world) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        answer = (True, function())
+        answer = pickle.dumps((function(), ""))
     except BaseException:
-        answer = (False, traceback.format_exc())
-    with os.fdopen(writing, "wb") as out:
-        out.write(pickle.dumps(answer))
+        answer = pickle.dumps((None, traceback.format_exc()))
+    writing.send_bytes(
+        answer
+    )  # pickled here: multiprocessing's own way would share tensors with this process
     os._exit(0)  # destructors of process groups wait for peers
 
 
-def _collect(world: int, pipes: dict[int, int], end: float) -> list[Any]:
-    received: dict[int, bytes] = dict.fromkeys(pipes, b"")
-    results: dict[int, Any] = {}
-    while len(results) < world:
-        ready, _, _ = select.select(list(received), [], [], max(end - time.monotonic(), 0))
-        if not ready:
-            missing = sorted(pipes[reading] for reading in received)
-            raise RuntimeError(f"ranks {missing} of {world} did not finish in time")
-        for reading in ready:
-            part = os.read(reading, 1 << 20)
-            received[reading] += part
-            if part:
-                continue
-            rank, data = pipes[reading], received.pop(reading)
-            if not data:
-                raise RuntimeError(f"rank {rank} died without a word")
-            good, results[rank] = pickle.loads(data)  # noqa: S301 (written by the process forked above)
-            if not good:
-                raise RuntimeError(f"rank {rank} of {world} failed:\n{results[rank]}")
-    return [results[rank] for rank in range(world)]
+def _answer(reading: Connection, who: str) -> Any:
+    try:
+        answer, failure = pickle.loads(reading.recv_bytes())  # noqa: S301 (written by `_child`)
+    except EOFError:
+        raise RuntimeError(f"{who} died without a word") from None
+    if failure:
+        raise RuntimeError(f"{who} failed:\n{failure}")
+    return answer

@@ -6,23 +6,21 @@ small grid, and planted bugs that must be caught). The reference is the plain si
 model; the layout runs the same recipe on forked ranks.
 """
 
-import contextlib
 import hashlib
 import math
-import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
 from ..core.recipe import build_recipe
 from ..models.config import FAMILIES, ModelConfig
 from ..models.init import initial_values
-from ..planner.layout import Layout, layout_problems
+from ..planner.layout import Layout
 from ..train.engine import Engine
 from ..train.objective import StepBatch, prepare
 from ..train.optimizers.build import build_optimizer
@@ -107,7 +105,7 @@ class Errors:
     gradient: float = 0.0
     parameter: float = 0.0
     worst: str = ""  # the parameter whose gradient differs most
-    pss_mib: float = 0.0
+    pss_mib: float = 0.0  # memory of all processes, what they share counted once
 
     def beyond(self, bounds: str) -> list[str]:
         """Which of the BOUNDS of that name are broken (a NaN breaks its bound)."""
@@ -121,22 +119,6 @@ class Reference:
     steps: list[tuple[float, float]]  # loss, gradient norm before clipping
     gradients: dict[str, Tensor]  # of the first step
     parameters: dict[str, Tensor]  # after the last
-
-
-def read_table(path: Path) -> list[Case]:
-    """The rows of a layout table, every one of them a legal layout; `also` names more precisions of a row."""
-    cases = []
-    for row in tomllib.loads(path.read_text())["layout"]:
-        more = row.pop("also", [])
-        fields = {name: row.pop(name) for name in Layout.__dataclass_fields__ if name in row}
-        if "layers_per_stage" in fields:
-            fields["layers_per_stage"] = tuple(fields["layers_per_stage"])
-        case = Case(layout=Layout(**fields), **row)
-        problems = layout_problems(case.layout, case.config, LENGTH, ROWS, case.micro_rows)
-        assert not problems, f"{path.name}, {case.name}: {problems[0]}"
-        cases += [case]
-        cases += [replace(case, name=f"{kind}-{case.name}", precision=kind) for kind in more]
-    return cases
 
 
 def make_rows(case: Case, step: int) -> dict[str, np.ndarray]:
@@ -185,19 +167,7 @@ def value_of(case: Case, name: str, shape: torch.Size) -> Tensor:
 
 
 def make_trainer(case: Case, engine: Engine) -> Trainer:
-    """The product's trainer around an engine of either kind."""
-    optimizer: torch.optim.Optimizer
-    if case.optimizer == "adamw":
-        parameters = [parameter for _, parameter in engine.named_parameters()]
-        group = {"params": parameters, "base_lr": LEARNING_RATE}
-        optimizer = torch.optim.AdamW([group], lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95))
-    else:
-        optimizer = build_optimizer(engine, _recipe(case))
-    scaler = LossScaler(SCALE, active=True) if case.precision == "fp16" else LossScaler()
-    return Trainer(engine, optimizer, scaler, case.precision, CLIP_NORM)
-
-
-def _recipe(case: Case) -> Recipe:
+    """The product's trainer around an engine, with the product's optimizer."""
     section = {"name": case.optimizer, "learning_rate": LEARNING_RATE, "weight_decay": 0.1}
     train = {
         "steps": case.steps,
@@ -205,7 +175,9 @@ def _recipe(case: Case) -> Recipe:
         "batch_rows": case.rows,
         "precision": case.precision,
     }
-    return build_recipe({"train": train, "optimizer": section}, Recipe)
+    optimizer = build_optimizer(engine, build_recipe({"train": train, "optimizer": section}, Recipe))
+    scaler = LossScaler(SCALE, active=True) if case.precision == "fp16" else LossScaler()
+    return Trainer(engine, optimizer, scaler, case.precision, CLIP_NORM)
 
 
 def reference(case: Case) -> Reference:
@@ -262,7 +234,7 @@ def train_rank(case: Case, expected: Reference, plant: Plant | None = None) -> E
         errors.loss = _largest(errors.loss, abs(result.loss - loss))
         errors.norm = _largest(errors.norm, abs(result.grad_norm - norm) / norm)
     _compare_parameters(engine, expected, case, errors)
-    errors.pss_mib = _pss_mib()
+    errors.pss_mib = getattr(psutil.Process().memory_full_info(), "pss", 0) / 2**20  # 0 where none is counted
     return errors
 
 
@@ -306,15 +278,6 @@ def _nan_last(error: float) -> tuple[bool, float]:
 
 def _largest(*errors: float) -> float:
     return max(errors, key=_nan_last)
-
-
-def _pss_mib() -> float:
-    """Memory of this process, with what it shares with others divided among them."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1024
-    return 0.0
 
 
 class Prover:

@@ -14,15 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.console import table
-from ..core.hardware import Chip
-from ..models.config import ModelConfig
 from ..models.presets import preset
 from ..planner.constants import FITTED, Constants
 from ..planner.cost import step_seconds
 from ..planner.hardware import Cluster, find_cluster
 from ..planner.memory import capacity_bytes, device_terms, needed_bytes
-from ..planner.serve import FITTED as SERVE_FITTED
-from ..planner.serve import ServeConstants, forward_seconds
 from ..planner.software import Software, find_software
 from ..planner.work import RECOMPUTES, SHARDINGS, Layouts, Work
 
@@ -59,7 +55,7 @@ class Replay:
 @cache
 def published_cases() -> tuple[Case, ...]:
     """Every measured training run, in the order of the files' names."""
-    return tuple(_case(name, row) for name, row in _rows("steps"))
+    return tuple(_case(name, row) for name, row in published_rows("steps"))
 
 
 def _case(table: str, row: dict[str, Any]) -> Case:
@@ -115,7 +111,7 @@ def replay_memory() -> list[tuple[str, float, float]]:
     States are those of the mean process: a figure of a whole model divides them by the number of processes.
     """
     found = []
-    for name, row in _rows("memory"):
+    for name, row in published_rows("memory"):
         case = _case(name, row | {"seconds": 1.0})
         _, work, layouts = case.phases[0]
         if row["terms"] == "states":
@@ -131,7 +127,7 @@ def replay_limits() -> list[tuple[str, bool, bool]]:
     the step above each limit.
     """
     found = [(f"{case.table}: {case.name}", _fits(case), True) for case in published_cases()]
-    for name, row in _rows("limits"):
+    for name, row in published_rows("limits"):
         for fields, fit in ((row, True), (row | row["above"], False)):
             case = _case(name, fields | {"seconds": 1.0})
             found.append((row["name"] + ("" if fit else ", one step above"), _fits(case), fit))
@@ -143,7 +139,7 @@ def _fits(case: Case) -> bool:
     return all(needed_bytes(work, layouts, case.software) <= capacity for _, work, layouts in case.phases)
 
 
-def _rows(kind: str) -> list[tuple[str, dict[str, Any]]]:
+def published_rows(kind: str) -> list[tuple[str, dict[str, Any]]]:
     """The rows of all files of a kind, each with its file's name and defaults."""
     tables = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(PUBLISHED.glob("*.json"))
@@ -187,7 +183,7 @@ def validation(all_rows: bool) -> tuple[dict[str, Any], list[str], bool]:
         for row in rows
     ]
     lines = [*table(("row", "reported s", "predicted s", "error"), shown), ""] if all_rows else []
-    outside = {row["table"]: row["left_out"] for _, row in _rows("fit")}
+    outside = {row["table"]: row["left_out"] for _, row in published_rows("fit")}
     cells = [
         (name, count, f"{median:.1%}", f"{most:.1%}", f"{outside[name]:.1%}" if name in outside else "-")
         for name, (count, median, most) in tables.items()
@@ -212,30 +208,3 @@ def validation(all_rows: bool) -> tuple[dict[str, Any], list[str], bool]:
         "rows": rows,
     }
     return facts, lines, mean <= GOALS["mean of table medians"] and worst <= GOALS["memory"] and not wrong
-
-
-def published_latencies() -> list[tuple[Chip, ModelConfig, int, int, str, float]]:
-    """Chip, model, length, batch, precision and seconds of every published engine latency."""
-    return [
-        (
-            find_cluster(row["on"]).chip,
-            preset(row["model"]),
-            row["length"],
-            batch,
-            precision,
-            milliseconds / 1e3,
-        )
-        for _, row in _rows("latency")
-        for precision in ("fp16", "int8")
-        for batch, milliseconds in zip(row["batch"], row[precision + "_ms"], strict=True)
-        if milliseconds
-    ]
-
-
-def latency_errors(constants: ServeConstants = SERVE_FITTED) -> dict[str, list[float]]:
-    """Relative errors of every published latency, by chip."""
-    errors: dict[str, list[float]] = {}
-    for chip, config, length, batch, precision, seconds in published_latencies():
-        predicted = forward_seconds(config, chip, batch, length, length, precision, constants)
-        errors.setdefault(chip.key, []).append(predicted / seconds - 1)
-    return errors

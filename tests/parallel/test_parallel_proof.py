@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ torch = pytest.importorskip("torch")
 from throughline.benchmarks import prove_layouts  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
-from throughline.prove.proof import BOUNDS, Case, Prover, make_trainer, own_rows, read_table  # noqa: E402
+from throughline.prove.proof import BOUNDS, Case, Prover, make_trainer, own_rows  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
@@ -45,8 +44,8 @@ def prover() -> Prover:
 
 
 @pytest.fixture(scope="module")
-def table(root: Path) -> dict[str, Case]:
-    return {case.name: case for case in read_table(root / "tests" / "layouts.toml")}
+def table() -> dict[str, Case]:
+    return {case.name: case for case in prove_layouts.read_table()}
 
 
 def test_table_covers_what_is_promised(table: dict[str, Case]) -> None:

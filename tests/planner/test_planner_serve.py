@@ -3,6 +3,7 @@
 import statistics
 
 import pytest
+from throughline.benchmarks.planner_fit import latency_errors
 from throughline.core.errors import WrongUse
 from throughline.models.presets import preset
 from throughline.planner.hardware import find_cluster
@@ -13,7 +14,6 @@ from throughline.planner.serve import (
     plan_service,
     serve,
 )
-from throughline.prove.validate import latency_errors
 
 
 def test_published_latencies() -> None:
