@@ -24,7 +24,7 @@ USED = {
     "torch._fused_adam_": "LAMB calls torch.optim.adam.adam (tests of its optimizer)",
     "torch.cuda.memory._dump_snapshot": "train --profile writes no snapshot of memory",
     "torch.cuda.memory._record_memory_history": "train --profile writes no snapshot of memory",
-    "torch.ops._c10d_functional.all_gather_into_tensor": "graphs break at collectives (tests of compiled blocks)",
+    "torch.ops._c10d_functional.all_gather_into_tensor": "no compiling over a tensor axis (tests of compiled blocks)",
     "torch.ops._c10d_functional.all_reduce": "as the gather",
     "torch.ops._c10d_functional.reduce_scatter_tensor": "as the gather",
     "torch.ops._c10d_functional.wait_tensor": "as the gather",

@@ -26,7 +26,6 @@ from ..models.config import ModelConfig
 from ..models.linear import onednn_is_faster
 from .parallel.collectives import FIT_A_GRAPH
 from .parallel.context import run_ring_eagerly
-from .parallel.tensor import run_products_eagerly
 
 if TYPE_CHECKING:
     from .recipes.recipe import Recipe
@@ -44,11 +43,12 @@ def compile_stage(stage: Any, wanted: str) -> None:
 
     `on` raises Failed in the first step when compilation breaks; `auto` goes on eagerly.
     """
-    run_products_eagerly()
+    if stage.mesh.tensor.group is not None and not FIT_A_GRAPH:
+        return
     run_ring_eagerly()
     for block in stage.trunk.blocks.values():
         block.forward = _compiled(block.forward, wanted, block.parameters)
-    if stage.is_last and (FIT_A_GRAPH or stage.mesh.tensor.group is None):
+    if stage.is_last:
         named = stage.model.named_parameters
         outside = lambda: (parameter for name, parameter in named() if "blocks." not in name)  # noqa: E731
         stage.head = _compiled(stage.head, wanted, outside)

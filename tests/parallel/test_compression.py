@@ -17,7 +17,6 @@ from throughline.train.parallel.compression import (  # noqa: E402
     Bf16Sum,
     CommunicationHook,
     Communicator,
-    DenseSum,
     PowerSum,
     Signs,
 )
@@ -136,7 +135,7 @@ def test_bytes_counted_are_bytes_sent(world: int, scheme: str, socket_bytes: Cal
             send = lambda: hook.compressed_sum(Signs(), 0, matrices[0].flatten())  # noqa: E731
         else:
             total = (
-                {"dense": DenseSum, "bf16": Bf16Sum}[scheme](communicator)
+                {"dense": CommunicationHook, "bf16": Bf16Sum}[scheme](communicator)
                 if scheme != "power"
                 else PowerSum(communicator, 4, dense_steps=0)
             )
@@ -209,7 +208,7 @@ def adam_steps(
         backward(model, step, rows)
         gradients = [p.grad for p in model.parameters()]
         whole = [gradient.clone() for gradient in gradients]
-        DenseSum(Communicator(optimizer.communicator.axis)).sum_gradients(whole)
+        CommunicationHook(Communicator(optimizer.communicator.axis)).sum_gradients(whole)
         optimizer.sum_gradients(gradients)
         squares, true = optimizer.squared_norm(gradients), float(torch.nn.utils.get_total_norm(whole))
         norms.append((true if squares is None else float(squares) ** 0.5, true))
@@ -340,7 +339,11 @@ def test_what_is_owed_keeps_pace_with_the_loss_scale() -> None:
 
 def test_alone_nothing_is_sent_and_nothing_is_lost() -> None:
     communicator, gradient = Communicator(Axis()), draw(0, 0, 40, 30)
-    for total in (DenseSum(communicator), Bf16Sum(communicator), PowerSum(communicator, dense_steps=0)):
+    for total in (
+        CommunicationHook(communicator),
+        Bf16Sum(communicator),
+        PowerSum(communicator, dense_steps=0),
+    ):
         found = gradient.clone()
         total.sum_gradients([found])
         assert torch.equal(found, gradient)

@@ -7,6 +7,7 @@ as an operation of its own. Eagerly they are those of `torch.distributed`, which
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .mesh import Axis
 
@@ -15,13 +16,8 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 _OPERATIONS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
-# what torch.distributed's own tensors call; without them a graph breaks at each collective
+# what torch.distributed's own tensors call; without them what sends over the tensor axis is not compiled
 FIT_A_GRAPH = all(hasattr(torch.ops._c10d_functional, name) for name in _OPERATIONS)
-
-
-def compiled() -> bool:
-    """Whether this call is becoming part of a graph."""
-    return FIT_A_GRAPH and torch.compiler.is_compiling()
 
 
 class Gathering:
@@ -30,7 +26,7 @@ class Gathering:
     def __init__(self, x: Tensor, dim: int, axis: Axis) -> None:
         self.dim, self.shape = dim, (axis.size, *x.shape)
         self.work: dist.Work | None = None
-        if compiled():
+        if is_compiling():
             self.parts = torch.ops._c10d_functional.all_gather_into_tensor(
                 x.reshape(-1), axis.size, axis.group_name
             )
@@ -52,7 +48,7 @@ class Scattering:
         self.parts = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
         self.shape = self.parts.shape[1:]
         self.work: dist.Work | None = None
-        if compiled():
+        if is_compiling():
             self.out = torch.ops._c10d_functional.reduce_scatter_tensor(
                 self.parts.view(-1), "sum", axis.size, axis.group_name
             )
@@ -67,7 +63,7 @@ class Scattering:
 
 def reduced(x: Tensor, axis: Axis, how: str = "sum") -> Tensor:
     """The sum ("max", "min") over the axis, in a tensor of its own."""
-    if compiled():
+    if is_compiling():
         return _waited(torch.ops._c10d_functional.all_reduce(x, how, axis.group_name), None)
     return axis.all_reduce(x.contiguous().clone(), getattr(dist.ReduceOp, how.upper()))
 

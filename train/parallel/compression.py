@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from ...planner.tables import SIGNS_PER_SCALE, low_rank_pays
 from .mesh import Axis
-from .sharding import buckets
+from .sharding import buckets, pack, sum_gradients, unpack
 
 ERRORS = ("own.", "sum.", "lost.")  # what names of `kept` that are errors begin with
 
@@ -38,15 +38,13 @@ class Communicator:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum in place."""
-        if self.axis.group is not None:
-            dist.all_reduce(x, group=self.axis.group)
-            self.count_all_reduce(x.nbytes)
-        return x
+        self.count_all_reduce(x.nbytes)
+        return self.axis.all_reduce(x)
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum these in place, a bucket at a time."""
-        for bucket in buckets(tensors):
-            unpack(self.all_reduce(pack(bucket)), bucket)
+        """Sum these in place."""
+        sum_gradients(tensors, self.axis)
+        self.count_all_reduce(sum(tensor.nbytes for tensor in tensors))
 
     def count_all_reduce(self, nbytes: int) -> None:
         """Count a sum of so many bytes over the axis, done here or elsewhere."""
@@ -54,8 +52,6 @@ class Communicator:
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """Row r goes to process r; row r of the result comes from it."""
-        if self.axis.group is None:
-            return parts
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=self.axis.group)
         self.bytes_sent += parts.nbytes * (self.axis.size - 1) / self.axis.size
@@ -63,8 +59,6 @@ class Communicator:
 
     def all_gather(self, part: Tensor) -> Tensor:
         """(...) of each process -> (n, ...) on all."""
-        if self.axis.group is None:
-            return part[None]
         parts = part.new_empty(self.axis.size, *part.shape)
         dist.all_gather(list(parts.unbind()), part, group=self.axis.group)
         self.bytes_sent += part.nbytes * (self.axis.size - 1)
@@ -108,18 +102,19 @@ class Signs:
 
 
 class CommunicationHook:
-    """How the gradients of the copies of a model become one: what a layout's engine asks of a scheme.
+    """How the gradients of the copies of a model become one: what a layout's engine asks of a scheme. This one sums
+    them as they are: what the other schemes are compared with.
 
     `kept` is what this process alone knows, by name: what its compressions lost so far, for one.
     """
 
-    def __init__(self, communicator: Communicator, error_feedback: bool = True) -> None:
-        self.communicator, self.error_feedback = communicator, error_feedback
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
         self.kept: dict[str, Tensor] = {}
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sum in place over the axis. The same gradients in the same order every time."""
-        raise NotImplementedError
+        self.communicator.sum(gradients)
 
     def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """The squared norm of the sum where `sum_gradients` left the parts; None where it did sum."""
@@ -172,18 +167,9 @@ class CommunicationHook:
         error = self.error(name, x)
         wanted = x + error
         data = codec.encode(wanted)
-        if self.error_feedback:
-            torch.sub(wanted, codec.decode(data, x.dtype), out=error)
-            error.nan_to_num_(0.0, 0.0, 0.0)
+        torch.sub(wanted, codec.decode(data, x.dtype), out=error)
+        error.nan_to_num_(0.0, 0.0, 0.0)
         return data
-
-
-class DenseSum(CommunicationHook):
-    """Gradients summed as they are: what the other schemes are compared with."""
-
-    @torch.no_grad()
-    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
-        self.communicator.sum(gradients)
 
 
 class Bf16Sum(CommunicationHook):
@@ -205,10 +191,8 @@ class PowerSum(CommunicationHook):
     bit. Not torch's powerSGD_hook: it takes the buckets of DistributedDataParallel, and keeps a NaN for ever.
     """
 
-    def __init__(
-        self, communicator: Communicator, rank: int = 4, dense_steps: int = 10, error_feedback: bool = True
-    ) -> None:
-        super().__init__(communicator, error_feedback)
+    def __init__(self, communicator: Communicator, rank: int = 4, dense_steps: int = 10) -> None:
+        super().__init__(communicator)
         self.rank, self.dense_steps = rank, dense_steps
 
     @torch.no_grad()
@@ -234,9 +218,9 @@ class PowerSum(CommunicationHook):
         for (index, x), rows, columns in zip(wanted.items(), left, right):
             total, lost, factor = rows @ columns.T, self.kept[f"lost.{index}"], self.kept[f"factor.{index}"]
             self.kept[f"factor.{index}"] = torch.where(columns.isfinite().all(), columns, factor)
-            if self.error_feedback:  # each process's share of what the product misses of the sum
-                torch.sub(x, total, alpha=1 / self.communicator.axis.size, out=lost)
-                lost.nan_to_num_(0.0, 0.0, 0.0)
+            # each process's share of what the product misses of the sum
+            torch.sub(x, total, alpha=1 / self.communicator.axis.size, out=lost)
+            lost.nan_to_num_(0.0, 0.0, 0.0)
             gradients[index].copy_(total.view_as(gradients[index]))
 
     def _factor(self, index: int, matrix: Tensor) -> Tensor:
@@ -246,14 +230,3 @@ class PowerSum(CommunicationHook):
             self.kept[name] = torch.randn(shape, generator=torch.Generator().manual_seed(index))
         self.kept[name] = self.kept[name].to(matrix)
         return self.kept[name]
-
-
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """All numbers in one vector."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """The numbers back where `pack` took them."""
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
-        tensor.copy_(part.view_as(tensor))

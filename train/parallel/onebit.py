@@ -5,15 +5,8 @@ errors of compressing it are made good later, as they are not for Adam as a whol
 paper: a scale per block of 2048 signs instead of one per tensor, the frozen variance keeps its bias
 correction, and its root has a floor (`FLOOR`).
 
-A step of the training loop keeps its order. Only the sum of gradients is replaced:
-
-    optimizer = OneBitAdam(groups, communicator=Communicator(mesh.gradient), warmup_steps=75, lr=…)
-    loss.backward()
-    optimizer.sum_gradients(gradients)          # in place during the warm-up; then gradients stay each process's own
-    squares = optimizer.squared_norm(gradients) # of the sum, once gradients stay apart; the same on every
-    process
-    …clip by one factor, or skip the step when the norm is not finite…
-    optimizer.step()
+The loop keeps its order: only the sum of gradients is replaced. After the warm-up they stay each process's own, and
+`squared_norm` gives the norm by which all clip, or skip the step.
 """
 
 from collections.abc import Sequence
@@ -23,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ...planner.tables import SKETCH
-from .compression import CommunicationHook, Communicator, Signs, pack, unpack
-from .sharding import buckets
+from .compression import CommunicationHook, Communicator, Signs
+from .sharding import buckets, pack, unpack
 
 # of a tensor's root mean square: rows of unseen tokens would otherwise move without bound when met
 FLOOR = 0.1

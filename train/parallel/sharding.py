@@ -66,14 +66,24 @@ def sum_gradients(gradients: Sequence[Tensor], axis: Axis) -> None:
         return
     flying = []
     for bucket in buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flat = pack(bucket)
         flying.append((bucket, flat, dist.all_reduce(flat, group=axis.group, async_op=True)))
     for bucket, flat, work in flying:
         work.wait()
-        for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
-            gradient.copy_(part.view_as(gradient))
+        unpack(flat, bucket)
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     """Consecutive tensors of one dtype, in pieces worth one collective."""
     return [tensors[spec] for spec in bucket_slices([tensor.nbytes for tensor in tensors])]
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """All numbers in one vector."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The numbers back where `pack` took them."""
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(part.view_as(tensor))

@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from ...models.linear import linear
 from ...planner.tables import even_part, tensor_box, tensor_placement
-from .collectives import FIT_A_GRAPH, Gathering, Scattering, compiled, reduced
+from .collectives import Gathering, Scattering, reduced
 from .mesh import Axis
 
 Which = Literal["output", "input", "weight"]  # a product, or the gradient of one of its factors
@@ -37,7 +38,7 @@ def _wanted(ctx: Any, index: int) -> bool:
 
     `ctx.needs_input_grad` does not know of it. Without torch's private answer both are computed: right and slower.
     """
-    if compiled():  # a graph computes all of its gradients at once
+    if is_compiling():  # a graph computes all of its gradients at once
         return ctx.needs_input_grad[index]
     node = ctx.next_functions[index][0]
     if node is None or not ctx.needs_input_grad[index]:
@@ -131,16 +132,6 @@ def column_linear(
 def row_linear(x_BSV: Tensor, weight: Tensor, axis: Axis, product: Product = plain_product) -> Tensor:
     """Partial sums of (B, S, in / tensor) inputs -> this process's part of their sum's row (B, P, out)."""
     return _Row.apply(x_BSV, weight, axis, product)
-
-
-def run_products_eagerly() -> None:
-    """Before blocks are compiled by a torch whose graphs hold no collectives: a product runs with its collective as it
-    is, between two graphs. The compiler would break at each call inside it, and hide nothing behind the product.
-    """
-    if FIT_A_GRAPH:
-        return
-    global column_linear, row_linear
-    column_linear, row_linear = torch.compiler.disable(column_linear), torch.compiler.disable(row_linear)
 
 
 def gather_rows(x_BPW: Tensor, axis: Axis) -> Tensor:
