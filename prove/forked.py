@@ -67,7 +67,7 @@ def run_ranks(world: int, function: Callable[[], Any], timeout_s: float = 120.0)
             processes[-1].start()
             writing.close()
         while ranks:
-            ready = multiprocessing.connection.wait(ranks, max(end - time.monotonic(), 0))
+            ready: Any = multiprocessing.connection.wait(ranks, max(end - time.monotonic(), 0))
             if not ready:
                 raise RuntimeError(f"ranks {sorted(ranks.values())} of {world} did not finish in time")
             for reading in ready:

@@ -90,10 +90,15 @@ class Engine:
             self.local_shards += local_shards(stage, self.shapes)
         with memory or nullcontext():
             if offload:
-                alone = self.layout.world == 1  # only then gradients leave during backward
-                self.offload = HostOffload(
-                    self.stages[0].model, offload if alone else 1, self.local_shards, streams=alone
+                copies, tensor = (
+                    mesh.gradient.group is not None and not self.sharded,
+                    mesh.tensor.group is not None,
                 )
+                late = {
+                    x.name for x in self.local_shards if copies or (tensor and x.spec.placement == "partial")
+                }
+                passes = offload if self.layout.world == 1 else 1
+                self.offload = HostOffload(self.stages[0], passes, self.local_shards, late)
             elif held != self.wide:
                 for local in self.local_shards:
                     local.value = make_master(local.computed)
@@ -101,7 +106,7 @@ class Engine:
             # gradients of 16-bit weights are added up in fp32, those of copies where their sum reads them
             added_up = not self.sharded and (mesh.gradient.group is not None or self.dtype != self.wide)
             self.buffer = None
-            if added_up and not (self.offload and self.offload.streams):
+            if added_up and not (offload and self.layout.world == 1):
                 self.buffer = GradientBuffer(trained, self.dtype if offload else self.wide, mesh.gradient)
 
     @classmethod
@@ -134,7 +139,7 @@ class Engine:
             stage.load(micro_batches, inverse_counts, loss_scale)
         if self.buffer is not None and self.communication_hook is None:
             self.buffer.expect(len(micro_batches))
-        if self.offload is not None:
+        if self.offload is not None and self.layout.world == 1:
             self.offload.micro_batches = len(micro_batches)
         if self.layout.pipeline > 1:
             self._pipeline(batch).run()
@@ -148,8 +153,11 @@ class Engine:
         (stage,) = self.stages
         nothing = torch.empty(0)
         for index in range(micro_batches):
+            last = index == micro_batches - 1
             if self.sharded:
-                before_backward(stage, self.layout, index == micro_batches - 1)
+                before_backward(stage, self.layout, last)
+            if self.offload is not None:
+                self.offload.leaving = last or self.layout.world == 1
             loss = stage(nothing)
             mark("forward")
             loss.backward()
@@ -213,6 +221,8 @@ class Engine:
             sum_gradients(_gradients(partial), self.mesh.tensor)
         if self._tied_apart:
             self._sum_tied()
+        if self.offload is not None:
+            self.offload.fetch([local.computed.grad for local in self.local_shards])
 
     def _sum_tied(self) -> None:
         """The token table of the first and of the last stage get the sum of both gradients."""
@@ -257,7 +267,7 @@ class Engine:
             squares = self.communication_hook.squared_norm(self.gradients())
             if squares is not None:  # the same everywhere: each adds its share
                 return squares / self.mesh.world.size
-        if self.offload is not None and self.offload.streams:
+        if self.offload is not None:
             return self.offload.gradient_norm().double().square()
         mine = (local for local in self.local_shards if local.spec.primary and local.value.numel())
         if not (counted := _gradients(mine)):
@@ -269,8 +279,6 @@ class Engine:
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """Multiply the gradients by `factor`, let the optimizer move the values, compute with them from now."""
         if self.offload is not None:
-            if not self.offload.streams:
-                self.offload.fetch([local.computed.grad for local in self.local_shards])
             self.offload.step(optimizer, factor)
             self.discard()
             return

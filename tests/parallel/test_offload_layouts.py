@@ -2,6 +2,7 @@
 bytes add up.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.checkpoints.checkpoint import load_model  # noqa: E402
 from throughline.train.logs.metrics import read_metrics  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
+from throughline.train.optimizers.offload import HostOffload  # noqa: E402
 from throughline.train.recipes.predict import layout_facts, predicted_memory  # noqa: E402
 from throughline.train.recipes.recipe import Recipe, model_config, resolve  # noqa: E402
 from throughline.train.recipes.rules import RULES  # noqa: E402
@@ -66,8 +68,27 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_the_layout_without_it(layout: str, make: Callable[..., Recipe], tmp_path: Path) -> None:
-    """fp32 with two micro-batches: every loss, norm and weight to the bit."""
+def test_equals_the_layout_without_it(
+    layout: str, make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp32 with two micro-batches: every loss, norm and weight to the bit, although updates take long. After backward
+    gradients are fetched of copies, and over a tensor axis the partial ones; those of shards have left.
+    """
+
+    def update(self: HostOffload, *of_a_unit: Any) -> None:
+        time.sleep(0.02)
+        _update(self, *of_a_unit)
+
+    def fetch(self: HostOffload, gradients: list[Any]) -> None:
+        here, late = len(gradients), sum(gradient is not None for gradient in gradients)
+        assert late == {"replicated": here, "tensor": late}.get(layout, 0) and (
+            layout != "tensor" or 0 < late < here
+        )
+        _fetch(self, gradients)
+
+    _update, _fetch = HostOffload._update, HostOffload.fetch
+    monkeypatch.setattr(HostOffload, "_update", update)
+    monkeypatch.setattr(HostOffload, "fetch", fetch)
     section = {"micro_batch_rows": 1}
     assert_same(
         run(make(layout, False, **section), tmp_path / "plain"),

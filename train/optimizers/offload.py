@@ -19,25 +19,26 @@ AdamW; a 16-bit pinned buffer for the gradient on its way down and the weight on
 gradients of several micro-batches are added, and otherwise room for the fp32 gradients of one part of the
 model. Without an accelerator the same code runs, and moves nothing anywhere.
 
-In a layout (section 4.2) the data processes reduce gradients on their devices first, and each host updates
-the shard that its process holds, so ZeRO shares out the host's memory and work too: gradients leave the device
-when all of the step's are there (`fetch`), and the next forward waits for the update. They are of the weights'
-16 bits, and are summed over processes in them: one micro-batch a step (the recipe's rules say so), for added
-up in 16 bits they would lose the small ones.
+In a layout (section 4.2) each host updates the shard that its process holds, so ZeRO shares out the host's memory
+and work too. A gradient leaves when its sum over processes is there: of a shard when `fully_shard` has reduced it,
+still during backward; what is summed afterwards (copies, the tensor axis) when that is done (`fetch`). Gradients are
+of the weights' 16 bits there: one micro-batch a step (the recipe's rules say so), for added up in 16 bits they
+would lose the small ones.
 
 Not torchao's CPUOffloadOptimizer, which cannot clip gradients that have left, nor FSDP's CPUOffloadPolicy, which
 sends fp32 shards up in every forward and backward.
 """
 
+import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from ..shards import LocalShard, make_master, whole_shard
+from ..shards import LocalShard, local_part, make_master, whole_shard
 
 # gradients of the device that wait for their copy: where the link is slower than backward, backward waits
 IN_FLIGHT_BYTES = 2**30
@@ -61,6 +62,7 @@ class HostSide:
     master: nn.Parameter
     staging: Tensor  # its gradient on the way down, its weight on the way up
     unit: Unit
+    primary: bool  # the copy that counts in the norm
     total: Tensor | None = None  # the gradients of several micro-batches
     scratch: Tensor | None = None  # room for the gradient in the master's dtype, shared by the units
     received: int = 0  # gradients of this step that have come
@@ -81,9 +83,9 @@ class HostOffload:
     """The host's side of a model's weights. One worker thread does all work on host tensors; `wait` before
     reading them.
 
-    One process `streams`: forward hooks wait for the weights and gradients leave as they come, over `micro_batches`
-    backward passes a step; compile the blocks' forwards, not the model, or the hooks are traced. In a layout there
-    are no hooks: `fetch` takes the gradients. The masters become the values of `shards`, by default all of the model.
+    Forward hooks wait for the weights, and gradients leave in `micro_batches` backward passes of a step, in all while
+    `leaving`; those of the names in `late` by `fetch`. Compile the blocks' forwards, not the model, or the hooks are
+    traced. The masters become the values of `shards`, by default all of the model.
     """
 
     def __init__(
@@ -91,11 +93,11 @@ class HostOffload:
         model: nn.Module,
         micro_batches: int = 1,
         shards: Sequence[LocalShard] | None = None,
-        streams: bool = True,
+        late: Collection[str] = (),
     ) -> None:
         if shards is None:
             shards = [whole_shard(*named) for named in model.named_parameters()]
-        self.streams, self.micro_batches = streams, micro_batches
+        self.leaving, self.micro_batches = True, micro_batches
         self.device = shards[0].computed.device
         cuda = self.device.type == "cuda"
         self._down: torch.cuda.Stream | None = torch.cuda.Stream(self.device) if cuda else None
@@ -109,26 +111,20 @@ class HostOffload:
             shard.value = make_master(parameter, "cpu")
             staging = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=cuda)
             total = torch.zeros_like(shard.value) if micro_batches > 1 else None
-            unit.sides.append(HostSide(shard.name, parameter, shard.value, staging, unit, total))
-            self.sides.append(unit.sides[-1])
+            side = HostSide(shard.name, parameter, shard.value, staging, unit, shard.spec.primary, total)
+            unit.sides.append(side)
+            self.sides.append(side)
+            if shard.parameter.requires_grad and shard.name not in late:
+                shard.parameter.register_post_accumulate_grad_hook(lambda p, side=side: self._leave(side, p))
         if micro_batches == 1 and any(side.master.dtype != side.staging.dtype for side in self.sides):
             self._make_scratch()
-        if streams:
-            self._watch(model, [shard.parameter for shard in shards])
-
-    def _watch(self, model: nn.Module, whole: Sequence[nn.Parameter]) -> None:
-        """Hooks so that gradients leave when they are complete, and no forward runs ahead of its weights.
-
-        Some of what is outside the blocks is used without calling its module, but never before the token table,
-        which is a module of that unit.
-        """
-        for side, parameter in zip(self.sides, whole):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p, side=side: self._leave(side, p))
+        # No forward runs ahead of its weights, nor a gathering of shards, whose hooks come after these. Some of what is
+        # outside the blocks is used without calling its module, but never before a table or the whole model.
         for name, module in model.named_modules():
             block = _block_of(name)
-            if name == block if block else next(module.parameters(recurse=False), None) is not None:
-                module.register_forward_pre_hook(lambda *_, unit=self._units[block]: self._await(unit))
+            if name.endswith(block) if block else not name or name.endswith("_table"):
+                hook = lambda *_, unit=self._units[block]: self._await(unit)  # noqa: E731
+                module.register_forward_pre_hook(hook, prepend=True)
 
     def _make_scratch(self) -> None:
         """For each parameter room for its gradient in the master's dtype, shared by the units, which are
@@ -150,12 +146,13 @@ class HostOffload:
         return ((side.name, side.master) for side in self.sides)
 
     def _leave(self, side: HostSide, parameter: nn.Parameter) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        self._send_down(side, gradient[: len(side.parameter)])
+        if self.leaving:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            self._send_down(side, local_part(gradient)[: len(side.parameter)])
 
     def fetch(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradients of a whole step, in the order of the parameters."""
+        """Take the gradients of a whole step that have not left, in the order of the parameters."""
         for side, gradient in zip(self.sides, gradients):
             if gradient is not None:
                 self._send_down(side, gradient)
@@ -193,13 +190,14 @@ class HostOffload:
             copied.synchronize()
         if side.total is not None:
             side.total.copy_(side.staging) if count == 1 else side.total.add_(side.staging)
-        if count == self.micro_batches and self.streams:
+        if count == self.micro_batches and side.primary:
             side.take_norm()
 
     def gradient_norm(self) -> Tensor:
         """The norm of all gradients of the step (a host scalar), once backward has ended."""
-        moved = self._moved()  # of some not every micro-batch had a gradient: their norms are still to take
-        return torch.linalg.vector_norm(torch.stack([side.take_norm() for side in moved]))
+        # of some not every micro-batch had a gradient: their norms are still to take
+        norms = [side.take_norm() for side in self._moved() if side.primary]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def _moved(self) -> list[HostSide]:
         """What has a gradient in this step, all of which have come."""
@@ -215,16 +213,12 @@ class HostOffload:
         self._flying.clear()
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
-        """Multiply the gradients by `factor` and update. `optimizer` is over the masters. Returns at once where hooks
-        wait for the weights.
-        """
+        """Multiply the gradients by `factor` and update. `optimizer` is over the masters. Returns at once."""
         moved = set(self._moved())
         for unit in self._units.values():
             present = [side for side in unit.sides if side in moved]
             unit.update = self._worker.submit(self._update, unit, present, optimizer, factor)
         self.discard()
-        if not self.streams:
-            self.wait()
 
     @torch.no_grad()
     def _update(
@@ -255,13 +249,15 @@ class HostOffload:
             unit.sent = self._up.record_event()
 
     def _await(self, unit: Unit) -> None:
-        """Before a unit's forward: its weights are on the device, or will be before the device gets there."""
+        """Before a unit's forward: its weights are on the device, for whichever stream reads them (`fully_shard` has
+        its own). The device meanwhile has the units before it to compute.
+        """
         update, unit.update = unit.update, None
         if update is None:
             return
         update.result()
         if unit.sent is not None:
-            torch.cuda.current_stream(self.device).wait_event(unit.sent)
+            unit.sent.synchronize()
 
     def wait(self) -> None:
         """Wait until every update is done: before masters or optimizer state are read, and before the end."""
@@ -288,5 +284,5 @@ class HostOffload:
 
 def _block_of(name: str) -> str:
     """The block of a parameter or module, "" outside the blocks."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "blocks" and len(parts) > 1 else ""
+    found = re.search(r"\bblocks\.\d+", name)
+    return found[0] if found else ""
