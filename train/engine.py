@@ -88,23 +88,20 @@ class Engine:
                 stage.to_empty(device=mesh.device)
             self.stages.append(stage.train())
             self.local_shards += local_shards(stage, self.shapes)
+        self.partial = [x for x in self.local_shards if mesh.tensor.group and x.spec.placement == "partial"]
+        copies = mesh.gradient.group is not None and not self.sharded
         with memory or nullcontext():
             if offload:
-                copies, tensor = (
-                    mesh.gradient.group is not None and not self.sharded,
-                    mesh.tensor.group is not None,
-                )
-                late = {
-                    x.name for x in self.local_shards if copies or (tensor and x.spec.placement == "partial")
-                }
+                late = self.local_shards if copies else self.partial
                 passes = offload if self.layout.world == 1 else 1
-                self.offload = HostOffload(self.stages[0], passes, self.local_shards, late)
+                names = {local.name for local in late}
+                self.offload = HostOffload(self.stages[0], passes, self.local_shards, names)
             elif held != self.wide:
                 for local in self.local_shards:
                     local.value = make_master(local.computed)
             trained = [local.parameter for local in self.local_shards if local.parameter.requires_grad]
             # gradients of 16-bit weights are added up in fp32, those of copies where their sum reads them
-            added_up = not self.sharded and (mesh.gradient.group is not None or self.dtype != self.wide)
+            added_up = copies or (not self.sharded and self.dtype != self.wide)
             self.buffer = None
             if added_up and not (offload and self.layout.world == 1):
                 self.buffer = GradientBuffer(trained, self.dtype if offload else self.wide, mesh.gradient)
@@ -216,9 +213,7 @@ class Engine:
             self.buffer.finish()
             if self.mesh.gradient.group is not None:
                 self.communicator.count_all_reduce(self.buffer.flat.nbytes)
-        if self.mesh.tensor.group is not None:
-            partial = (local for local in self.local_shards if local.spec.placement == "partial")
-            sum_gradients(_gradients(partial), self.mesh.tensor)
+        sum_gradients(_gradients(self.partial), self.mesh.tensor)
         if self._tied_apart:
             self._sum_tied()
         if self.offload is not None:
@@ -339,8 +334,8 @@ class Engine:
         """
         if self.communication_hook is None:
             return {}
-        errors = self.communication_hook.errors()
-        return {f"residual.{self.mesh.rank}.{name}": error for name, error in errors.items()}
+        kept = self.communication_hook.kept
+        return {f"residual.{self.mesh.rank}.{name}": error for name, error in kept.items()}
 
     def load_states(self, names: Iterable[str], read: Callable[[str], Tensor], same_layout: bool) -> None:
         """Go on with the `states` of a checkpoint that has these names. In another layout all begin without errors:
@@ -351,9 +346,9 @@ class Engine:
         # before there were masters, checkpoints said "owed." for "residual."
         saved = {name.removeprefix("owed.").removeprefix("residual."): name for name in names}
         mine = f"{self.mesh.rank}."
-        self.communication_hook.load_errors(
-            {short.removeprefix(mine): read(name) for short, name in saved.items() if short.startswith(mine)}
-        )
+        self.communication_hook.kept = {
+            short.removeprefix(mine): read(name) for short, name in saved.items() if short.startswith(mine)
+        }
 
     def wait(self) -> None:
         """Wait for updates that are still under way, before values are read."""

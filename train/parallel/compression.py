@@ -105,7 +105,7 @@ class CommunicationHook:
     """How the gradients of the copies of a model become one: what a layout's engine asks of a scheme. This one sums
     them as they are: what the other schemes are compared with.
 
-    `kept` is what this process alone knows, by name: what its compressions lost so far, for one.
+    `kept` is what this process alone knows, by name: what its compressions lost so far, for one. A checkpoint has it.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -119,14 +119,6 @@ class CommunicationHook:
     def squared_norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """The squared norm of the sum where `sum_gradients` left the parts; None where it did sum."""
         return None
-
-    def errors(self) -> dict[str, Tensor]:
-        """What this process alone knows, for a checkpoint; not copies."""
-        return self.kept
-
-    def load_errors(self, errors: dict[str, Tensor]) -> None:
-        """Go on with what `errors` gave, before the first sum."""
-        self.kept = dict(errors)
 
     def rescale(self, factor: float) -> None:
         """fp16's loss scale and all coming gradients are `factor` times as large: so are the errors."""

@@ -122,18 +122,6 @@ def _same(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x)
 
 
-def column_linear(
-    x_BPW: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, product: Product = plain_product
-) -> Tensor:
-    """Part of the row (B, P, W) -> this process's outputs for the whole row (B, S, out / tensor)."""
-    return _Column.apply(x_BPW, weight, bias, axis, product)
-
-
-def row_linear(x_BSV: Tensor, weight: Tensor, axis: Axis, product: Product = plain_product) -> Tensor:
-    """Partial sums of (B, S, in / tensor) inputs -> this process's part of their sum's row (B, P, out)."""
-    return _Row.apply(x_BSV, weight, axis, product)
-
-
 def gather_rows(x_BPW: Tensor, axis: Axis) -> Tensor:
     """(B, P, W) -> (B, S, W) before a matrix cut by outputs: the partial gradients are summed, each keeps its part."""
     return _Exchange.apply(x_BPW, axis, _gather, _scatter)
@@ -166,14 +154,14 @@ class ColumnLinear(_CutLinear):
     """
 
     def forward(self, x_BPW: Tensor) -> Tensor:
-        return column_linear(x_BPW, self.weight, self.bias, self.axis, self.product)
+        return _Column.apply(x_BPW, self.weight, self.bias, self.axis, self.product)
 
 
 class RowLinear(_CutLinear):
     """A linear layer cut by inputs; its output is a part of the row, to which the whole bias is added once."""
 
     def forward(self, x_BSV: Tensor) -> Tensor:
-        y_BPW = row_linear(x_BSV, self.weight, self.axis, self.product)
+        y_BPW = _Row.apply(x_BSV, self.weight, self.axis, self.product)
         return y_BPW if self.bias is None else y_BPW + self.bias
 
 
