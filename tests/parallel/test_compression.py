@@ -296,7 +296,7 @@ def test_one_bit_adam_continues_to_the_bit_from_its_state_and_errors() -> None:
             i: {k: copy.deepcopy(v) for k, v in slots.items()} for i, slots in saved["state"].items()
         }
         resumed.load_state_dict(saved)
-        resumed.load_errors({name: error.clone() for name, error in optimizer.errors().items()})
+        resumed.kept = {name: error.clone() for name, error in optimizer.kept.items()}
         for one, its in ((model, optimizer), (fresh, resumed)):
             adam_steps(one, its, rows, 6, 3)
             states.append([p.detach() for p in one.parameters()])
@@ -324,7 +324,7 @@ def test_what_is_owed_keeps_pace_with_the_loss_scale() -> None:
             if isinstance(total, PowerSum):
                 held = total.kept["lost.0"]
             else:
-                own, part = total.errors()["own.0"].flatten(), total.errors()["sum.0"]
+                own, part = total.kept["own.0"].flatten(), total.kept["sum.0"]
                 own[communicator.axis.rank * len(part) :][: len(part)] += part
                 held = own.view(40, 30)
             answers.append((out.numpy(), (held / scale).numpy()))

@@ -102,15 +102,11 @@ def test_layout_equals_single_process(name: str, prover: Prover, table: dict[str
 
 
 def norms_unreduced(engine: Engine) -> None:
-    for local in engine.local_shards:
-        if "norm" in local.name:
-            local.spec = replace(local.spec, placement="same")
+    engine.partial = [local for local in engine.partial if "norm" not in local.name]
 
 
 def one_bias_unreduced(engine: Engine) -> None:
-    for local in engine.local_shards:
-        if local.name == "blocks.1.mlp_norm.bias":
-            local.spec = replace(local.spec, placement="same")
+    engine.partial = [local for local in engine.partial if local.name != "blocks.1.mlp_norm.bias"]
 
 
 def tie_not_summed(engine: Engine) -> None:
