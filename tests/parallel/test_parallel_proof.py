@@ -162,16 +162,7 @@ def causal_by_place(engine: Engine) -> None:
     """The rows are cut in their own order, which attention takes for the head-tail order."""
     import throughline.train.parallel.context as context
 
-    right, cut = context.head_tail_order, engine.cut
-
-    def cut_in_order(rows: dict) -> dict:
-        context.head_tail_order = lambda length, parts: context.np.arange(length)
-        try:
-            return cut(rows)
-        finally:
-            context.head_tail_order = right
-
-    engine.cut = cut_in_order
+    context.head_tail_order = lambda length, parts: context.np.arange(length)
 
 
 def parts_of_a_row_weigh_alike(engine: Engine) -> None:
