@@ -2,23 +2,29 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..core import console
-from ..core.errors import WrongUse
-from ..core.files import full_disk, write_atomic
+from ..core.errors import Failed, WrongUse
+from ..core.files import full_disk, json_lines, write_atomic
 from .common import backend_options, read_stdin, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
 
+FORMS = (".jsonl", ".npy", ".parquet")  # of --out
+
 
 @click.command()
 @click.argument("path", type=click.Path())
 @click.argument("file", type=click.Path())
-@click.option("--out", type=click.Path(), help="File to write (default: standard output).")
+@click.option(
+    "--out",
+    type=click.Path(),
+    help="File to write: .jsonl, .npy (the vectors alone) or .parquet (default: JSON lines on standard output).",
+)
 @click.option(
     "--truncate",
     is_flag=True,
@@ -31,8 +37,9 @@ def command(path: str, file: str, out: str | None, truncate: bool, options: "Bac
     directory, ONNX artifact, engine or .gguf file. The result is one JSON object per line, {"text", "embedding"}.
 
     In a .jsonl file the "text" of every line is embedded and the other fields are kept; the same command
-    continues a run that was stopped. The embedding is the mean over the tokens, scaled to length 1: the dot
-    product of two is their cosine.
+    continues a run that was stopped. The embedding is what the directory's modules.json says, without one the mean
+    over the tokens, scaled to length 1: the dot product of two is their cosine. A line that cannot be embedded gets
+    an "error", and the exit code is 1.
 
     \b
     Example:  throughline embed runs/my-bert my/sentences.txt --out my/embeddings.jsonl
@@ -42,13 +49,23 @@ def command(path: str, file: str, out: str | None, truncate: bool, options: "Bac
     if file != "-" and not Path(file).is_file():
         fix = "give a text file with one text per line, or - for standard input"
         raise WrongUse("no such file", where=file, fix=fix)
+    form = Path(out).suffix if out else ".jsonl"
+    if form not in FORMS:
+        raise WrongUse(
+            "embeddings are not written in this form", where=out, fix=f"name it {', '.join(FORMS)}"
+        )
     if file.endswith(".jsonl"):
         if out is None:
             raise WrongUse("a .jsonl file is answered in a file", where=file, fix="give --out FILE")
         from ..inference.serving.offline import embed_file
 
-        facts = embed_file(path, Path(file), Path(out), options, truncate=truncate)
-        said = "{lines} lines embedded ({resumed} by an earlier run, {errors} refused)".format(**facts)
+        lines = Path(out if form == ".jsonl" else f"{out}.jsonl")
+        facts = embed_file(path, Path(file), lines, options, truncate=truncate)
+        check_answered(facts, lines)
+        if form != ".jsonl":
+            _write(Path(out), [row for _, row in json_lines(lines)])
+            lines.unlink()
+        said = "{lines} lines embedded ({resumed} by an earlier run)".format(**facts)
         console.result({"path": out, **facts}, [f"{said}: {out}"])
         return
     text = read_stdin() if file == "-" else Path(file).read_bytes().decode("utf-8-sig", "replace")
@@ -60,11 +77,40 @@ def command(path: str, file: str, out: str | None, truncate: bool, options: "Bac
         {"text": line, "embedding": vector.tolist()}
         for line, vector in zip(texts, embed_texts(path, texts, options, truncate=truncate))
     ]
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     if out is not None:
-        with full_disk(out):
-            Path(out).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, "\n".join(lines) + "\n")
+        _write(Path(out), rows)
         console.result({"path": out, "texts": len(texts)}, [f"{len(texts)} embeddings written: {out}"])
     else:
-        console.result({"embeddings": rows}, lines)
+        console.result({"embeddings": rows}, [json.dumps(row, ensure_ascii=False) for row in rows])
+
+
+def check_answered(facts: dict[str, Any], out: Path) -> None:
+    """Raise Failed where lines of a file were refused: their errors are in the answers."""
+    if facts["errors"]:
+        what = f"{facts['errors']:,} of {facts['lines']:,} lines were refused"
+        fix = 'look for "error" in that file; of texts that are too long --truncate embeds the beginning'
+        raise Failed(what, where=out, why=facts["first_error"], fix=fix)
+
+
+def _write(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Texts with their vectors, in the form that the file's name asks for."""
+    import io
+
+    import numpy as np
+
+    data = io.BytesIO()
+    if out.suffix == ".npy":
+        np.save(data, np.array([row["embedding"] for row in rows], np.float32))
+    elif out.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        table = pa.Table.from_pylist(rows)
+        vectors = table["embedding"].cast(pa.list_(pa.float32()))
+        place = table.schema.get_field_index("embedding")
+        pa.parquet.write_table(table.set_column(place, "embedding", vectors), data)
+    else:
+        data.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    with full_disk(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, data.getvalue())

@@ -63,6 +63,7 @@ def command(
     from ..inference.serving.generation import NO_IDS, Job
     from ..inference.serving.offline import generate_file
     from ..inference.serving.texts import continue_text
+    from .embed import check_answered
 
     if not all(stop):
         raise WrongUse("a stop text is empty", where="--stop", fix="give at least one character")
@@ -72,7 +73,8 @@ def command(
             fix = 'give a .jsonl file with a "prompt" in every line, --out FILE, and no --prompt'
             raise WrongUse("a file of prompts is answered in a file", where=file, fix=fix)
         facts = generate_file(path, file, out, like, options)
-        said = "{lines} lines answered ({resumed} by an earlier run, {errors} refused)".format(**facts)
+        check_answered(facts, out)
+        said = "{lines} lines answered ({resumed} by an earlier run)".format(**facts)
         console.result({"path": str(out), **facts}, [f"{said}: {out}"])
         return
     if prompt is None:

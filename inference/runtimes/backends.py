@@ -21,6 +21,7 @@ from ...core.errors import WrongUse
 from ...core.files import read_json
 from ...core.hardware import usable_cores
 from ...models.config import FAMILIES, GPTConfig, ModelConfig
+from ...models.sentence import read_sentence
 from .bench import fastest
 from .devices import check_options, pick_device, pick_dtype
 from .loaded import Loaded
@@ -66,7 +67,8 @@ def _open_torch(path: Path, options: BackendOptions) -> Loaded:
     runtime = check_options(options, "a torch model", ("torch", "torch-compiled"))
     device = pick_device(options.device)
     opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(), device))
-    return torch_backend(*opened, compiled=runtime == "torch-compiled")
+    loaded = torch_backend(*opened, compiled=runtime == "torch-compiled")
+    return replace(loaded, sentence=read_sentence(found.directory)) if loaded.encoder else loaded
 
 
 def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
@@ -92,7 +94,9 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
     head = described.get("head", {})
     classes = head["labels"] if head.get("kind") == "sequence-classification" else ()
     kept = tokenizer if tokenizer.is_file() else None
-    return Loaded(config, kept, input_record(path), backend, tuple(classes))
+    pooling = str(manifest.facts.get("pooling", "mean")).partition("-")[0]
+    sentence = replace(read_sentence(path), pooling=pooling, inside=True)
+    return Loaded(config, kept, input_record(path), backend, tuple(classes), sentence)
 
 
 def kind_of(path: Path) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from ...core.artifact import Input
 from ...core.backend import CausalBackend, EncoderBackend
 from ...models.config import ModelConfig, family_of
+from ...models.sentence import MEAN, Sentence
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Loaded:
     input: Input
     backend: Any  # a `CausalBackend` or an `EncoderBackend`, as the family says
     classes: tuple[str, ...] = ()  # of a BERT fine-tuned to classify texts: the names of its `logits`
+    sentence: Sentence = MEAN  # how a BERT's outputs become the vector of a text
 
     @property
     def family(self) -> str:

@@ -196,7 +196,9 @@ class EmbeddingBody(Body):
 
     input: Texts
     encoding_format: Literal["float", "base64"] = "float"
-    pooling: Literal["mean", "cls"] = Field("mean", description="Of the last hidden states.")
+    pooling: Literal["mean", "cls"] | None = Field(
+        None, description="Of the last hidden states (default: as the model's directory says, else the mean)."
+    )
     normalize: bool = Field(True, description="Scale each vector to length 1.")
 
 

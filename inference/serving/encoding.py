@@ -166,13 +166,15 @@ def take_batch(texts: Mapping[int, Encoding], limits: Limits) -> list[int]:
     return next(batches(nearest, lengths.__getitem__, limits))
 
 
-def embed(backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int) -> np.ndarray:
-    """Embeddings of texts, each of length 1, float32 (B, H); batched by length."""
+def embed(
+    backend: EncoderBackend, texts: Sequence[Encoding], pad_id: int, output: str = "sentence_embedding"
+) -> np.ndarray:
+    """This output for each text, scaled to length 1, float32 (B, H); batched by length."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
     vectors: dict[int, np.ndarray] = {}
     for batch in batches(order, lambda i: len(texts[i].ids), batch_limits(backend)):
         answers = encode_batch(backend, [texts[i] for i in batch], pad_id)
-        vectors |= {i: unit(answer["sentence_embedding"]) for i, answer in zip(batch, answers)}
+        vectors |= {i: unit(answer[output]) for i, answer in zip(batch, answers)}
     return np.stack([vectors[i] for i in range(len(texts))])
 
 

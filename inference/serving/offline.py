@@ -34,7 +34,7 @@ Record = tuple[int, dict[str, Any]]
 
 def generate_file(
     path: Path | str, source: Path, out: Path, like: Job, options: BackendOptions = AUTO
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Continue the "prompt" of every line with the GPT at `path`, as a job without one says: the line with
     "answers" and "finish".
 
@@ -49,7 +49,7 @@ def generate_file(
 
 def embed_file(
     path: Path | str, source: Path, out: Path, options: BackendOptions = AUTO, *, truncate: bool = False
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Embed the "text" of every line with the BERT at `path`: the line with "embedding", of length 1.
 
     `truncate` embeds the beginning of what is longer than the model's context, which is refused without it.
@@ -66,7 +66,7 @@ def _run(
     settings: dict[str, Any],
     field: str,
     answer: Callable[[Iterator[Record]], Iterator[Record]],
-) -> dict[str, int]:
+) -> dict[str, Any]:
     if out.exists():
         raise WrongUse("there is a file already", where=out, fix="choose another --out, or remove it")
     total = sum(1 for _ in _records(source, field))  # every line is checked before the first is answered
@@ -77,12 +77,12 @@ def _run(
     with full_disk(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     places = _resume(partial, sha256_json([settings, sha256_file(source)]))
-    resumed, errors = len(places), 0
+    before, errors = set(places), []
     todo = (record for record in _records(source, field) if record[0] not in places)
     with progress(out.name, total, " lines") as bar, open(partial, "ab") as file:
-        bar.start_at(resumed)
+        bar.start_at(len(before))
         for number, row in answer(todo):
-            errors += "error" in row
+            errors += [row["error"]] if "error" in row else []
             places[number] = file.tell()
             with full_disk(partial):
                 file.write(f"{number}\t{json.dumps(row, ensure_ascii=False)}\n".encode())
@@ -92,11 +92,14 @@ def _run(
     with full_disk(out), open(ordered, "wb") as target, open(partial, "rb") as file:
         for number in range(total):
             file.seek(places[number])
-            target.write(file.readline().split(b"\t", 1)[1])
+            line = file.readline().split(b"\t", 1)[1]
+            if number in before and "error" in (row := json.loads(line)):
+                errors.append(row["error"])
+            target.write(line)
     sync(ordered)
     os.replace(ordered, out)
     partial.unlink()
-    return {"lines": total, "resumed": resumed, "errors": errors}
+    return {"lines": total, "resumed": len(before), "errors": len(errors), "first_error": (errors or [""])[0]}
 
 
 def _records(source: Path, field: str) -> Iterator[Record]:
@@ -185,16 +188,17 @@ def _embed(
     loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], truncate: bool
 ) -> Iterator[Record]:
     assert loaded.encoder is not None
-    reader = Reader(tokenizer, loaded.encoder.context, loaded.encoder.vocab_size)
+    context = loaded.sentence.context(loaded.encoder.context)
+    reader = Reader(tokenizer, context, loaded.encoder.vocab_size)
     while group := list(islice(records, EMBEDDED_TOGETHER)):
         rows, kept = [], []
         for number, record in group:
             try:
-                rows.append(reader.frame({"text": record["text"]}, truncate))
+                rows.append(reader.frame({"text": loaded.sentence.text(record["text"])}, truncate))
                 kept.append((number, record))
             except ThroughlineError as error:
                 yield number, record | {"error": str(error)}
         if kept:
-            vectors = embed(loaded.encoder, rows, tokenizer.pad_id or 0)
+            vectors = embed(loaded.encoder, rows, tokenizer.pad_id or 0, loaded.sentence.output())
             for (number, record), vector in zip(kept, vectors):
                 yield number, record | {"embedding": vector.tolist()}

@@ -18,7 +18,7 @@ Read = tuple[list[Encoding], list[dict[str, np.ndarray]]]
 
 async def embeddings(call: Call, body: EmbeddingBody) -> dict[str, Any]:
     """Embed texts with a BERT."""
-    want = "sentence_embedding" if body.pooling == "mean" else "cls_embedding"
+    want = call.model.sentence.output(body.pooling)
     texts, answers = await _read_all(call, body.input, want)
     vectors = [unit(answer[want]) if body.normalize else answer[want] for answer in answers]
     data = [

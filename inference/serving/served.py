@@ -17,6 +17,7 @@ import numpy as np
 from ...core.backend import BackendOptions
 from ...core.errors import ThroughlineError, WrongUse
 from ...data.tokenizer import Tokenizer
+from ...models.sentence import Sentence
 from ..runtimes.source import no_model
 from .api_types import CompletionBody, Generation
 from .channel import Made, Read, Work
@@ -61,7 +62,7 @@ class ServedModel:
         path = Path(facts["tokenizer"])
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, path)
         self.reader = Reader(self.tokenizer, facts["context"], facts["vocab_size"])
-        self.facts = facts
+        self.facts, self.sentence = facts, Sentence(**facts["sentence"])
         self.chat = ChatTemplate.find(path.parent, self.tokenizer) if self.causal else None
         self.remote.watch()
 
@@ -150,6 +151,8 @@ class ServedModel:
     def frames(self, texts: Sequence[Prompt], want: str) -> list[Encoding]:
         """Texts with special tokens, of which this output is wanted. Raises WrongUse."""
         self.check_count(len(texts), "input")
+        framed = self.sentence.text if want.endswith("_embedding") else str
+        texts = [framed(text) if isinstance(text, str) else text for text in texts]
         return [self.reader.frame({"input": text}, want=(want,)) for text in texts]
 
     async def read(self, texts: Sequence[Encoding], watch: Watch) -> list[dict[str, np.ndarray]]:

@@ -50,10 +50,13 @@ def embed_texts(
     """
     loaded, tokenizer = open_text_model(path, "bert", options)
     assert loaded.encoder is not None
-    reader = Reader(tokenizer, loaded.encoder.context, loaded.encoder.vocab_size)
-    named = {f"text {number}: {text[:60]}": text for number, text in enumerate(texts, 1)}
+    context = loaded.sentence.context(loaded.encoder.context)
+    reader = Reader(tokenizer, context, loaded.encoder.vocab_size)
+    named = {
+        f"text {number}: {text[:60]}": loaded.sentence.text(text) for number, text in enumerate(texts, 1)
+    }
     rows = [reader.frame({name: text}, truncate) for name, text in named.items()]
-    return embed(loaded.encoder, rows, tokenizer.pad_id or 0)
+    return embed(loaded.encoder, rows, tokenizer.pad_id or 0, loaded.sentence.output())
 
 
 def open_text_model(path: Path | str, family: str, options: BackendOptions) -> tuple[Loaded, Tokenizer]:

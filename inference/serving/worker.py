@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,9 @@ class WorkerModel:
         return {
             "family": self.loaded.family,
             "backend": backend.name,
-            **{name: getattr(backend, name) for name in ("device", "dtype", "context", "vocab_size")},
+            **{name: getattr(backend, name) for name in ("device", "dtype", "vocab_size")},
+            "context": self.loaded.sentence.context(backend.context),
+            "sentence": asdict(self.loaded.sentence),
             "tokenizer": str(Path(self.loaded.tokenizer).resolve()),
             "hash": self.loaded.input.hash,
             "outputs": self._outputs,

@@ -1,0 +1,130 @@
+"""How a directory makes the vector of a text, in the files of sentence-transformers: read, obeyed and written.
+
+| file | what is read of it |
+|---|---|
+| modules.json | Transformer, Pooling and Normalize in this order; with anything else the directory is refused |
+| 1_Pooling/config.json | the mean over the tokens, or the first token ([CLS]); no other pooling is here |
+| sentence_bert_config.json | `max_seq_length`, special tokens included, and `do_lower_case` |
+| config_sentence_transformers.json | the text that stands before every text (`prompts`, `default_prompt_name`) |
+
+A directory without modules.json has the mean. `embed` and the server scale every vector to length 1.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..core.errors import Refused, WrongUse
+from ..core.files import read_json
+
+MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """What becomes of a text before the model, and of the model's vectors behind it."""
+
+    pooling: Literal["mean", "cls"] = "mean"
+    normalised: bool = False
+    longest: int | None = None  # tokens of a text with the special ones; None: the model's context
+    lowercase: bool = False
+    prompt: str = ""
+    inside: bool = (
+        False  # a graph pools by itself: its `sentence_embedding` is this pooling's, and no other is there
+    )
+
+    @property
+    def name(self) -> str:
+        """The pooling as `export --pooling` calls it."""
+        return self.pooling + "-normalised" * self.normalised
+
+    def output(self, asked: str | None = None) -> str:
+        """The output of an encoder that is the vector of a text, by this pooling or the one asked for. Raises WrongUse
+        where a graph has it not.
+        """
+        wanted = asked or self.pooling
+        if wanted == (self.pooling if self.inside else "mean"):
+            return "sentence_embedding"
+        if wanted == "cls":
+            return "cls_embedding"
+        fix = f"leave it out, or export the model again with --pooling {wanted}"
+        raise WrongUse("the graph of this model pools [CLS] itself", where="pooling", fix=fix)
+
+    def text(self, text: str) -> str:
+        """The text as the tokenizer gets it."""
+        return self.prompt + (text.lower() if self.lowercase else text)
+
+    def context(self, tokens: int) -> int:
+        """The tokens of the longest text, for a model of so many."""
+        return min(tokens, self.longest or tokens)
+
+    def write(self, folder: Path, width: int, context: int) -> None:
+        """The files, as sentence-transformers, TEI and vLLM read them too."""
+        modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+        modules += [("2_Normalize", "Normalize")] if self.normalised else []
+        listed = []
+        for i, (place, kind) in enumerate(modules):
+            (folder / place).mkdir(exist_ok=True)
+            kind = f"sentence_transformers.models.{kind}"
+            listed.append({"idx": i, "name": str(i), "path": place, "type": kind})
+        modes = dict.fromkeys(("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens"), False)
+        modes |= {"cls_token": self.pooling == "cls", "mean_tokens": self.pooling == "mean"}
+        named = {f"pooling_mode_{mode}": on for mode, on in modes.items()}
+        prompts = {"default": self.prompt} if self.prompt else {}
+        files: dict[str, Any] = {
+            MODULES: listed,
+            "1_Pooling/config.json": {"word_embedding_dimension": width} | named,
+            "sentence_bert_config.json": {
+                "max_seq_length": self.context(context),
+                "do_lower_case": self.lowercase,
+            },
+            PROMPTS: {"prompts": prompts, "default_prompt_name": "default" if prompts else None},
+        }
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+MEAN = Sentence()
+
+
+def read_sentence(folder: Path) -> Sentence:
+    """How the model in a directory embeds. Raises Refused for a way that is not here."""
+    if not (folder / MODULES).is_file():
+        return MEAN
+    where = folder / MODULES
+    places = {module["type"].rpartition(".")[2]: module["path"] for module in read_json(where)}
+    if odd := [kind for kind in places if kind not in ("Transformer", "Pooling", "Normalize")]:
+        raise _lacking(where, f"its texts or vectors go through {', '.join(odd)}")
+    if places.get("Transformer"):
+        raise _lacking(where, f"its model lies in the directory {places['Transformer']}")
+    settings = [read_json(file) for file in folder.glob("sentence_*_config.json")]
+    given = settings[0] if settings else {}
+    named = read_json(folder / PROMPTS) if (folder / PROMPTS).is_file() else {}
+    prompts, chosen = named.get("prompts") or {}, named.get("default_prompt_name")
+    prompt = prompts.get(chosen) or ""
+    pooling = folder / places.get("Pooling", "1_Pooling") / "config.json"
+    modes = read_json(pooling)
+    if prompt and not modes.get("include_prompt", True):
+        raise _lacking(pooling, "the prompt's tokens are left out of its mean")
+    longest, lowercase = given.get("max_seq_length"), bool(given.get("do_lower_case"))
+    return Sentence(_pooling(modes, pooling), "Normalize" in places, longest, lowercase, prompt)
+
+
+def _pooling(modes: dict[str, Any], where: Path) -> Literal["mean", "cls"]:
+    prefix = "pooling_mode_"
+    on = [
+        name.removeprefix(prefix)
+        for name, value in modes.items()
+        if name.startswith(prefix) and value is True
+    ]
+    on = on or [modes.get("pooling_mode") or "mean_tokens"]  # newer files name one
+    for name, found in (("cls", "cls"), ("mean", "mean")):
+        if on in ([name], [f"{name}_token"], [f"{name}_tokens"]):
+            return found  # type: ignore[return-value]
+    raise _lacking(where, f"it pools by {' and '.join(on)}")
+
+
+def _lacking(where: Path, why: str) -> Refused:
+    fix = "here a text's vector is the mean over its tokens or that of [CLS]; use sentence-transformers for this one"
+    return Refused("this directory embeds in a way that is not here", where=where, why=why, fix=fix)

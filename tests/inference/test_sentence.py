@@ -1,0 +1,143 @@
+"""Directories of sentence-transformers are embedded as their files say, or refused: by `embed`, files, the server's
+model, exports and back.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from throughline.core.backend import BackendOptions
+from throughline.core.errors import Refused, WrongUse
+from throughline.data.tokenizer import Tokenizer
+from throughline.inference.exports.export import Judging, export_onnx
+from throughline.inference.exports.handover import export_huggingface
+from throughline.inference.graphs.graph_options import GraphOptions
+from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.serving.offline import embed_file
+from throughline.inference.serving.texts import embed_texts
+from throughline.models.sentence import Sentence, read_sentence
+
+CPU = BackendOptions(device="cpu", threads=1)
+QUIET = Judging(bench=False)
+TEXT = "The lazy dog jumps again."
+KIND = "sentence_transformers.models."
+
+
+@pytest.fixture
+def sentence_dir(bert_dir: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A directory as sentence-transformers writes it, with other contents of some files."""
+
+    def make(pooling: dict, **files: dict | list) -> Path:
+        folder = shutil.copytree(bert_dir, tmp_path / "sentence")
+        modules = [
+            {"path": "", "type": f"{KIND}Transformer"},
+            {"path": "1_Pooling", "type": f"{KIND}Pooling"},
+        ]
+        (folder / "1_Pooling").mkdir()
+        written = {"1_Pooling/config": pooling, "modules": modules} | files
+        for name, content in written.items():
+            (folder / f"{name}.json").write_text(json.dumps(content))
+        return folder
+
+    return make
+
+
+def vector(folder: Path, text: str, pooling: str = "mean", length: int = 64) -> np.ndarray:
+    """By hand: the tokens of a text in [CLS] and [SEP], the model's states, their pooling, length 1."""
+    tokenizer, loaded = Tokenizer.load(folder), open_backend(folder, CPU)
+    ids = np.array([[tokenizer.cls_id, *tokenizer.encode(text)[: length - 2], tokenizer.sep_id]], np.int64)
+    outputs = loaded.backend.forward(ids, np.zeros_like(ids), np.ones(ids.shape, bool), ids[:, :0])
+    states = outputs["last_hidden_state"][0]
+    found = states[0] if pooling == "cls" else states.mean(0)
+    return found / np.linalg.norm(found)
+
+
+MODES = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False, "pooling_mode_max_tokens": False}
+
+
+@pytest.mark.parametrize(
+    ("modes", "pooling"),
+    [
+        (MODES | {"pooling_mode_cls_token": True}, "cls"),
+        (MODES | {"pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode": "cls"}, "cls"),
+        ({"pooling_mode": "mean"}, "mean"),
+        ({}, "mean"),
+    ],
+)
+def test_the_pooling_is_the_directorys(sentence_dir, tmp_path: Path, modes: dict, pooling: str) -> None:
+    folder = sentence_dir(modes)
+    wanted, other = (vector(folder, TEXT, name) for name in (pooling, "mean" if pooling == "cls" else "cls"))
+    [found] = embed_texts(folder, [TEXT], CPU)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert np.abs(found - other).max() > 0.01
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"text": TEXT}) + "\n")
+    embed_file(folder, source, tmp_path / "out.jsonl", CPU)
+    written = json.loads((tmp_path / "out.jsonl").read_text())["embedding"]
+    np.testing.assert_allclose(written, wanted, atol=1e-5)
+
+
+def test_length_case_and_prompt_are_the_directorys(sentence_dir) -> None:
+    folder = sentence_dir(
+        {"pooling_mode_mean_tokens": True},
+        sentence_bert_config={"max_seq_length": 12, "do_lower_case": True},
+        config_sentence_transformers={"prompts": {"query": "again: "}, "default_prompt_name": "query"},
+    )
+    assert read_sentence(folder) == Sentence(longest=12, lowercase=True, prompt="again: ")
+    long = "Over the Dog " * 20
+    with pytest.raises(WrongUse, match="longer than the model's context") as refused:
+        embed_texts(folder, [long], CPU)
+    assert "> 12" in refused.value.why
+    [found] = embed_texts(folder, [long], CPU, truncate=True)
+    np.testing.assert_allclose(found, vector(folder, f"again: {long.lower()}", length=12), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("modes", "files", "why"),
+    [
+        (MODES | {"pooling_mode_max_tokens": True}, {}, "max_tokens"),
+        (
+            MODES | {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True},
+            {},
+            "cls_token and max_tokens",
+        ),
+        ({"pooling_mode": "lasttoken"}, {}, "lasttoken"),
+        ({}, {"modules": [{"path": "2_Dense", "type": f"{KIND}Dense"}]}, "Dense"),
+        ({}, {"modules": [{"path": "0_BERT", "type": f"{KIND}Transformer"}]}, "0_BERT"),
+        (
+            {"include_prompt": False},
+            {"config_sentence_transformers": {"prompts": {"q": "q: "}, "default_prompt_name": "q"}},
+            "prompt",
+        ),
+    ],
+)
+def test_what_is_not_here_is_refused_by_name(sentence_dir, modes: dict, files: dict, why: str) -> None:
+    with pytest.raises(Refused, match="embeds in a way that is not here") as refused:
+        embed_texts(sentence_dir(modes, **files), [TEXT], CPU)
+    assert why in refused.value.why
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "cls-normalised"])
+def test_an_export_comes_back_as_what_it_is(bert_dir: Path, tmp_path: Path, pooling: str) -> None:
+    """Both forms of one model: the same vectors, by the pooling asked for; and a graph of the directory keeps it."""
+    export_huggingface(bert_dir, tmp_path / "hf", QUIET, pooling=pooling)
+    export_onnx(bert_dir, tmp_path / "onnx", GraphOptions(pooling=pooling), QUIET)
+    export_onnx(tmp_path / "hf", tmp_path / "again", judging=QUIET)
+    wanted = vector(bert_dir, TEXT, pooling.partition("-")[0])
+    for name in ("hf", "onnx", "again"):
+        np.testing.assert_allclose(
+            embed_texts(tmp_path / name, [TEXT], CPU)[0], wanted, atol=1e-4, err_msg=name
+        )
+
+
+def test_a_graph_that_pools_itself_gives_no_other_pooling(bert_dir: Path, tmp_path: Path) -> None:
+    """`"pooling": "mean"` asked of it would be answered with [CLS]."""
+    export_onnx(bert_dir, tmp_path / "cls", GraphOptions(pooling="cls"), QUIET)
+    sentence = open_backend(tmp_path / "cls", CPU).sentence
+    assert sentence.output() == sentence.output("cls") == "sentence_embedding"
+    with pytest.raises(WrongUse, match=r"pools \[CLS\] itself"):
+        sentence.output("mean")
