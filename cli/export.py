@@ -46,8 +46,8 @@ TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", 
 @click.option(
     "--pooling",
     type=click.Choice(get_args(Pooling)),
-    default="mean",
-    help="How a BERT's sentence embedding is made of its tokens.",
+    help="How a BERT's sentence embedding is made of its tokens (default: as the directory's modules.json says, else "
+    "the mean).",
 )
 @click.option(
     "--text",

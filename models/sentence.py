@@ -11,7 +11,7 @@ A directory without modules.json has the mean. `embed` and the server scale ever
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,11 @@ class Sentence:
     def name(self) -> str:
         """The pooling as `export --pooling` calls it."""
         return self.pooling + "-normalised" * self.normalised
+
+    def pooled(self, name: str | None) -> "Sentence":
+        """The same with a pooling as `export --pooling` calls it; None is its own."""
+        pooling, _, normalised = (name or self.name).partition("-")
+        return replace(self, pooling=pooling, normalised=bool(normalised))
 
     def output(self, asked: str | None = None) -> str:
         """The output of an encoder that is the vector of a text, by this pooling or the one asked for. Raises WrongUse

@@ -19,6 +19,7 @@ from ...core.artifact import Draft, Input, check_free, create_artifact, input_re
 from ...core.backend import BackendOptions
 from ...core.errors import Refused, WrongUse
 from ...models.config import GPTConfig, family_of
+from ...models.sentence import MEAN, Sentence, read_sentence
 from ..graphs.calibration import calibrate, read_calibration
 from ..graphs.graph_options import PLAIN, GraphOptions, Pooling
 from ..graphs.graph_probe import check_fusion, first_bad_node, probe
@@ -62,6 +63,7 @@ class Export:
     judging: Judging
     device: str
     rows: TextRows | None
+    sentence: Sentence  # how the directory embeds
     report: Report = field(default_factory=dict)
 
     @property
@@ -72,6 +74,12 @@ class Export:
     def reference(self, pooling: Pooling = "mean") -> Loaded:
         """The torch model in float32 on the device of the comparison."""
         return reference_of(self.opened.model.to(self.device), self.tokenizer, self.opened.input, pooling)
+
+    def keep_sentence(self) -> None:
+        """What becomes of a text before the model, beside the export."""
+        if self.sentence != MEAN:
+            config = self.opened.model.config
+            self.sentence.write(self.folder, config.width, config.sequence_length)
 
     @property
     def tokenizer(self) -> Path | None:
@@ -94,7 +102,8 @@ def exporting(
     with create_artifact(out, kind, inputs=[opened.input], overwrite=overwrite) as draft:
         if rows is not None:
             draft.inputs.append(Input(rows.source, "foreign", rows.sha256))
-        export = Export(opened, draft, judging, device, rows)
+        sentence = read_sentence(Path(opened.input.path))
+        export = Export(opened, draft, judging, device, rows, sentence)
         yield export
         write_json(draft.path / "parity.json", export.report)
         draft.facts = {"family": family_of(opened.model.config)} | draft.facts | parity_facts(export.report)
@@ -138,7 +147,8 @@ def export_onnx(
     """
     with exporting(path, out, "onnx", judging, overwrite) as export:
         nodes = write_judged(export, options)
-        facts = {name: getattr(options, name) for name in ("variant", "opset", "names", "pooling")}
+        export.keep_sentence()
+        facts = {name: getattr(options, name) for name in ("variant", "opset", "names")}
         export.draft.facts |= {"precision": options.precision, "nodes": nodes} | facts
     return export.report
 
@@ -147,9 +157,12 @@ def write_judged(export: Export, options: GraphOptions) -> int:
     """Write model.onnx with what describes it and judge it; returns its number of nodes."""
     opened, graph = export.opened, export.folder / "model.onnx"
     config = opened.model.config
-    options = calibrated(export, options)
+    options = dataclasses.replace(
+        calibrated(export, options), pooling=options.pooling or export.sentence.name
+    )
     options.check(family_of(config))
     nodes = write_described(opened, graph, options)
+    export.draft.facts["pooling"] = options.pooling
     backend: Any
     if options.names == "optimum" and isinstance(config, GPTConfig):
         from ..runtimes.onnx_session import open_session

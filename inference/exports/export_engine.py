@@ -49,6 +49,7 @@ def export_engine(
         lengths = tuple(sorted({min(length, config.sequence_length) for length in lengths}))
         profiles = buckets(config, batches, lengths)
         write_judged(export, GraphOptions("tensorrt", precision))
+        export.keep_sentence()
         engine, messages = build_engine(
             library, graph, config, profiles, capability if rtx else None, timing_cache
         )

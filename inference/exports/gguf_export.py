@@ -49,11 +49,12 @@ def export_gguf(
     with exporting(path, out, "gguf", judging, overwrite) as export:
         opened, file = export.opened, export.folder / "model.gguf"
         config = opened.model.config
-        write_gguf(opened.model, opened.tokenizer, file, precision)  # type: ignore[arg-type]
+        write_gguf(opened.model, opened.tokenizer, file, precision, export.sentence)  # type: ignore[arg-type]
         write_json(export.folder / "model.json", {"family": family_of(config), "config": config.to_dict()})
         if opened.tokenizer is not None:
             (export.folder / "tokenizer.json").write_bytes(opened.tokenizer.read_bytes())
-        export.draft.facts["precision"] = precision
+        export.keep_sentence()
+        export.draft.facts |= {"precision": precision, "pooling": export.sentence.pooling}
         if importlib.util.find_spec("llama_cpp") is None:
             warn(f"not compared with torch: llama-cpp-python is not installed ({INSTALL})")
             return export.report

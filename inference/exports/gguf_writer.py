@@ -18,6 +18,7 @@ import numpy as np
 from ...core.errors import Refused, WrongUse
 from ...data.tokenizer import Tokenizer
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
+from ...models.sentence import MEAN, Sentence
 from ..runtimes.llama_backend import INSTALL
 
 if TYPE_CHECKING:
@@ -41,10 +42,14 @@ def architecture_of(config: ModelConfig) -> str:
 
 
 def write_gguf(
-    model: "GPT | BERT", tokenizer: Path | None, path: Path, precision: GGUFPrecision = "f16"
+    model: "GPT | BERT",
+    tokenizer: Path | None,
+    path: Path,
+    precision: GGUFPrecision = "f16",
+    sentence: Sentence = MEAN,
 ) -> None:
-    """Write the model to `path`. Raises WrongUse without the gguf library, Refused for a model that llama.cpp
-    does not compute.
+    """Write the model to `path`; `sentence` says how a BERT embeds. Raises WrongUse without the gguf library, Refused
+    for a model that llama.cpp does not compute.
     """
     try:
         import gguf
@@ -57,6 +62,8 @@ def write_gguf(
     _, state = to_huggingface(model)
     writer = gguf.GGUFWriter(path, architecture)
     _describe(writer, config, precision)
+    if isinstance(config, BERTConfig):
+        writer.add_pooling_type(gguf.PoolingType[sentence.pooling.upper()])
     _write_tokenizer(writer, tokenizer, config)
     for name, values in _tensors(architecture, config, state):
         kind = _kind(name, values, precision)
@@ -93,7 +100,6 @@ def _describe(writer: Any, config: ModelConfig, precision: GGUFPrecision) -> Non
     if isinstance(config, BERTConfig):
         writer.add_causal_attention(False)
         writer.add_token_type_count(config.token_types)
-        writer.add_pooling_type(gguf.PoolingType.MEAN)
 
 
 def _tensors(

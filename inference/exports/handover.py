@@ -20,7 +20,7 @@ def export_huggingface(
     out: Path | str,
     judging: Judging = ALONE,
     overwrite: bool = False,
-    pooling: Pooling = "mean",
+    pooling: Pooling | None = None,
 ) -> Report:
     """Write the model at `path` as a Hugging Face directory that transformers loads; returns what parity.json
     holds.
@@ -48,7 +48,7 @@ def export_huggingface(
                 ids.setdefault("bos_token_id", ids["eos_token_id"])
             write_json(folder / "generation_config.json", ids)
         elif not tuned:
-            _write_sentence_transformers(folder, config.width, config.sequence_length, pooling)
+            export.sentence.pooled(pooling).write(folder, config.width, config.sequence_length)
         write_json(folder / "config.json", fields | ids)
         read_back = load_huggingface(folder).to(export.device)
         candidate = reference_of(read_back, export.tokenizer, export.opened.input)
@@ -56,31 +56,6 @@ def export_huggingface(
         export.report["conditions"] = conditions(folder, fields | ids)
         export.draft.facts["architecture"] = fields["architectures"][0]
     return export.report
-
-
-def _write_sentence_transformers(directory: Path, width: int, longest: int, pooling: Pooling) -> None:
-    """The files by which sentence-transformers, TEI and vLLM know how to pool."""
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    if pooling.endswith("normalised"):
-        modules.append(("2_Normalize", "Normalize"))
-        (directory / "2_Normalize").mkdir()
-    listed = [
-        {"idx": i, "name": str(i), "path": place, "type": f"sentence_transformers.models.{kind}"}
-        for i, (place, kind) in enumerate(modules)
-    ]
-    write_json(directory / "modules.json", listed)
-    (directory / "1_Pooling").mkdir()
-    cls = pooling.startswith("cls")
-    modes = {
-        "word_embedding_dimension": width,
-        "pooling_mode_cls_token": cls,
-        "pooling_mode_mean_tokens": not cls,
-        "pooling_mode_max_tokens": False,
-        "pooling_mode_mean_sqrt_len_tokens": False,
-    }
-    write_json(directory / "1_Pooling" / "config.json", modes)
-    write_json(directory / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
-    write_json(directory / "config_sentence_transformers.json", {"prompts": {}, "default_prompt_name": None})
 
 
 def conditions(directory: Path, fields: dict[str, Any]) -> dict[str, list[str]]:

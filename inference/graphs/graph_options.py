@@ -26,7 +26,7 @@ class GraphOptions:
     precision: Precision = "fp32"
     opset: int = OPSETS[-1]
     names: Names = "throughline"
-    pooling: Pooling = "mean"
+    pooling: Pooling | None = None  # as the directory says, else the mean
     ranges: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -57,7 +57,7 @@ def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> G
     if config.norm_first:
         x = parts.norm(x, "norm")
     graph.result(x, "last_hidden_state", ["batch", "sequence", config.width])
-    _embedding(graph, x, mask, config.width, options.pooling)
+    _embedding(graph, x, mask, config.width, options.pooling or "mean")
     if head is None:
         _pretraining_heads(parts, config, x, ids)
     else:

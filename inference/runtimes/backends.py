@@ -58,8 +58,9 @@ def open_backend(path: Path | str, options: BackendOptions = AUTO) -> Loaded:
         return _open_export(path, kind, options)
     from .gguf_reader import read_gguf
 
-    config, precision, tokenizer = read_gguf(path)
-    return Loaded(config, tokenizer, input_record(path), run_gguf(path, config, options, precision))
+    config, precision, tokenizer, sentence = read_gguf(path)
+    backend = run_gguf(path, config, options, precision)
+    return Loaded(config, tokenizer, input_record(path), backend, sentence=sentence)
 
 
 def _open_torch(path: Path, options: BackendOptions) -> Loaded:
@@ -95,7 +96,7 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
     classes = head["labels"] if head.get("kind") == "sequence-classification" else ()
     kept = tokenizer if tokenizer.is_file() else None
     pooling = str(manifest.facts.get("pooling", "mean")).partition("-")[0]
-    sentence = replace(read_sentence(path), pooling=pooling, inside=True)
+    sentence = replace(read_sentence(path), pooling=pooling, inside=kind != "gguf")
     return Loaded(config, kept, input_record(path), backend, tuple(classes), sentence)
 
 

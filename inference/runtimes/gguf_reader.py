@@ -9,11 +9,12 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...core.errors import Refused, WrongUse
 from ...data.tokenizer import CONFIG, FILE
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
+from ...models.sentence import Sentence
 from .llama_backend import INSTALL
 from .source import no_model
 
@@ -24,12 +25,13 @@ ROLES = {  # ours by llama.cpp's
     "padding": "pad",
     "seperator": "sep",
 }
+POOLINGS: dict[int, Literal["mean", "cls"]] = {0: "mean", 1: "mean", 2: "cls"}  # llama.cpp's, none among them
 CONTEXT_MOST = 8192  # tokens; a cache of every row takes this much memory
 
 
-def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None]:
-    """Config, precision and tokenizer.json. Raises WrongUse without the gguf library or the file, Refused for a file
-    that is cut or of a shape that is not known.
+def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None, Sentence]:
+    """Config, precision, tokenizer.json and how a BERT embeds. Raises WrongUse without the gguf library or the file,
+    Refused for a file that is cut or of a shape that is not known.
     """
     if not path.is_file():
         raise no_model(path)
@@ -47,7 +49,12 @@ def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None]:
             "this is no whole GGUF model", where=path, why=why, fix="fetch or export it again"
         ) from error
     number = given.get("general.file_type", -1)
-    return config, PRECISIONS.get(number, f"gguf-{number}"), _tokenizer_file(path, given)
+    kind = given.get("bert.pooling_type", gguf.PoolingType.NONE)
+    if kind not in POOLINGS:
+        why = f"it pools by {gguf.PoolingType(kind).name}"
+        raise Refused("this model embeds in a way that is not here", where=path, why=why)
+    sentence = Sentence(POOLINGS[kind])
+    return config, PRECISIONS.get(number, f"gguf-{number}"), _tokenizer_file(path, given), sentence
 
 
 def config_of(given: dict[str, Any], tied: bool) -> ModelConfig:

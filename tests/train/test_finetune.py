@@ -3,6 +3,7 @@ a model that opens with its head.
 """
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.heads import BERTWithHead
 from throughline.models.init import build
+from throughline.models.sentence import MEAN, Sentence, read_sentence
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.checkpoints.weights_in import open_weights
 from throughline.train.finetune import metrics
@@ -321,20 +323,31 @@ def test_the_best_span_ends_after_it_starts_and_is_not_too_long() -> None:
     assert best_span(start, end, 4) == pytest.approx(max(every))
 
 
-def test_embeddings_trained_are_embeddings_given(bases: dict[str, Path]) -> None:
-    """What the loss compares is what `throughline embed` gives."""
+@pytest.mark.parametrize("sentence", [MEAN, Sentence("cls", longest=5, prompt="who ")])
+def test_embeddings_trained_are_embeddings_given(
+    bases: dict[str, Path], tmp_path: Path, sentence: Sentence
+) -> None:
+    """What the loss compares is what `throughline embed` gives, of the base and of the model that was tuned."""
     from throughline.inference.serving.texts import embed_texts
     from throughline.train.finetune.tasks import Retrieval, encoder_inputs
 
     tokenizer = Tokenizer.load(bases["bert"] / "tokenizer.json")
     recipe = build_recipe({"task": "retrieval", "data": {"pair_field": "b"}}, FinetuneRecipe)
-    task = Retrieval(recipe, tokenizer)
-    model, _ = open_weights(bases["bert"])
+    base = shutil.copytree(bases["bert"], tmp_path / "base")
+    sentence.write(base, 32, 64)
+    task = Retrieval(recipe, tokenizer, sentence=read_sentence(base))
+    model, _ = open_weights(base)
     texts = ["the cat likes a dog", "the moon"]
     batch = task.batch(task.rows([{"text": texts[0], "b": texts[1]}]), torch.device("cpu"))
     with torch.no_grad():
         vectors = task.vectors(model.hidden(**encoder_inputs(batch)), batch)
-    assert np.abs(vectors.numpy() - embed_texts(bases["bert"], texts)).max() < 1e-5
+    assert np.abs(vectors.numpy() - embed_texts(base, texts, truncate=True)).max() < 1e-5
+    records = [passages() for _ in range(20)]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tree = {"task": "retrieval", "model": str(base), "train": {"epochs": 1, "batch_rows": 4}}
+    tree |= {"data": {"train": str(tmp_path / "records.jsonl"), "pair_field": "passage"}}
+    finetune(build_recipe(tree, FinetuneRecipe, RULES), tmp_path / "out")
+    assert read_sentence(tmp_path / "out") == read_sentence(base)
 
 
 def test_an_answer_is_learnt_from_its_first_token_to_its_end(bases: dict[str, Path]) -> None:

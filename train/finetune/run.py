@@ -27,6 +27,7 @@ from ...models.heads import BERTWithHead
 from ...models.huggingface import to_huggingface
 from ...models.huggingface_config import describe
 from ...models.huggingface_heads import head_to_huggingface
+from ...models.sentence import read_sentence
 from ...planner.nearest import require_world
 from ..build import RunPlan
 from ..checkpoints.checkpoint import load_weights, locate
@@ -72,6 +73,8 @@ def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -
         out, "model", inputs=made_of.inputs, recipe_hash=recipe_hash(recipe), overwrite=overwrite
     ) as draft:
         write_model(plan.saved(home), made_of.tokenizer, made_of.tokenizer_json, draft.path)
+        if recipe.task == "retrieval":
+            plan.task.sentence.write(draft.path, plan.config.width, plan.config.sequence_length)
         (draft.path / "recipe.toml").write_text(dump_toml(recipe))
         shutil.copyfile(home / METRICS, draft.path / METRICS)
         draft.facts |= facts
@@ -175,6 +178,8 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
 
 def _task(recipe: FinetuneRecipe, base: nn.Module, tokenizer: Tokenizer) -> Task:
     task = TASKS[recipe.task](recipe, tokenizer)
+    if recipe.task == "retrieval":
+        task.sentence = read_sentence(Path(recipe.model))
     config: Any = base.config
     if (task.family == "gpt") != isinstance(base, GPT):
         raise WrongUse(f"{recipe.task} needs a {task.family.upper()}", where=recipe.model)

@@ -20,6 +20,7 @@ from ...data.tokenizer import Tokenizer
 from ...models.config import BERTConfig, ModelConfig
 from ...models.heads import Head, empty_with_head
 from ...models.init import empty_model
+from ...models.sentence import MEAN, Sentence
 from ..loss import IGNORED, Batch, Model, Words, cross_entropy_sum, head_loss_sum
 from ..objective import Objective, bound_documents, places_of
 from ..parallel.mesh import Axis
@@ -38,6 +39,7 @@ class Task:
     untrained: tuple[str, ...] = ()  # beginnings of names of parameters that the loss does not reach
     rows_per_record: int = 1
     head: Head | None = None  # the new one of the model
+    sentence: Sentence = MEAN  # how the model's directory embeds
 
     @property
     def length(self) -> int:
@@ -237,7 +239,7 @@ def best_span(start: np.ndarray, end: np.ndarray, longest: int) -> tuple[float, 
 @dataclass
 class Retrieval(Task):
     """Contrastive pairs: each query against every passage of its batch (van den Oord et al. 2018, InfoNCE), by
-    the cosine of the mean over tokens, which is what `throughline embed` gives.
+    the cosine of the vectors that `throughline embed` gives: of the mean over tokens, or as the directory says.
     """
 
     untrained: tuple[str, ...] = ("mlm_", "pooler.", "nsp.")
@@ -246,10 +248,13 @@ class Retrieval(Task):
     def rows(self, records: Sequence[Record]) -> list[Row]:
         data, encode = self.recipe.data, self.tokenizer.encode
         texts = [text for pair in fields_of(records, data.text_field, data.pair_field) for text in pair]
-        return [pair_row(self.tokenizer, encode(str(text)), None, self.length) for text in texts]
+        length, framed = self.sentence.context(self.length), self.sentence.text
+        return [pair_row(self.tokenizer, encode(framed(str(text))), None, length) for text in texts]
 
     def vectors(self, hidden_BSW: Tensor, batch: Batch) -> Tensor:
         """(B, W), each of length 1."""
+        if self.sentence.pooling == "cls":
+            return F.normalize(hidden_BSW[:, 0].float(), dim=-1)
         real = batch["attention_mask"][..., None]
         return F.normalize((hidden_BSW.float() * real).sum(1) / real.sum(1), dim=-1)
 
