@@ -334,7 +334,7 @@ def test_embeddings_trained_are_embeddings_given(
     tokenizer = Tokenizer.load(bases["bert"] / "tokenizer.json")
     recipe = build_recipe({"task": "retrieval", "data": {"pair_field": "b"}}, FinetuneRecipe)
     base = shutil.copytree(bases["bert"], tmp_path / "base")
-    sentence.write(base, 32, 64)
+    sentence.write(base, 32, 32)
     task = Retrieval(recipe, tokenizer, sentence=read_sentence(base))
     model, _ = open_weights(base)
     texts = ["the cat likes a dog", "the moon"]
@@ -344,7 +344,11 @@ def test_embeddings_trained_are_embeddings_given(
     assert np.abs(vectors.numpy() - embed_texts(base, texts, truncate=True)).max() < 1e-5
     records = [passages() for _ in range(20)]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    tree = {"task": "retrieval", "model": str(base), "train": {"epochs": 1, "batch_rows": 4}}
+    tree = {
+        "task": "retrieval",
+        "model": str(base),
+        "train": {"epochs": 1, "batch_rows": 4, "sequence_length": 32},
+    }
     tree |= {"data": {"train": str(tmp_path / "records.jsonl"), "pair_field": "passage"}}
     finetune(build_recipe(tree, FinetuneRecipe, RULES), tmp_path / "out")
     assert read_sentence(tmp_path / "out") == read_sentence(base)
