@@ -17,7 +17,7 @@ from ..data.samples import Dataset, open_dataset
 from ..models.config import ModelConfig, family_of
 from ..planner.layout import ZERO_BUBBLE, Layout
 from ..planner.nearest import require_world
-from .checkpoints.weights_in import adopt, open_weights, start_from
+from .checkpoints.weights_in import adopt, check_tokens, open_weights, start_from
 from .compile import to_compile
 from .corpus import Corpus, open_corpus
 from .engine import Engine
@@ -130,7 +130,10 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
         plan = validation_plan(recipe, device, cache)
     corpus = plan.corpus
     if recipe.model.init_from and running_processes()[0] == 0:  # before a directory is claimed for the run
-        adopt(open_weights(recipe.model.init_from)[0], plan.config, recipe.model.init_from)
+        model, tokenizer = open_weights(recipe.model.init_from)
+        adopt(model, plan.config, recipe.model.init_from)
+        if corpus.tokenizer is not None:
+            check_tokens(corpus.tokenizer, tokenizer, recipe.model.init_from)
         corpus = replace(corpus, inputs=[*corpus.inputs, input_record(recipe.model.init_from)])
     return replace(plan, memory=memory, corpus=corpus)
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from throughline.core.errors import Refused
+from throughline.data.tokenizer import Tokenizer
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.heads import Head, build_with_head
 from throughline.models.huggingface import to_huggingface
@@ -24,6 +26,7 @@ from throughline.prove.forked import run_ranks, warm
 from throughline.train.checkpoints.weights_in import adopt, open_weights, start_from
 from throughline.train.engine import Engine
 from throughline.train.parallel.mesh import make_mesh, start_group
+from throughline.train.recipes.recipe import model_config, resolve
 
 GPT_SHAPE = GPTConfig(vocab_size=48, sequence_length=16, layers=2, width=32, heads=4, activation="gelu")
 BERT_SHAPE = BERTConfig(vocab_size=48, sequence_length=16, layers=2, width=32, heads=4)
@@ -348,3 +351,69 @@ def test_every_part_of_a_layout_gets_its_values(tmp_path: Path) -> None:
 
     warm()
     assert min(run_ranks(layout.world, check)) > 30
+
+
+@pytest.fixture(scope="module")
+def llama_dir(gpt_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with the tokenizer of the store beside it, as `save_pretrained` writes both."""
+    folder = tmp_path_factory.mktemp("llama")
+    shutil.copy(gpt_store / "tokenizer.json", folder)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+    vocab_size = Tokenizer.load(gpt_store).vocab_size
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(vocab_size=vocab_size, **sizes, **heads)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_recipe_takes_the_shape_of_its_weights(llama_dir: Path, make_plan: Any) -> None:
+    """Nothing of it is named by hand; the resolved recipe says all of it, and gives the same model again."""
+    plan = make_plan(model={"init_from": str(llama_dir), "overrides": {"dropout": 0.1}})
+    config: Any = plan.config
+    assert (config.heads, config.key_value_heads, config.positions, config.norm_epsilon) == (
+        4,
+        2,
+        "rotary",
+        1e-6,
+    )
+    assert config.dropout == 0.1 and config.sequence_length == 64
+    assert resolve(plan.recipe) == plan.recipe and model_config(plan.recipe) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("heads", 8), ("kv_heads", 4), ("rope_theta", 500000.0), ("norm_epsilon", 1e-2), ("activation", "gelu")],
+)
+def test_a_field_that_no_tensor_shows_is_compared(
+    llama_dir: Path, make_plan: Any, field: str, value: Any
+) -> None:
+    """Each of them trains another model on the same tensors; heads 8 and kv_heads 4 have the same shapes as 4 and 2."""
+    overrides = {field: value} | ({"kv_heads": 4} if field == "heads" else {})
+    with pytest.raises(Refused, match="of another model") as refused:
+        make_plan(model={"init_from": str(llama_dir), "overrides": overrides})
+    assert f"{field} is " in refused.value.why
+
+
+def test_tokens_of_another_tokenizer_are_refused(
+    llama_dir: Path, gpt_store: Path, tmp_path: Path, make_plan
+) -> None:
+    """Of the same size, its letters exchanged; a file with the same tokens in another order is the same tokenizer."""
+    tokenizer = json.loads((llama_dir / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    for name, entries in (
+        ("same", dict(reversed(vocab.items()))),
+        ("other", dict(zip(vocab, reversed(vocab.values())))),
+    ):
+        folder = shutil.copytree(llama_dir, tmp_path / name)
+        changed = tokenizer | {"model": tokenizer["model"] | {"vocab": entries}}
+        (folder / "tokenizer.json").write_text(json.dumps(changed))
+    make_plan(model={"init_from": str(tmp_path / "same"), "overrides": {}})
+    with pytest.raises(Refused, match="trained with another tokenizer") as refused:
+        make_plan(model={"init_from": str(tmp_path / "other"), "overrides": {}})
+    assert "--tokenizer" in refused.value.fix

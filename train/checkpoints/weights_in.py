@@ -5,22 +5,29 @@ Runs, artifacts and Hugging Face directories are read here, the other two in `fo
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...core.artifact import MANIFEST, is_artifact, verify_artifact
 from ...core.errors import Refused
+from ...data.backends import Reference, difference
+from ...data.tokenizer import Tokenizer
 from ...models.bert import BERT
 from ...models.config import ModelConfig, family_of
 from ...models.gpt import GPT
+from ...models.huggingface_config import WHOLE
 from ...models.huggingface_heads import load_huggingface
 from ...models.init import empty_model, initial_values
 from ...planner.tables import Box
 from ..engine import Engine
 from .checkpoint import load_model
 from .foreign_weights import megatron_file, read_megatron, read_nanogpt
+
+FREE = ("dropout", "sequence_length", "nsp", "mlm_transform")  # fields that the weights leave open
 
 
 def open_weights(path: Path | str) -> tuple[nn.Module, Path | None]:
@@ -46,8 +53,8 @@ def open_weights(path: Path | str) -> tuple[nn.Module, Path | None]:
 def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor]:
     """The values of a trained model, for a run of the shape `wanted`. Raises Refused when the shapes differ.
 
-    Only what shapes no tensor may differ: dropout, and for BERT the pretraining heads, which then keep their
-    first values.
+    Dropout may differ, the length where no table has it, and for BERT the pretraining heads, which then keep their
+    first values; nothing else: other heads, another rope or epsilon of the same shapes are another model.
     """
     if not isinstance(model, (GPT, BERT)):
         encoder = getattr(model, "encoder", None)
@@ -56,6 +63,19 @@ def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor
     if family_of(model.config) != family_of(wanted):
         found = family_of(model.config).upper()
         raise Refused(f"the weights are of a {found}", where=where, fix="set model.family")
+    fix = (
+        "leave model.preset and these overrides out: the recipe takes the shape that lies beside the weights"
+    )
+    config: Any = model.config
+    names = [field.name for field in fields(config) if field.name not in FREE]
+    pairs = [
+        (name, getattr(config, WHOLE.get(name, name)), getattr(wanted, WHOLE.get(name, name)))
+        for name in names
+    ]
+    if other := [
+        f"{name} is {there}, the recipe asks for {here}" for name, there, here in pairs if there != here
+    ]:
+        raise Refused("the weights are of another model", where=where, why="\n".join(other), fix=fix)
     given = {name: parameter.detach() for name, parameter in model.named_parameters()}
     theirs = {name: tuple(value.shape) for name, value in given.items()}
     ours = {name: tuple(parameter.shape) for name, parameter in empty_model(wanted).named_parameters()}
@@ -64,9 +84,19 @@ def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor
         head = name.startswith(("mlm_", "pooler.", "nsp.")) and None in (there, here)
         if there != here and not head:
             why = f"{name} is {there or 'not there'}, the recipe asks for {here or 'none'}"
-            fix = "set model.preset and model.overrides to the shape of the weights"
             raise Refused("the weights are of another model", where=where, why=why, fix=fix)
     return {name: value for name, value in given.items() if name in ours}
+
+
+def check_tokens(tokens: Tokenizer, weights: Path | None, where: str) -> None:
+    """Refuse tokens that are not those of the weights, whose tokenizer.json this is: the same text would be others."""
+    theirs = None if weights is None else Tokenizer.load(weights)
+    if theirs is None or theirs.fingerprint() == tokens.fingerprint():
+        return
+    if why := difference(Reference(theirs), tokens):
+        why = why.replace("the reference", "the tokens to train on")
+        fix = f"tokenise the text again with --tokenizer {where}"
+        raise Refused("the weights were trained with another tokenizer", where=weights, why=why, fix=fix)
 
 
 def start_from(values: Mapping[str, Tensor], engine: Engine) -> None:

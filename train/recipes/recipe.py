@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+from ...core.files import read_json
 from ...core.hardware import computes_in, machine
 from ...core.recipe import Section
 from ...models.config import FAMILIES, ModelConfig, family_of
@@ -60,18 +61,43 @@ def micro_rows(recipe: Recipe) -> int:
 
 
 def model_family(recipe: Recipe) -> str:
-    """`gpt` or `bert`: as given, else the preset's, else gpt."""
+    """`gpt` or `bert`: as given, else the preset's or that of the weights to begin with, else gpt."""
     if recipe.model.family or not recipe.model.preset:
-        return recipe.model.family or "gpt"
+        shape = None if recipe.model.family else shape_beside(recipe)
+        return recipe.model.family or (family_of(shape) if shape else "gpt")
     return family_of(preset(recipe.model.preset)) if recipe.model.preset in preset_names() else "gpt"
 
 
+def shape_beside(recipe: Recipe) -> ModelConfig | None:
+    """The shape that lies beside the weights to begin with, where the recipe names no preset."""
+    return None if recipe.model.preset or not recipe.model.init_from else shape_of(recipe.model.init_from)
+
+
+def shape_of(path: Path | str) -> ModelConfig | None:
+    """The shape that lies beside the weights at `path`, which are not read: a directory of Hugging Face's, a run, a
+    checkpoint. None where none does. Raises Refused for a model that ours cannot express.
+    """
+    path = Path(path)
+    if (path / "config.json").is_file():
+        from ...models.huggingface import read_config, read_directory  # by those alone who begin with weights
+
+        fields, state = read_directory(path)
+        return read_config(fields, state, str(path / "config.json"))
+    latest = path / "checkpoints" / "latest"
+    file = (latest.parent / latest.read_text().strip() if latest.is_file() else path) / "model.json"
+    if not file.is_file():
+        return None
+    described = read_json(file)
+    return FAMILIES[described["family"]].from_dict(described["config"])
+
+
 def model_config(recipe: Recipe, vocab_size: int | None = None) -> ModelConfig:
-    """The model's config: preset, overrides, and the vocabulary of the tokens unless the recipe sets one.
+    """The model's config: preset or the shape of the weights to begin with, overrides, and the vocabulary of the tokens
+    unless the recipe or the weights set one.
 
     Raises WrongUse for an unknown preset or field and for a shape that cannot be built.
     """
-    fields = dict(recipe.model.overrides)
+    fields = _own_fields(recipe)
     if vocab_size is not None:
         fields.setdefault("vocab_size", vocab_size)
     family = model_family(recipe)
@@ -81,6 +107,18 @@ def model_config(recipe: Recipe, vocab_size: int | None = None) -> ModelConfig:
         return preset(recipe.model.preset, **fields)
     fields.setdefault("sequence_length", recipe.train.sequence_length)
     return FAMILIES[family].from_dict(fields)
+
+
+def _own_fields(recipe: Recipe) -> dict[str, Any]:
+    """The overrides, over the fields in which the shape of the weights is not the family's usual one."""
+    shape = shape_beside(recipe)
+    if shape is None:
+        return dict(recipe.model.overrides)
+    usual = type(shape)().to_dict()
+    given = {
+        name: value for name, value in shape.to_dict().items() if value != usual[name] and name != "dropout"
+    }
+    return given | {"vocab_size": shape.vocab_size} | recipe.model.overrides
 
 
 def usual_precision(device: str) -> str:
@@ -129,7 +167,11 @@ def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
     )
     family = model_family(recipe)
     update["model"] = recipe.model.model_copy(
-        update={"family": family, "init_from": absolute(recipe.model.init_from)}
+        update={
+            "family": family,
+            "init_from": absolute(recipe.model.init_from),
+            "overrides": _own_fields(recipe),
+        }
     )
     if family == "bert" and recipe.objective is None:
         update["objective"] = ObjectiveSection()
