@@ -7,6 +7,7 @@ from ..core.recipe import build_recipe, dump_toml
 from ..models.config import family_of
 from ..planner.search import Candidate, Found
 from ..planner.work import RECOMPUTES
+from ..train.recipes.new_recipe import usual_sections
 from ..train.recipes.recipe import Recipe
 from ..train.recipes.rules import RULES
 
@@ -36,11 +37,13 @@ def _recipe_text(found: Found, best: Candidate, recipe: Recipe | None, options: 
     }
     if recipe is None:
         steps = max(1, round((options["target_tokens"] or 1000 * work.tokens) / work.tokens))
-        data = {"train": "tokens", "validation_fraction": 0.0}
+        data = {"train": "tokens", "validation_fraction": 0.001}
         model = {"preset": options["model"], "family": family_of(work.config)}
         if work.length > work.config.sequence_length:
             model["overrides"] = {"sequence_length": work.length}
-        tree: dict[str, Any] = {"data": data, "model": model, "train": {"steps": steps}}
+        sections = usual_sections(work.config, work.rows, work.length, steps)
+        tree: dict[str, Any] = {"data": data, "model": model} | sections
+        tree["train"] = sections["train"] | {"steps": steps}
     else:
         tree = recipe.model_dump(mode="json", exclude_none=True)
         tree["train"].pop("batch_tokens", None)

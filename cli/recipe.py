@@ -92,6 +92,12 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
 @click.option(
     "--tokens", type=click.FloatRange(min=1), help="Number of tokens to train on (default: 20 a parameter)."
 )
+@click.option(
+    "--from",
+    "init_from",
+    type=click.Path(exists=True),
+    help="Weights to train on, instead of --model: a Hugging Face directory, a run or a checkpoint.",
+)
 @click.option("--out", type=PATH, required=True, help="File to write, ending in .toml.")
 @throughline_command
 def new(
@@ -100,37 +106,57 @@ def new(
     machine: str | None,
     gpus: int | None,
     tokens: float | None,
+    init_from: str | None,
     out: Path,
 ) -> None:
     """Write a first recipe for a model, data and a machine. What is not given is asked for on a terminal.
 
     \b
     Example:  throughline recipe new --model gpt2-124m --data tokens --machine a100-80gb --gpus 8 --out my.toml
-    Batch, learning rate and length come from published tables; the file says which.
+              throughline recipe new --from DIRECTORY --data tokens --machine rtx4090 --out my.toml
+    Batch, learning rate and length come from published tables; the file says which. How often the run reads the store,
+    how long it takes and what it costs is printed.
     """
     from ..core.errors import WrongUse
     from ..core.files import write_atomic
     from ..core.hardware import chips
+    from ..data.store import TokenStore
     from ..models.presets import preset_names
-    from ..train.recipes.new_recipe import new_recipe
-    from ..train.recipes.recipe import Recipe
+    from ..planner.hardware import find_cluster
+    from ..train.recipes.new_recipe import check_epochs, new_recipe, outlook
+    from ..train.recipes.recipe import Recipe, model_config, resolve
     from ..train.recipes.rules import RULES
 
     if out.exists():
         raise WrongUse("the output already exists", where=out, fix="choose another --out")
     if sys.stdin.isatty():
         shapes = click.Choice(preset_names())
-        model = model or click.prompt("Model (see models/presets.toml)", type=shapes, show_choices=False)
+        model = (
+            model
+            or init_from
+            or click.prompt("Model (see models/presets.toml)", type=shapes, show_choices=False)
+        )
         data = data or click.prompt("Token store")
         machine = machine or click.prompt("Machine", type=click.Choice(["cpu", *chips()]))
         if gpus is None and machine != "cpu":
             gpus = click.prompt("Number of GPUs", type=click.IntRange(min=1), default=1)
-    needed = {"--model": model, "--data": data, "--machine": machine}
+    if model and init_from and model != init_from:
+        raise WrongUse("the shape is that of the weights", where="--model", fix="give --model or --from")
+    needed = {"--model": model or init_from, "--data": data, "--machine": machine}
     if missing := ", ".join(name for name, given in needed.items() if not given):
         fix = "give it, or run on a terminal to be asked"
         raise WrongUse("not everything is given", where=missing, fix=fix)
-    assert model and data and machine
-    text = new_recipe(model, data, machine, gpus or 1, tokens)
+    assert data and machine
+    stored = TokenStore.open(data).tokens if Path(data).exists() else 0
+    text = new_recipe(model or "", data, machine, gpus or 1, tokens, init_from or "", stored)
     write_atomic(out, text)
-    load_recipe(str(out), Recipe, (), RULES)
-    console.result({"path": str(out), "recipe": text}, [*text.splitlines(), f"written to {out}"])
+    recipe = resolve(load_recipe(str(out), Recipe, (), RULES))
+    cluster = None if machine == "cpu" else find_cluster(machine)
+    learnt = stored * (1 - recipe.data.validation_fraction)
+    facts, lines = outlook(recipe, model_config(recipe), cluster, learnt)
+    check_epochs(facts["epochs"])
+    if not stored:
+        lines.append(f"{data} is not there yet: train --dry-run will say how often the run reads it")
+    console.result(
+        {"path": str(out), "recipe": text} | facts, [*text.splitlines(), f"written to {out}", *lines]
+    )

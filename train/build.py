@@ -2,8 +2,9 @@
 here.
 """
 
+import math
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from .objective import Objective, StepBatch, prepare, pretraining
 from .optimizers.build import build_optimizer
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
 from .precision import LossScaler, pick_device
+from .recipes.new_recipe import check_epochs, outlook
 from .recipes.predict import predicted_step_seconds
 from .recipes.recipe import Recipe, model_config
 from .recipes.rules import can_be_had
@@ -89,7 +91,13 @@ class RunPlan:
             "memory_bytes": sum(self.memory.values()),
             "memory": self.memory,
             "step_seconds": predicted_step_seconds(self.config, self.recipe),
+            **self.outlook[0],
         }
+
+    @cached_property
+    def outlook(self) -> tuple[dict[str, Any], list[str]]:
+        """Passes over the text and the time of the run: facts and lines."""
+        return outlook(self.recipe, self.config, None, sum(store.tokens for store in self.corpus.train))
 
     def lines(self) -> list[str]:
         """The summary for a person."""
@@ -106,6 +114,7 @@ class RunPlan:
             f"training split {split}, validation {facts['validation_tokens']:,} tokens",
             f"memory about {amount(facts['memory_bytes'], 'B')}: {memory}",
             f"a step of about {duration(facts['step_seconds'])} (throughline study makes this surer)",
+            *self.outlook[1],
         ]
 
 
@@ -129,13 +138,21 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
     if plan.corpus.text_bytes and cache is not None:
         plan = validation_plan(recipe, device, cache)
     corpus = plan.corpus
+    least = min((store.tokens for store in corpus.validation), default=math.inf)
+    if plan.family == "gpt" and recipe.data.packing == "windows" and least <= train.sequence_length:
+        why = f"{least:,} tokens are held out, a row has {train.sequence_length:,} (+ 1 for the last target)"
+        fix = "a larger data.validation_fraction, data.validation, or data.validation_fraction=0 for none"
+        raise WrongUse("the validation split is less than a row", where="data", why=why, fix=fix)
     if recipe.model.init_from and running_processes()[0] == 0:  # before a directory is claimed for the run
         model, tokenizer = open_weights(recipe.model.init_from)
         adopt(model, plan.config, recipe.model.init_from)
         if corpus.tokenizer is not None:
             check_tokens(corpus.tokenizer, tokenizer, recipe.model.init_from)
         corpus = replace(corpus, inputs=[*corpus.inputs, input_record(recipe.model.init_from)])
-    return replace(plan, memory=memory, corpus=corpus)
+    plan = replace(plan, memory=memory, corpus=corpus)
+    if running_processes()[0] == 0:
+        check_epochs(plan.outlook[0]["epochs"])
+    return plan
 
 
 def validation_plan(recipe: Recipe, device: torch.device, cache: Path | None = None) -> RunPlan:

@@ -29,7 +29,11 @@ def test_writes_a_recipe_that_the_trainer_accepts(tmp_path: Path) -> None:
     run("gpt3-1.3b", "--gpus", "16", "--on", "a100-40gb", "--rows", "256", "--write-recipe", str(file))
     result = CliRunner().invoke(main, ["recipe", "check", str(file), "--json"])
     assert result.exit_code == 0, result.output
-    parallel = json.loads(result.output)["recipe"]["parallel"]
+    recipe = json.loads(result.output)["recipe"]
+    steps, parallel = recipe["train"]["steps"], recipe["parallel"]
+    assert recipe["train"]["eval_every_steps"] == recipe["checkpoint"]["save_every_steps"] == steps // 20
+    assert recipe["schedule"]["warmup_steps"] > 0 and recipe["data"]["validation_fraction"] > 0
+    assert recipe["optimizer"]["learning_rate"] == 2e-4, "Brown et al. 2020, table 2.1, 1.3 B"
     assert parallel["data"] * parallel["tensor"] * parallel["pipeline"] * parallel["context"] == 16
 
 

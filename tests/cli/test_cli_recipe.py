@@ -1,14 +1,17 @@
 """Recipes that ship and recipes that `recipe new` writes pass every rule, and hold what the machine can hold."""
 
+import json
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
 from throughline.core.errors import WrongUse
 from throughline.core.hardware import chips
 from throughline.core.recipe import load_recipe, shipped_recipes
+from throughline.models.config import GPTConfig
 from throughline.planner.memory import capacity_bytes
 from throughline.train.recipes.new_recipe import new_recipe
 from throughline.train.recipes.predict import predicted_memory
@@ -83,3 +86,51 @@ def test_an_unknown_machine_is_answered_with_the_nearest_names() -> None:
     with pytest.raises(WrongUse) as caught:
         new_recipe("gpt2-124m", "tokens/x", "quantum")
     assert caught.value.fix.startswith("one of cpu, v100-16gb")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """240 tokens of GPT-2's vocabulary, a foreign store of Megatron's."""
+    from throughline.data.shard import write_index
+
+    (tmp_path / "store").mkdir()
+    np.zeros(240, np.uint16).tofile(tmp_path / "store" / "00000.bin")
+    write_index(tmp_path / "store" / "00000.idx", np.array([240]), np.array([0, 1]), np.uint16)
+    return tmp_path / "store"
+
+
+def test_a_new_recipe_knows_the_store(store: Path, tmp_path: Path) -> None:
+    """Passes over it, time and money are told, too many passes warned of, and at least a row is held out."""
+    given = ["--data", str(store), "--machine", "cpu"]
+    out = str(tmp_path / "r.toml")
+    done = CliRunner().invoke(main, ["recipe", "new", "--model", "gpt-toy", *given, "--json", "--out", out])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    recipe = load_recipe(out, Recipe, (), RULES)
+    held = recipe.data.validation_fraction * 240
+    assert recipe.train.sequence_length < held <= 24.1 and facts["seconds"] > 0
+    assert facts["epochs"] == pytest.approx(facts["tokens_to_train"] / (240 - held))
+    assert facts["epochs"] > 4 and "the run reads its text" in done.stderr
+    long = ["recipe", "new", "--model", "gpt2-124m", *given, "--out", str(tmp_path / "s.toml")]
+    done = CliRunner().invoke(main, long)
+    assert (
+        done.exit_code == 2
+        and "too small to validate on" in done.output
+        and not (tmp_path / "s.toml").exists()
+    )
+
+
+def test_a_new_recipe_from_weights_has_their_shape(tmp_path: Path) -> None:
+    """At a tenth of the rate, for one pass over the store."""
+    fields = {"family": "gpt", "config": GPTConfig(vocab_size=50257, layers=3, width=48, heads=4).to_dict()}
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "model.json").write_text(json.dumps(fields))
+    text = new_recipe("", "tokens", init_from=str(tmp_path / "step"), stored=10_000_000)
+    (tmp_path / "r.toml").write_text(text)
+    recipe = load_recipe(tmp_path / "r.toml", Recipe, (), RULES)
+    config = model_config(recipe)
+    assert (config.layers, config.width, config.vocab_size) == (3, 48, 50257) and not recipe.model.preset
+    assert recipe.optimizer.learning_rate == pytest.approx(6e-5)
+    assert recipe.train.steps * recipe.train.rows_per_step * recipe.train.sequence_length == pytest.approx(
+        1e7, rel=0.1
+    )

@@ -1,7 +1,9 @@
 """A first recipe for a model, data and a machine: `throughline recipe new`. Arithmetic only; no torch here.
 
 - Batch and learning rate are those of Brown et al. 2020, table 2.1, for the nearest size; a BERT has Devlin et al.'s.
-- Length: 20 tokens a parameter (Hoffmann et al. 2022) unless it is given.
+- Length: 20 tokens a parameter (Hoffmann et al. 2022) unless it is given; of given weights one pass over the store, at
+  a tenth of the rate.
+- Warm-up, validation and checkpoints are never left out (`usual_sections`, which `plan --write-recipe` asks too).
 - Layout: data parallel, with as little as possible recomputed and shared out ("full"), as the planner's memory of the
   run allows (`predict.predicted_memory`, which also refuses a run that does not fit).
 """
@@ -10,14 +12,16 @@ import bisect
 from functools import partial
 from typing import Any
 
+from ...core.console import cell, duration, warn
 from ...core.errors import WrongUse, did_you_mean
 from ...core.hardware import chips
 from ...core.recipe import build_recipe, dump_toml
-from ...models.config import family_of
+from ...models.config import ModelConfig, family_of
 from ...models.presets import preset
+from ...planner.hardware import Cluster
 from ...planner.memory import capacity_bytes
-from .predict import predicted_memory
-from .recipe import Recipe, model_config, resolve
+from .predict import predicted_memory, predicted_step_seconds
+from .recipe import Recipe, model_config, resolve, shape_of
 
 # parameters -> (tokens in a batch, learning rate): Brown et al. 2020, table 2.1
 GPT3 = {
@@ -31,27 +35,43 @@ GPT3 = {
     175e9: (3.2e6, 0.6e-4),
 }
 WARMUP_TOKENS = 375e6  # Brown et al. 2020, appendix B
+MOST_EPOCHS = (
+    4  # passes over the same text that are worth nearly as much as new text: Muennighoff et al. 2023
+)
+VALIDATION_ROWS = 32  # of which the mean loss has a standard error of some 2 %
 
 
 def new_recipe(
-    model: str, data: str, machine: str = "cpu", gpus: int = 1, tokens: float | None = None
+    model: str,
+    data: str,
+    machine: str = "cpu",
+    gpus: int = 1,
+    tokens: float | None = None,
+    init_from: str = "",
+    stored: int = 0,
 ) -> str:
-    """The text of a recipe. `machine` is a name in core/chips.toml or "cpu"; `tokens` is the length of the run.
+    """The text of a recipe. `machine` is a name in core/chips.toml or "cpu"; `tokens` is the length of the run,
+    `stored` that of the token store where it is known; with `init_from` the shape is that of these weights.
 
-    Raises WrongUse for an unknown model or machine, and for a model that the machine does not hold.
+    Raises WrongUse for an unknown model or machine, for a model that the machine does not hold, and for a store too
+    small to validate on.
     """
-    config = preset(model)
+    shape = shape_of(init_from) if init_from else preset(model)
+    if shape is None:
+        fix = "give a Hugging Face directory, a run or a checkpoint"
+        raise WrongUse("no shape lies beside these weights", where=init_from, fix=fix)
+    config = shape
     if machine != "cpu" and machine not in chips():
         fix = did_you_mean(machine, chips(), f"one of cpu, {', '.join(chips())}", limit=3)
         raise WrongUse(f"unknown machine {machine!r}", where="--machine", fix=fix)
     count, length = config.parameter_count(), config.sequence_length
     bert = family_of(config) == "bert"
-    batch, rate = GPT3[min(GPT3, key=lambda size: abs(size - count))] if not bert else (256 * 512, 1e-4)
+    batch = GPT3[min(GPT3, key=lambda size: abs(size - count))][0] if not bert else 256 * 512
     precision = "fp32" if machine == "cpu" else "bf16" if "bf16" in chips()[machine].tflops else "fp16"
     tree: dict[str, Any] = {
         "version": 1,
-        "data": {"train": data, "validation_fraction": 0.001},
-        "model": {"preset": model},
+        "data": {"train": data, "validation_fraction": _validation(stored, length)},
+        "model": {"init_from": init_from} if init_from else {"preset": model},
         "train": {"steps": 20, "sequence_length": length, "precision": precision} | _rows(1, gpus),
         "parallel": {"data": gpus, "sharding": "replicated"},
     }
@@ -59,22 +79,78 @@ def new_recipe(
         tree = fitted(tree, machine)
     train, least = tree["train"], tree["train"]["batch_rows"]
     rows = max(round(batch / length / least), 1) * least
-    total = tokens or 20 * count
+    total = tokens or (stored if init_from and stored else 20 * count)
     steps = max(round(total / (rows * length)), 20)
-    warmup = min(max(round(WARMUP_TOKENS / (rows * length)), 1), steps // 10) if not bert else steps // 100
-    every = max(steps // 20, 1)
-    train |= {"steps": steps, "batch_rows": rows, "eval_every_steps": every, "eval_rows": min(rows, 256)}
-    usual = {"beta2": 0.999, "weight_decay": 0.01} if bert else {"beta2": 0.95, "weight_decay": 0.1}
-    tree["optimizer"] = {"learning_rate": rate} | usual
-    decay = {"kind": "linear", "final_fraction": 0.0} if bert else {"kind": "cosine", "final_fraction": 0.1}
-    tree["schedule"] = {"warmup_steps": warmup} | decay
-    tree["checkpoint"] = {"save_every_steps": every}
+    sections = usual_sections(config, rows, length, steps)
+    tree |= sections | {"train": train | {"steps": steps, "batch_rows": rows} | sections["train"]}
+    if init_from:
+        tree["optimizer"]["learning_rate"] /= 10
     source = "Devlin et al. 2019, appendix A.2" if bert else "Brown et al. 2020, table 2.1 (nearest size)"
     where = f"{gpus} x {chips()[machine].name}" if machine != "cpu" else "a CPU"
     return f"""\
-# {model} ({count / 1e6:,.0f} M parameters) on {where}: {total / 1e9:,.3g} G tokens. Knob: train.steps
+# {init_from or model} ({count / 1e6:,.0f} M parameters) on {where}: {total / 1e9:,.3g} G tokens. Knob: train.steps
 # Batch and learning rate: {source}. Rows at once and layout: memory arithmetic of `throughline recipe new`.
 {dump_toml(build_recipe(tree, Recipe), given=True)}"""
+
+
+def usual_sections(config: ModelConfig, rows: int, length: int, steps: int) -> dict[str, dict[str, Any]]:
+    """What every run should have beside data, model and layout: a published rate with its warm-up, figures on text
+    that is held out, and checkpoints.
+    """
+    bert, every = family_of(config) == "bert", max(steps // 20, 1)
+    rate = 1e-4 if bert else GPT3[min(GPT3, key=lambda size: abs(size - config.parameter_count()))][1]
+    warmup = steps // 100 if bert else min(max(round(WARMUP_TOKENS / (rows * length)), 1), steps // 10)
+    usual = {"beta2": 0.999, "weight_decay": 0.01} if bert else {"beta2": 0.95, "weight_decay": 0.1}
+    decay = {"kind": "linear", "final_fraction": 0.0} if bert else {"kind": "cosine", "final_fraction": 0.1}
+    return {
+        "train": {"eval_every_steps": every, "eval_rows": min(rows, 256)},
+        "optimizer": {"learning_rate": rate} | usual,
+        "schedule": {"warmup_steps": warmup} | decay,
+        "checkpoint": {"save_every_steps": every},
+    }
+
+
+def _validation(stored: int, length: int) -> float:
+    """The share of a store that is held out: a thousandth, or what makes VALIDATION_ROWS, at most a tenth."""
+    if not stored:
+        return 0.001
+    share = min(max(0.001, VALIDATION_ROWS * (length + 1) / stored), 0.1)
+    if share * stored < length + 1:
+        why = f"a tenth of its {stored:,} tokens is less than a row of {length:,}"
+        fix = "give more text, or a model with a shorter context"
+        raise WrongUse("the store is too small to validate on", where="--data", why=why, fix=fix)
+    return float(f"{share:.2g}")
+
+
+def outlook(
+    recipe: Recipe, config: ModelConfig, cluster: Cluster | None, learnt: float
+) -> tuple[dict[str, Any], list[str]]:
+    """How often a run of a resolved recipe reads the `learnt` tokens that it trains on (0: not known), how long it
+    takes and what it costs: facts and lines. No cluster: this machine.
+    """
+    train = recipe.train
+    tokens = train.rows_before(train.steps) * train.sequence_length
+    seconds = train.steps * predicted_step_seconds(config, recipe, cluster)
+    price = cluster.price_per_chip_hour * recipe.parallel.layout().world if cluster else 0.0
+    facts: dict[str, Any] = {
+        "tokens_to_train": tokens,
+        "seconds": seconds,
+        "cost": price * seconds / 3600 or None,
+    }
+    facts["epochs"] = tokens / learnt if learnt else None
+    lines = [f"about {duration(seconds)} in all"]
+    if cluster and price:
+        lines[0] += f", {facts['cost']:,.0f} {cluster.currency} ({cluster.priced})"
+    if learnt:
+        lines.append(f"{cell(facts['epochs'])} passes over the training part of the store")
+    return facts, lines
+
+
+def check_epochs(epochs: float | None) -> None:
+    """Warn of more passes over the same text than are worth it."""
+    if epochs and epochs > MOST_EPOCHS:
+        why = f"from {MOST_EPOCHS} on a pass teaches little (Muennighoff et al. 2023): more text, or fewer steps"
+        warn(f"the run reads its text {cell(epochs)} times; {why}")
 
 
 def _rows(micro: int, gpus: int) -> dict[str, int]:
