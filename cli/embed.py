@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..core.backend import BackendOptions
 
 FORMS = (".jsonl", ".npy", ".parquet")  # of --out
+RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files of records, each with a text
 
 
 @click.command()
@@ -30,20 +31,24 @@ FORMS = (".jsonl", ".npy", ".parquet")  # of --out
     is_flag=True,
     help="Embed the beginning of texts that are longer than the model's context (default: refuse them).",
 )
+@click.option("--field", default="text", help="Field or column of a file of records that holds the text.")
 @backend_options
 @throughline_command
-def command(path: str, file: str, out: str | None, truncate: bool, options: "BackendOptions") -> None:
+def command(
+    path: str, file: str, out: str | None, truncate: bool, field: str, options: "BackendOptions"
+) -> None:
     """Embed every line of FILE (- = standard input) with the BERT at PATH, which is a run, checkpoint, model
     directory, ONNX artifact, engine or .gguf file. The result is one JSON object per line, {"text", "embedding"}.
 
-    In a .jsonl file the "text" of every line is embedded and the other fields are kept; the same command
-    continues a run that was stopped. The embedding is what the directory's modules.json says, without one the mean
-    over the tokens, scaled to length 1: the dot product of two is their cosine. A line that cannot be embedded gets
-    an "error", and the exit code is 1.
+    Of a file of records (.jsonl, .json, .csv, .tsv, .parquet) the --field of each is embedded and the other fields are
+    kept; the same command continues a run that was stopped. The embedding is what the directory's modules.json says,
+    without one the mean over the tokens, scaled to length 1: the dot product of two is their cosine. A record that
+    cannot be embedded gets an "error", and the exit code is 1.
 
     \b
     Example:  throughline embed runs/my-bert my/sentences.txt --out my/embeddings.jsonl
     """
+    from ..data.ingest.inputs import check_no_markup
     from ..inference.serving.texts import embed_texts
 
     if file != "-" and not Path(file).is_file():
@@ -54,13 +59,14 @@ def command(path: str, file: str, out: str | None, truncate: bool, options: "Bac
         raise WrongUse(
             "embeddings are not written in this form", where=out, fix=f"name it {', '.join(FORMS)}"
         )
-    if file.endswith(".jsonl"):
+    check_no_markup(file)
+    if (suffix := Path(file).suffix) in RECORDS:
         if out is None:
-            raise WrongUse("a .jsonl file is answered in a file", where=file, fix="give --out FILE")
+            raise WrongUse(f"a {suffix} file is answered in a file", where=file, fix="give --out FILE")
         from ..inference.serving.offline import embed_file
 
         lines = Path(out if form == ".jsonl" else f"{out}.jsonl")
-        facts = embed_file(path, Path(file), lines, options, truncate=truncate)
+        facts = embed_file(path, Path(file), lines, options, truncate=truncate, field=field)
         check_answered(facts, lines)
         if form != ".jsonl":
             _write(Path(out), [row for _, row in json_lines(lines)])

@@ -9,7 +9,7 @@ import io
 import json
 import lzma
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, starmap
 from pathlib import Path
@@ -21,6 +21,7 @@ from .ingest.streams import open_blocks
 
 COMPRESSION = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".tokens", ".raw")
+csv.field_size_limit(1 << 31)  # a cell is a text, and a text may be a book
 KNOWN = f"known: {', '.join(FORMATS)}, each also {'/'.join(COMPRESSION)}"
 
 
@@ -86,7 +87,7 @@ def read_records(
             return _lines(file, path, lines)
         if pages:
             return _pages(file, path)
-        return _table(file, path, "\t") if tabs else iter([Record(f"{path}:1", {"text": file.read()})])
+        return table(file, path, "\t") if tabs else iter([Record(f"{path}:1", {"text": file.read()})])
 
     records = (record for path in paths for record in _read(path, text))
     return list(islice(_articles(records) if pages else records, limit))
@@ -100,8 +101,8 @@ def _read(path: Path, text: Callable[[TextIO, Path], Iterator[Record]]) -> Itera
     readers: dict[str, Callable[[TextIO, Path], Iterator[Record]]] = {
         ".jsonl": lambda file, path: starmap(Record, json_lines(path, file)),
         ".json": _json,
-        ".csv": lambda file, path: _table(file, path, ","),
-        ".tsv": lambda file, path: _table(file, path, "\t"),
+        ".csv": lambda file, path: table(file, path, ","),
+        ".tsv": lambda file, path: table(file, path, "\t"),
         **dict.fromkeys((".txt", ".tokens", ".raw"), text),
     }
     if kind not in readers:
@@ -154,7 +155,8 @@ def _json(file: TextIO, path: Path) -> Iterator[Record]:
         )
 
 
-def _table(file: TextIO, path: Path, delimiter: str) -> Iterator[Record]:
+def table(file: Iterable[str], path: Path, delimiter: str) -> Iterator[Record]:
+    """The rows of a table's lines, whose first is the header. Raises Failed for a row of another width."""
     # Tab-separated benchmark files (GLUE) hold bare quotes inside cells and never quote a cell.
     if delimiter == "\t":
         rows = csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE)

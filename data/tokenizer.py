@@ -5,6 +5,7 @@ Encoding never adds special tokens and never makes one out of text: a document t
 """
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,10 @@ KNOWN = {
     "sep": ("[SEP]",),
     "mask": ("[MASK]", "<mask>"),
 }
+CONVERT = (
+    "transformers converts it where it knows the model: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(NEW) "
+    "writes a tokenizer.json"
+)
 BATCH_BYTES = 1 << 20  # of text per call of the library: its encodings take about 100 bytes a token
 
 
@@ -74,12 +79,23 @@ class Tokenizer:
         file = path / FILE if path.is_dir() else path
         if not file.is_file():
             fix = "give a directory with a tokenizer.json, or make one: throughline data tokenizer"
+            if any((path / name).is_file() for name in ("vocab.json", "encoder.json", "vocab.txt")):
+                fix = f"make one of its vocabulary: throughline data tokenizer {path} --type import --out NEW"
+            if (path / "tokenizer.model").is_file():
+                fix = CONVERT
             raise WrongUse("no tokenizer here", where=path, why=f"{file} does not exist", fix=fix)
         try:
             text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            fix = "give a tokenizer.json in the Hugging Face format"
-            raise Refused("not a tokenizer", where=file, why=str(error), fix=fix) from error
+        except UnicodeDecodeError:
+            why = (
+                "it is not text: a SentencePiece model by its name"
+                if file.suffix == ".model"
+                else "it is not text"
+            )
+            raise Refused("not a tokenizer.json", where=file, why=why, fix=CONVERT) from None
+        if file.suffix == ".tiktoken" or re.match(r"[A-Za-z0-9+/=]+ \d+\n", text):
+            why = "a tiktoken file has tokens and ranks, and not the pattern that splits a text"
+            raise Refused("not a tokenizer.json", where=file, why=why, fix=CONVERT)
         return cls(text, _stated_roles(file) if special is None else special, str(file))
 
     # Whoever needs these two parses anew: kept, GPT-2's would take 50 MB as Python objects.

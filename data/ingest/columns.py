@@ -23,7 +23,7 @@ def parquet_rows(
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             names = file.schema_arrow.names
             if column not in names:
-                raise _no_column(path, column, names)
+                raise no_column(path, column, names)
             kind = file.schema_arrow.field(column).type
             # a dictionary's values: categories, as pandas writes them
             kept = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -47,7 +47,8 @@ def parquet_rows(
         raise Failed("a parquet file is damaged", where=path, why=str(error), fix=fix) from error
 
 
-def _no_column(where: str, column: str, names: list[str]) -> WrongUse:
+def no_column(where: str, column: str, names: list[str]) -> WrongUse:
+    """The error of a column that is not there."""
     why = f"columns: {', '.join(names)}"
     return WrongUse(f"no column {column!r}", where=where, why=why, fix="name one with --field")
 
@@ -136,11 +137,11 @@ def dataset_rows(
             rows = _part_of(rows, part, name)
         if (names := rows.column_names) is not None:
             if column not in names:
-                raise _no_column(name, column, names)
+                raise no_column(name, column, names)
             rows = rows if whole else rows.select_columns([column])
         for batch in rows.iter(batch_size=64):
             if column not in batch:  # of a stream whose columns were not known
-                raise _no_column(name, column, list(batch))
+                raise no_column(name, column, list(batch))
             values = batch[column]
             if odd := [value for value in values if not isinstance(value, str | bytes | None)]:
                 raise _no_text(name, column, f"it holds {type(odd[0]).__name__}")

@@ -19,6 +19,12 @@ FORMATS = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
+NAMED = {
+    ".json": "jsonl",
+    ".csv": "table",
+    ".tsv": "table",
+}  # read where they are named, not found in a directory
+MARKUP = (".html", ".htm", ".xhtml", ".xml", ".rtf", ".epub", ".ipynb")
 COMPRESSIONS = {".gz": "gz", ".bz2": "bz2", ".zst": "zst"}
 DATASET_PREFIX = "datasets:"
 
@@ -32,7 +38,7 @@ class Source:
     path: str
     bytes: int
     modified_ns: int
-    format: Literal["txt", "jsonl", "parquet", "dataset"]
+    format: Literal["txt", "jsonl", "table", "parquet", "dataset"]
     compression: Literal["", "gz", "bz2", "zst"] = ""
     parts: int = 0
 
@@ -84,11 +90,18 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
     return sources
 
 
-def _format(path: str) -> tuple[str, str]:
-    """(format, compression) from a file's name; the format is empty for an unknown suffix."""
+def suffix_of(path: str) -> tuple[str, str]:
+    """(suffix, compression) of a file's name, in lower case."""
     stem, suffix = os.path.splitext(path.lower())
     compression = COMPRESSIONS.get(suffix, "")
-    return FORMATS.get(os.path.splitext(stem)[1] if compression else suffix, ""), compression
+    return os.path.splitext(stem)[1] if compression else suffix, compression
+
+
+def check_no_markup(path: str) -> None:
+    """Refuse what is text by its bytes alone: its tags would be taken for words."""
+    if (suffix := suffix_of(path)[0]) in MARKUP:
+        fix = "extract its text first (pandoc -t plain, trafilatura); or name it .txt if the tags are wanted"
+        raise WrongUse(f"a {suffix} file is markup, not text", where=path, fix=fix)
 
 
 def _file(path: str) -> Source:
@@ -101,9 +114,9 @@ def _file(path: str) -> Source:
     if not stat.S_ISREG(facts.st_mode):
         why, fix = "it can be read once only, and its size is not known", "write the text to a file first"
         raise WrongUse("an input is no regular file", where=path, why=why, fix=fix)
-    form, compression = _format(path)
-    if path.lower().endswith((".json", ".json.gz", ".json.bz2", ".json.zst")):
-        form = "jsonl"
+    check_no_markup(path)
+    suffix, compression = suffix_of(path)
+    form = (FORMATS | NAMED).get(suffix, "")
     if form == "parquet" and compression:
         fix = "unpack it: parquet is compressed itself"
         raise WrongUse("a parquet file inside another compression", where=path, fix=fix)
@@ -126,7 +139,7 @@ def _directory(path: str) -> list[Source]:
         for name in names:
             if not name.startswith("."):
                 full = os.path.join(folder, name)
-                found.append(_file(full)) if _format(full)[0] else ignored.append(full)
+                found.append(_file(full)) if suffix_of(full)[0] in FORMATS else ignored.append(full)
     if ignored:
         what = f"{len(ignored)} files are not text by their names"
         warn(f"{path}: {what} and were left out, {ignored[0]} the first")

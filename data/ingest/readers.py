@@ -6,19 +6,25 @@ a streamed one by its files; a compressed file and a document per file are read 
 text is stated in text.py.
 """
 
+import codecs
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...core.errors import Failed
-from .columns import dataset_rows, parquet_rows
-from .inputs import Source
+from ..records import table
+from .columns import dataset_rows, no_column, parquet_rows
+from .inputs import Source, suffix_of
 from .streams import BLANK_LINES, LINE_END, between, open_blocks
 from .text import PIECE_BYTES, check_is_text, clean, clean_string, cut_place, strip_bom
 
+TABLE_ROWS = 256  # of a table, in a batch
+ARRAY = "of an array: jq -c .[] FILE"
 _BLANK_LINES = re.compile(BLANK_LINES.pattern.decode())
 
 
@@ -47,7 +53,7 @@ def splittable(source: Source, options: ReadOptions) -> bool:
     """Whether byte ranges of the source can be read apart."""
     if source.format == "dataset":
         return not source.streamed  # a saved one, by rows; a streamed one by its parts
-    if source.compression:
+    if source.compression or source.format == "table":
         return False
     return source.format != "txt" or options.documents != "file"
 
@@ -111,6 +117,14 @@ def _records(
         scale = source.bytes or source.parts
         part = (start, scale if stop is None else stop, scale) if scale and not whole else None
         yield from dataset_rows(source.path, options.split, options.field, on_bytes, whole, part)
+    elif source.format == "table":
+        with open_blocks(source.path, source.compression, 0, on_bytes) as opened:
+            lines = _decoded_lines(_checked(opened, source.path, 0, counts))
+            rows = table(lines, Path(source.path), "\t" if suffix_of(source.path)[0] == ".tsv" else ",")
+            while batch := [record.data for record in islice(rows, TABLE_ROWS)]:
+                if options.field not in batch[0]:
+                    raise no_column(source.path, options.field, list(batch[0]))
+                yield batch
     elif source.format == "parquet":
         yield from parquet_rows(source.path, start, stop, options.field, on_bytes, whole)
     else:
@@ -118,6 +132,15 @@ def _records(
         with open_blocks(source.path, source.compression, max(start - 1, 0), on_bytes) as opened:
             blocks = between(opened, start, stop, LINE_END) if splittable(source, options) else opened
             yield from _json_records(_checked(blocks, source.path, start, counts), where, options, counts)
+
+
+def _decoded_lines(blocks: Iterable[bytes]) -> Iterator[str]:
+    """Lines with their ends; bytes that are no UTF-8 become what the policy for text counts."""
+    rest = ""
+    for text in codecs.iterdecode(blocks, "utf-8", "surrogateescape"):
+        *lines, rest = (rest + text).split("\n")
+        yield from (f"{line}\n" for line in lines)
+    yield rest
 
 
 def _cleaned(
@@ -301,7 +324,7 @@ def _parsed(text: str, where: str, number: int, field: str) -> list[dict[str, An
             if value is not None and not isinstance(value, str):
                 raise TypeError
         except (ValueError, RecursionError) as error:
-            fix = "write one object a line (of an array: jq -c .[] FILE), or remove that line"
+            fix = f"write one object a line ({ARRAY}), or remove that line"
             raise Failed("a line is not JSON", where=where % number, why=str(error), fix=fix) from error
         except (KeyError, TypeError, IndexError) as error:
             raise _bad_field(line, where % number, field) from error
@@ -312,15 +335,18 @@ def _parsed(text: str, where: str, number: int, field: str) -> list[dict[str, An
 def _bad_field(line: str, where: str, field: str) -> Failed:
     record = json.loads(line)
     if not isinstance(record, dict):
-        why, fix = f"it is {type(record).__name__}", "write one object a line"
+        why, fix = f"it is {type(record).__name__}", f"write one object a line ({ARRAY})"
         return Failed("a line is not a JSON object", where=where, why=why, fix=fix)
     if field in record:
         why = f"{field!r} is {type(record[field]).__name__}, not a string"
         return Failed("a field holds no text", where=where, why=why, fix="name another with --field")
     texts = ", ".join(key for key, value in record.items() if isinstance(value, str)) or "none"
-    return Failed(
-        f"no field {field!r}", where=where, why=f"fields with text: {texts}", fix="name one with --field"
-    )
+    fix, lists = "name one with --field", [key for key, value in record.items() if isinstance(value, list)]
+    if texts == "none" and lists:
+        fix = f"of the records in the list {lists[0]!r} make lines: jq -c '.{lists[0]}[]' FILE"
+    if "messages" in lists:
+        fix = "of a chat make a text: jq -c '{text: ([.messages[].content] | join(\"\\n\\n\"))}' FILE"
+    return Failed(f"no field {field!r}", where=where, why=f"fields with text: {texts}", fix=fix)
 
 
 def _values(

@@ -19,6 +19,7 @@ from ...core.backend import AUTO, BackendOptions
 from ...core.console import progress
 from ...core.errors import ThroughlineError, WrongUse
 from ...core.files import full_disk, json_lines, sha256_file, sha256_json, sync
+from ...data.records import read_records
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded
 from ..runtimes.sampling import Sampling
@@ -48,16 +49,23 @@ def generate_file(
 
 
 def embed_file(
-    path: Path | str, source: Path, out: Path, options: BackendOptions = AUTO, *, truncate: bool = False
+    path: Path | str,
+    source: Path,
+    out: Path,
+    options: BackendOptions = AUTO,
+    *,
+    truncate: bool = False,
+    field: str = "text",
 ) -> dict[str, Any]:
-    """Embed the "text" of every line with the BERT at `path`: the line with "embedding", of length 1.
+    """Embed this field of every record with the BERT at `path`: the record with "embedding", of length 1.
 
     `truncate` embeds the beginning of what is longer than the model's context, which is refused without it.
     Returns counts and raises as `generate_file` does.
     """
     loaded, tokenizer = open_text_model(path, "bert", options)
-    given = {"model": loaded.input.hash} | ({"truncate": True} if truncate else {})
-    return _run(source, out, given, "text", lambda records: _embed(loaded, tokenizer, records, truncate))
+    given = {"model": loaded.input.hash, "field": field} | ({"truncate": True} if truncate else {})
+    how = truncate, field
+    return _run(source, out, given, field, lambda records: _embed(loaded, tokenizer, records, *how))
 
 
 def _run(
@@ -104,10 +112,16 @@ def _run(
 
 def _records(source: Path, field: str) -> Iterator[Record]:
     """Numbered lines. Raises Failed for one that is no JSON object, WrongUse for one without this field."""
-    for number, (place, record) in enumerate(json_lines(source)):
+    lines = (
+        json_lines(source)
+        if source.suffix == ".jsonl"
+        else ((record.where, record.data) for record in read_records([source]))
+    )
+    for number, (place, record) in enumerate(lines):
         if not isinstance(record.get(field), str):
-            fix = f'write {{"{field}": "..."}}'
-            raise WrongUse(f'this line has no text "{field}"', where=place, fix=fix)
+            why = f"it has: {', '.join(map(str, record))}"
+            fix = f'write {{"{field}": "..."}}, or name the field that holds the text'
+            raise WrongUse(f'this line has no text "{field}"', where=place, why=why, fix=fix)
         yield number, record
 
 
@@ -185,7 +199,7 @@ def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], l
 
 
 def _embed(
-    loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], truncate: bool
+    loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], truncate: bool, field: str
 ) -> Iterator[Record]:
     assert loaded.encoder is not None
     context = loaded.sentence.context(loaded.encoder.context)
@@ -194,7 +208,7 @@ def _embed(
         rows, kept = [], []
         for number, record in group:
             try:
-                rows.append(reader.frame({"text": loaded.sentence.text(record["text"])}, truncate))
+                rows.append(reader.frame({"text": loaded.sentence.text(record[field])}, truncate))
                 kept.append((number, record))
             except ThroughlineError as error:
                 yield number, record | {"error": str(error)}
