@@ -68,6 +68,9 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
         device = own_gpu(options.device)
         opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(), device))
         model = module = opened.model
+        if hasattr(model, "encoder"):
+            why = f"its head is {model.head.kind}"
+            raise WrongUse("this BERT has no masked-word head to score with", where=path, why=why)
         family, source = family_of(model.config), opened.input
         _check_tokenizer(tokenizer, model.config.vocab_size, file)
     scorer = scorer_of(model, family, tokenizer, options, source.hash)

@@ -1,17 +1,18 @@
-"""BERT with a fine-tuned head: one label for a text, one for each token, or the span that answers a question.
+"""BERT with a fine-tuned head: one label for a text, one for each token, the span that answers a question, or none.
 
-The three heads and their Hugging Face classes (`models/huggingface_heads.py` reads and writes them):
+The heads and their Hugging Face classes (`models/huggingface_heads.py` reads and writes them):
 
     sequence-classification   pooled [CLS] -> (B, L)     BertForSequenceClassification
     token-classification      every token  -> (B, S, L)  BertForTokenClassification
     question-answering        every token  -> (B, S, 2)  BertForQuestionAnswering: logits of start and end
+    embedding                 none: the encoder alone    BertModel, as sentence-transformers, BGE and E5 write it
 
 Shape letters: B batch, S positions, W width, L labels.
 """
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ from .bert import BERT
 from .config import BERTConfig
 from .init import initialise, without_values
 
-HeadKind = Literal["sequence-classification", "token-classification", "question-answering"]
-KINDS: tuple[HeadKind, ...] = ("sequence-classification", "token-classification", "question-answering")
+HeadKind = Literal["sequence-classification", "token-classification", "question-answering", "embedding"]
+KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 SPAN_LABELS = ("start", "end")
 
 
@@ -37,9 +38,9 @@ class Head:
 class BERTWithHead(nn.Module):
     """`model(ids, token_types, attention_mask)` gives the head's logits.
 
-    `encoder` is a BERT without its pretraining heads; it has a pooler only under sequence classification.
-    `output` is the head's one matrix. Parameters are torch's defaults until `build_with_head` or a directory
-    fills them.
+    `encoder` is a BERT without its pretraining heads; it has a pooler only under sequence classification. `output` is
+    the head's one matrix, None where there is no head. Parameters are torch's defaults until `build_with_head` or a
+    directory fills them.
     """
 
     def __init__(self, config: BERTConfig, head: Head) -> None:
@@ -49,7 +50,7 @@ class BERTWithHead(nn.Module):
         self.head = head
         self.encoder = BERT(config)
         self.encoder.mlm_transform = self.encoder.mlm_norm = self.encoder.mlm_bias = self.encoder.nsp = None
-        self.output = nn.Linear(config.width, len(head.labels))
+        self.output = nn.Linear(config.width, len(head.labels)) if head.labels else None
 
     def forward(
         self,
@@ -64,12 +65,14 @@ class BERTWithHead(nn.Module):
         return self.classify(hidden_BSW)
 
     def classify(self, hidden_BSW: Tensor) -> Tensor:
-        """The encoder's output (B, S, W) -> the logits."""
+        """The encoder's output (B, S, W) -> the logits; the same without a head."""
         if self.head.kind == "sequence-classification":
             features = self.encoder.pooled(hidden_BSW[:, 0])  # (B, W)
             assert features is not None, "built with a pooler"
         else:
             features = hidden_BSW  # (B, S, W)
+        if self.output is None:
+            return features
         return self.output(F.dropout(features, self.config.dropout, self.training))
 
 

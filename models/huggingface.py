@@ -22,7 +22,7 @@ from .init import empty_model
 
 State = dict[str, Tensor]
 IGNORED = re.compile(
-    r"(\.attn\.(masked_)?bias|position_ids|rotary_emb\.inv_freq|^lm_head\.weight|decoder\.(weight|bias))$"
+    r"(\.attn\.(masked_)?bias|position_ids|rotary_emb\.inv_freq|^bert\.pooler\.dense\.(weight|bias)|^lm_head\.weight|decoder\.(weight|bias))$"
 )
 
 

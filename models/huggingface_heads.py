@@ -22,6 +22,7 @@ CLASSES: dict[str, HeadKind] = {
     "BertForSequenceClassification": "sequence-classification",
     "BertForTokenClassification": "token-classification",
     "BertForQuestionAnswering": "question-answering",
+    "BertModel": "embedding",
 }
 
 
@@ -52,8 +53,8 @@ def head_to_huggingface(model: BERTWithHead) -> tuple[dict[str, Any], State]:
     fields, _ = describe(dataclasses.replace(model.config, mlm_transform=True))
     head = model.head
     fields["architectures"] = [next(name for name, kind in CLASSES.items() if kind == head.kind)]
-    fields["torch_dtype"] = str(model.output.weight.dtype).removeprefix("torch.")
-    if head.kind != "question-answering":
+    fields["torch_dtype"] = str(model.encoder.token_table.weight.dtype).removeprefix("torch.")
+    if head.kind in ("sequence-classification", "token-classification"):
         fields["id2label"] = {str(i): label for i, label in enumerate(head.labels)}
         fields["label2id"] = {label: i for i, label in enumerate(head.labels)}
     if head.kind == "sequence-classification":
@@ -64,12 +65,12 @@ def head_to_huggingface(model: BERTWithHead) -> tuple[dict[str, Any], State]:
 
 
 def _output_name(head: Head) -> str:
-    return "qa_outputs" if head.kind == "question-answering" else "classifier"
+    return {"question-answering": "qa_outputs", "embedding": ""}.get(head.kind, "classifier")
 
 
 def _read_head(fields: dict[str, Any], kind: HeadKind, where: str) -> Head:
-    if kind == "question-answering":
-        return Head(kind, SPAN_LABELS)
+    if kind in ("question-answering", "embedding"):
+        return Head(kind, SPAN_LABELS if kind == "question-answering" else ())
     if fields.get("problem_type") not in (None, "single_label_classification"):
         raise unlike_ours(where, f"problem_type = {fields['problem_type']!r}")
     given = fields.get("id2label") or {str(i): f"LABEL_{i}" for i in range(fields.get("num_labels") or 2)}

@@ -85,12 +85,13 @@ def _bert_pairs(config: BERTConfig) -> Iterator[Pair]:
 
 
 def head_pairs(config: BERTConfig, output: str) -> Iterator[Pair]:
-    """As `pairs` for a `BERTWithHead`, whose last matrix is called `output` there; `config.nsp`: a pooler."""
+    """As `pairs` for a `BERTWithHead`, whose last matrix is `output` there ("": none); `config.nsp`: a pooler."""
     for pair in _encoder_pairs(config):
         yield pair._replace(ours=f"encoder.{pair.ours}")
     if config.nsp:
         yield from _both("encoder.pooler", "bert.pooler.dense")
-    yield from _both("output", output)
+    if output:
+        yield from _both("output", output)
 
 
 def _encoder_pairs(config: BERTConfig) -> Iterator[Pair]:

@@ -47,7 +47,7 @@ def export_huggingface(
             if "eos_token_id" in ids:  # GPT-2 begins with the token that it ends with; vLLM wants it written
                 ids.setdefault("bos_token_id", ids["eos_token_id"])
             write_json(folder / "generation_config.json", ids)
-        elif not tuned:
+        elif not tuned or model.head.kind == "embedding":
             export.sentence.pooled(pooling).write(folder, config.width, config.sequence_length)
         write_json(folder / "config.json", fields | ids)
         read_back = load_huggingface(folder).to(export.device)

@@ -60,7 +60,7 @@ def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> G
     _embedding(graph, x, mask, config.width, options.pooling or "mean")
     if head is None:
         _pretraining_heads(parts, config, x, ids)
-    else:
+    elif head.labels:
         parts.state |= {
             f"output.{name}": value.detach().float().cpu().numpy()
             for name, value in model.output.named_parameters()  # type: ignore[union-attr]

@@ -131,6 +131,8 @@ class TorchEncoder(OneCall):
         """`logits`, or for a span `start_logits` and `end_logits`, of a fine-tuned model; else the pretraining's."""
         model = self.model
         if isinstance(model, BERTWithHead):
+            if not model.head.labels:
+                return {}
             logits = model.classify(hidden_BSH)
             if model.head.kind == "question-answering":
                 return {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}

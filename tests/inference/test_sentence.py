@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import Refused, WrongUse
 from throughline.data.tokenizer import Tokenizer
+from throughline.eval.opening import open_scorer
 from throughline.inference.exports.export import Judging, export_onnx
 from throughline.inference.exports.handover import export_huggingface
 from throughline.inference.graphs.graph_options import GraphOptions
@@ -141,3 +143,34 @@ def test_a_graph_that_pools_itself_gives_no_other_pooling(bert_dir: Path, tmp_pa
     assert sentence.output() == sentence.output("cls") == "sentence_embedding"
     with pytest.raises(WrongUse, match=r"pools \[CLS\] itself"):
         sentence.output("mean")
+
+
+@pytest.fixture
+def bare_dir(bert_dir: Path, tmp_path: Path) -> Path:
+    """As `BertModel.save_pretrained` and sentence-transformers write an encoder: no heads, no prefix, and a pooler."""
+    folder = shutil.copytree(bert_dir, tmp_path / "bare")
+    fields = json.loads((folder / "config.json").read_text()) | {"architectures": ["BertModel"]}
+    (folder / "config.json").write_text(json.dumps(fields))
+    state = load_file(folder / "model.safetensors")
+    kept = {name.removeprefix("bert."): value for name, value in state.items() if name.startswith("bert.")}
+    assert len(kept) < len(state) and "pooler.dense.weight" in kept
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+def test_an_encoder_without_heads_opens_where_none_is_used(
+    bare_dir: Path, bert_dir: Path, tmp_path: Path
+) -> None:
+    """Its vectors are those of the same encoder with heads, as they lie there, as graph, and written back."""
+    transformers = pytest.importorskip("transformers")
+    wanted = embed_texts(bert_dir, [TEXT], CPU)[0]
+    export_onnx(bare_dir, tmp_path / "onnx", judging=QUIET)
+    export_huggingface(bare_dir, tmp_path / "hf", QUIET)
+    for folder in (bare_dir, tmp_path / "onnx", tmp_path / "hf"):
+        np.testing.assert_allclose(embed_texts(folder, [TEXT], CPU)[0], wanted, atol=1e-4)
+    _, told = transformers.BertModel.from_pretrained(
+        tmp_path / "hf", add_pooling_layer=False, output_loading_info=True
+    )
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    with pytest.raises(WrongUse, match="no masked-word head"):
+        open_scorer(bare_dir)

@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from throughline.cli.main import main
 from throughline.core.artifact import read_manifest, verify_artifact
 from throughline.core.errors import Failed, WrongUse
@@ -352,6 +353,12 @@ def test_embeddings_trained_are_embeddings_given(
     tree |= {"data": {"train": str(tmp_path / "records.jsonl"), "pair_field": "passage"}}
     finetune(build_recipe(tree, FinetuneRecipe, RULES), tmp_path / "out")
     assert read_sentence(tmp_path / "out") == read_sentence(base)
+    bare = json.loads((base / "config.json").read_text()) | {"architectures": ["BertModel"]}
+    (base / "config.json").write_text(json.dumps(bare))
+    state = {n: v for n, v in load_file(base / "model.safetensors").items() if not n.startswith("cls.")}
+    save_file(state, base / "model.safetensors")
+    finetune(build_recipe(tree, FinetuneRecipe, RULES), tmp_path / "bare")
+    assert json.loads((tmp_path / "bare" / "config.json").read_text())["architectures"] == ["BertModel"]
 
 
 def test_an_answer_is_learnt_from_its_first_token_to_its_end(bases: dict[str, Path]) -> None:

@@ -180,6 +180,8 @@ def _task(recipe: FinetuneRecipe, base: nn.Module, tokenizer: Tokenizer) -> Task
     task = TASKS[recipe.task](recipe, tokenizer)
     if recipe.task == "retrieval":
         task.sentence = read_sentence(Path(recipe.model))
+        if isinstance(base, BERTWithHead) and not base.head.labels:
+            task.head = base.head
     config: Any = base.config
     if (task.family == "gpt") != isinstance(base, GPT):
         raise WrongUse(f"{recipe.task} needs a {task.family.upper()}", where=recipe.model)

@@ -266,7 +266,8 @@ class Retrieval(Task):
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         """Each query against all different passages that were held out: rank of its own."""
         batches = self.batches(self.rows(records), device)
-        vectors = torch.cat([self.vectors(model.hidden(**encoder_inputs(x)), x) for x in batches])
+        hidden = getattr(model, "encoder", model).hidden
+        vectors = torch.cat([self.vectors(hidden(**encoder_inputs(x)), x) for x in batches])
         passages = [str(record[self.recipe.data.pair_field]) for record in records]
         first = {text: place for place, text in reversed(list(enumerate(passages)))}
         column = {text: number for number, text in enumerate(first)}
