@@ -1,4 +1,4 @@
-"""Search over the shipped paragraphs by docs/search.md's model: recall@5 beside an untrained BERT's and BM25's.
+"""Search over the shipped paragraphs by docs/own-search.md's model: recall@5 beside an untrained BERT's and BM25's.
 
 python benchmarks/search.py [--quick]
 
@@ -92,7 +92,7 @@ def recall(scores: np.ndarray, right: np.ndarray) -> float:
 
 def finetuning(quick: bool) -> dict[str, str | Path]:
     """What the page's `throughline finetune` sets."""
-    commands = script(ROOT / "docs" / "search.md", quick).replace("\\\n", "")
+    commands = script(ROOT / "docs" / "own-search.md", quick).replace("\\\n", "")
     command = re.search(r"^throughline finetune (.*)", commands, re.M)
     assert command is not None, commands
     return dict(re.findall(r"--set (\S+?)=(\S+)", command[1]))
@@ -108,7 +108,7 @@ def main() -> int:
         place = Path(directory)
         documents = cut_samples(place) if options.quick else DOCUMENTS
         passages = [row["text"] for row in rows(documents / "paragraphs.jsonl")]
-        walk("search", place, options.quick)
+        walk("own-search", place, options.quick)
         made = place / "runs" / "search"
         given = settings({"data.train": str(made / "tokens")} | UNTRAINED)
         throughline("train", "bert-novels-phase1", *given, "--run-dir", place / "untrained")

@@ -207,7 +207,15 @@ def _from_pydantic(items: Iterable[Any], model: type[Section]) -> Iterable[Probl
             continue
         if wrong[0]["type"] == "extra_forbidden":
             known = list(section.model_fields) if section else []
-            fix = did_you_mean(key.rpartition(".")[2], known, "known here: " + ", ".join(known))
+            place, _, name = key.rpartition(".")
+            given = wrong[0]["input"]
+            names = {name, *given} if isinstance(given, dict) else {name}
+            others = [path for path, *_ in describe(model) if path.rpartition(".")[2] in names]
+            fix = did_you_mean(name, known, "known here: " + ", ".join(known))
+            if others:
+                fix = f"it is {' or '.join(others)} here"
+            elif "overrides" in known:
+                fix += f"; a field of the shape is {place}.overrides.{name}"
             yield Problem(key, "unknown key", fix)
         elif wrong[0]["type"] == "missing":
             yield Problem(key, "missing")

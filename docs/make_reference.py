@@ -1,11 +1,15 @@
 """Write docs/cli.md and docs/recipe.md from the program itself: python docs/make_reference.py [--check]."""
 
+import dataclasses
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 from throughline.cli.main import VERBS, main
 from throughline.core.recipe import describe
+from throughline.models.config import BERTConfig, GPTConfig
+from throughline.train.finetune.recipe import FinetuneRecipe
 from throughline.train.recipes.recipe import Recipe
 
 HERE = Path(__file__).parent
@@ -64,11 +68,36 @@ def recipe_page() -> str:
         "Made by `make reference` from the program; a test checks that it is current.",
         "",
     ]
-    lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-    for key, kind, default, note in describe(Recipe):
+    lines += rows(describe(Recipe))
+    lines += [
+        "",
+        "## Fine-tuning",
+        "",
+        "Of `throughline finetune`. Fields of `[parallel]` are those above.",
+        "",
+    ]
+    lines += rows(each for each in describe(FinetuneRecipe) if not each[0].startswith("parallel."))
+    lines += ["", "## Shapes", ""]
+    lines += [
+        "`model.preset` names a row of `models/presets.toml`; `model.overrides` sets these fields of it, and",
+        "",
+    ]
+    lines[-2] += (
+        " `model.init_from` takes them from the weights. 0 is the usual size: 4 x width, one key head per head, width / heads."
+    )
+    for kind in (GPTConfig, BERTConfig):
+        given = ", ".join(f"`{field.name}` {field.default!r}" for field in dataclasses.fields(kind))
+        lines += [f"{kind.__name__.removesuffix('Config')}: {given}.", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def rows(fields: Iterable[tuple[str, str, str, str]]) -> list[str]:
+    """A table of fields."""
+    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for key, kind, default, note in fields:
         cells = [text.replace("|", "\\|").replace("\n", " ") for text in (kind, default, note)]
         lines.append(f"| `{key}` | {cells[0]} | {cells[1]} | {cells[2]} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main_() -> int:

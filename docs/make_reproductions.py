@@ -1,4 +1,4 @@
-"""Write docs/reproductions.md with its plots, the table of claims in README.md and that of docs/search.md, from
+"""Write docs/reproductions.md with its plots, the table of claims in README.md and that of docs/own-search.md, from
 benchmarks/results/: python docs/make_reproductions.py [--check].
 """
 
@@ -159,7 +159,7 @@ def made() -> dict[Path, str]:
         f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: "\n".join(block), readme.read_text(), flags=re.S
     )
     files[readme] = text
-    search = HERE / "search.md"
+    search = HERE / "own-search.md"
     files[search] = re.sub(
         r"(<!-- search: made by [^\n]*-->\n).*?(<!-- end of search -->)",
         lambda found: found[1] + "".join(f"{line}\n" for line in search_rows()) + found[2],
@@ -170,7 +170,7 @@ def made() -> dict[Path, str]:
 
 
 def search_rows() -> list[str]:
-    """The table of docs/search.md, from the newest result of benchmarks/search.py; empty before it has run."""
+    """The table of docs/own-search.md, from the newest result of benchmarks/search.py; empty before it has run."""
     lines = [json.loads(path.read_text()).get("search") for path in RESULTS.parent.glob("*.json")]
     for line in sorted(filter(None, lines), key=lambda line: line["date"], reverse=True)[:1]:
         found, machine = line["details"], line["machine"]

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from ..core.errors import Refused, WrongUse
 from ..core.files import read_json
 
+Pooling = Literal["mean", "cls", "mean-normalised", "cls-normalised"]
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 
 
@@ -35,12 +36,14 @@ class Sentence:
     )
 
     @property
-    def name(self) -> str:
+    def name(self) -> Pooling:
         """The pooling as `export --pooling` calls it."""
-        return self.pooling + "-normalised" * self.normalised
+        found: Any = self.pooling + "-normalised" * self.normalised
+        return found
 
-    def pooled(self, name: str | None) -> "Sentence":
+    def pooled(self, name: Pooling | None) -> "Sentence":
         """The same with a pooling as `export --pooling` calls it; None is its own."""
+        pooling: Any
         pooling, _, normalised = (name or self.name).partition("-")
         return replace(self, pooling=pooling, normalised=bool(normalised))
 

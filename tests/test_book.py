@@ -1,6 +1,8 @@
 """The book's pages work: each page's commands run in order in a directory of their own, with few training steps."""
 
+import html
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -78,3 +80,36 @@ def test_recall_counts_ties_for_the_others_and_bm25_prefers_the_rarer_word() -> 
     assert recall(np.eye(8), np.arange(8)) == 1.0
     scores = bm25(["the moor"], ["the house and the garden", "the moor at night", "the town"])
     assert scores[0].argmax() == 1
+
+
+def test_every_page_is_in_the_book_and_in_the_readme() -> None:
+    """None has a name that the generator gives a page of its own, which would be written over it."""
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert not pages & {"search", "genindex", "modindex", "py-modindex"}
+    assert pages == set(re.findall(r"^([\w-]+)$", (ROOT / "docs" / "index.md").read_text(), re.M))
+    assert pages <= set(re.findall(r"\(docs/([\w-]+)\.md", (ROOT / "README.md").read_text()))
+
+
+@pytest.mark.slow
+def test_every_page_has_its_own_heading_in_its_html(tmp_path: Path) -> None:
+    """As `make docs` builds it: a page that another one was written over has another heading."""
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-b",
+        "html",
+        ROOT / "docs",
+        tmp_path,
+    ]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for page in (ROOT / "docs").glob("*.md"):
+        heading = re.search(r"^# (.*)$", page.read_text(), re.M)[1]
+        titles = re.findall(r"<h1>(.*?)<a class", (tmp_path / f"{page.stem}.html").read_text(), re.S)
+        assert [re.sub(r"<[^>]*>", "", title) for title in titles] == [
+            html.escape(heading.replace("`", ""), False)
+        ]

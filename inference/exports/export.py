@@ -173,7 +173,7 @@ def write_judged(export: Export, options: GraphOptions) -> int:
         if options.names == "optimum" and not hasattr(opened.model, "head"):
             backend = Adapted(backend, at_asked_positions)
     candidate = Loaded(config, export.tokenizer, opened.input, backend)
-    reference, bad_node = export.reference(options.pooling), partial(first_bad_node, graph, config)
+    reference, bad_node = export.reference(options.pooling or "mean"), partial(first_bad_node, graph, config)
     judge(export, reference, candidate, BOUNDS[options.precision], "the ONNX graph", bad_node=bad_node)
     layers, operators = probe(opened.model.to("cpu"), graph, config)
     fused = check_fusion(operators, config, options)

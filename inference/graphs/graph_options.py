@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...core.errors import WrongUse
+from ...models.sentence import Pooling
 
 Variant = Literal["portable", "onnxruntime", "tensorrt"]
 Precision = Literal["fp32", "fp16", "int8", "int4"]
 Names = Literal["throughline", "optimum"]
-Pooling = Literal["mean", "cls", "mean-normalised", "cls-normalised"]
 OPSETS = range(17, 25)  # 17 brought LayerNormalization; 24 has TensorScatter
 
 

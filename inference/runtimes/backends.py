@@ -95,7 +95,7 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
     head = described.get("head", {})
     classes = head["labels"] if head.get("kind") == "sequence-classification" else ()
     kept = tokenizer if tokenizer.is_file() else None
-    pooling = str(manifest.facts.get("pooling", "mean")).partition("-")[0]
+    pooling: Any = str(manifest.facts.get("pooling", "mean")).partition("-")[0]
     sentence = replace(read_sentence(path), pooling=pooling, inside=kind != "gguf")
     return Loaded(config, kept, input_record(path), backend, tuple(classes), sentence)
 

@@ -134,3 +134,17 @@ def test_a_new_recipe_from_weights_has_their_shape(tmp_path: Path) -> None:
     assert recipe.train.steps * recipe.train.rows_per_step * recipe.train.sequence_length == pytest.approx(
         1e7, rel=0.1
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "said"),
+    [
+        (["train", "gpt-shakespeare"], "train.learning_rate", "it is optimizer.learning_rate here"),
+        (["train", "gpt-shakespeare"], "model.layers", "model.overrides.layers"),
+        (["train", "gpt-shakespeare"], "train.step", "did you mean steps?"),
+        (["finetune", "finetune-search"], "optimizer.learning_rate", "it is train.learning_rate here"),
+    ],
+)
+def test_a_field_of_another_section_is_named_with_it(command: list[str], key: str, said: str) -> None:
+    done = CliRunner().invoke(main, [*command, "--set", f"{key}=1"])
+    assert done.exit_code == 2 and said in done.output

@@ -205,3 +205,46 @@ def test_serve_answers_and_drains_on_sigterm(gpt_onnx: Path, bert_onnx: Path, st
         assert process.wait(60) == 0
         assert [answer["usage"]["completion_tokens"] for answer in answers] == [8 * 120] * 6
         assert "draining" in "".join(process.said)
+
+
+def test_embed_writes_the_form_that_is_named(bert_onnx: Path, tmp_path: Path) -> None:
+    """Vectors as .npy, records with all their fields as .parquet; another form and markup are refused."""
+    import pyarrow.parquet
+
+    texts = ["A model", "the lazy dog"]
+    table = tmp_path / "t.csv"
+    table.write_text("id,body\n" + "".join(f'{i},"{text}"\n' for i, text in enumerate(texts)))
+    for name in ("v.npy", "v.parquet", "v.jsonl"):
+        code, said = run("embed", bert_onnx, table, "--field", "body", "--out", tmp_path / name)
+        assert code == 0, said
+    vectors = np.load(tmp_path / "v.npy")
+    kept = pyarrow.parquet.read_table(tmp_path / "v.parquet").to_pylist()
+    lines = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
+    assert (
+        vectors.shape == (2, 48) and [row["body"] for row in kept] == [row["body"] for row in lines] == texts
+    )
+    np.testing.assert_allclose([row["embedding"] for row in kept], vectors, atol=1e-6)
+    np.testing.assert_allclose([row["embedding"] for row in lines], vectors, atol=1e-6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv", "v.jsonl", "v.npy", "v.parquet"]
+    code, said = run("embed", bert_onnx, table, "--out", tmp_path / "v.csv")
+    assert code == 2 and ".npy" in said
+    (tmp_path / "p.html").write_text("<p>x</p>")
+    code, said = run("embed", bert_onnx, tmp_path / "p.html")
+    assert code == 2 and "markup" in said
+
+
+def test_a_refused_line_is_no_success(bert_onnx: Path, gpt_onnx: Path, tmp_path: Path) -> None:
+    """The others are answered, and the first error is named; --truncate embeds the long one."""
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps({"text": "A model"}) + "\n" + json.dumps({"text": "word " * 99}) + "\n"
+    )
+    code, said = run("embed", bert_onnx, tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl")
+    assert code == 1 and "1 of 2 lines were refused" in said and "longer than the model's context" in said
+    assert "embedding" in json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+    code, said = run("embed", bert_onnx, tmp_path / "in.jsonl", "--truncate", "--out", tmp_path / "all.jsonl")
+    assert code == 0, said
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "' + "a" * 2000 + '"}\n')
+    code, said = run(
+        "generate", gpt_onnx, tmp_path / "p.jsonl", "--max-tokens", 2, "--out", tmp_path / "g.jsonl"
+    )
+    assert code == 1 and "1 of 2 lines were refused" in said

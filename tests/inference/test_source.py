@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
-from throughline.core.artifact import chain
-from throughline.core.errors import Refused
+from throughline.core.artifact import chain, create_artifact
+from throughline.core.errors import Refused, WrongUse
 from throughline.inference.exports.export import export_onnx
 from throughline.inference.exports.handover import export_huggingface
 from throughline.inference.runtimes.backends import open_backend
@@ -84,3 +84,36 @@ def test_a_checkpoint_cut_in_half_is_refused(trained_run: Path, tmp_path: Path) 
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     with pytest.raises(Refused, match="wrong size"):
         open_model(copy)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"manifest.json": "tokens"}, "artifact of kind tokens"),
+        ({"manifest.json": "tokenizer"}, "artifact of kind tokenizer"),
+        ({"adapter_config.json": "{}"}, "merge it first"),
+        ({}, "it is empty"),
+    ],
+)
+def test_what_is_no_model_is_called_what_it_is(tmp_path: Path, files: dict[str, str], said: str) -> None:
+    place = tmp_path / "place"
+    if kind := files.get("manifest.json"):
+        with create_artifact(place, kind) as draft:
+            (draft.path / "file").write_text("x")
+    else:
+        place.mkdir()
+        for name, text in files.items():
+            (place / name).write_text(text)
+    with pytest.raises(WrongUse) as refused:
+        open_model(place)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("Qwen/Qwen3-0.6B", True), ("bert-base-uncased", True), ("runs/my-gpt", False), ("./gpt2", False)],
+)
+def test_a_name_of_the_hub_is_answered_with_its_download(name: str, asked: bool) -> None:
+    with pytest.raises(WrongUse) as refused:
+        open_model(name)
+    assert (f"hf download {name} --local-dir" in refused.value.fix) == asked

@@ -22,6 +22,7 @@ took it 34 s where a mapped file is sliced.
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import threading
@@ -349,13 +350,34 @@ def locate(path: Path | str) -> Path:
     if is_artifact(path) and read_manifest(path).kind == "checkpoint":
         return path
     if not path.exists():
-        fix = "check the spelling; runs are under runs/"
+        fix = f"check the spelling; runs are under runs/{download_hint(path)}"
         raise WrongUse("no such run or checkpoint", where=path, fix=fix)
-    raise WrongUse(
+    what, why = (
         "neither a run with a checkpoint nor a checkpoint",
-        where=path,
-        why="it has no checkpoints/latest and no checkpoint manifest",
-        fix="give a directory that `throughline train` wrote, or one under its checkpoints/",
+        "it has no checkpoints/latest and no manifest",
+    )
+    fix = "give a directory that `throughline train` wrote, or one under its checkpoints/"
+    if is_artifact(path):
+        what, why = f"a model is needed, this is an artifact of kind {read_manifest(path).kind}", ""
+    elif (path / "adapter_config.json").is_file():
+        what, why = (
+            "this is an adapter (LoRA), not a model",
+            "it holds changes to the weights of another directory",
+        )
+        fix = "merge it first: merge_and_unload() and save_pretrained() of peft"
+    elif path.is_dir() and not any(path.iterdir()):
+        why = "it is empty"
+    raise WrongUse(what, where=path, why=why, fix=fix)
+
+
+def download_hint(path: Path) -> str:
+    """How the model of a name that may be one of the hub is had; nothing for what is a path by its look."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", str(path)) or str(path).startswith(
+        "runs/"
+    ):
+        return ""
+    return (
+        f"; a model of the Hugging Face hub is downloaded first: hf download {path} --local-dir {path.name}"
     )
 
 

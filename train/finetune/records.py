@@ -58,7 +58,7 @@ def fields_of(records: Iterable[Record], *fields: str) -> Iterator[tuple[Any, ..
         for field in fields:
             if record.get(field) is None:
                 why = f"it has: {', '.join(str(name) for name in record)}"
-                fix = "set data.*_field"
+                fix = "name the fields by data.text_field, data.pair_field and data.label_field"
                 raise WrongUse(f"record {number} has no {field!r}", where="data", why=why, fix=fix)
         yield tuple(record[field] for field in fields)
 
