@@ -5,6 +5,7 @@ Everything that a user can cause raises one of these. The command line prints th
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 
 EXIT_FAILED = 1
 EXIT_WRONG_USE = 2
@@ -64,6 +65,18 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", limit: in
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
+def download_hint(path: Path) -> str:
+    """How the model of a name that may be one of the hub is had; nothing for what is a path by its look."""
+    if (
+        path.is_absolute()
+        or len(path.parts) > 2
+        or path.suffix in (".pt", ".gguf", ".onnx")
+        or path.parts[0] == "runs"
+    ):
+        return ""
+    return f"; a model of the hub is downloaded first: hf download {path} --local-dir {path.name}"
+
+
 class Failed(ThroughlineError):
     """The work was understood and could not be done (exit 1)."""
 
@@ -78,9 +91,10 @@ class MissingExtra(WrongUse):
     """An optional package is not installed (exit 2)."""
 
     def __init__(self, package: str, needed_for: str, install: str) -> None:
-        super().__init__(
-            f"{needed_for} needs the package {package}, which is not installed", fix=f"pip install {install}"
+        fix = f"pip install {install}" + " (an extra: docs/extras.md has the command for a clone)" * (
+            "[" in install
         )
+        super().__init__(f"{needed_for} needs the package {package}, which is not installed", fix=fix)
 
 
 class Refused(ThroughlineError):

@@ -4,6 +4,7 @@ from importlib import metadata
 
 project = "Throughline"
 author = "The Throughline authors"
+copyright = f"{author}, Apache-2.0"
 release = metadata.version("throughline")
 extensions = ["myst_parser"]
 myst_enable_extensions = ["colon_fence"]

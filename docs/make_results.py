@@ -32,6 +32,7 @@ SECTIONS = {
     "Bounds": "Throughline against a bound that was set before the measurement, or against itself without a feature.",
     "Proofs": "Equalities of Throughline with itself, with formulas and with published tables; no peer is involved.",
 }
+MOST_RATIO = 10_000  # of a bound that was met exactly: nothing is divided by
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Row:
             claim["name"],
             f"{claim['ours']:.4g} {claim['unit']}",
             f"{claim['theirs']:.4g} {claim['unit']} ({claim['peer']})",
-            f"{claim['ratio']:.2f} ({low:.2f}-{high:.2f})",
+            f"{claim['ratio']:.2f} ({low:.2f}-{high:.2f})" if claim["ratio"] < MOST_RATIO else f"over {MOST_RATIO:,}",
             "-" if claim["goal"] is None else f"{claim['goal']:g}",
             {True: "yes", False: "**no**", None: "-"}[claim["met"]],
             f"{self.machine}, {self.date}",

@@ -97,7 +97,8 @@ def find_tasks(names: Sequence[str]) -> list[BoundTask]:
             continue
         known = _known()
         if name not in known:
-            fix = f"{did_you_mean(name, known)} list them with: throughline eval --list".strip()
+            harness = "lm-evaluation-harness's own run by: python -m throughline.eval.adapter run"
+            fix = f"{did_you_mean(name, known)} list them with: throughline eval --list; {harness}".strip()
             raise WrongUse(f"unknown task {name!r}", fix=fix)
         group = known[name]
         members = _members(group, load_task(shipped_tasks()[group]))

@@ -34,7 +34,12 @@
         points: { show: points < 30, size: 5 }, value: (_, v) => v == null ? "" : String(+v.toPrecision(6)),
       }))],
     };
-    return new uPlot(options, chart.data, box);
+    const plot = new uPlot(options, chart.data, box);
+    // without a pointer, and on a phone, the legend shows the last values
+    const rest = () => plot.cursor.idx == null && plot.setLegend({ idxs: chart.data.map(column => column.findLastIndex(value => value != null)) });
+    plot.over.addEventListener("mouseleave", () => setTimeout(rest));
+    rest();
+    return plot;
   };
   for (const box of document.querySelectorAll(".plot")) {
     const chart = JSON.parse(box.querySelector("script").textContent);

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ...core.artifact import Input, input_record, is_artifact, read_manifest, verify_artifact
-from ...core.errors import WrongUse, nearest
+from ...core.errors import WrongUse, download_hint, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -69,8 +69,6 @@ def no_model(path: Path) -> WrongUse:
     """The error of a path that is not there, with the nearest name beside it."""
     beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
     near = nearest(path.name, beside)
-    from ...train.checkpoints.checkpoint import download_hint  # it imports torch
-
     fix = f"did you mean {path.parent / near[0]}?" if near else "check the spelling; runs are under runs/"
     fix += download_hint(path)
     return WrongUse("no such model", where=path, fix=fix)

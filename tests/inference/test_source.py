@@ -111,7 +111,7 @@ def test_what_is_no_model_is_called_what_it_is(tmp_path: Path, files: dict[str, 
 
 @pytest.mark.parametrize(
     ("name", "asked"),
-    [("Qwen/Qwen3-0.6B", True), ("bert-base-uncased", True), ("runs/my-gpt", False), ("./gpt2", False)],
+    [("Qwen/Qwen3-0.6B", True), ("bert-base-uncased", True), ("runs/my-gpt", False), ("/models/gpt2", False)],
 )
 def test_a_name_of_the_hub_is_answered_with_its_download(name: str, asked: bool) -> None:
     with pytest.raises(WrongUse) as refused:

@@ -22,7 +22,6 @@ took it 34 s where a mapped file is sliced.
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import threading
@@ -47,7 +46,7 @@ from ...core.artifact import (
     verify_artifact,
 )
 from ...core.console import warn
-from ...core.errors import Failed, Refused, ThroughlineError, WrongUse
+from ...core.errors import Failed, Refused, ThroughlineError, WrongUse, download_hint
 from ...core.files import full_disk, read_json, sha256_file, write_atomic
 from ...models.config import FAMILIES
 from ...models.init import empty_model
@@ -368,17 +367,6 @@ def locate(path: Path | str) -> Path:
     elif path.is_dir() and not any(path.iterdir()):
         why = "it is empty"
     raise WrongUse(what, where=path, why=why, fix=fix)
-
-
-def download_hint(path: Path) -> str:
-    """How the model of a name that may be one of the hub is had; nothing for what is a path by its look."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", str(path)) or str(path).startswith(
-        "runs/"
-    ):
-        return ""
-    return (
-        f"; a model of the Hugging Face hub is downloaded first: hf download {path} --local-dir {path.name}"
-    )
 
 
 def load_model(
