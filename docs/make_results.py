@@ -57,7 +57,9 @@ class Row:
             claim["name"],
             f"{claim['ours']:.4g} {claim['unit']}",
             f"{claim['theirs']:.4g} {claim['unit']} ({claim['peer']})",
-            f"{claim['ratio']:.2f} ({low:.2f}-{high:.2f})" if claim["ratio"] < MOST_RATIO else f"over {MOST_RATIO:,}",
+            f"{claim['ratio']:.2f} ({low:.2f}-{high:.2f})"
+            if claim["ratio"] < MOST_RATIO
+            else f"over {MOST_RATIO:,}",
             "-" if claim["goal"] is None else f"{claim['goal']:g}",
             {True: "yes", False: "**no**", None: "-"}[claim["met"]],
             f"{self.machine}, {self.date}",

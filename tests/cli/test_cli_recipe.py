@@ -90,12 +90,12 @@ def test_an_unknown_machine_is_answered_with_the_nearest_names() -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """240 tokens of GPT-2's vocabulary, a foreign store of Megatron's."""
+    """400 tokens of GPT-2's vocabulary, a foreign store of Megatron's."""
     from throughline.data.shard import write_index
 
     (tmp_path / "store").mkdir()
-    np.zeros(240, np.uint16).tofile(tmp_path / "store" / "00000.bin")
-    write_index(tmp_path / "store" / "00000.idx", np.array([240]), np.array([0, 1]), np.uint16)
+    np.zeros(400, np.uint16).tofile(tmp_path / "store" / "00000.bin")
+    write_index(tmp_path / "store" / "00000.idx", np.array([400]), np.array([0, 1]), np.uint16)
     return tmp_path / "store"
 
 
@@ -107,9 +107,9 @@ def test_a_new_recipe_knows_the_store(store: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
     recipe = load_recipe(out, Recipe, (), RULES)
-    held = recipe.data.validation_fraction * 240
-    assert recipe.train.sequence_length < held <= 24.1 and facts["seconds"] > 0
-    assert facts["epochs"] == pytest.approx(facts["tokens_to_train"] / (240 - held))
+    held = recipe.data.validation_fraction * 400
+    assert recipe.train.sequence_length < held <= 40.1 and facts["seconds"] > 0
+    assert facts["epochs"] == pytest.approx(facts["tokens_to_train"] / (400 - held))
     assert facts["epochs"] > 4 and "the run reads its text" in done.stderr
     long = ["recipe", "new", "--model", "gpt2-124m", *given, "--out", str(tmp_path / "s.toml")]
     done = CliRunner().invoke(main, long)
