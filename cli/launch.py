@@ -14,7 +14,7 @@ from ..core.errors import WrongUse
 from .common import pretraining_recipe, throughline_command
 
 LAUNCHED = (
-    "train RECIPE, finetune RECIPE, study RECIPE, eval PATH, data tokenize INPUTS..., "
+    "train RECIPE, finetune RECIPE, study RECIPE, eval PATH, data tokenize INPUTS..., serve (for Kubernetes), "
     "or doctor (on this machine)"
 )
 # processes, name, the run's directory, the layout in words, whether on GPUs
@@ -65,6 +65,7 @@ def command(
     Example:  throughline launch --nproc 2 -- train gpt-shakespeare --set parallel.data=2
               throughline launch --nproc 2 -- eval runs/gpt --tasks blimp
               throughline launch --emit slurm -- train big.toml > big.sbatch
+              throughline launch --emit kubernetes -- serve my=/models/my-onnx --host 0.0.0.0 > serve.yaml
               throughline launch --nproc 64 --emit slurm -- data tokenize corpus --tokenizer tok --out tokens
     A process that dies takes the others along; all start again from the last checkpoint. The exit code is the
     command's: 75 when SIGTERM stopped it with everything saved. `eval` shares its questions out, with the
@@ -72,6 +73,9 @@ def command(
     """
     if arguments[:2] == ("data", "tokenize"):
         _tokenize_array(nproc or ARRAY_MACHINES * per_machine, emit, per_machine, arguments)
+        return
+    if arguments[0] == "serve":
+        _serve_service(emit, image, arguments)
         return
     jobs = {"train": _train_job, "study": _train_job, "finetune": _finetune_job, "eval": _eval_job}
     made = jobs.get(arguments[0])
@@ -141,6 +145,22 @@ def _eval_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:
     processes = nproc or _devices()
     about = f"one evaluation, its questions shared by {processes} processes"
     return processes, f"eval-{Path(given['path']).name}", None, about, given["device"] != "cpu"
+
+
+def _serve_service(emit: str | None, image: str, arguments: tuple[str, ...]) -> None:
+    """Print what serves on Kubernetes."""
+    from ..train.parallel.jobs import service_file
+
+    given = _given(arguments)
+    if emit != "kubernetes":
+        fix = "on this machine: throughline serve ...; on Kubernetes: --emit kubernetes"
+        raise WrongUse("a server is one process, which launch does not start", where="serve", fix=fix)
+    if given["host"] != "0.0.0.0" or given["port"] != 8000:  # noqa: S104 - inside a pod
+        fix = "add --host 0.0.0.0 and leave --port out"
+        raise WrongUse("probes reach a pod from outside, at port 8000", where="serve", fix=fix)
+    name = Path(given["paths"][0].partition("=")[0]).name
+    text = service_file(arguments, name, image, given["device"] != "cpu")
+    console.result({"kind": emit, "text": text}, text.splitlines())
 
 
 def _tokenize_array(processes: int, emit: str | None, per_machine: int, arguments: tuple[str, ...]) -> None:

@@ -242,3 +242,29 @@ def test_processes_that_the_layout_does_not_need_are_refused_before_the_queue(tm
     assert done.exit_code == 2, done.output
     assert "the layout needs 16 processes, not 8" in done.stderr
     assert "data 2 x context 1 x tensor 4 = 8" in done.stderr
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_server_on_kubernetes_is_found_probed_drained_and_grown(device: str) -> None:
+    """By the API's own schema; what listens where the probes ask, and a GPU only where it is used."""
+    yaml, schema = pytest.importorskip("yaml"), pytest.importorskip("kubernetes_validate")
+    words = ["launch", "--emit", "kubernetes", "--", "serve", "My_GPT=/models/x", "--device", device]
+    done = CliRunner().invoke(main, [*words, "--host", "0.0.0.0"])
+    assert done.exit_code == 0, done.output
+    service, deployment, scaler = documents = list(yaml.safe_load_all(done.stdout))
+    for document in documents:
+        schema.validate(document, schema.latest_version(), strict=True)
+        assert document["metadata"]["name"] == scaler["spec"]["scaleTargetRef"]["name"] == "serve-my-gpt"
+    pod = deployment["spec"]["template"]
+    assert (
+        pod["metadata"]["labels"]
+        == service["spec"]["selector"]
+        == deployment["spec"]["selector"]["matchLabels"]
+    )
+    [container] = pod["spec"]["containers"]
+    assert container["args"] == ["serve", "My_GPT=/models/x", "--device", device, "--host", "0.0.0.0"]
+    assert ("limits" in container["resources"]) == (device == "cuda")
+    probed = {container[kind]["httpGet"]["path"] for kind in ("readinessProbe", "livenessProbe")}
+    assert probed == {"/ready", "/health"} and pod["spec"]["terminationGracePeriodSeconds"] > 60
+    done = CliRunner().invoke(main, words)  # would answer nobody but itself
+    assert done.exit_code == 2 and "--host 0.0.0.0" in done.output

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...core.errors import WrongUse
 
@@ -22,6 +23,9 @@ KINDS = {
     "kubernetes": ("kubernetes.yaml", "$JOB_COMPLETION_INDEX", "{name}-0.{name}"),  # pod 0 has a fixed name
 }
 PORT = 29500
+DRAIN_SECONDS = (
+    90  # of a server: answers of 60 s, and before them the time in which a balancer looks elsewhere
+)
 GRACE_SECONDS = 300  # between the signal to stop and the kill: time to save
 # torch 2.13's restarts read the addresses of dead processes from a store that outlives them, unless each
 # start has its own
@@ -87,6 +91,18 @@ def job_file(kind: str, job: Job, image: str) -> str:
         "verb": job.arguments[0],
         "image": json.dumps(image),
     }
+    return _filled(file, facts)
+
+
+def service_file(arguments: Sequence[str], name: str, image: str, gpu: bool) -> str:
+    """What runs `throughline serve` on Kubernetes: Deployment, Service, autoscaler, probes."""
+    job = Job(arguments, 1, 1, f"serve-{name}", None, "", gpus=gpu)
+    facts = vars(job) | {"image": json.dumps(image), "arguments": json.dumps(list(arguments))}
+    return _filled("serve.yaml", facts | {"grace": DRAIN_SECONDS})
+
+
+def _filled(file: str, facts: dict[str, Any]) -> str:
+    """A template with its values."""
     lines = []
     for line in (TEMPLATES / file).read_text().splitlines():
         if line.startswith("?"):
