@@ -19,6 +19,8 @@ from ..core.errors import Refused, WrongUse
 from ..core.files import read_json
 
 Pooling = Literal["mean", "cls", "mean-normalised", "cls-normalised"]
+POOLINGS: dict[str, Literal["mean", "cls"]]
+POOLINGS = {"mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls"}
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 
 
@@ -31,9 +33,7 @@ class Sentence:
     longest: int | None = None  # tokens of a text with the special ones; None: the model's context
     lowercase: bool = False
     prompt: str = ""
-    inside: bool = (
-        False  # a graph pools by itself: its `sentence_embedding` is this pooling's, and no other is there
-    )
+    inside: bool = False  # in a graph, whose `sentence_embedding` is of this pooling and of no other
 
     @property
     def name(self) -> Pooling:
@@ -69,26 +69,24 @@ class Sentence:
 
     def write(self, folder: Path, width: int, context: int) -> None:
         """The files, as sentence-transformers, TEI and vLLM read them too."""
-        modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-        modules += [("2_Normalize", "Normalize")] if self.normalised else []
-        listed = []
-        for i, (place, kind) in enumerate(modules):
-            (folder / place).mkdir(exist_ok=True)
-            kind = f"sentence_transformers.models.{kind}"
-            listed.append({"idx": i, "name": str(i), "path": place, "type": kind})
-        modes = dict.fromkeys(("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens"), False)
-        modes |= {"cls_token": self.pooling == "cls", "mean_tokens": self.pooling == "mean"}
-        named = {f"pooling_mode_{mode}": on for mode, on in modes.items()}
+        places = ["", "1_Pooling", "2_Normalize"][: 2 + self.normalised]
+        kinds = [f"sentence_transformers.models.{kind}" for kind in ("Transformer", "Pooling", "Normalize")]
+        modes = {
+            f"pooling_mode_{mode}": POOLINGS[mode] == self.pooling for mode in ("cls_token", "mean_tokens")
+        }
+        texts = {"max_seq_length": self.context(context), "do_lower_case": self.lowercase}
         prompts = {"default": self.prompt} if self.prompt else {}
         files: dict[str, Any] = {
-            MODULES: listed,
-            "1_Pooling/config.json": {"word_embedding_dimension": width} | named,
-            "sentence_bert_config.json": {
-                "max_seq_length": self.context(context),
-                "do_lower_case": self.lowercase,
-            },
+            MODULES: [
+                {"idx": i, "name": str(i), "path": place, "type": kind}
+                for i, (place, kind) in enumerate(zip(places, kinds))
+            ],
+            "1_Pooling/config.json": {"word_embedding_dimension": width} | modes,
+            "sentence_bert_config.json": texts,
             PROMPTS: {"prompts": prompts, "default_prompt_name": "default" if prompts else None},
         }
+        for place in places:
+            (folder / place).mkdir(exist_ok=True)
         for name, content in files.items():
             (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -120,17 +118,11 @@ def read_sentence(folder: Path) -> Sentence:
 
 
 def _pooling(modes: dict[str, Any], where: Path) -> Literal["mean", "cls"]:
-    prefix = "pooling_mode_"
-    on = [
-        name.removeprefix(prefix)
-        for name, value in modes.items()
-        if name.startswith(prefix) and value is True
-    ]
-    on = on or [modes.get("pooling_mode") or "mean_tokens"]  # newer files name one
-    for name, found in (("cls", "cls"), ("mean", "mean")):
-        if on in ([name], [f"{name}_token"], [f"{name}_tokens"]):
-            return found  # type: ignore[return-value]
-    raise _lacking(where, f"it pools by {' and '.join(on)}")
+    switches = [name for name, on in modes.items() if name.startswith("pooling_mode_") and on is True]
+    named = [name.removeprefix("pooling_mode_") for name in switches] or [modes.get("pooling_mode", "mean")]
+    if named[1:] or named[0] not in POOLINGS:
+        raise _lacking(where, f"it pools by {' and '.join(named)}")
+    return POOLINGS[named[0]]
 
 
 def _lacking(where: Path, why: str) -> Refused:
