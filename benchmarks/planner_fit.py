@@ -1,9 +1,9 @@
-"""Fit the planner's constants on every published row, and again with each table left out: errors side by side.
+"""Fit the planner's constants on one half of the published rows: errors on both halves, before and after.
 
-    python benchmarks/planner_fit.py [--quick | --serve]
+    python benchmarks/planner_fit.py [--serve]
 
 Soft L1 on the log error of the predicted time (a row that is 30 % off pulls little more than one that is 6 % off),
-every table with the same weight, and a weak pull towards the constants as they stand. `--quick` leaves no table out.
+every table with the same weight, and a weak pull towards the constants as they stand.
 """
 
 import argparse
@@ -122,10 +122,8 @@ def serve_errors() -> tuple[ServeConstants, float, dict[str, float], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--serve", action="store_true", help="Fit `plan serve` instead.")
     arguments = parser.parse_args()
-    quick = arguments.quick
     if arguments.serve:
         constants, median, left_out, every = serve_errors()
         print(
@@ -141,20 +139,20 @@ def main() -> None:
         )
         return
     cases = [case for case in published_cases() if not case.left_out]
-    fitted = fit(cases, 20)
-    inside, shipped = table_medians(cases, fitted), table_medians(cases, FITTED)
-    outside = {}
-    for table in [] if quick else inside:
-        others = fit([case for case in cases if case.table != table], 12)
-        outside[table] = table_medians([case for case in cases if case.table == table], others)[table]
-        print(
-            f"{table:28}{shipped[table]:8.1%} shipped{inside[table]:8.1%} in the fit{outside[table]:8.1%} left out",
-            flush=True,
-        )
+    halves = {
+        "fitted": [case for case in cases if case.fitted],
+        "left out": [c for c in cases if not c.fitted],
+    }
+    fitted = fit(halves["fitted"], 20)
+    tables = {
+        half: {
+            name: table_medians(rows, constants) for name, constants in (("shipped", FITTED), ("fit", fitted))
+        }
+        for half, rows in halves.items()
+    }
     mean = {
-        name: sum(rows.values()) / len(rows)
-        for name, rows in (("shipped", shipped), ("inside", inside), ("outside", outside))
-        if rows
+        half: {name: float(np.mean(list(found.values()))) for name, found in both.items()}
+        for half, both in tables.items()
     }
     print(
         json.dumps(
@@ -162,7 +160,7 @@ def main() -> None:
                 "benchmark": "planner_fit",
                 "constants": asdict(fitted),
                 "mean of medians": mean,
-                "tables": {name: [shipped[name], inside[name], outside.get(name)] for name in inside},
+                "tables": tables,
             }
         )
     )

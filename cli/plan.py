@@ -1,30 +1,39 @@
 """`throughline plan`: what fits, which layout is best, how long it takes and what it costs, before it is paid for."""
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ..core import console
 from ..core.errors import Failed, WrongUse
-from ..core.recipe import load_recipe, shipped_recipes
-from ..models.presets import preset, preset_names
-from ..planner.constants import constants_here
-from ..planner.hardware import find_cluster, read_calibration, this_machine
+from ..models.presets import preset
+from ..planner.compare import compared, write_comparison
+from ..planner.report import checkpoint_facts, pareto_lines, ranked
 from ..planner.report import explain as explained
-from ..planner.report import pareto_lines, ranked
-from ..planner.search import Found, Search, candidate_at, fewest_chips, find_or_offload
+from ..planner.run import Run, run_facts
+from ..planner.search import Candidate, Search, fewest_chips, usual_worlds
 from ..planner.serve import plan_service
-from ..planner.software import PROCESSOR_RUNTIME_BYTES, find_software, on_processor
 from ..planner.view import days_by_chips, write_plan
-from ..planner.work import AXES, RECOMPUTES, SHARDINGS, Work
 from ..prove.own import own_validation
 from ..prove.validate import validation
 from .common import throughline_command
-
-if TYPE_CHECKING:
-    from ..train.recipes.recipe import Recipe
+from .plan_question import (
+    MACHINES,
+    MODEL,
+    MOST_CHIPS,
+    MOST_LENGTH,
+    RUN,
+    Amount,
+    fitting,
+    gpus_option,
+    make_run,
+    make_search,
+    on_option,
+    option,
+    priced_cluster,
+    question,
+)
 
 
 class Plans(click.Group):
@@ -46,156 +55,8 @@ def command() -> None:
     """
 
 
-own_hardware = click.option(
-    "--hardware",
-    type=click.Path(exists=True, path_type=Path),
-    help="TOML file with chips and clusters of your own, [chips.KEY] and [clusters.KEY].",
-)
-number_of_chips = click.option("--gpus", type=click.IntRange(1), required=True, help="Number of chips.")
-QUESTION = (
-    click.argument("model"),
-    click.option(
-        "--on",
-        required=True,
-        help="Chip or cluster, for example a100-80gb, dgx-2h, aws-p5.48xlarge or here.",
-    ),
-    click.option(
-        "--rows",
-        type=int,
-        help="Number of rows in an optimizer step (default: the recipe's, or 512).",
-    ),
-    click.option(
-        "--length",
-        type=int,
-        help="Number of tokens in a row (default: the recipe's, or the model's).",
-    ),
-    click.option(
-        "--precision",
-        help="Precision of products: fp32, tf32, fp16 or bf16 (default: the recipe's, or the chip's 16 bits).",
-    ),
-    click.option(
-        "--predicted",
-        type=float,
-        help="For a BERT: share of positions that get logits (default: the recipe's masked share, or 0.15).",
-    ),
-    click.option(
-        "--fill",
-        type=float,
-        default=1.0,
-        help="Share of a row's tokens that are no padding, where padding is left out.",
-    ),
-    click.option(
-        "--layout",
-        "fixed",
-        default="",
-        show_default=False,
-        help="Parts of the layout to hold fixed, for example tensor=8,data=64,recompute=full (default: none).",
-    ),
-    click.option(
-        "--software",
-        default="throughline",
-        help="Name of the training program, as planner/software.toml describes it.",
-    ),
-    own_hardware,
-    click.option(
-        "--target-tokens",
-        default=0.0,
-        show_default=False,
-        help="Number of tokens in the whole run, for its days and cost.",
-    ),
-    click.option(
-        "--set",
-        "overrides",
-        multiple=True,
-        metavar="SECTION.KEY=VALUE",
-        help="Override a field of the recipe. Repeatable.",
-    ),
-)
-
-
-def question(function: Any) -> Any:
-    """The options that describe the model, the batch and the machines, shared by all commands on layouts."""
-    for option in reversed(QUESTION):
-        function = option(function)
-    return function
-
-
-def make_search(gpus: int, options: dict[str, Any]) -> "tuple[Search, Recipe | None]":
-    """What was asked, from a recipe or from the name of a preset."""
-    cluster = find_cluster(options["on"], options["hardware"])
-    recipe, rows, length, precision = None, options["rows"] or 512, options["length"], options["precision"]
-    is_recipe = Path(options["model"]).is_file() or options["model"] in shipped_recipes()
-    if options["model"] in preset_names() and not is_recipe:
-        config = preset(options["model"])
-        if length and length > config.sequence_length:
-            config = dataclasses.replace(config, sequence_length=length)
-        length = length or config.sequence_length
-    else:
-        from ..train.recipes.recipe import Recipe, model_config, resolve
-        from ..train.recipes.rules import RULES
-
-        loaded = load_recipe(options["model"], Recipe, options["overrides"], RULES)
-        recipe = resolve(loaded)
-        config, length = model_config(recipe), length or recipe.train.sequence_length
-        rows = options["rows"] or recipe.train.rows_per_step
-        if loaded.train.precision != "auto":  # else what the planned chip is made for, not this machine
-            precision = precision or loaded.train.precision
-    dtypes = cluster.chip.tflops
-    precision = precision or ("bf16" if "bf16" in dtypes else "fp16" if "fp16" in dtypes else "fp32")
-    predicted = options["predicted"]
-    if predicted is None:
-        predicted = recipe.objective.mask_fraction if recipe is not None and recipe.objective else 0.15
-    work = Work(config, rows, length, predicted, options["fill"])
-    software = find_software(options["software"], precision)
-    if software.name == "throughline":
-        software = dataclasses.replace(software, dropout=config.dropout > 0)
-    measured = read_calibration() if cluster.key == "here" else {}
-    if cluster.chip.key == "cpu":  # one processor and one memory, which all processes share
-        cluster = this_machine(gpus)
-        software = on_processor(software, measured.get("runtime_bytes", PROCESSOR_RUNTIME_BYTES))
-    fixed = read_fixed(options["fixed"])
-    return Search(work, cluster, software, gpus, fixed, constants_here(measured), bool(measured)), recipe
-
-
-def read_fixed(text: str) -> dict[str, tuple[int, ...]]:
-    """`tensor=8,recompute=full` as values of the search's axes. Raises WrongUse naming the axes."""
-    fixed: dict[str, tuple[int, ...]] = {}
-    for item in filter(None, text.split(",")):
-        name, _, value = item.strip().partition("=")
-        words = {"sharding": SHARDINGS, "recompute": RECOMPUTES}.get(name, ())
-        if name not in AXES or not (value.isdigit() or value in words):
-            fix = f"axes: {', '.join(AXES)}" + (f"; {name} is one of {', '.join(words)}" if words else "")
-            raise WrongUse(f"{item!r} fixes no axis", where="--layout", fix=fix)
-        fixed[name] = (words.index(value) if value in words else int(value),)
-    return fixed
-
-
-def fitting(search: Search) -> Found:
-    """The layouts of a search. Raises Failed, with the layout that needs least, when nothing fits."""
-    found = find_or_offload(search)
-    if found.best:
-        return found
-    if not len(found.seconds):
-        raise Failed(
-            "no layout is legal",
-            where=f"{found.search.world} chips",
-            fix="another number of chips, or --rows that they divide",
-        )
-    nearest = candidate_at(found.search, found.layouts.take(int(found.needed.argmin())))
-    needed = f"{nearest.needed_bytes / 2**30:,.1f} of {found.capacity / 2**30:,.1f} GiB"
-    if nearest.host_bytes:
-        needed += f" and {nearest.host_bytes / 2**30:,.0f} GiB of host memory for each process"
-    raise Failed(
-        f"nothing fits on {found.search.world} x {found.search.cluster.chip.name}",
-        where=nearest.describe(),
-        why=f"the layout that needs least needs {needed}",
-        fix="throughline plan recommend names the fewest chips that fit",
-    )
-
-
 @command.command()
-@question
-@number_of_chips
+@question((on_option, gpus_option), MODEL, RUN, MACHINES)
 @click.option(
     "--write-recipe", type=click.Path(path_type=Path), help="Write a recipe in the best layout to this file."
 )
@@ -215,24 +76,26 @@ def layouts(gpus: int, write_recipe: Path | None, pareto: bool, out: Path | None
     Example:  throughline plan gpt-1t-deepspeed --gpus 800 --on v100-32gb --rows 2048
     """
     search, recipe = make_search(gpus, options)
+    run = make_run(options, recipe)
+    if pareto and not run.tokens:
+        raise WrongUse("days of how many tokens?", where="--pareto", fix="--target-tokens 300e9")
     found = fitting(search)
-    facts, lines = ranked(found, options["target_tokens"])
+    facts, lines = ranked(found, run)
     if write_recipe:
         from .planned_recipe import planned_recipe
 
         write_recipe.write_text(planned_recipe(found, recipe, options), encoding="utf-8")
         lines += ["", f"recipe in the best layout: {write_recipe}"]
     if pareto:
-        lines += ["", *pareto_lines(days_by_chips(found, options["target_tokens"]))]
+        lines += ["", *pareto_lines(days_by_chips(found, run))]
     if out:
-        write_plan(out, found, facts, options["target_tokens"])
+        write_plan(out, found, facts, run)
         lines += ["", f"plan in {out}: open {out / 'plan.html'}"]
     console.result(facts, lines)
 
 
 @command.command()
-@question
-@number_of_chips
+@question((on_option, gpus_option), MODEL, RUN, MACHINES)
 @throughline_command
 def explain(gpus: int, **options: Any) -> None:
     """Where the time and the memory of the best layout go; with --layout, of that one.
@@ -240,40 +103,140 @@ def explain(gpus: int, **options: Any) -> None:
     \b
     Example:  throughline plan explain gpt3-13b --gpus 64 --on a100-80gb --layout tensor=8,data=8
     """
-    search, _ = make_search(gpus, options)
-    console.result(*explained(search, fitting(search).best[0], options["target_tokens"]))
+    search, recipe = make_search(gpus, options)
+    console.result(*explained(search, fitting(search).best[0], make_run(options, recipe)))
 
 
 @command.command()
-@question
-@click.option(
+@question((on_option,), MODEL, RUN, MACHINES)
+@option(
     "--target-days",
+    Amount(0, 1e6),
+    "Days that --target-tokens may take (default: any, the model only has to fit).",
     default=0.0,
     show_default=False,
-    help="Days that --target-tokens may take (default: any, the model only has to fit).",
 )
-@click.option("--max-gpus", "--most", type=int, default=8192, help="Maximum number of chips to try.")
+@click.option(
+    "--max-gpus",
+    "--most",
+    type=click.IntRange(1, MOST_CHIPS),
+    default=8192,
+    help="Maximum number of chips to try.",
+)
 @throughline_command
 def recommend(target_days: float, max_gpus: int, **options: Any) -> None:
     """The fewest chips on which MODEL fits, or that meet --target-days for --target-tokens.
+
+    The numbers of chips that are tried are parts of a node, and nodes by 1, 3, 5 and 7 times a power of two. Days are
+    met when the upper end of the prediction's band meets them, failures counted.
 
     \b
     Example:  throughline plan recommend gpt-1t-megatron --on a100-40gb --rows 3072
     """
     if target_days and not options["target_tokens"]:
         raise WrongUse("days of how many tokens?", where="--target-days", fix="--target-tokens 300e9")
-    search, _ = make_search(1, options)
-    node = search.cluster.chips_per_node
-    worlds = [*(n for n in (1, 2, 4, 8, 16) if n < node), *range(node, max_gpus + 1, node)]
-    found = fewest_chips(search, worlds, target_days, options["target_tokens"])
+    search, recipe = make_search(1, options)
+    run = make_run(options, recipe)
+    node, joined = search.cluster.chips_per_node, search.cluster.node_network_gb_s
+    worlds = usual_worlds(node, max_gpus if joined else min(max_gpus, node))
+
+    def by(end: str) -> Any:
+        return lambda asked, best: not target_days or run_facts(asked, best, run)[end] <= target_days
+
+    found = fewest_chips(search, worlds, by("days_high"))
     if found is None:
         raise Failed(
-            f"not on up to {max_gpus} chips",
+            f"not on up to {worlds[-1] if worlds else max_gpus:,} chips",
             where=search.cluster.name,
+            why="" if joined else f"nothing joins its nodes of {node:,}",
             fix="--max-gpus a larger number, or other chips: --on",
         )
-    facts, lines = ranked(found, options["target_tokens"])
-    console.result(facts, [f"fewest: {found.search.world} chips, in whole machines of {node}", *lines])
+    facts, lines = ranked(found, run)
+    lines = [f"fewest: {found.search.world:,} chips, in whole machines of {node}", *lines]
+    if target_days:
+        hopeful = fewest_chips(search, [n for n in worlds if n <= found.search.world], by("expected_days"))
+        world = hopeful.search.world if hopeful else found.search.world
+        lines[0] += f": the whole band meets {target_days:g} days; its middle does on {world:,}"
+        facts["middle_meets"] = world
+    console.result(facts, lines)
+
+
+@command.command()
+@question((on_option, gpus_option), MODEL, RUN, MACHINES)
+@option(
+    "--save-seconds",
+    Amount(0, 1e5, min_open=True),
+    "Seconds that training waits for a save (default: reckoned).",
+)
+@option("--restart-seconds", Amount(0, 1e6), "Seconds from a failure to the first new step.", default=300.0)
+@option("--repair-days", Amount(0, 1000), "Days that a failed node is away.", default=3.0)
+@throughline_command
+def checkpoint(gpus: int, **options: Any) -> None:
+    """How often to save, and how many spare nodes to hold, for a run that fails as published ones did.
+
+    \b
+    Example:  throughline plan checkpoint llama-70b --gpus 1024 --on dgx-h100 --rows 2048
+    """
+    search, recipe = make_search(gpus, options)
+    run = make_run(options, recipe, tokens=1e12)
+    console.result(*checkpoint_facts(search, fitting(search).best[0], run, bool(options["target_tokens"])))
+
+
+@command.command()
+@question(MODEL, RUN, MACHINES)
+@click.option(
+    "--option",
+    "choices",
+    multiple=True,
+    required=True,
+    metavar="CHIPS:CLUSTER[:PRICE]",
+    help="One of the choices, with a price of a chip and hour if it is not the list's. Two to five times.",
+)
+@click.option(
+    "--by", type=click.Choice(["cost", "days", "energy"]), default="cost", help="What decides the best."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Write the page as an artifact: compare.html and JSON."
+)
+@throughline_command
+def compare(choices: tuple[str, ...], by: str, out: Path | None, **options: Any) -> None:
+    """Two to five choices of chips side by side: time, money, energy, memory and risk of the whole run.
+
+    \b
+    Example:  throughline plan compare llama-70b --rows 1024 --target-tokens 1e12
+              --option 512:dgx-h100 --option 1024:dgx-a100-80gb --option 256:dgx-b200
+    """
+    if not 2 <= len(choices) <= 5:
+        raise WrongUse(f"{len(choices)} choices", where="--option", fix="two to five")
+    if not options["target_tokens"]:
+        raise WrongUse("a whole run has tokens", where="--target-tokens", fix="--target-tokens 1e12")
+    if options["price"] is not None:
+        raise WrongUse("which choice has this price?", where="--price", fix="--option CHIPS:CLUSTER:PRICE")
+    found: list[tuple[str, Search, Candidate, Run]] = []
+    for text in choices:
+        chips, on, price = read_choice(text)
+        search, recipe = make_search(chips, options | {"price": price}, on)
+        found.append((text, search, fitting(search).best[0], make_run(options, recipe)))
+    facts, lines = compared(found, by)
+    if out:
+        write_comparison(out, facts)
+        lines += ["", f"page in {out}: open {out / 'compare.html'}"]
+    console.result(facts, lines)
+
+
+def read_choice(text: str) -> tuple[int, str, float | None]:
+    """Chips, cluster and price of `64:dgx-h100:2.5`. Raises WrongUse."""
+    chips, _, rest = text.partition(":")
+    on, _, price = rest.partition(":")
+    try:
+        value = float(price) if price else None
+    except ValueError:
+        value = -1.0
+    good = chips.isascii() and chips.isdigit() and 1 <= int(chips[:9]) <= MOST_CHIPS
+    if not good or not on or (value is not None and not 0 <= value <= 1e4):
+        fix = f"CHIPS:CLUSTER[:PRICE], chips from 1 to {MOST_CHIPS}, a price from 0 to 10000"
+        raise WrongUse(f"{text!r} is no choice", where="--option", fix=fix)
+    return int(chips), on, value
 
 
 @command.command()
@@ -294,6 +257,8 @@ def validate(all_rows: bool, own: Path | None) -> None:
     Example:  throughline plan validate
               throughline plan validate --own
     """
+    if own and all_rows:
+        raise WrongUse("own predictions are all printed", where="--rows", fix="leave it out beside --own")
     facts, lines, good = own_validation(own) if own else validation(all_rows)
     console.result(facts, lines)
     if not good:
@@ -302,63 +267,90 @@ def validate(all_rows: bool, own: Path | None) -> None:
 
 @command.command()
 @click.argument("model")
-@click.option("--on", required=True, help="Chip or rented machine, for example t4, l4 or aws-g4dn.xlarge.")
-@click.option(
-    "--length", type=int, help="Number of tokens in a request (default: 128, or the model's if it has fewer)."
+@on_option
+@option(
+    "--length",
+    click.IntRange(1, MOST_LENGTH),
+    "Number of tokens in a request (default: 128, or the model's if it has fewer).",
 )
-@click.option(
-    "--new-tokens", default=0, show_default=False, help="For a GPT: number of tokens generated per request."
+@option(
+    "--new-tokens",
+    click.IntRange(0, MOST_LENGTH),
+    "For a GPT: number of tokens generated per request.",
+    default=0,
+    show_default=False,
 )
 @click.option(
     "--precision",
     type=click.Choice(["int8", "fp8", "fp16", "bf16", "fp32"]),
-    default="fp16",
-    help="Precision of the weights and products.",
+    help="Precision of the weights and products (default: fp16, or bf16 where the chip has no fp16).",
 )
-@click.option(
+@option(
+    "--tensor",
+    click.IntRange(1, 64),
+    "Number of cards that share one copy (default: those that serve most for each).",
+)
+@option(
     "--p99",
+    Amount(0, 1e9),
+    "Milliseconds within which 99 of 100 requests must be answered (default: any).",
     default=0.0,
     show_default=False,
-    help="Milliseconds within which 99 of 100 requests must be answered (default: any).",
 )
-@click.option(
+@option(
     "--qps",
+    Amount(0, 1e9),
+    "Number of requests per second that must be served (default: any).",
     default=0.0,
     show_default=False,
-    help="Number of requests per second that must be served (default: any).",
 )
-@own_hardware
+@question(MACHINES)
 @throughline_command
 def serve(
     model: str,
     on: str,
     length: int | None,
     new_tokens: int,
-    precision: str,
+    precision: str | None,
+    tensor: int | None,
     p99: float,
     qps: float,
-    hardware: Path | None,
+    **options: Any,
 ) -> None:
     """Latency and throughput of the preset MODEL in an engine, by batch; cards and cost of a load.
 
     \b
     Example:  throughline plan serve bert-base --on t4 --length 128 --p99 10 --qps 2000
+              throughline plan serve llama-70b --on dgx-h100 --length 2048 --new-tokens 256 --qps 20
     """
-    config, cluster = preset(model), find_cluster(on, hardware)
-    length = length or min(128, config.sequence_length)
-    facts = plan_service(config, cluster, length, new_tokens, precision, p99, qps)
-    rows = [
-        (row["batch"], f"{row['seconds'] * 1e3:,.2f}", f"{row['first_token_seconds'] * 1e3:,.2f}",
-         f"{row['per_second']:,.0f}", f"{row['bytes'] / 2**30:,.2f}")
-        for row in facts["rows"]
-    ]  # fmt: skip
-    new = f" and {new_tokens} new ones" if new_tokens else ""
-    lines = [f"{model}, {length} tokens{new}, {precision}, on {cluster.name}", ""]
-    lines += console.table(("batch", "ms", "first token ms", "requests/s", "GiB"), rows)
-    load = f" for {qps:,g} requests/s" if qps else ""
-    lines += ["", f"best batch {facts['best']['batch']}; cards{load}: {facts['cards']}"]
+    config, cluster = preset(model), priced_cluster(on, options)
+    facts = plan_service(config, cluster, length, new_tokens, precision, tensor, p99, qps)
+    console.result(facts, service_lines(model, facts))
+
+
+def service_lines(model: str, facts: dict[str, Any]) -> list[str]:
+    """The plan of a service in words."""
+    new, best = facts["new_tokens"], facts["best"]
+    header = ["batch", "ms", "first token ms", "requests/s", "GiB"]
+    header[3:3] = ["next token ms", "tokens/s"] if new else []
+    rows = []
+    for row in facts["rows"]:
+        cells = [row["batch"], f"{row['seconds'] * 1e3:,.2f}", f"{row['first_token_seconds'] * 1e3:,.2f}"]
+        if new:
+            cells += [f"{row['next_token_seconds'] * 1e3:,.2f}", f"{row['tokens_per_second']:,.0f}"]
+        rows.append((*cells, f"{row['per_second']:,.4g}", f"{row['bytes'] / 2**30:,.2f}"))
+    shared = f", {best['tensor']} cards a copy" if best["tensor"] > 1 else ""
+    asked = f"{facts['length']} tokens" + (f" and {new} new ones" if new else "")
+    lines = [
+        f"{model}, {asked}, {facts['precision']}, on {facts['cluster']}{shared}",
+        "",
+        *console.table(header, rows),
+    ]
+    load = f" for {facts['qps']:,g} requests/s" if facts["qps"] else ""
+    lines += ["", f"best batch {best['batch']}; copies{load}: {facts['copies']}; cards: {facts['cards']}"]
     if facts["cost_per_million"]:
+        each = f"{facts['cost_per_million_tokens']:,.3g} a million {'new ' if new else ''}tokens"
         lines += [
-            f"{facts['cost_per_million']:,.2f} {facts['currency']} a million requests ({facts['priced']})"
+            f"{facts['cost_per_million']:,.2f} {facts['currency']} a million requests, {each} ({facts['priced']})"
         ]
-    console.result(facts, lines)
+    return lines

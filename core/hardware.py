@@ -30,8 +30,8 @@ CPU_DTYPE_FLAGS = {
 @dataclass(frozen=True)
 class Chip:
     """A row of `chips.toml`: peaks in TFLOP/s by dtype (dense), memory in GiB (the GB that cards are sold by),
-    bandwidths in GB/s, and the share of the 16-bit peak that the best large product reaches; power, process and
-    streaming multiprocessors.
+    bandwidths in GB/s, and the share of the 16-bit peak that the best large product reaches (in fp8 its own where
+    measured); power, process and streaming multiprocessors.
     """
 
     key: str
@@ -42,10 +42,12 @@ class Chip:
     capability: str = ""
     nvlink_gb_s: float = 0.0
     achieved: float = 0.8
+    achieved_fp8: float = 0.0
     watts: float = 0.0
     process_nm: float = 0.0
     processors: int = 0
     match: tuple[str, ...] = ()
+    source: str = ""
 
 
 @dataclass(frozen=True)

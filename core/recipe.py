@@ -158,15 +158,12 @@ def read_toml(path: Path, what: str = "the recipe") -> tuple[str, dict[str, Any]
 
 
 def _set_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> frozenset[str]:
+    keys = []
     for item in overrides:
-        key, equals, value = item.partition("=")
-        if not equals or not key.strip():
-            raise WrongUse(
-                f"--set {item!r} is not of the form section.key=value",
-                fix="for example: --set train.steps=100",
-            )
+        key, value = parse_override(item)
+        keys.append(key)
         node = tree
-        *parents, last = key.strip().split(".")
+        *parents, last = key.split(".")
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
@@ -174,8 +171,18 @@ def _set_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> frozenset[
                     f"--set {key}: {parent} is a value, not a section",
                     fix="see: throughline recipe show NAME",
                 )
-        node[last] = _toml_value(value)
-    return frozenset(item.partition("=")[0].strip() for item in overrides)
+        node[last] = value
+    return frozenset(keys)
+
+
+def parse_override(item: str) -> tuple[str, Any]:
+    """Key and value of `--set a.b=c`. Raises WrongUse on another form."""
+    key, equals, value = item.partition("=")
+    if not equals or not key.strip():
+        raise WrongUse(
+            f"--set {item!r} is not of the form section.key=value", fix="for example: --set train.steps=100"
+        )
+    return key.strip(), _toml_value(value)
 
 
 def _toml_value(text: str) -> Any:

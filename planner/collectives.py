@@ -2,10 +2,11 @@
 
 Ranks lie tensor innermost, then context, data, pipeline, and fill nodes in that order. A group that stays in a
 node runs at the chips' own links. One that crosses nodes runs at what its ranks of one node have together:
-data parallelism beside tensor 8 has one adapter to a rank, data parallelism alone has all of them
+data parallelism beside tensor 8 has an eighth of the node's network, data parallelism alone has all of it
 (Narayanan et al. 2021, section 3). Bytes are those of the whole result.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -16,21 +17,33 @@ from .hardware import Cluster
 Number = Any
 
 
-def group_bandwidth(cluster: Cluster, constants: Constants, ranks: Number, stride: Number) -> Number:
+def group_bandwidth(
+    cluster: Cluster, constants: Constants, ranks: Number, stride: Number, one_adapter: bool = False
+) -> Number:
     """Bytes per second that a ring of `ranks` processes reaches, neighbours `stride` ranks apart.
 
-    Where sums were measured, those of a group of as many neighbours as this one spans: such groups share the links.
+    All groups of an axis send at once, so one that crosses nodes has the part of a node's network that its ranks are of
+    the node's chips (with `one_adapter` that of a single adapter at most). Where sums were measured, those of a group
+    of as many neighbours as this one spans: such groups share the links.
     """
     if cluster.sums:
         return 1e9 * measured_sum(cluster, ranks * stride, 2)
     inner = cluster.inner_gb_s * 1e9 * constants.link_fraction
-    in_node = np.clip(cluster.chips_per_node // np.maximum(stride, 1), 1, ranks)
-    outer = (
-        cluster.network_gb_s * 1e9 * constants.network_fraction * np.minimum(in_node, cluster.ports_per_node)
-    )
-    if not cluster.network_gb_s:  # one machine: ranks beyond it have no way to each other but the same links
-        return inner + 0.0 * in_node
-    return np.where(stride * ranks > cluster.chips_per_node, np.minimum(inner, outer), inner)
+    chips, span = cluster.chips_per_node, stride * ranks
+    in_node = np.clip(chips // np.maximum(stride, 1), 1, ranks)
+    if one_adapter:
+        in_node = np.minimum(in_node, chips / (cluster.ports_per_node or chips))
+    outer = np.minimum(inner, node_bandwidth(cluster, constants, span) * in_node / chips)
+    return np.where(span > chips, outer, inner)
+
+
+def node_bandwidth(cluster: Cluster, constants: Constants, span: Number) -> Number:
+    """Bytes per second between nodes that so many neighbouring ranks reach in all of a node: beyond a pod the spine's.
+    Without a network (`hardware.require_network` refuses several nodes) the links inside.
+    """
+    line = (cluster.node_network_gb_s or cluster.inner_gb_s * cluster.chips_per_node) * 1e9
+    pod = (cluster.nodes_per_pod or np.inf) * cluster.chips_per_node
+    return line * constants.network_fraction / np.where(span > pod, cluster.oversubscription, 1.0)
 
 
 def measured_sum(cluster: Cluster, ranks: Number, column: int) -> Number:
@@ -39,11 +52,14 @@ def measured_sum(cluster: Cluster, ranks: Number, column: int) -> Number:
     return np.interp(np.log2(np.maximum(ranks, 1)), np.log2(sizes), values)
 
 
-def start_time(ranks: Number, cluster: Cluster, constants: Constants) -> Number:
-    """Seconds before the first byte of a collective: as measured, or growing with the tree's depth."""
+def start_time(ranks: Number, cluster: Cluster, constants: Constants, rounds: int = 1) -> Number:
+    """Seconds before the first byte of a collective: as measured, or growing with a tree's depth, and for gathers and
+    scatters, which have no tree, with every node that their ring passes.
+    """
     if cluster.sums:
         return measured_sum(cluster, ranks, 1)
-    return constants.start_s * (1 + np.log2(np.maximum(ranks, 1)))
+    nodes = np.maximum(ranks / cluster.chips_per_node - 1, 0) if rounds == 1 else 0.0
+    return constants.start_s * (1 + np.log2(np.maximum(ranks, 1))) + constants.pass_s * nodes
 
 
 def gather(
@@ -54,20 +70,17 @@ def gather(
     constants: Constants,
     calls: Number = 1,
     rounds: int = 1,
+    one_adapter: bool = False,
 ) -> Number:
     """Seconds of all-gathers or reduce-scatters over `ranks`, `calls` of them with `size` bytes in all. A ring sends
     (n - 1) / n of the bytes a round; one rank sends nothing.
     """
-    bandwidth = group_bandwidth(cluster, constants, ranks, stride)
+    bandwidth = group_bandwidth(cluster, constants, ranks, stride, one_adapter)
     sent = rounds * (ranks - 1) / ranks * size / bandwidth
-    return np.where(ranks > 1, calls * start_time(ranks, cluster, constants) + sent, 0.0)
+    return np.where(ranks > 1, calls * start_time(ranks, cluster, constants, rounds) + sent, 0.0)
 
 
-def all_reduce(
-    size: Number, ranks: Number, stride: Number, cluster: Cluster, constants: Constants, calls: Number = 1
-) -> Number:
-    """Seconds of sums over `ranks`: each goes round the ring twice."""
-    return gather(size, ranks, stride, cluster, constants, calls, rounds=2)
+all_reduce = functools.partial(gather, rounds=2)  # seconds of sums: each goes round the ring twice
 
 
 def ring_sends(
@@ -79,7 +92,7 @@ def ring_sends(
 
 
 def hop(size: Number, stride: Number, cluster: Cluster, constants: Constants) -> Number:
-    """Seconds of one send to the next pipeline stage, `stride` ranks away."""
+    """Seconds of one send to the next pipeline stage, `stride` ranks away: every chip of a node sends its part."""
     inner = cluster.inner_gb_s * 1e9 * constants.link_fraction
-    outer = (cluster.network_gb_s or cluster.inner_gb_s) * 1e9 * constants.network_fraction
+    outer = node_bandwidth(cluster, constants, 2 * stride) / cluster.chips_per_node
     return constants.start_s + size / np.where(stride >= cluster.chips_per_node, outer, inner)

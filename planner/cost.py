@@ -3,7 +3,6 @@
 Everything is arithmetic on numbers or arrays, so one call prices one layout or a hundred thousand.
 """
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from .constants import FITTED, Constants
 from .hardware import Cluster
 from .kernels import Kernel, Share, head_kernels, layer_kernels, table_kernels
 from .schedule import given_bubble
-from .software import Software
+from .software import NARROW, Software
 from .tables import BUCKET_BYTES, is_tied
 from .traffic import context_sends, data_passes, partial_parameters, passed_bytes, tensor_sends
 from .work import Layouts, Work, held_parameters, layers_on, owned_parameters
@@ -56,8 +55,10 @@ def kernel_times(
     kernels: Iterable[Kernel], cluster: Cluster, software: Software, constants: Constants
 ) -> dict:
     """Seconds by (phase, kind), and of the attention core alone under ("forward", "core")."""
-    peak, bandwidth = peak_flops(cluster, software), memory_bandwidth(cluster, constants)
-    vector = software.precision.compute in ("fp32", "fp64")
+    peaks = [peak_flops(cluster, dtype) for dtype in (software.precision.compute, software.precision.narrow)]
+    bandwidth, vector = memory_bandwidth(cluster, constants), software.precision.compute in ("fp32", "fp64")
+    names = software.attention_speed.items()
+    speed = next((speed for name, speed in names if cluster.chip.key.startswith(name)), 1.0)
     large = constants.vector_fraction if vector else 1.0
     times: dict[tuple[str, str], Number] = {
         (phase, kind): 0.0
@@ -65,8 +66,9 @@ def kernel_times(
         for kind in ("product", "attention", "memory", "core")
     }
     for kernel in kernels:
+        peak = peaks[1] if kernel.narrow and software.precision.narrow else peaks[0]
         if kernel.kind == "attention":
-            fraction, slowed = constants.attention_fraction, 1.0
+            fraction, slowed = constants.attention_fraction * speed, 1.0
         else:
             fraction = large
             slowed = 1 + constants.product_inner * peak / 1e12 / np.maximum(kernel.inner, 1)
@@ -101,11 +103,12 @@ def kernel_totals(
     return totals
 
 
-def peak_flops(cluster: Cluster, software: Software) -> float:
+def peak_flops(cluster: Cluster, dtype: str) -> float:
     """FLOP/s of the best large product: the peak, and on tensor cores the share that the chip was seen to reach."""
-    chip, dtype = cluster.chip, software.precision.compute
+    chip = cluster.chip
     tflops = chip.tflops.get(dtype) or chip.tflops.get("fp32") or max(chip.tflops.values())
-    return tflops * 1e12 * (1.0 if dtype in ("fp32", "fp64") else chip.achieved)
+    achieved = (dtype in NARROW and chip.achieved_fp8) or chip.achieved
+    return tflops * 1e12 * (1.0 if dtype in ("fp32", "fp64") else achieved)
 
 
 def memory_bandwidth(cluster: Cluster, constants: Constants) -> float:
@@ -178,7 +181,9 @@ class Step:
     def parts(self) -> dict[str, Number]:
         """Seconds by part (`PARTS`)."""
         config, layouts, software, constants = self.work.config, self.layouts, self.software, self.constants
-        full, micro_batches = layouts.recompute == 2, self.micro_batches
+        full, selective, micro_batches = layouts.recompute == 2, layouts.recompute == 1, self.micro_batches
+        saved = software.saves_products  # else selective recomputation repeats the attention core alone
+        repeated = {"product": (1 - saved) * (saved > 0), "memory": 1.0 * (saved > 0), "attention": 0.0}
         layer, table, head = self.times()
         slowest = layers, has_tables, has_head = slowest_process(
             config, layouts, *map(sum_of, (layer, table, head))
@@ -186,12 +191,16 @@ class Step:
 
         def of(kind: str) -> Number:
             """Seconds of one micro-batch on the slowest process."""
-            per_layer = layer["forward", kind] * (1 + full) + layer["backward", kind]
+            per_layer = (
+                layer["forward", kind] * (1 + full + repeated[kind] * selective) + layer["backward", kind]
+            )
             ends = [times["forward", kind] + times["backward", kind] for times in (table, head)]
             return layers * per_layer + has_tables * ends[0] + has_head * ends[1]
 
-        core = of("attention") + np.where(layouts.recompute == 1, layers * layer["forward", "core"], 0.0)
-        passed = held_parameters(config, layouts) * software.pass_bytes
+        core = of("attention") + (selective & (saved == 0)) * layers * layer["forward", "core"]
+        streamed = (layouts.sharding == 3) & (layouts.pipeline == 1)
+        held = held_parameters(config, layouts)
+        passed = np.where(streamed, held / layouts.shards, held) * software.pass_bytes
         one = {
             "matrix products": of("product"),
             "attention": core,
@@ -204,7 +213,7 @@ class Step:
         one["context"] = np.maximum(layers * self.context_time() - constants.overlap * core, 0.0)
         one["pipeline sends"] = self.hop_time()
         spent = sum(one.values())
-        per_layer = (spent - has_head * sum_of(head)) / layers
+        per_layer = (spent - has_head * sum_of(head) - has_tables * sum_of(table)) / layers
         backward = spent * (1 + full) / (2 + full)
         parts = {name: micro_batches * value for name, value in one.items()}
         parts["tensor"] = parts["tensor"] + self.partial_time()
@@ -224,7 +233,8 @@ class Step:
             forward = 1 / (2 + (layouts.recompute == 2))
             ends, micro_batches = (float(table), float(head)), round(self.micro_batches)
             return given_bubble(layouts.given, float(layer), ends, micro_batches, forward)
-        whole = layer * self.work.config.layers + head
+        first = np.where(layouts.turns == 1, table, 0.0)  # some percent of the bubble when interleaved
+        whole = layer * self.work.config.layers + first + head
         return np.where(layouts.pipeline > 1, np.maximum(whole - spent, 0.0) / layouts.turns, 0.0)
 
     def update_times(self, backward: Number) -> dict[str, Number]:
@@ -235,14 +245,20 @@ class Step:
         moved = owned * (numbers.gradient + numbers.weight) / (self.cluster.host_gb_s * 1e9)
         exposed = np.maximum(moved - self.constants.overlap * backward, 0.1 * moved)
         bandwidth = memory_bandwidth(self.cluster, self.constants)
+        layers = layers_on(self.work.config, self.layouts)[0]
+        # every holder of a part of a matrix computes Muon's iterations on the whole
+        iterated = layers * self.work.config.block_matrix_parameters() * self.software.orthogonal_flops
+        once = np.where(offloaded, updated / HOST_UPDATE_BYTES_PER_S, updated / bandwidth)
         return {
-            "optimizer": np.where(offloaded, updated / HOST_UPDATE_BYTES_PER_S, updated / bandwidth),
+            "optimizer": once + iterated / peak_flops(self.cluster, numbers.compute),
             "offload exposed": np.where(offloaded, exposed, 0.0),
         }
 
     def tensor_time(self, layers: Number, tables: Number, head: Number) -> Number:
         """Seconds of a micro-batch's traffic over the tensor axis on a process with these layers."""
-        aimed, again = self.tokens * targets(self.work, self.software), self.layouts.recompute == 2
+        aimed, again = self.tokens * targets(self.work, self.software), 1.0 * (self.layouts.recompute == 2)
+        if self.software.saves_products:  # half of the gathers are for products that are repeated
+            again = again + 0.5 * (self.layouts.recompute == 1)
         ends = 1 * tables, 1 * head, 1 * again
         seconds: Number = 0.0
         for kind, calls, size in tensor_sends(
@@ -294,8 +310,7 @@ class Step:
         """
         config, layouts, software = self.work.config, self.layouts, self.software
         micro_batches, numbers, shards = self.micro_batches, software.precision, layouts.shards
-        one_ring = dataclasses.replace(self.cluster, ports_per_node=1)
-        machine = one_ring if software.one_ring else self.cluster, self.constants
+        machine, alone = (self.cluster, self.constants), software.one_ring
         overlap = self.constants.overlap
         held, layers = held_parameters(config, layouts), layers_on(config, layouts)[0]
         in_layers = layers * config.block_parameters() / layouts.tensor
@@ -306,10 +321,10 @@ class Step:
         calls = sums * (layers + 1)
         near = shards, layouts.tensor
         apart = layouts.data * layouts.context / shards, layouts.tensor * shards
-        back = gather(weights, *near, *machine, per_layer * layers + per_rest)
-        summed = gather(gradients, *near, *machine, calls)
+        back = gather(weights, *near, *machine, per_layer * layers + per_rest, one_adapter=alone)
+        summed = gather(gradients, *near, *machine, calls, one_adapter=alone)
         summed = summed + all_reduce(
-            gradients / shards, *apart, *machine, np.where(shards > 1, calls, buckets)
+            gradients / shards, *apart, *machine, np.where(shards > 1, calls, buckets), one_adapter=alone
         )
         hides = overlap * software.overlap_data
         unhidden = np.maximum(summed - hides * backward * sums, 0.0)

@@ -1,37 +1,47 @@
 """Clusters and rented machines: what joins the chips of `core/chips.toml`, and what an hour of them costs.
 
-A cluster is named by its key in `clusters.toml`, by the key of a chip (then the usual machine of that chip is
+A cluster is named by its key in `clusters.toml`, by the key of a chip (then the first machine of that chip is
 meant), by `here` (this machine), or comes from a user's TOML file of the same form, which is looked up first.
 """
 
 import dataclasses
 import json
+import math
 import os
 import tomllib
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..core.artifact import read_manifest
 from ..core.errors import WrongUse, did_you_mean
 from ..core.hardware import Chip, chips, machine
+from .constants import shipped_table
 
 # FLOP in a cycle of one core in fp32 (two 16-wide multiply-adds) and a usual clock: a guess that `study` replaces
 CORE_GFLOPS = 64 * 2.5
+# power of a node at work over that of its chips: 10.2 kW of a DGX H100 (its user guide) over 8 x 700 W
+OVER_CHIPS = 1.8
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines of one kind. Memory is in GiB (2**30 bytes); bandwidths are GB/s (1e9), one direction, per chip."""
+    """Machines (nodes) of one kind. Memory is in GiB (2**30 bytes); bandwidths are GB/s (1e9), one direction.
+
+    Nodes that share their first switches (a rail-optimized network's scalable unit, a pod of racks) reach one another
+    at the full `node_network_gb_s`; beyond `nodes_per_pod` of them the spine gives each node that divided by
+    `oversubscription`.
+    """
 
     key: str
     chip: Chip
     name: str
     chips_per_node: int = 1
-    node_gb_s: float = 0.0  # between the chips of a node, when not the chip's own NVLink
-    network_gb_s: float = 0.0  # per chip, between nodes: all adapters of the node divided by its chips
-    ports_per_node: int = 1  # network adapters that carry this traffic
+    node_gb_s: float = 0.0  # of a chip, to the others of its node, when not its own NVLink
+    node_network_gb_s: float = 0.0  # of a whole node, to other nodes; 0: there is no network
+    ports_per_node: int = 0  # network adapters; 0: one for each chip
+    nodes_per_pod: int = 0  # 0: all of them
+    oversubscription: float = 1.0
     sums: tuple[tuple[float, float, float], ...] = ()  # measured: ranks of a group, seconds to start, GB/s
     host_memory_gib: float = 0.0  # of a node
     host_gb_s: float = 12.0  # between a chip and the host's memory (PCIe 3 x16; 25 for PCIe 4)
@@ -45,6 +55,22 @@ class Cluster:
         """Bandwidth between two chips of a node: NVLink, else what the entry says, else the host's bus."""
         return self.node_gb_s or self.chip.nvlink_gb_s or self.host_gb_s
 
+    @property
+    def watts_per_chip(self) -> float:
+        """A chip's share of its node's power at work; 0 where the chip's is not known."""
+        return OVER_CHIPS * self.chip.watts
+
+
+def require_network(cluster: Cluster, chips: int) -> None:
+    """Raise WrongUse when so many chips are several nodes and nothing joins them."""
+    if chips > cluster.chips_per_node and not cluster.node_network_gb_s:
+        raise WrongUse(
+            f"{cluster.name} has no network: {chips:,} chips are {-(-chips // cluster.chips_per_node):,} nodes",
+            where="--on",
+            fix=f"at most {cluster.chips_per_node:,} chips, or --hardware with node_network_gb_s, the bytes a second "
+            "of a whole node",
+        )
+
 
 def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
     """The cluster of that name. Raises WrongUse naming the nearest ones.
@@ -52,17 +78,11 @@ def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
     `overrides` is a TOML file with tables `[chips.KEY]` and `[clusters.KEY]`; an entry there replaces fields of
     the shipped one of the same key, or makes a new one.
     """
-    own = tomllib.loads(overrides.read_text(encoding="utf-8")) if overrides else {}
-    if unknown := set(own) - {"chips", "clusters"}:
-        raise WrongUse(
-            f"unknown tables: {', '.join(sorted(unknown))}",
-            where=overrides,
-            fix="the tables are [chips.KEY] and [clusters.KEY]",
-        )
+    own = _read_overrides(overrides) if overrides else {}
     known = _chips(own.get("chips", {}), overrides)
-    shipped = shipped_clusters()
+    shipped = shipped_table("clusters.toml")
     rows = shipped | {key: shipped.get(key, {}) | fields for key, fields in own.get("clusters", {}).items()}
-    if name == "here":
+    if name == "here" and name not in rows:
         return this_machine()
     key = name if name in rows else next((k for k, row in rows.items() if row.get("chip") == name), "")
     if not key and name in known:
@@ -71,12 +91,26 @@ def find_cluster(name: str, overrides: Path | None = None) -> Cluster:
         names = sorted({*rows, *known, "here"})
         fix = did_you_mean(name, names, "known: " + ", ".join(names), limit=3)
         raise WrongUse(f"no chip or cluster {name!r}", where="--on", fix=fix)
-    chip = rows[key].get("chip", "")
-    if chip not in known:
-        raise WrongUse(
-            f"no chip {chip!r}", where=f"{overrides}: clusters.{key}", fix=", ".join(sorted(known))
-        )
-    return _make(Cluster, {"name": key} | rows[key] | {"key": key, "chip": known[chip]}, f"clusters.{key}")
+    chip, where = rows[key].get("chip", ""), f"{overrides or 'clusters.toml'}: clusters.{key}"
+    if not isinstance(chip, str) or chip not in known:
+        raise WrongUse(f"no chip {chip!r}", where=where, fix=", ".join(sorted(known)))
+    return _make(Cluster, {"name": key} | rows[key] | {"key": key, "chip": known[chip]}, where)
+
+
+def _read_overrides(file: Path) -> dict[str, dict[str, dict]]:
+    """A user's tables of chips and clusters. Raises WrongUse on what is no TOML file of that form."""
+    fix = "the tables are [chips.KEY] and [clusters.KEY]"
+    try:
+        own = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # a folder, no UTF-8, no TOML
+        raise WrongUse("cannot be read as TOML", where=file, why=str(error), fix=fix) from None
+    if unknown := set(own) - {"chips", "clusters"}:
+        raise WrongUse(f"unknown tables: {', '.join(sorted(unknown))}", where=file, fix=fix)
+    for name, table in own.items():
+        for key, row in table.items() if isinstance(table, dict) else [("", table)]:
+            if not isinstance(row, dict):
+                raise WrongUse(f"{name}.{key} is no table", where=file, fix=fix)
+    return own
 
 
 def this_machine(processes: int = 1) -> Cluster:
@@ -131,27 +165,55 @@ def _calibrated(cluster: Cluster) -> Cluster:
     return dataclasses.replace(cluster, chip=chip, node_gb_s=measured["node_gb_s"], sums=sums)
 
 
-@cache
-def shipped_clusters() -> dict[str, dict]:
-    """The rows of `clusters.toml` by key."""
-    return tomllib.loads(Path(__file__).with_name("clusters.toml").read_text(encoding="utf-8"))
-
-
 def _chips(own: dict[str, dict], where: Path | None) -> dict[str, Chip]:
     known = dict(chips())
     for key, fields in own.items():
-        base = dataclasses.asdict(known[key]) if key in known else {"name": key, "tflops": {}}
-        merged = base | fields | {"key": key, "tflops": base["tflops"] | fields.get("tflops", {})}
+        base: dict[str, Any] = {"name": key, "tflops": {}}
+        base |= dataclasses.asdict(known[key]) if key in known else {}
+        rates = fields.get("tflops", {})
+        merged = base | fields | {"key": key}
+        merged["tflops"] = base["tflops"] | rates if isinstance(rates, dict) else rates
+        merged["match"] = tuple(merged.get("match", ()))
         known[key] = _make(Chip, merged, f"{where}: chips.{key}")
     return known
 
 
-def _make(kind: type, fields: dict, where: str):  # type: ignore[no-untyped-def]
-    names = [field.name for field in dataclasses.fields(kind)]
-    for key in fields:
-        if key not in names:
-            raise WrongUse(f"no field {key!r}", where=where, fix=did_you_mean(key, names, ", ".join(names)))
+RENAMED = {"network_gb_s": "node_network_gb_s, the bytes a second of a whole node (not of a chip)"}
+ABOVE_ZERO = ("memory_gib", "bandwidth_gb_s", "chips_per_node", "host_gb_s", "oversubscription", "achieved")
+
+
+def _make(kind: type, fields: dict[str, Any], where: str):  # type: ignore[no-untyped-def]
+    """The record of these fields. Raises WrongUse on a field that is unknown, missing, of another type or no number
+    that a machine can have.
+    """
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    for key, value in fields.items():
+        if key not in known:
+            fix = RENAMED.get(key) or did_you_mean(key, list(known), ", ".join(known))
+            raise WrongUse(f"no field {key!r}", where=where, fix=fix)
+        if wanted := _wrong(known[key], value):
+            raise WrongUse(f"{key} is {value!r}", where=where, fix=wanted)
     try:
         return kind(**fields)
     except TypeError as error:
-        raise WrongUse("a field is missing", where=where, why=str(error), fix=", ".join(names)) from None
+        raise WrongUse("a field is missing", where=where, why=str(error), fix=", ".join(known)) from None
+
+
+def _wrong(field: dataclasses.Field, value: Any) -> str:
+    """What a field's value must be, "" when it is that."""
+    if field.name == "tflops":
+        rates = value.values() if isinstance(value, dict) else ()
+        good = bool(rates) and all(_is_number(rate) and rate > 0 for rate in rates)
+        return "" if good else "a table of TFLOP/s above 0 by dtype, { bf16 = 312 }"
+    if field.type is str:
+        return "" if isinstance(value, str) else "a text"
+    if field.type not in (int, float):
+        return ""
+    least = "above 0" if field.name in ABOVE_ZERO else "0 or more"
+    whole = field.type is int
+    good = _is_number(value) and (value > 0 or (value == 0 and least != "above 0"))
+    return "" if good and not (whole and value != int(value)) else f"a {'whole ' * whole}number, {least}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

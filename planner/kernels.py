@@ -32,6 +32,7 @@ class Kernel:
     inner: Number = 1.0  # summed dim of a product
     launches: float = 1.0
     core: bool = False  # part of the attention core that selective recomputation runs again
+    narrow: bool = False  # a product of the blocks, which fp8 and its like are for
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,14 @@ class Share:
 
 
 def linear(
-    name: str, tokens: Number, inner: Number, outer: Number, size: int, count: int = 1
+    name: str, tokens: Number, inner: Number, outer: Number, size: int, count: int = 1, narrow: bool = False
 ) -> Iterator[Kernel]:
     """A matrix product forward, and its two backward: gradients of the input and of the weight."""
     flops = 2.0 * tokens * inner * outer * count
     moved = float(size) * count * (tokens * inner + inner * outer + tokens * outer)
-    yield Kernel(name, "forward", "product", flops, moved, inner, count)
-    yield Kernel(name + " input gradient", "backward", "product", flops, moved, outer, count)
-    yield Kernel(name + " weight gradient", "backward", "product", flops, moved, tokens, count)
+    yield Kernel(name, "forward", "product", flops, moved, inner, count, narrow=narrow)
+    yield Kernel(name + " input gradient", "backward", "product", flops, moved, outer, count, narrow=narrow)
+    yield Kernel(name + " weight gradient", "backward", "product", flops, moved, tokens, count, narrow=narrow)
 
 
 def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list[Kernel]:
@@ -64,14 +65,30 @@ def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list
     size, tokens, width = software.precision.activation, share.tokens, config.width
     mlp = config.feed_forward_size / share.tensor
     heads, keys = config.heads / share.tensor, np.maximum(config.key_value_heads / share.tensor, 1)
+    rows, ups = (heads + 2 * keys) * config.head_size, 2 if config.gated else 1
     return [
-        *linear("query, key, value", tokens, width, (heads + 2 * keys) * config.head_size, size),
+        *linear("query, key, value", tokens, width, rows, size, 1, True),
         *attention(config, share, software),
-        *linear("attention output", tokens, heads * config.head_size, width, size),
-        *linear("feed-forward up", tokens, width, mlp, size, 2 if config.gated else 1),
-        *linear("feed-forward down", tokens, mlp, width, size),
+        *linear("attention output", tokens, heads * config.head_size, width, size, 1, True),
+        *linear("feed-forward up", tokens, width, mlp, size, ups, True),
+        *linear("feed-forward down", tokens, mlp, width, size, 1, True),
         *pointwise(config, share, software),
+        *casts(
+            tokens * (2 * width + heads * config.head_size + mlp),
+            tokens * (rows + 2 * width + ups * mlp),
+            software,
+        ),
     ]
+
+
+def casts(inputs: Number, outputs: Number, software: Software) -> Iterator[Kernel]:
+    """What products in 8 or 4 bits read and write around themselves: their inputs and the gradients of their outputs
+    in 16 bits where no kernel before them writes the narrow copies, one for the product, one turned for the weight's
+    gradient.
+    """
+    if software.precision.narrow:
+        yield Kernel("casts", "forward", "memory", 0, software.cast_bytes * inputs, 1, 4)
+        yield Kernel("casts", "backward", "memory", 0, software.cast_bytes * outputs, 1, 4)
 
 
 def attention(config: ModelConfig, share: Share, software: Software) -> Iterator[Kernel]:
@@ -84,6 +101,7 @@ def attention(config: ModelConfig, share: Share, software: Software) -> Iterator
     inputs = 4.0 * size * share.tokens * heads * config.head_size
     if software.fused_attention:
         half = 0.5 if not isinstance(config, BERTConfig) and pattern is None else 1.0
+        flops = flops / np.where(np.asarray(share.context) > 1, software.ring_speed, 1.0)
         yield Kernel("attention", "forward", "attention", half * flops, inputs, config.head_size, 1, True)
         yield Kernel("attention", "backward", "attention", 2.5 * half * flops, 2 * inputs, config.head_size)
         return
@@ -102,16 +120,26 @@ def pointwise(config: ModelConfig, share: Share, software: Software) -> Iterator
     any case: bias, activation, the transposes around attention.
 
     Bytes of a token and unit of width in two-byte numbers, counted kernel by kernel. Fused: two norms (8),
-    twice bias + dropout + residual (14); backward 20 and 14. Apart: a bias 4, dropout 5, residual 6 each.
+    twice bias + dropout + residual (14, of which the masks are 2); backward 20 and 14. Apart: a bias 4, dropout 5,
+    residual 6 each. What a model has no bias or dropout for is not there.
     """
     scale, tokens, width = software.precision.activation / 2, share.tokens, config.width
     stream = software.precision.stream / 2
     whole = share.tensor if software.sequence_parallel else 1
     ratio = config.feed_forward_size / width * (1.5 if config.gated else 1.0)
     fused, activation = software.fused_norms, software.fused_activation
-    kernels = 4 if fused else 10
-    norms, rows = ((22, 34), (16, 26)) if fused else ((38, 46), (28, 34))
-    acted = (4, 6) if fused and activation else (8, 10) if activation else (26, 34)
+    bias, dropout = int(config.bias), int(software.dropout)
+    kernels = 4 if fused else 4 + 4 * bias + 2 * dropout
+    norms = (20 + 2 * dropout, 20 + 10 * dropout + 4 * bias)
+    rows, acted = (16, 26), (4, 6)
+    if not fused:
+        norms, rows = (
+            (20 + 10 * dropout + 8 * bias, 32 + 10 * dropout + 4 * bias),
+            (16 + 12 * bias, 26 + 8 * bias),
+        )
+        acted = (4 + 4 * bias, 6 + 4 * bias)
+    if not activation:
+        acted = (22 + 4 * bias, 30 + 4 * bias)
     phases: tuple[Phase, ...] = ("forward", "backward")
     for phase, norm, row, act in zip(phases, norms, rows, acted, strict=True):
         bytes_ = norm * stream * tokens * width / whole

@@ -117,6 +117,12 @@ class Layout:
         return range(start, start + split[stage])
 
 
+def divisors(count: int) -> list[int]:
+    """Of a number, ascending."""
+    small = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]
+    return sorted({*small, *(count // n for n in small)})
+
+
 Allowed = Callable[[Layout, int], bool]  # of a layout and the rows of its micro-batches
 
 

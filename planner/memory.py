@@ -50,6 +50,16 @@ def activation_bytes(work: Work, layouts: Layouts, software: Software) -> dict[s
     share = Share(layouts.micro_rows, work.length * work.fill, layouts.tensor, layouts.context)
     kept = kept_bytes(work.config, share, software)
     full, selective = layouts.recompute == 2, layouts.recompute == 1
+    if (
+        software.saves_products
+    ):  # of a layer its input, the attention's result and this share of the products' results
+        results = kept["query, key, value"] + kept["feed-forward"] + kept["norm outputs"]
+        lean = dict.fromkeys(kept, 0.0) | {
+            "norm inputs": kept["norm inputs"] / 2,
+            "attention output": kept["attention output"],
+            "feed-forward": software.saves_products * results,
+        }
+        kept = {name: np.where(selective, lean[name], value) for name, value in kept.items()}
     kept["scores"] = np.where(selective, 0.0, kept["scores"])
     inputs = software.precision.activation * share.tokens * work.config.width
     inputs = inputs / (layouts.tensor if software.sequence_parallel or software.split_inputs else 1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..core.errors import WrongUse
 from ..models.config import ModelConfig
-from .layout import AXES, Allowed, Layout, anything, default_micro_rows, layout_problems
+from .layout import AXES, Allowed, Layout, anything, default_micro_rows, divisors, layout_problems
 
 
 def require_world(
@@ -80,8 +80,7 @@ def nearest_layouts(
 
 
 def _three_factors(world: int) -> Iterator[tuple[int, int, int]]:
-    small = [n for n in range(1, math.isqrt(world) + 1) if world % n == 0]
-    divisors = sorted({*small, *(world // n for n in small)})
-    for first, second in itertools.product(divisors, repeat=2):
+    found = divisors(world)
+    for first, second in itertools.product(found, repeat=2):
         rest, odd = divmod(world, first * second)
-        yield from ((first, second, third) for third in divisors if not odd and rest % third == 0)
+        yield from ((first, second, third) for third in found if not odd and rest % third == 0)

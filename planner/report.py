@@ -1,21 +1,24 @@
 """A plan in words and numbers: the ranked table, the reasons, and the two breakdowns that sum exactly."""
 
 import csv
+import dataclasses
 import io
 from typing import Any
 
 from ..core.console import amount, table
+from .goodput import goodput, node_failures
 from .memory import MOMENTS, stage_memory
-from .search import Candidate, Found, Search, band, flops_facts, neighbours, run_days, why_not
+from .run import Run, run_facts, run_lines, saves_of
+from .search import Candidate, Found, Search, band, flops_facts, neighbours, why_not
 from .work import RECOMPUTES
 
 
-def candidate_facts(search: Search, candidate: Candidate, tokens: float) -> dict[str, Any]:
+def candidate_facts(search: Search, candidate: Candidate, run: Run) -> dict[str, Any]:
     """Everything about one layout, for JSON, CSV and the page."""
     cluster, work = search.cluster, search.work
-    days = run_days(work, candidate.seconds, tokens)
-    world = candidate.layouts.world
-    price = cluster.price_per_chip_hour * 24 * days * world if cluster.price_per_chip_hour else None
+    whole = run_facts(search, candidate, run)
+    days, world = whole.get("days"), candidate.layouts.world
+    price = cluster.price_per_chip_hour * 24 * days * world if days and cluster.price_per_chip_hour else None
     return {
         "layout": candidate.describe(),
         "parallel": candidate.layout().facts(),
@@ -27,9 +30,10 @@ def candidate_facts(search: Search, candidate: Candidate, tokens: float) -> dict
         **flops_facts(work, candidate, cluster, search.software),
         "needed_gib": candidate.needed_bytes / 2**30,
         "host_gib": candidate.host_bytes / 2**30,
-        "days": days or None,
+        "days": days,
         "cost": price,
         "band": band(search),
+        "run": whole,
         "parts": candidate.parts,
     }
 
@@ -40,10 +44,10 @@ def asked(search: Search) -> str:
     return f"{search.world:,} chips of {search.cluster.name}; {work.rows:,} rows of {work.length:,} tokens a step"
 
 
-def ranked(found: Found, tokens: float) -> tuple[dict[str, Any], list[str]]:
+def ranked(found: Found, run: Run) -> tuple[dict[str, Any], list[str]]:
     """The table of the best layouts and one line for each neighbour of the first, as facts and as lines."""
     search, best = found.search, found.best
-    rows = [candidate_facts(search, candidate, tokens) for candidate in best]
+    rows = [candidate_facts(search, candidate, run) for candidate in best]
     others = neighbours(search, best[0]) if best else []
     reasons = [(name, why_not(best[0], other, found.capacity)) for name, other in others]
     told = [{"step": name, "reason": reason} for name, reason in reasons]
@@ -56,6 +60,8 @@ def ranked(found: Found, tokens: float) -> tuple[dict[str, Any], list[str]]:
     lines += table(*ranked_cells(rows, search.cluster.currency))
     if reasons:
         lines += ["", f"beside {best[0].describe()}:", *(f"  {name:<26}{reason}" for name, reason in reasons)]
+    whole = run_lines(rows[0]["run"]) if rows else []
+    lines += ["", *whole] if whole else []
     cluster = search.cluster
     if price := cluster.price_per_chip_hour:
         lines += ["", f"price: {price:g} {cluster.currency} a chip and hour, {cluster.priced}"]
@@ -76,7 +82,7 @@ def ranked_cells(rows: list[dict[str, Any]], currency: str) -> tuple[list[str], 
             f"{row['hfu']:.1%}",
             f"{row['needed_gib']:,.1f}",
             _short(row["days"]),
-            _money(row["cost"]),
+            "-" if row["cost"] is None else f"{row['cost']:,.0f}",
         )
         for row in rows
     ]
@@ -99,9 +105,9 @@ def search_facts(found: Found) -> dict[str, Any]:
     }
 
 
-def explain(search: Search, candidate: Candidate, tokens: float) -> tuple[dict[str, Any], list[str]]:
+def explain(search: Search, candidate: Candidate, run: Run) -> tuple[dict[str, Any], list[str]]:
     """Where the time and the memory of one layout go. Both lists sum to what the table says."""
-    facts = candidate_facts(search, candidate, tokens)
+    facts = candidate_facts(search, candidate, run)
     facts["memory"] = stage_memory(search.work, candidate.layouts, search.software)
     title = f"{candidate.describe()} on {search.world:,} chips of {search.cluster.name}"
     rows = [
@@ -117,13 +123,14 @@ def explain(search: Search, candidate: Candidate, tokens: float) -> tuple[dict[s
         lines += table(("term", "GiB"), [*held, ("sum", f"{stage['moments'][stage['peak']] / 2**30:,.3f}")])
     if candidate.host_bytes:
         lines += ["", f"host memory for each process: {amount(candidate.host_bytes, 'B')}"]
-    return facts, lines
+    whole = run_lines(facts["run"])
+    return facts, lines + (["", *whole] if whole else [])
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
     """The table of layouts for a spreadsheet: one column a part."""
     flat = [
-        {name: value for name, value in row.items() if name not in ("parts", "parallel", "memory")}
+        {name: value for name, value in row.items() if name not in ("parts", "parallel", "memory", "run")}
         | {f"seconds {name}": value for name, value in row["parts"].items()}
         for row in rows
     ]
@@ -154,5 +161,37 @@ def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _money(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
+def checkpoint_facts(
+    search: Search, candidate: Candidate, run: Run, told_tokens: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """How often to save, with the share of time that trains at published rates of failure, and the spare nodes."""
+    facts: dict[str, Any] = {"layout": candidate.describe(), "chips": search.world}
+    facts |= run_facts(search, candidate, run)
+    nodes, saves = -(-search.world // search.cluster.chips_per_node), saves_of(search, candidate, run)
+    rows, facts["rates"] = [], []
+    named = {"--failures": run.failures} if run.failures else node_failures()
+    for name, rate in sorted(named.items(), key=lambda item: item[1]):
+        found = goodput(nodes, rate, *saves)
+        facts["rates"].append({"name": name, "failures_of_a_node_a_day": rate} | dataclasses.asdict(found))
+        between, every = found.between_failures_s / 3600, found.save_every_s / 60
+        rows.append(
+            (name, f"{rate:.2g}", f"{between:,.3g}", f"{every:,.3g}", f"{found.share:.1%}", found.spare_nodes)
+        )
+    steps = max(1, round(facts["save_every_minutes"] * 60 / candidate.seconds))
+    lines = [
+        f"{asked(search)}; {candidate.describe()}, {candidate.seconds:.3g} s a step",
+        "",
+        *table(
+            ("as in", "failures of a node a day", "hours between", "minutes to save", "training", "spares"),
+            rows,
+        ),
+        "",
+        f"save every {facts['save_every_minutes']:,.3g} minutes: checkpoint.save_every_steps = {steps}",
+        f"a save stops training for {saves[0]:.3g} s, a failure for {run.restart_s:,.0f} s, a node for "
+        f"{run.repair_days:g} days; {facts['spare_nodes']} spare nodes are too few in one case of 100",
+    ]
+    facts["save_every_steps"] = steps
+    if not told_tokens:  # the days would be of tokens that nobody named
+        for name in ("days", "expected_days", "days_low", "days_high", "cost", "kwh", "co2_kg"):
+            facts.pop(name)
+    return facts, lines + (["", *run_lines(facts)] if told_tokens else [])

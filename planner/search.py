@@ -6,21 +6,22 @@ shown. A test compares the two on random layouts.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .constants import FITTED, Constants
+from .constants import FITTED, Constants, shipped_table
 from .cost import step_time
 from .hardware import Cluster
-from .layout import Layout, Schedule, layout_problems
+from .layout import Layout, Schedule, divisors, layout_problems
 from .memory import capacity_bytes, host_bytes, needed_bytes
 from .software import Software
 from .work import AXES, RECOMPUTES, SHARDINGS, Layouts, Work
 
-SECONDS_PER_DAY = 86400.0
+NEAR = 0.02  # of the step time: closer layouts are taken for as fast
 
 
 @dataclass(frozen=True)
@@ -82,38 +83,69 @@ class Found:
         return capacity_bytes(self.search.cluster.chip.memory_gib)
 
 
-def enumerate_layouts(search: Search) -> Layouts:
-    """All layouts of exactly `world` processes that are legal, as arrays."""
+def enumerate_layouts(search: Search, refused: Counter[str] | None = None) -> Layouts:
+    """All layouts of exactly `world` processes that are legal, as arrays. `refused` counts what was against the
+    others, each rule with its numbers.
+    """
     work, config, fixed = search.work, search.work.config, search.fixed
-    divisors = [n for n in range(1, search.world + 1) if search.world % n == 0]
-    tensors = fixed.get("tensor") or [n for n in divisors if n <= min(search.cluster.chips_per_node, 64)]
-    pipelines = fixed.get("pipeline") or [n for n in divisors if n <= config.layers]
+    refused = Counter() if refused is None else refused
+    factors = divisors(search.world)
+    tensors = fixed.get("tensor") or [n for n in factors if n <= min(search.cluster.chips_per_node, 64)]
+    pipelines = fixed.get("pipeline") or [n for n in factors if n <= config.layers]
     contexts = fixed.get("context") or [
-        n for n in divisors if (n in (1, 2, 4, 8, 16) and work.length // n >= 4096) or n == 1
+        n for n in factors if n == 1 or (n in (2, 4, 8, 16, 32, 64) and work.length // n >= 4096)
     ]
     micro = fixed.get("micro_rows") or [2**power for power in range(11) if 2**power <= work.rows]
     columns: list[tuple[int, ...]] = []
     for tensor, pipeline, context in itertools.product(tensors, pipelines, contexts):
         rest, odd = divmod(search.world, tensor * pipeline * context)
-        degrees = Layout(rest, tensor, pipeline, context)
-        if odd or layout_problems(degrees, config, work.length, work.rows, 1):
+        if odd or rest not in fixed.get("data", (rest,)):
+            data = f" x data {fixed['data'][0]}" if "data" in fixed else ""
+            text = f"tensor {tensor} x pipeline {pipeline} x context {context}{data}"
+            refused[f"{text} do not make {search.world} processes"] += 1
             continue
-        per, (stages, uneven) = work.rows // rest, divmod(config.layers, pipeline)
-        turns = [n for n in range(1, stages + 1) if stages % n == 0] if pipeline > 1 and not uneven else [1]
+        degrees = Layout(rest, tensor, pipeline, context)
+        if problems := layout_problems(degrees, config, work.length, work.rows, 1):
+            refused.update(f"{problem.field}: {problem.text}" for problem in problems)
+            continue
+        per = work.rows // rest
         shardings = (0,) if rest * context == 1 else (0, 1) if pipeline > 1 else (0, 1, 2, 3)
-        recomputes = (0, 2) if search.software.fused_attention else (0, 1, 2)
+        recomputes = (
+            (0, 2) if search.software.fused_attention and not search.software.saves_products else (0, 1, 2)
+        )
+        offloads = [kind for kind in fixed.get("offload", (0,)) if pipeline == 1 or not kind]
+        turns = fixed.get("turns") or turns_of(config.layers, pipeline)
+        before = len(columns)
         columns += [
             (tensor, pipeline, rest, context, rows, turn, sharding, recompute, offload)
             for rows in micro
             if per % rows == 0 and per // rows >= pipeline
-            for turn in (fixed.get("turns") or turns)
-            if turn == 1 or (per // rows) % (per // rows // pipeline) == 0
+            for turn in turns
+            if turn == 1 or (pipeline > 1 and (per // rows) % (per // rows // pipeline) == 0)
+            if pipeline * turn <= config.layers
             for sharding in (fixed.get("sharding") or shardings)
             for recompute in (fixed.get("recompute") or recomputes)
-            for offload in ((0,) if pipeline > 1 else fixed.get("offload", (0,)))
+            for offload in offloads
         ]
+        if len(columns) == before:
+            text = (
+                f"{per} rows of each of {rest} data processes on {pipeline} stages of {config.layers} layers"
+            )
+            refused[
+                f"{text} with {', '.join(f'{k}={v[0]}' for k, v in fixed.items()) or 'any micro-batch'}"
+            ] += 1
     table = np.array(columns, dtype=np.int64).reshape(-1, len(AXES)).T
     return Layouts(*table)
+
+
+def turns_of(layers: int, pipeline: int) -> list[int]:
+    """Stages that each process of a pipeline may hold: those that keep stages equal where layers divide, else the
+    first few, because the fullest decide.
+    """
+    stages, uneven = divmod(layers, pipeline)
+    if pipeline == 1:
+        return [1]
+    return [n for n in range(1, stages + 1) if (n <= 8 if uneven else stages % n == 0)]
 
 
 def find_layouts(search: Search, count: int = 8) -> Found:
@@ -210,19 +242,30 @@ def why_not(best: Candidate, other: Candidate, capacity: float) -> str:
 
 
 def fewest_chips(
-    search: Search, worlds: Sequence[int], days: float = 0.0, tokens: float = 0.0
+    search: Search, worlds: Sequence[int], meets: Callable[[Search, Candidate], bool] | None = None
 ) -> Found | None:
-    """The smallest of these numbers of chips on which the model fits and, when asked, `tokens` take at most `days`."""
+    """The smallest of these numbers of chips on which the model fits and, when asked, the run `meets` what it must,
+    with layouts closer to the best than the model can tell apart ranked by their simplicity.
+    """
     for world in worlds:
         found = find_layouts(dataclasses.replace(search, world=world), 8)
-        if found.best and (not days or run_days(search.work, found.best[0].seconds, tokens) <= days):
-            return found
+        if found.best and (meets is None or meets(found.search, found.best[0])):
+            return dataclasses.replace(found, best=simplest_first(found.best))
     return None
 
 
-def run_days(work: Work, seconds: float, tokens: float) -> float:
-    """Days of a whole run."""
-    return tokens / work.tokens * seconds / SECONDS_PER_DAY
+def simplest_first(best: Sequence[Candidate]) -> list[Candidate]:
+    """Those within NEAR of the fastest first, by fewer stages and then parts of a matrix; the others in their order."""
+    near = [candidate for candidate in best if candidate.seconds <= (1 + NEAR) * best[0].seconds]
+    near.sort(key=lambda candidate: (candidate.layouts.pipeline, candidate.layouts.tensor, candidate.seconds))
+    return [*near, *best[len(near) :]]
+
+
+def usual_worlds(node: int, most: int) -> list[int]:
+    """Numbers of chips that are bought: parts of a node, and nodes by 1, 3, 5 and 7 times a power of two."""
+    nodes = {odd << times for odd in (1, 3, 5, 7) for times in range(24)}
+    parts = {n for n in (1, 2, 4, 8, 16) if n < node and node % n == 0}
+    return sorted(world for world in parts | {n * node for n in nodes} if world <= most)
 
 
 def flops_facts(work: Work, candidate: Candidate, cluster: Cluster, software: Software) -> dict[str, float]:
@@ -242,12 +285,16 @@ def flops_facts(work: Work, candidate: Candidate, cluster: Cluster, software: So
     }
 
 
-KNOWN_CHIPS = ("v100", "a100", "h100", "tpu-v4")  # those of the published tables
+UNKNOWN = 0.35  # the band of a program or a chip without published rows
 
 
 def band(search: Search) -> float:
-    """Relative error that four predictions in five keep: 17 % on chips of the published tables (their software differs
-    from ours), 35 % elsewhere, half of it after `study`.
+    """Relative error that four predictions in five keep: what the rows left out of the fit show for this program
+    (bands.toml), on a chip that has any row; 35 % where program or chip has none, half of that after `study` of the
+    machine itself.
     """
-    known = search.cluster.chip.key.startswith(KNOWN_CHIPS)
-    return (0.17 if known else 0.35) / (2 if search.calibrated else 1)
+    table = shipped_table("bands.toml")
+    row, chips = table.get(search.software.name), {chip for row in table.values() for chip in row["chips"]}
+    if row and search.cluster.chip.key in chips:
+        return row["band"]
+    return UNKNOWN / (2 if search.calibrated else 1)

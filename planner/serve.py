@@ -8,7 +8,6 @@ left out.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,12 @@ from ..models.config import BERTConfig, ModelConfig
 from .hardware import Cluster
 from .memory import capacity_bytes
 
+BATCHES = tuple(2**power for power in range(11))
+MOST_ROWS = 8192  # of a batch
+PAGE = 64  # tokens of a page of the cache
+PREFILLED = 8192  # tokens of prompts that an engine takes at once
+SUM_START_S = 8e-6  # of a sum over the cards of a copy; set
+LINK_FRACTION = 0.757  # of the links, as in training (constants.py)
 TILE = 128 * 128  # results of one tile of a product
 STREAM_FRACTION = 0.8  # of the memory bandwidth when weights and cache are only read
 RUNTIME_BYTES = 0.6e9
@@ -41,14 +46,17 @@ FITTED = ServeConstants()
 
 @dataclass(frozen=True)
 class Service:
-    """One batch size of one length: seconds of a batch, sequences a second, bytes on the card."""
+    """One batch on `tensor` cards that share a copy: seconds of the first token and of each one after it, sequences and
+    tokens a second, bytes on a card.
+    """
 
     batch: int
-    length: int
-    new_tokens: int
+    tensor: int
     seconds: float
     first_token_seconds: float
+    next_token_seconds: float
     per_second: float
+    tokens_per_second: float
     bytes: float
 
 
@@ -68,94 +76,180 @@ def forward_seconds(
     seen: int,
     precision: str,
     constants: ServeConstants = FITTED,
+    tensor: int = 1,
+    link_gb_s: float = 0.0,
 ) -> float:
-    """Seconds of one pass over `tokens` new positions of each row that attend to `seen`."""
-    usual = "fp16" if "fp16" in chip.tflops else max(chip.tflops, key=lambda name: chip.tflops[name])
-    dtype = precision if precision in chip.tflops else usual
+    """Seconds of one pass over `tokens` new positions of each row that attend to `seen`, on `tensor` cards that sum
+    each half of a layer over their links.
+    """
+    dtype, usual = rates_of(chip, precision)
     share, size = sustained_share(chip, constants), NUMBER.get(dtype, 2)
     peak = chip.tflops[dtype] * 1e12 * share * constants.product_fraction
-    half = (chip.tflops.get("fp16") or chip.tflops[dtype]) * 1e12 * share * constants.attention_fraction
+    half = chip.tflops[usual] * 1e12 * share * constants.attention_fraction
     stream = chip.bandwidth_gb_s * 1e9 * STREAM_FRACTION
-    rows, width, wide = batch * tokens, config.width, config.feed_forward_size
-    heads, keys = config.heads * config.head_size, config.key_value_heads * config.head_size
+    rows, width, wide = batch * tokens, config.width, config.feed_forward_size / tensor
+    heads = config.heads * config.head_size / tensor
+    keys = max(config.key_value_heads / tensor, 1) * config.head_size
     up = (2 if config.gated else 1) * wide
     shapes = [(width, heads + 2 * keys), (heads, width), (width, up), (wide, width)]
 
-    def product(inner: int, outer: int, count: int) -> float:
+    def product(inner: float, outer: float, count: int) -> float:
         idle = 1 + constants.tile * (chip.processors or 1) * TILE / (count * outer)
         busy = max(2.0 * count * inner * outer / peak * idle, size * inner * outer / stream)
         return busy + constants.launch_s
 
     causal = 0.5 if not isinstance(config, BERTConfig) and tokens == seen else 1.0
-    core = max(4.0 * causal * rows * seen * heads / half, 2.0 * 2 * batch * seen * keys / stream)
+    cached = cache_number(precision, dtype) * 2.0 * batch * seen * keys
+    core = max(4.0 * causal * rows * seen * heads / half, cached / stream)
     layer = sum(product(inner, outer, rows) for inner, outer in shapes) + core + 3 * constants.launch_s
-    head = 0.0 if isinstance(config, BERTConfig) else product(width, config.vocab_size, batch)
+    if tensor > 1:
+        sent = 2 * (tensor - 1) / tensor * 2.0 * rows * width / (link_gb_s * 1e9 * LINK_FRACTION)
+        layer += 2 * (SUM_START_S + sent)
+    head = 0.0 if isinstance(config, BERTConfig) else product(width, config.vocab_size / tensor, batch)
     return config.layers * layer + head
 
 
-def cache_bytes(config: ModelConfig, batch: int, length: int) -> float:
-    """Keys and values of a decoder in 16 bits; an encoder has none."""
+def rates_of(chip: Chip, precision: str) -> tuple[str, str]:
+    """The dtype of the products and that of attention: 16 bits where the chip has them."""
+    usual = next(
+        (name for name in ("fp16", "bf16") if name in chip.tflops),
+        max(chip.tflops, key=chip.tflops.__getitem__),
+    )
+    return (precision if precision in chip.tflops else usual), usual
+
+
+def cache_number(precision: str, dtype: str) -> int:
+    """Bytes of a number of the cache: one where the engine computes in fp8, else two (four in fp32)."""
+    return 1 if dtype == precision == "fp8" else max(NUMBER.get(dtype, 2), 2)
+
+
+def cache_bytes(config: ModelConfig, batch: int, length: int, number: int = 2) -> float:
+    """Keys and values of a decoder in whole pages of PAGE tokens; an encoder has none."""
     if isinstance(config, BERTConfig):
         return 0.0
-    return 2.0 * 2 * config.layers * config.key_value_heads * config.head_size * batch * length
+    paged = -(-length // PAGE) * PAGE
+    return 2.0 * number * config.layers * config.key_value_heads * config.head_size * batch * paged
 
 
 def serve(
-    config: ModelConfig, chip: Chip, batch: int, length: int, new_tokens: int, precision: str
+    config: ModelConfig,
+    chip: Chip,
+    batch: int,
+    length: int,
+    new_tokens: int,
+    precision: str,
+    tensor: int = 1,
+    link_gb_s: float = 0.0,
 ) -> Service:
     """A batch of rows of `length`, and for a decoder `new_tokens` more of each."""
-    first = forward_seconds(config, chip, batch, length, length, precision)
-    one_more = forward_seconds(config, chip, batch, 1, length + new_tokens // 2, precision)
-    rest = max(new_tokens - 1, 0) * one_more
-    size = NUMBER[precision] if precision in chip.tflops else 2
-    held = config.parameter_count() * size + cache_bytes(config, batch, length + new_tokens)
-    held += 2.0 * batch * length * (2 * config.width + config.feed_forward_size) + RUNTIME_BYTES
-    return Service(batch, length, new_tokens, first + rest, first, batch / (first + rest), held)
+    cards = (FITTED, tensor, link_gb_s)
+    first = forward_seconds(config, chip, batch, length, length, precision, *cards)
+    one_more = forward_seconds(config, chip, batch, 1, length + new_tokens // 2, precision, *cards)
+    if new_tokens < 2:
+        one_more = 0.0
+    whole = first + max(new_tokens - 1, 0) * one_more
+    dtype, _ = rates_of(chip, precision)
+    spread = max(tensor / config.key_value_heads, 1)  # a key's head that several cards need is on all of them
+    cache = cache_bytes(config, batch, length + new_tokens, cache_number(precision, dtype)) / tensor * spread
+    at_once = batch * length if isinstance(config, BERTConfig) else min(batch * length, PREFILLED)
+    held = config.parameter_count() * NUMBER.get(dtype, 2) / tensor + cache + RUNTIME_BYTES
+    held += 2.0 * at_once * (2 * config.width + config.feed_forward_size / tensor)
+    rate = batch / whole
+    tokens = rate * (new_tokens or length)
+    return Service(batch, tensor, whole, first, one_more, rate, tokens, held)
+
+
+def largest_service(
+    config: ModelConfig, cluster: Cluster, length: int, new_tokens: int, precision: str, tensor: int
+) -> Service | None:
+    """The largest batch that fits, up to MOST_ROWS: what an engine works with under full load."""
+    room, batch, best = capacity_bytes(cluster.chip.memory_gib), 0, None
+    for step in (MOST_ROWS >> times for times in range(MOST_ROWS.bit_length())):
+        shape = (length, new_tokens, precision, tensor, cluster.inner_gb_s)
+        tried = serve(config, cluster.chip, batch + step, *shape)
+        if tried.bytes <= room and batch + step <= MOST_ROWS:
+            batch, best = batch + step, tried
+    return best
 
 
 def plan_service(
     config: ModelConfig,
     cluster: Cluster,
-    length: int,
-    new_tokens: int,
-    precision: str,
-    p99_ms: float,
-    qps: float,
-    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128),
+    length: int | None = None,
+    new_tokens: int = 0,
+    precision: str | None = None,
+    tensor: int | None = None,
+    p99_ms: float = 0.0,
+    qps: float = 0.0,
 ) -> dict[str, Any]:
-    """Every batch that fits, the best one within `p99_ms`, and cards and cost for `qps`.
+    """Batches that fit and the largest of all, on as many cards a copy as serve most for each card, the best one within
+    `p99_ms`, and copies, cards and cost for `qps`.
 
     A request waits at most for the batch before its own, so the 99th percentile is taken as two batches.
-    Raises WrongUse when the model does not fit or no batch is fast enough.
+    Raises WrongUse on what the model or the card cannot do, when the model does not fit or no batch is fast enough.
     """
     chip = cluster.chip
-    rows = [serve(config, chip, batch, length, new_tokens, precision) for batch in batches]
-    rows = [row for row in rows if row.bytes <= capacity_bytes(chip.memory_gib)]
+    precision = precision or rates_of(chip, "fp16")[0]
+    length = length or min(128, config.sequence_length)
+    _check_service(config, chip, length, new_tokens, precision)
+    degrees = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= cluster.chips_per_node and config.heads % n == 0]
+    if tensor is not None and tensor not in degrees:
+        text = f"{config.heads} heads on {tensor} of a node's {cluster.chips_per_node} cards"
+        raise WrongUse(text, where="--tensor", fix=f"one of {', '.join(map(str, degrees))}")
+    rows: list[Service] = []
+    for degree in [tensor] if tensor else degrees:
+        shape = (length, new_tokens, precision, degree, cluster.inner_gb_s)
+        need = serve(config, chip, 1, *shape).bytes
+        if largest := largest_service(config, cluster, length, new_tokens, precision, degree):
+            rows += [serve(config, chip, batch, *shape) for batch in BATCHES if batch < largest.batch]
+            rows += [largest]
     if not rows:
-        need = serve(config, chip, 1, length, new_tokens, precision).bytes
         raise WrongUse(
-            f"{need / 2**30:,.1f} GiB do not fit on {chip.name}",
+            f"{need / 2**30:,.1f} GiB on each of {tensor or degrees[-1]} do not fit on {chip.name}",
             where="--on",
-            fix="a larger card, or --precision int8",
+            fix="a larger card, more of them (--tensor), or --precision int8",
         )
     fast = [row for row in rows if not p99_ms or (2 if row.batch > 1 else 1) * row.seconds * 1e3 <= p99_ms]
     if not fast:
         raise WrongUse(
-            f"one row takes {rows[0].seconds * 1e3:,.2f} ms on {chip.name}",
+            f"one row takes {min(row.seconds for row in rows) * 1e3:,.2f} ms on {chip.name}",
             where="--p99",
-            fix="a longer limit or a faster card",
+            fix="a longer limit, a faster card or more of them (--tensor)",
         )
-    best = max(fast, key=lambda row: row.per_second)
-    cards = max(1, math.ceil(qps / (best.per_second * UTILISATION))) if qps else 1
-    price = cluster.price_per_chip_hour
+    best = max(fast, key=lambda row: row.per_second / row.tensor)
+    rows = [row for row in rows if row.tensor == best.tensor]
+    copies = max(1, math.ceil(qps / (best.per_second * UTILISATION))) if qps else 1
+    cards, price = copies * best.tensor, cluster.price_per_chip_hour
     a_second = qps or best.per_second * UTILISATION
+    million = price * cards / 3600 / a_second * 1e6 if price else None
     return {
         "chip": chip.key,
+        "cluster": cluster.name,
         "precision": precision,
+        "length": length,
+        "new_tokens": new_tokens,
         "rows": [vars(row) for row in rows],
         "best": vars(best),
+        "qps": qps,
+        "copies": copies,
         "cards": cards,
-        "cost_per_million": price * cards / 3600 / a_second * 1e6 if price else None,
+        "cost_per_million": million,
+        "cost_per_million_tokens": million / (new_tokens or length) if million else None,
         "currency": cluster.currency,
         "priced": cluster.priced,
     }
+
+
+def _check_service(config: ModelConfig, chip: Chip, length: int, new_tokens: int, precision: str) -> None:
+    if precision not in chip.tflops:
+        able = ", ".join(name for name in NUMBER if name in chip.tflops)
+        raise WrongUse(f"{chip.name} has no rate in {precision}", where="--precision", fix=f"one of {able}")
+    if new_tokens and isinstance(config, BERTConfig):
+        raise WrongUse("a BERT generates no tokens", where="--new-tokens", fix="leave it out")
+    if length + new_tokens > config.sequence_length:
+        text = f"{length + new_tokens:,} tokens of a request, and the model has {config.sequence_length:,} positions"
+        raise WrongUse(
+            text,
+            where="--length and --new-tokens",
+            fix=f"at most {config.sequence_length:,} with the new ones",
+        )

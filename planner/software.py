@@ -5,12 +5,15 @@ properties are stated here from their texts and code. These are switches, not fi
 """
 
 import math
-import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 
 from ..core.errors import WrongUse
+from ..models.config import ModelConfig
+from .constants import shipped_table
+from .tables import optimizer_numbers, parameter_shapes
+
+ADAM_BYTES = 36  # read and written for one parameter: gradient, weight, moments and master
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Precision:
     reduced: int = 4  # of a gradient on its way
     cast: int = 0  # 16-bit copy of a matrix that autocast makes from an fp32 weight
     residual: int = 0  # of what a compressed gradient lost and sends later
+    narrow: str = ""  # of the products of the blocks, when in 8 or 4 bits: then `compute` is that of the rest
 
     @property
     def state(self) -> float:
@@ -73,7 +77,12 @@ class Software:
     loss_bytes: int = 8  # of a logit at the peak of the loss
     logits_at_once: float = math.inf  # entries of the largest slice of logits that the loss makes
     dropout: bool = True
-    optimizer_bytes: int = 36  # read and written for one owned parameter (Adam: g, w, m, v, master)
+    optimizer_bytes: float = ADAM_BYTES  # read and written for one owned parameter
+    orthogonal_flops: float = 0.0  # of an update for one held parameter of the blocks (Muon)
+    saves_products: float = 0.0  # kept by selective recomputation; 0: it repeats the attention core alone
+    cast_bytes: float = 4.0  # read and written for a number that a product takes in 8 or 4 bits
+    ring_speed: float = 1.0  # of attention on the pieces of a ring (context > 1), against whole rows
+    attention_speed: dict[str, float] = field(default_factory=dict)  # against the usual, by chips' names
     update_bytes: int = 4  # of a parameter in an update's buffers, a bucket at a time
     forwards_first: bool = False  # a pipeline keeps all micro-batches (gpipe)
     runtime_bytes: float = 0.8e9  # context, kernels, libraries and their workspaces
@@ -95,14 +104,32 @@ def on_processor(software: Software, runtime_bytes: float = PROCESSOR_RUNTIME_BY
     return replace(software, on_host=True, runtime_bytes=runtime_bytes, logits_at_once=2**26)
 
 
+NARROW = ("fp8", "mxfp8", "nvfp4")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", *NARROW)
 NUMBERS = {"half": HALF, "autocast": AUTOCAST, "apex": APEX}
+OPTIMIZERS = ("adamw", "lamb", "muon", "adafactor")
+# five Newton-Schulz iterations: X X', its square, their product with X; 5 x (4 a^2 b + 2 a^3) FLOPs of an a x b matrix
+MUON_FLOPS = 5 * 6
+
+
+def with_optimizer(software: Software, name: str, config: ModelConfig) -> Software:
+    """The program with another optimizer: the numbers that it keeps, each read and written once, LAMB's two more
+    reads for its norms, Muon's matrix iterations (of a parameter times the smaller side, here the width).
+    """
+    shapes, numbers = parameter_shapes(config).items(), software.precision
+    slots = sum(optimizer_numbers(name, parameter, shape) for parameter, shape in shapes)
+    moments = numbers.moments / 2 * slots / config.parameter_count()
+    moved = ADAM_BYTES + 2 * (moments - numbers.moments) + 8 * (name == "lamb")
+    flops = MUON_FLOPS * config.width if name == "muon" else 0.0
+    precision = replace(numbers, moments=moments)
+    return replace(software, precision=precision, optimizer_bytes=moved, orthogonal_flops=float(flops))
 
 
 @cache
 def _table() -> dict[str, Software]:
-    rows = tomllib.loads(Path(__file__).with_name("software.toml").read_text(encoding="utf-8"))
     found = {}
-    for name, row in rows.items():
+    for name, shipped in shipped_table("software.toml").items():
+        row = dict(shipped)
         precision = replace(NUMBERS[row.pop("precision")], **row.pop("bytes", {}))
         found[name] = Software(name, precision, **row)
     return found
@@ -110,7 +137,8 @@ def _table() -> dict[str, Software]:
 
 def find_software(name: str, compute: str = "") -> Software:
     """The program of that name, with its numbers in another dtype: fp32 and tf32 keep everything in 4 bytes,
-    fp64 in 8. Raises WrongUse for an unknown name.
+    fp64 in 8; fp8 and narrower ones are for the products of the blocks, the rest is in bf16. Raises WrongUse for an
+    unknown name.
     """
     if name not in _table():
         raise WrongUse(f"no software {name!r}", where="--software", fix="one of " + ", ".join(_table()))
@@ -119,4 +147,6 @@ def find_software(name: str, compute: str = "") -> Software:
         return replace(software, precision=replace(FP32, compute=compute), pass_bytes=12)
     if compute == "fp64":
         return replace(software, precision=FP64)
+    if compute in NARROW:
+        return replace(software, precision=replace(software.precision, compute="bf16", narrow=compute))
     return replace(software, precision=replace(software.precision, compute=compute)) if compute else software

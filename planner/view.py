@@ -14,20 +14,22 @@ from ..core.artifact import create_artifact
 from ..core.page import Bar, Chart, Part, page
 from .actions import Action
 from .cost import Step
+from .goodput import SECONDS_PER_DAY
 from .memory import MOMENTS, stage_memory
 from .report import as_csv, asked, halvings, ranked_cells
+from .run import Run, run_seconds
 from .schedule import Event, simulate
-from .search import Candidate, Found, band, find_layouts, run_days
+from .search import Candidate, Found, band, find_layouts
 
 MOST_EVENTS = 4000  # drawn; a page with more is slow to open
 WIDTH = 900
 
 
-def write_plan(path: Path, found: Found, facts: dict[str, Any], tokens: float) -> None:
+def write_plan(path: Path, found: Found, facts: dict[str, Any], run: Run) -> None:
     """The plan as an artifact of kind `plan`: plan.html, plan.json, layouts.csv, and trace.json with a pipeline."""
     best = found.best[0]
     memory = stage_memory(found.search.work, best.layouts, found.search.software)
-    points = days_by_chips(found, tokens) if tokens else []
+    points = days_by_chips(found, run) if run.tokens else []
     events = timeline(found, best)
     facts = facts | {"memory": memory, "days_by_chips": points}
     with create_artifact(path, "plan") as draft:
@@ -36,22 +38,23 @@ def write_plan(path: Path, found: Found, facts: dict[str, Any], tokens: float) -
             "layouts.csv": as_csv(facts["layouts"]),
             "plan.html": plan_page(found, facts, memory, points, events),
         }
-        for name, text in (
-            files | ({"trace.json": json.dumps(chrome_trace(events))} if events else {})
-        ).items():
+        files |= {"trace.json": json.dumps(chrome_trace(events))} if events else {}
+        for name, text in files.items():
             (draft.path / name).write_text(text, encoding="utf-8")
         draft.facts |= {key: value for key, value in facts.items() if isinstance(value, str | int | float)}
         draft.facts["best"] = best.describe()
         draft.facts["step_seconds"] = best.seconds
 
 
-def days_by_chips(found: Found, tokens: float) -> list[tuple[int, float]]:
+def days_by_chips(found: Found, run: Run) -> list[tuple[int, float]]:
     """Days of the run on other numbers of chips, those on which it fits."""
-    points = []
+    points, cluster = [], found.search.cluster
     for world in halvings(found):
+        if world > cluster.chips_per_node and not cluster.node_network_gb_s:
+            break
         other = find_layouts(dataclasses.replace(found.search, world=world), 1)
         if other.best:
-            points.append((world, run_days(found.search.work, other.best[0].seconds, tokens)))
+            points.append((world, run_seconds(other.search, other.best[0], run) / SECONDS_PER_DAY))
     return points
 
 

@@ -44,7 +44,18 @@ def test_plans_a_recipe_with_its_own_batch() -> None:
 
 def test_plans_a_bert_recipe_with_its_masked_share() -> None:
     """More masked places are more logits: the recipe's share counts, unless the command says another one."""
-    words = ("bert-large-phase1", "--gpus", "8", "--on", "dgx-1-32gb", "--layout", "recompute=none", "--json")
+    words = (
+        "bert-large-phase1",
+        "--gpus",
+        "8",
+        "--on",
+        "dgx-1-32gb",
+        "--precision",
+        "fp16",
+        "--layout",
+        "recompute=none",
+        "--json",
+    )
     more = ("--set", "objective.mask_fraction=0.6")
     asked = (words, (*words, *more), (*words, *more, "--predicted", "0.15"))
     usual, masked, told = (json.loads(run(*one))["layouts"][0]["step_seconds"] for one in asked)
@@ -75,6 +86,8 @@ def test_unknown_names_are_answered_with_near_ones(tmp_path: Path) -> None:
         "64",
         "--target-tokens",
         "1e9",
+        "--precision",
+        "fp16",
     )
     assert "0.2 USD" in text
     own.write_text('[clusters.mine]\nchip = "t4"\nchip_per_node = 4\n')

@@ -23,7 +23,8 @@ from throughline.core.errors import Refused
         ("NVIDIA H200", 150e9, "h200"),
         ("NVIDIA L4", 24e9, "l4"),
         ("NVIDIA L40S", 48e9, "l40s"),
-        ("NVIDIA GeForce RTX 4090", 25e9, None),
+        ("NVIDIA GeForce RTX 4090", 25e9, "rtx-4090"),
+        ("NVIDIA GeForce RTX 3090", 25e9, None),
     ],
 )
 def test_chip_by_driver_name(driver_name: str, memory_bytes: float, key: str | None) -> None:

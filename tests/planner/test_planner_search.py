@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from throughline.core.hardware import chips
 from throughline.models.presets import preset
+from throughline.planner.constants import shipped_table
 from throughline.planner.cost import step_time
-from throughline.planner.hardware import find_cluster, shipped_clusters
+from throughline.planner.hardware import find_cluster
 from throughline.planner.memory import MOMENTS, needed_bytes, stage_memory
 from throughline.planner.report import explain
+from throughline.planner.run import Run
 from throughline.planner.search import (
     Search,
     candidate_at,
@@ -71,7 +73,7 @@ def test_breakdowns_sum_exactly() -> None:
     assert max(max(stage["moments"].values()) for stage in stages) == pytest.approx(
         best.needed_bytes, rel=1e-12
     )
-    assert any("100.0%" in line for line in explain(asked, best, 0)[1])
+    assert any("100.0%" in line for line in explain(asked, best, Run())[1])
 
 
 def test_neighbours_say_why_they_lost() -> None:
@@ -99,13 +101,13 @@ def test_fewest_chips_and_offload() -> None:
 
 def test_every_shipped_machine_says_where_its_figures_are_from() -> None:
     """A source, or the word unsourced; a price has its date."""
-    for key in shipped_clusters():
+    for key in shipped_table("clusters.toml"):
         cluster = find_cluster(key)
         assert len(cluster.source) > 10, key
         assert cluster.priced or not cluster.price_per_chip_hour, key
 
 
-@pytest.mark.parametrize("name", [*shipped_clusters(), *chips()])
+@pytest.mark.parametrize("name", [*shipped_table("clusters.toml"), *chips()])
 def test_every_cluster_plans(name: str) -> None:
     """A small model on one chip of everything shipped: a time, and a peak share below one."""
     asked = search("bert-base", 1, name, 32, 128)

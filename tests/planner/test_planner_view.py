@@ -11,6 +11,7 @@ from throughline.core.artifact import verify_artifact
 from throughline.models.presets import preset
 from throughline.planner.hardware import find_cluster
 from throughline.planner.report import ranked
+from throughline.planner.run import Run
 from throughline.planner.search import Search, find_layouts
 from throughline.planner.software import find_software
 from throughline.planner.view import MOST_EVENTS, days_chart, shares, write_plan
@@ -23,8 +24,8 @@ def test_plan_is_an_artifact_to_look_at(tmp_path: Path, model: str, chips: int) 
     found = find_layouts(
         Search(work, find_cluster("aws-p5.48xlarge"), find_software("throughline", "bf16"), chips)
     )
-    facts, _ = ranked(found, 1e9)
-    write_plan(tmp_path / "plan", found, facts, 1e9)
+    facts, _ = ranked(found, Run(1e9))
+    write_plan(tmp_path / "plan", found, facts, Run(1e9))
     assert verify_artifact(tmp_path / "plan").kind == "plan"
     text = (tmp_path / "plan" / "plan.html").read_text()
     HTMLParser().feed(text)

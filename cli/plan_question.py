@@ -1,0 +1,306 @@
+"""What the forms of `plan` on layouts share: their options, each with its range, and the search that they ask for."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..core.errors import Failed, WrongUse
+from ..core.recipe import load_recipe, parse_override, shipped_recipes
+from ..models.config import BERTConfig, ModelConfig
+from ..models.presets import preset, preset_names
+from ..planner.constants import constants_here
+from ..planner.goodput import REPAIR_DAYS, RESTART_S
+from ..planner.hardware import Cluster, find_cluster, read_calibration, require_network, this_machine
+from ..planner.run import Ramp, Run, grid_intensity
+from ..planner.search import Found, Search, candidate_at, enumerate_layouts, find_or_offload
+from ..planner.software import (
+    OPTIMIZERS,
+    PRECISIONS,
+    PROCESSOR_RUNTIME_BYTES,
+    find_software,
+    on_processor,
+    with_optimizer,
+)
+from ..planner.work import AXES, RECOMPUTES, SHARDINGS, Work
+
+if TYPE_CHECKING:
+    from ..train.recipes.recipe import Recipe
+
+MOST_CHIPS, MOST_ROWS, MOST_LENGTH, MOST_TOKENS = 2**20, 2**24, 2**24, 1e18
+
+
+class Amount(click.FloatRange):
+    """A finite number in a range: nan compares with nothing, and would pass."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
+
+
+def option(name: str, kind: Any, text: str, **more: Any) -> Any:
+    """A click option; one whose default needs no saying says None."""
+    return click.option(name, type=kind, help=text, **more)
+
+
+on_option = click.option(
+    "--on", required=True, help="Chip or cluster, for example a100-80gb, dgx-2h, aws-p5.48xlarge or here."
+)
+gpus_option = option("--gpus", click.IntRange(1, MOST_CHIPS), "Number of chips.", required=True)
+MACHINES = (
+    click.option(
+        "--hardware",
+        type=click.Path(exists=True, path_type=Path),
+        help="TOML file with chips and clusters of your own, [chips.KEY] and [clusters.KEY].",
+    ),
+    option("--price", Amount(0, 1e4), "Price of a chip and hour (default: the cluster's list price)."),
+)
+MODEL = (
+    click.argument("model"),
+    option(
+        "--rows",
+        click.IntRange(1, MOST_ROWS),
+        "Number of rows in an optimizer step (default: the recipe's, or 512).",
+    ),
+    option(
+        "--length",
+        click.IntRange(1, MOST_LENGTH),
+        "Number of tokens in a row (default: the recipe's, or the model's).",
+    ),
+    option(
+        "--precision",
+        click.Choice(PRECISIONS),
+        "Precision of products; fp8 and narrower ones are for those of the blocks "
+        "(default: the recipe's, or the chip's 16 bits).",
+    ),
+    option(
+        "--predicted",
+        Amount(0, 1, min_open=True),
+        "For a BERT: share of positions that get logits (default: the recipe's masked share, or 0.15).",
+    ),
+    option(
+        "--fill",
+        Amount(0, 1, min_open=True),
+        "Share of a row's tokens that are no padding, where padding is left out.",
+        default=1.0,
+    ),
+    click.option(
+        "--layout",
+        "fixed",
+        default="",
+        show_default=False,
+        help="Parts of the layout to hold fixed, for example tensor=8,data=64,recompute=full (default: none).",
+    ),
+    click.option(
+        "--software",
+        default="throughline",
+        help="Name of the training program, as planner/software.toml describes it.",
+    ),
+    option("--optimizer", click.Choice(OPTIMIZERS), "Optimizer (default: the recipe's, or the program's)."),
+    click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="SECTION.KEY=VALUE",
+        help="Override a field of the recipe, or model.overrides.KEY of a preset. Repeatable.",
+    ),
+)
+RUN = (
+    option(
+        "--target-tokens",
+        Amount(0, MOST_TOKENS),
+        "Number of tokens in the whole run, for its days and cost.",
+        default=0.0,
+        show_default=False,
+    ),
+    click.option(
+        "--ramp",
+        metavar="START,STEP,OVER",
+        help="Batch that grows from START rows by STEP rows, whole after OVER rows (default: the recipe's, or none).",
+    ),
+    option(
+        "--failures",
+        Amount(0, 10, min_open=True),
+        "Failures of a node in a day (default: the median of published runs).",
+    ),
+    click.option(
+        "--production",
+        is_flag=True,
+        help="Count days 1.25 times, as long runs were reported beside benchmarks.",
+    ),
+    click.option("--grid", help="Country, or grams of CO2 that a kWh causes, for the run's carbon."),
+)
+
+
+def question(*parts: Sequence[Any]) -> Callable[[Any], Any]:
+    """Puts these options on a command, in their order."""
+
+    def put(function: Any) -> Any:
+        for decorate in reversed([each for part in parts for each in part]):
+            function = decorate(function)
+        return function
+
+    return put
+
+
+def priced_cluster(on: str, options: dict[str, Any]) -> Cluster:
+    """The cluster of that name, at the price that was given."""
+    cluster = find_cluster(on, options["hardware"])
+    if options["price"] is None:
+        return cluster
+    return dataclasses.replace(cluster, price_per_chip_hour=options["price"], priced="--price")
+
+
+def make_search(gpus: int, options: dict[str, Any], on: str = "") -> "tuple[Search, Recipe | None]":
+    """What was asked, from a recipe or from the name of a preset."""
+    cluster = priced_cluster(on or options["on"], options)
+    require_network(cluster, gpus)
+    config, recipe, length, rows, precision = read_model(options)
+    length, rows = options["length"] or length, options["rows"] or rows
+    if length > config.sequence_length:
+        config = dataclasses.replace(config, sequence_length=length)
+    bert = isinstance(config, BERTConfig)
+    if options["predicted"] is not None and not bert:
+        raise WrongUse("only a BERT predicts a share of its positions", where="--predicted")
+    masked = recipe.objective.mask_fraction if recipe is not None and recipe.objective else 0.15
+    work = Work(config, rows, length, options["predicted"] or masked if bert else 1.0, options["fill"])
+    asked = options["precision"] or precision
+    where = "--precision" if options["precision"] else "train.precision of the recipe"
+    software = find_software(options["software"], usable_precision(cluster, asked, where))
+    if software.name == "throughline":
+        software = dataclasses.replace(software, dropout=config.dropout > 0)
+    if name := options["optimizer"] or (recipe and recipe.optimizer.name):
+        software = with_optimizer(software, name, config)
+    measured = read_calibration() if cluster.key == "here" else {}
+    if cluster.chip.key == "cpu":  # one processor and one memory, which all processes share
+        price, priced = cluster.price_per_chip_hour, cluster.priced
+        cluster = dataclasses.replace(this_machine(gpus), price_per_chip_hour=price, priced=priced)
+        software = on_processor(software, measured.get("runtime_bytes", PROCESSOR_RUNTIME_BYTES))
+    fixed = read_fixed(options["fixed"])
+    return Search(work, cluster, software, gpus, fixed, constants_here(measured), bool(measured)), recipe
+
+
+def read_model(options: dict[str, Any]) -> "tuple[ModelConfig, Recipe | None, int, int, str]":
+    """Config, recipe, length, rows and precision ("" where any will do) of a preset's name, or of a recipe."""
+    name = options["model"]
+    if name in preset_names() and not (Path(name).is_file() or name in shipped_recipes()):
+        fields = {}
+        for item in options["overrides"]:
+            key, value = parse_override(item)
+            if not key.startswith("model.overrides."):
+                fix = "model.overrides.KEY=VALUE; every other field belongs to a recipe"
+                raise WrongUse(f"{name} is a preset and has no {key}", where="--set", fix=fix)
+            fields[key.removeprefix("model.overrides.")] = value
+        config = preset(name, **fields)
+        return config, None, config.sequence_length, 512, ""
+    from ..train.recipes.recipe import Recipe, model_config, resolve
+    from ..train.recipes.rules import RULES
+
+    loaded = load_recipe(name, Recipe, options["overrides"], RULES)
+    recipe = resolve(loaded)
+    if recipe.train.matmul == "fp8-emulated":
+        why = "it rounds as fp8 and is slower than anything that is planned here"
+        raise WrongUse(
+            "fp8-emulated has no plan", where="train.matmul", why=why, fix="--set train.matmul=same"
+        )
+    # auto: what the planned chip is made for, not this machine
+    precision: str = "" if loaded.train.precision == "auto" else loaded.train.precision
+    precision = "fp8" if recipe.train.matmul == "fp8" else precision
+    return model_config(recipe), recipe, recipe.train.sequence_length, recipe.train.rows_per_step, precision
+
+
+def usable_precision(cluster: Cluster, precision: str, where: str) -> str:
+    """The precision asked for, or the chip's 16 bits. Raises WrongUse for one that the chip cannot compute fast."""
+    able = [name for name in PRECISIONS if name in cluster.chip.tflops]
+    if precision and precision not in able:
+        fix = f"--precision {' or '.join(able)}" if able else "tflops of the chip in the --hardware file"
+        raise WrongUse(f"{cluster.chip.name} has no rate in {precision}", where=where, fix=fix)
+    found = precision or next((name for name in ("bf16", "fp16", "fp32", *able) if name in able), "")
+    if not found:
+        raise WrongUse(f"{cluster.chip.name} has no rate in any of {', '.join(PRECISIONS)}", where="--on")
+    return found
+
+
+def read_fixed(text: str) -> dict[str, tuple[int, ...]]:
+    """`tensor=8,recompute=full` as values of the search's axes. Raises WrongUse naming the axes and their ranges."""
+    fixed: dict[str, tuple[int, ...]] = {}
+    for item in filter(None, text.split(",")):
+        name, _, value = item.strip().partition("=")
+        words = {"sharding": SHARDINGS, "recompute": RECOMPUTES, "offload": ("0", "1")}.get(name, ())
+        whole = value.isascii() and value.isdigit() and not words and 1 <= int(value[:9]) <= MOST_CHIPS
+        if name not in AXES or name in fixed or not (whole or value in words):
+            ranges = f"one of {', '.join(words)}" if words else f"a whole number from 1 to {MOST_CHIPS}"
+            fix = f"axes, each once: {', '.join(AXES)}" + (f"; {name} is {ranges}" if name in AXES else "")
+            raise WrongUse(f"{item!r} fixes no axis", where="--layout", fix=fix)
+        fixed[name] = (words.index(value) if words else int(value),)
+    return fixed
+
+
+def make_run(options: dict[str, Any], recipe: "Recipe | None", tokens: float | None = None) -> Run:
+    """The whole run that was asked about; of `tokens` where it need not be said."""
+    ramp, told = read_ramp(options["ramp"]), options["target_tokens"]
+    of_a_run = {"--ramp": ramp, "--grid": options["grid"] is not None, "--production": options["production"]}
+    if tokens is None:
+        of_a_run["--failures"] = options["failures"]
+    for name, given in of_a_run.items():
+        if given and not told:
+            raise WrongUse("a whole run has tokens", where=name, fix="--target-tokens 300e9")
+    if ramp is None and recipe is not None and (own := recipe.train.batch_ramp):
+        ramp = own.start_rows, own.step_rows, own.over_rows
+    grid = grid_intensity(options["grid"]) if options["grid"] is not None else 0.0
+    return Run(
+        told or tokens or 0.0,
+        ramp,
+        options["failures"] or 0.0,
+        options.get("save_seconds") or 0.0,
+        RESTART_S if options.get("restart_seconds") is None else options["restart_seconds"],
+        REPAIR_DAYS if options.get("repair_days") is None else options["repair_days"],
+        options["production"],
+        grid,
+    )
+
+
+def read_ramp(text: str | None) -> Ramp | None:
+    """`32,32,5000000` as a growing batch. Raises WrongUse."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    good = all(part.isascii() and part.isdigit() and 1 <= int(part[:15]) <= 10**12 for part in parts)
+    if len(parts) != 3 or not good:
+        raise WrongUse(f"{text!r} is no ramp", where="--ramp", fix="START,STEP,OVER in rows from 1 to 1e12")
+    start, step, over = map(int, parts)
+    return start, step, over
+
+
+def fitting(search: Search) -> Found:
+    """The layouts of a search. Raises Failed, with the layout that needs least, when nothing fits, and with the
+    broken rules when none is legal.
+    """
+    found = find_or_offload(search)
+    if found.best:
+        return found
+    if not len(found.seconds):
+        refused: Counter[str] = Counter()
+        enumerate_layouts(search, refused)
+        raise Failed(
+            "no layout is legal",
+            where=f"{search.world:,} chips, {search.work.rows:,} rows of {search.work.length:,} tokens",
+            why="\n".join(rule for rule, _ in refused.most_common(4)),
+            fix="another number of chips, --rows that they divide, or fewer axes in --layout",
+        )
+    nearest = candidate_at(found.search, found.layouts.take(int(found.needed.argmin())))
+    needed = f"{nearest.needed_bytes / 2**30:,.1f} of {found.capacity / 2**30:,.1f} GiB"
+    if nearest.host_bytes:
+        needed += f" and {nearest.host_bytes / 2**30:,.0f} GiB of host memory for each process"
+    raise Failed(
+        f"nothing fits on {found.search.world} x {found.search.cluster.chip.name}",
+        where=nearest.describe(),
+        why=f"the layout that needs least needs {needed}",
+        fix="throughline plan recommend names the fewest chips that fit",
+    )

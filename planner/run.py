@@ -1,0 +1,139 @@
+"""A whole run from the time of its steps: days, money, energy and carbon, and what failures and production add.
+
+A benchmark's days are steps x seconds. A run also stops (goodput.py), and a long run as reported is slower than its
+benchmark: `PRODUCTION`, which is left out unless asked for.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.errors import WrongUse, did_you_mean
+from .constants import shipped_table
+from .cost import step_seconds
+from .goodput import PRODUCTION, REPAIR_DAYS, RESTART_S, SECONDS_PER_DAY, goodput, usual_failures
+from .search import Candidate, Search, band
+from .work import owned_parameters
+
+SAVED_BYTES = 12  # of a parameter in a checkpoint: fp32 weight and two moments
+PAUSE_S = 0.1  # that training waits for a save beside the copy: docs/results.md, save-pause
+WRITTEN_GB_S = 1.0  # to storage by a node, while training goes on; set
+BETWEEN_STEPS = 64  # sizes of a growing batch that are priced; more of them change days by less than 0.1 %
+Ramp = tuple[
+    int, int, int
+]  # rows of the first batch, rows added each time, rows of the run until it is whole
+
+
+@dataclass(frozen=True)
+class Run:
+    """How long it is, and what stops it."""
+
+    tokens: float = 0.0
+    ramp: Ramp | None = None
+    failures: float = 0.0  # 0: the median of the published rates
+    save_s: float = 0.0  # 0: reckoned
+    restart_s: float = RESTART_S
+    repair_days: float = REPAIR_DAYS
+    production: bool = False
+    grid: float = 0.0  # g of CO2 a kWh
+
+
+def grid_intensity(name: str) -> float:
+    """Grams of CO2 a kWh of a number, or of a country of grids.toml. Raises WrongUse."""
+    grids = shipped_table("grids.toml")
+    try:
+        value = grids.get(name) or float(name)
+    except ValueError:
+        value = -1.0
+    if 0 <= value <= 2000:
+        return value
+    fix = did_you_mean(name, list(grids), "0 to 2000 g a kWh, or one of " + ", ".join(grids))
+    raise WrongUse(f"no grid {name!r}", where="--grid", fix=fix)
+
+
+def run_seconds(search: Search, candidate: Candidate, run: Run) -> float:
+    """Seconds of all steps, with the batch growing where it does."""
+    work, ramp = search.work, run.ramp
+    rows = run.tokens / work.length
+    if ramp is None:
+        return rows / work.rows * candidate.seconds
+    unit = candidate.layouts.data * candidate.layouts.micro_rows
+    sizes = range(ramp[0], work.rows, ramp[1]) or [work.rows]
+    growing = min(rows, ramp[2])
+    priced = sizes[:: max(1, len(sizes) // BETWEEN_STEPS)]
+    seconds = 0.0
+    for size in priced:  # a size that the layout cannot share out is computed with some processes idle
+        small = dataclasses.replace(work, rows=max(unit, -(-size // unit) * unit))
+        once = step_seconds(small, candidate.layouts, search.cluster, search.software, search.constants)
+        seconds += growing / len(priced) / size * once
+    return seconds + (rows - growing) / work.rows * candidate.seconds
+
+
+def saves_of(search: Search, candidate: Candidate, run: Run) -> tuple[float, float, float, float]:
+    """What goodput asks of a run: seconds that training waits for a save (of its part of the state copied to the host)
+    and for a restart, days of a repair, and seconds until all nodes together have written a save.
+    """
+    cluster, config = search.cluster, search.work.config
+    copied = SAVED_BYTES * float(owned_parameters(config, candidate.layouts)) / (cluster.host_gb_s * 1e9)
+    nodes = -(-search.world // cluster.chips_per_node)
+    written = SAVED_BYTES * config.parameter_count() / (nodes * WRITTEN_GB_S * 1e9)
+    return run.save_s or PAUSE_S + copied, run.restart_s, run.repair_days, written
+
+
+def run_facts(search: Search, candidate: Candidate, run: Run) -> dict[str, Any]:
+    """Days of the steps alone and with failures, their span, money, energy and carbon; empty without tokens.
+
+    The span takes the band of the prediction and the least and the most that nodes were seen to fail.
+    """
+    if not run.tokens:
+        return {}
+    cluster, world = search.cluster, candidate.layouts.world
+    nodes = -(-world // cluster.chips_per_node)
+    factor = PRODUCTION if run.production else 1.0
+    days = run_seconds(search, candidate, run) / SECONDS_PER_DAY * factor
+    least, median, most = usual_failures()
+    rates = (run.failures,) * 3 if run.failures else (least, median, most)
+    saves = saves_of(search, candidate, run)
+    low, usual, high = (goodput(nodes, rate, *saves) for rate in rates)
+    wide, slow = band(search), max(high.share, 1e-9)
+    expected = days / max(usual.share, 1e-9)
+    chips = world + usual.spare_nodes * min(cluster.chips_per_node, world)
+    watts = cluster.watts_per_chip
+    hours = expected * 24 * chips
+    kwh = hours * watts / 1e3 if watts else None
+    return {
+        "days": days,
+        "expected_days": expected,
+        "days_low": days * (1 - wide) / max(low.share, 1e-9),
+        "days_high": days * (1 + wide) / slow,
+        "goodput": usual.share,
+        "failures_a_day": nodes * rates[1],
+        "save_every_minutes": usual.save_every_s / 60,
+        "save_seconds": saves[0],
+        "spare_nodes": usual.spare_nodes,
+        "cost": hours * cluster.price_per_chip_hour if cluster.price_per_chip_hour else None,
+        "currency": cluster.currency,
+        "kwh": kwh,
+        "co2_kg": kwh * run.grid / 1e3 if kwh is not None and run.grid else None,
+        "production": factor,
+    }
+
+
+def run_lines(facts: dict[str, Any]) -> list[str]:
+    """The same in words."""
+    if not facts:
+        return []
+    spares = f"{facts['spare_nodes']} spare node{'s' if facts['spare_nodes'] != 1 else ''}"
+    lines = [
+        f"expected: {facts['expected_days']:.3g} days ({facts['days_low']:.3g} to {facts['days_high']:.3g}), "
+        f"{facts['goodput']:.1%} of them training: {facts['failures_a_day']:.2g} failures a day, a save every "
+        f"{facts['save_every_minutes']:.3g} minutes, {spares}"
+    ]
+    if facts["cost"]:
+        lines += [f"cost with spares: {facts['cost']:,.0f} {facts['currency']}"]
+    if facts["kwh"]:
+        carbon = f", {facts['co2_kg'] / 1e3:,.3g} t of CO2" if facts["co2_kg"] is not None else ""
+        lines += [f"energy of the machines: {facts['kwh'] / 1e3:,.3g} MWh{carbon}"]
+    if facts["production"] != 1:
+        lines += [f"days are {facts['production']:g} times the benchmark's, as long runs were reported"]
+    return lines
