@@ -5,13 +5,16 @@ browser without scripts gets the tables and the last value of every series.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
+from .artifact import command_line
 from .console import cell
+from .hardware import machine
 
 POINTS = 1000  # of a series: more are averaged, a screen has no more columns
 
@@ -119,6 +122,12 @@ def page(title: str, parts: Sequence[Part], note: str = "") -> str:
         raw=Markup,
         shown=cell,
     )
+
+
+def made_here() -> str:
+    """When, where and by which command: the note of a page of measurements."""
+    cpu = machine().cpu
+    return f"{time.strftime('%Y-%m-%d')}, {cpu.name}, {cpu.cores} cores. {command_line()}"
 
 
 @cache

@@ -24,22 +24,23 @@
       return 18 + Math.ceil(Math.max(...values.map(text => plot.ctx.measureText(text).width)));
     };
     const points = chart.data[0].length;
+    // no tick between two steps or two clients
+    const whole = chart.data[0].every(Number.isInteger) && !chart.log ? { incrs: [1, 2, 5, 10, 20, 50, ...Array.from({ length: 12 }, (_, i) => [1, 2, 5].map(n => n * 10 ** (i + 2))).flat()] } : {};
     const options = {
       width: Math.max(box.clientWidth - 16, 200), height: 220,
       scales: chart.log ? { x: { time: false, distr: 3, log: 2 }, y: { distr: 3, log: 2 } } : { x: { time: false } },
       cursor: { points: { size: 6 }, drag: { x: true, y: false } },
-      axes: [{ ...axis, values: labels, label: chart.x, labelFont: font, labelSize: 18, size: 34, space: 60 }, { ...axis, values: labels, size: room }],
+      axes: [{ ...axis, ...whole, values: labels, label: chart.x, labelFont: font, labelSize: 18, size: 34, space: 60 }, { ...axis, values: labels, size: room }],
       series: [{ label: chart.x, value: (_, v) => v == null ? "" : short(v) }, ...chart.names.map((name, i) => ({
-        label: name || "value", stroke: colours[i % colours.length], width: 1.5, spanGaps: true,
+        label: name || box.closest("figure").querySelector("figcaption").textContent, stroke: colours[i % colours.length], width: 1.5, spanGaps: true,
         points: { show: points < 30, size: 5 }, value: (_, v) => v == null ? "" : String(+v.toPrecision(6)),
       }))],
     };
-    const plot = new uPlot(options, chart.data, box);
     // without a pointer, and on a phone, the legend shows the last values
-    const rest = () => plot.cursor.idx == null && plot.setLegend({ idxs: chart.data.map(column => column.findLastIndex(value => value != null)) });
-    plot.over.addEventListener("mouseleave", () => setTimeout(rest));
-    rest();
-    return plot;
+    const last = chart.data.map(column => column.findLastIndex(value => value != null));
+    const rest = plot => setTimeout(() => plot.cursor.idx == null && plot.setLegend({ idxs: last }));
+    options.hooks = { draw: [rest], setCursor: [rest] };
+    return new uPlot(options, chart.data, box);
   };
   for (const box of document.querySelectorAll(".plot")) {
     const chart = JSON.parse(box.querySelector("script").textContent);

@@ -13,7 +13,7 @@ from ...core.backend import Span
 from ...core.console import say
 from ...core.errors import ThroughlineError
 from ...core.hardware import machine
-from ...core.page import Bar, Part, page
+from ...core.page import Bar, Part, made_here, page
 from .loaded import Loaded
 from .roofline import floor_ms, reported
 
@@ -63,7 +63,9 @@ def latency_page(rows: list[dict[str, Any]]) -> str:
         model = f"{row['model']}: " if "model" in header else ""
         name = f"{model}{row['backend']} {row['what']} {row['batch']} x {row['tokens']}"
         bars.append(Bar(name, row["p50_ms"] / longest, text=f"{row['p50_ms']:.2f} ms"))
-    return page("Latency", [Part("Medians", bars=bars), Part("All figures", header=header, rows=cells)])
+    return page(
+        "Latency", [Part("Medians", bars=bars), Part("All figures", header=header, rows=cells)], made_here()
+    )
 
 
 def _cases(loaded: Loaded) -> list[tuple[str, int, int]]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from ...core.errors import Failed, WrongUse
 from ...core.files import json_lines
-from ...core.page import Chart, Part, page
+from ...core.page import Chart, Part, made_here, page
 
 COMMON = (
     "the of and a to in is was he for it with as his on be at by I this had not are but from or have an they "
@@ -249,4 +249,4 @@ def plotted(rows: Sequence[dict[str, Any]], title: str) -> str:
     }
     charts = [Chart(name, curves, "clients") for name, curves in drawn.items()]
     header, cells = load_lines(rows)
-    return page(title, [Part(charts=charts), Part("All figures", header=header, rows=cells)])
+    return page(title, [Part(charts=charts), Part("All figures", header=header, rows=cells)], made_here())

@@ -44,7 +44,9 @@ def test_empty_parts_are_left_out() -> None:
 @pytest.mark.parametrize("width", [1280, 375])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_browser_draws_it_without_overflow(tmp_path: Path, width: int, theme: str) -> None:
-    """Axis labels lie inside their box, nothing is wider than the window, the pointer shows values."""
+    """Axis labels lie inside their box, nothing is wider than the window, the legend has the last values without a
+    pointer and others under it.
+    """
     sync_api = pytest.importorskip("playwright.sync_api")
     steps = range(0, 5_000_000, 250_000)
     charts = [
@@ -74,6 +76,12 @@ def test_a_browser_draws_it_without_overflow(tmp_path: Path, width: int, theme: 
             "[...document.querySelectorAll('.plot')].map(p => [p.clientWidth, p.querySelector('.uplot').offsetWidth])"
         )
         assert len(boxes) == len(charts) and all(inner <= outer for outer, inner in boxes)
+        legend = tab.locator(".u-legend >> nth=0")
+        tab.wait_for_timeout(200)  # without a pointer, and on a phone: the last values
+        assert re.search(r"a series:?\s*5750000", legend.inner_text()), legend.inner_text()
+        assert re.search(r"small:?\s*0.475", tab.locator(".u-legend >> nth=1").inner_text()), (
+            "by the chart's title"
+        )
         tab.hover(".u-over >> nth=0")
         shown = tab.locator(".u-legend >> nth=0").inner_text()
         assert re.search(r"another:?\s*2000000", shown), shown
