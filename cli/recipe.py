@@ -95,7 +95,7 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
 @click.option(
     "--from",
     "init_from",
-    type=click.Path(exists=True),
+    type=click.Path(),
     help="Weights to train on, instead of --model: a Hugging Face directory, a run or a checkpoint.",
 )
 @click.option("--out", type=PATH, required=True, help="File to write, ending in .toml.")

@@ -10,10 +10,11 @@
 
 import bisect
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ...core.console import cell, duration, warn
-from ...core.errors import WrongUse, did_you_mean
+from ...core.errors import WrongUse, did_you_mean, download_hint
 from ...core.hardware import chips
 from ...core.recipe import build_recipe, dump_toml
 from ...models.config import ModelConfig, family_of
@@ -58,7 +59,7 @@ def new_recipe(
     """
     shape = shape_of(init_from) if init_from else preset(model)
     if shape is None:
-        fix = "give a Hugging Face directory, a run or a checkpoint"
+        fix = f"give a Hugging Face directory, a run or a checkpoint{download_hint(Path(init_from))}"
         raise WrongUse("no shape lies beside these weights", where=init_from, fix=fix)
     config = shape
     if machine != "cpu" and machine not in chips():
