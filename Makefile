@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest
 RUN := runs/demo
 
-.PHONY: demo test slow lint docs llamacpp walk reproduce reference gpu-check bench bench-quick prove-layouts prove-scale prove-compression prove-study clean help
+.PHONY: demo test slow lint docs llamacpp rehearse walk reproduce reference gpu-check bench bench-quick prove-layouts prove-scale prove-compression prove-study clean help
 
 help:
 	@echo "make demo           install, then text to served GPT and BERT in minutes on a laptop CPU"
@@ -17,6 +17,7 @@ help:
 	@echo "make reproduce      reported results beside what this machine measures, predicts or proves (reproduce-NAME: one)"
 	@echo "make docs           the book as HTML in build/book; a broken link is an error"
 	@echo "make walk           every command of the book's pages, in order; make slow does the same with few steps"
+	@echo "make rehearse       CUDA without a GPU: training, graphs and exports on a null GPU; 1.6 GB to download"
 	@echo "make gpu-check      tests and benchmarks that need a CUDA device; installs nothing"
 	@echo "make bench          every benchmark against its peers, in an hour (NANOGPT=a nanoGPT checkout, SHARED=shared data)"
 	@echo "make bench-quick    every claim, of benchmarks and proofs, in small and in ten minutes; keeps no result"
@@ -48,10 +49,14 @@ demo: $(VENV)/.installed
 	@echo "  (these commands need the environment: . $(VENV)/bin/activate)"
 
 test: $(VENV)/.installed-test
-	$(PYTEST) -n 2 -m "not slow and not gpu"
+	$(PYTEST) -n 2 -m "not slow and not gpu and not rehearsal"
 
 slow: $(VENV)/.installed-test
 	$(PYTEST) -m "slow and not gpu" --durations 15
+
+# an environment of its own, in .venv-rehearse; says why and passes where it cannot be made
+rehearse: $(VENV)/.installed-test
+	$(BIN)/python tests/rehearsal/start.py
 
 # of the benchmarks, names and calls alone: what the package has renamed must fail here, not in an hour's measurement
 BENCHMARK_TYPES = arg-type assignment dict-item func-returns-value index misc no-untyped-def operator return-value union-attr var-annotated
