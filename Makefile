@@ -18,7 +18,7 @@ help:
 	@echo "make docs           the book as HTML in build/book; a broken link is an error"
 	@echo "make walk           every command of the book's pages, in order; make slow does the same with few steps"
 	@echo "make rehearse       CUDA without a GPU: training, graphs and exports on a null GPU; 1.6 GB to download"
-	@echo "make gpu-check      tests and benchmarks that need a CUDA device; installs nothing"
+	@echo "make gpu-check      what needs a CUDA device, in the order of doubt: checks, tests, commands, benchmarks; installs nothing"
 	@echo "make bench          every benchmark against its peers, in an hour (NANOGPT=a nanoGPT checkout, SHARED=shared data)"
 	@echo "make bench-quick    every claim, of benchmarks and proofs, in small and in ten minutes; keeps no result"
 	@echo "make bert-toy       a small BERT on novels until it is as good as transformers' after 20 minutes"
@@ -49,7 +49,7 @@ demo: $(VENV)/.installed
 	@echo "  (these commands need the environment: . $(VENV)/bin/activate)"
 
 test: $(VENV)/.installed-test
-	$(PYTEST) -n 2 -m "not slow and not gpu and not rehearsal"
+	$(PYTEST) -n 2 -m "not slow and not gpu"
 
 slow: $(VENV)/.installed-test
 	$(PYTEST) -m "slow and not gpu" --durations 15
@@ -116,13 +116,12 @@ reference: $(VENV)/.installed
 	$(BIN)/python docs/make_planning.py
 	$(BIN)/python docs/make_reproductions.py
 
-# a bare machine with torch, transformers and onnxruntime: nothing is installed, the checkout itself is put on the path
+# a bare machine with torch, transformers and onnxruntime: nothing is installed, the checkout itself is put on the path.
+# It goes on where it stopped; CHECKFLAGS=--quick for less, --again to begin anew (docs/gpu.md)
 gpu-check:
 	mkdir -p build/path && ln -sfn $(CURDIR) build/path/throughline
-	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) -m pytest tests/gpu -m gpu -rs
-	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) benchmarks/gpu_check.py
-	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) benchmarks/gpu.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
-	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(PYTHON) benchmarks/gpu_scale.py
+	env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/build/path $(if $(NANOGPT),NANOGPT=$(NANOGPT)) \
+		$(PYTHON) benchmarks/gpu_check.py $(CHECKFLAGS)
 
 clean:
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache

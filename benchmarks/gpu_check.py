@@ -1,32 +1,36 @@
-"""Training on one CUDA device through the command line: python benchmarks/gpu_check.py [--device cuda] [--quick].
+"""All that needs a GPU, in the order of doubt: python benchmarks/gpu_check.py [--device cuda] [--quick] [--again].
 
-Text to tokens; a GPT and a BERT trained, stopped and resumed, evaluated, continued or embedded; then what a
-run can be asked for, each a few steps whose first loss is that of a plain fp32 run: 16 bits, fp8 products
-where the card has them and torchao is installed (on a CPU their emulation), offload, recomputation,
-documents, a window, the Llama shape, compiled blocks, a batch that grows; and `fully_shard` over a process
-group of one (NCCL on a GPU). With `--device cpu` this is a rehearsal, which shows that the commands are right
-and claims nothing of a GPU. Exit code 1 when a check failed.
+1. What the rehearsal on a null GPU cannot see, as checks of seconds (`gpu_doubts.py`); a failure says what it means.
+2. The tests in tests/gpu.
+3. The road by the command line: text to tokens; a GPT and a BERT trained, stopped and resumed, evaluated, continued or
+   embedded; what a run can be asked for, each a few steps whose first loss is that of a plain fp32 run; an engine of
+   TensorRT's where that is installed.
+4. The benchmarks gpu.py and gpu_scale.py.
+
+Each result is written into build/gpu-check.json as soon as it is there: a second start goes on where the first ended
+and tries again what failed, `--again` begins anew. That file is what to send back. With `--device cpu` this shows that
+the checks and commands are right and claims nothing of a GPU. Exit code 1 when a check failed.
 """
 
 import importlib.util
 import json
-import os
-import socket
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import gpu_doubts
 import torch
-from common import claim, finish, parser
+from common import claim, finish, machine_facts, parser, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "recipes" / "samples" / "tinyshakespeare" / "input.txt"
+PACKAGES = ("onnxruntime-gpu", "tensorrt", "triton")
 NEEDED = ("click", "pydantic", "tokenizers", "pyarrow", "rich")
 SMALL = {"model.overrides.layers": 2, "model.overrides.width": 64, "train.sequence_length": 64}
-FP8 = "fp8 products"
+FP8, PLAIN = "fp8 products", "gpt: plain fp32"
 # what a run may be asked for; the largest difference of the first loss from plain fp32, relative: rounding to
 # 8 and to 11 bits in a few dozen products; `None` where another model or other rows are trained
 VARIANTS: dict[str, tuple[dict[str, object], float | None]] = {
@@ -62,25 +66,64 @@ VARIANTS: dict[str, tuple[dict[str, object], float | None]] = {
 }
 
 
+class LeftOut(Exception):
+    """Why a check says nothing here."""
+
+
 class Checks:
-    """Runs checks by name in one directory, and remembers how each went."""
+    """Runs checks by name, in one directory, and writes down how each went."""
 
-    def __init__(self, place: Path, device: str, steps: int) -> None:
+    def __init__(self, place: Path, device: str, steps: int, again: bool) -> None:
         self.place, self.device, self.steps = place, device, steps
-        self.results: list[tuple[str, float, str]] = []
-        self.plain_loss = 0.0
+        self.file = place.with_suffix(".json")
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
+        card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        self.of = {"card": card, "commit": commit, "torch": torch.__version__, "steps": steps}
+        known = json.loads(self.file.read_text()) if self.file.is_file() and not again else {}
+        self.results: dict[str, dict[str, object]] = (
+            known.get("results", {}) if known.get("of") == self.of else {}
+        )
+        if not self.results:
+            shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True, exist_ok=True)
 
-    def check(self, name: str, work: Callable[[], object]) -> None:
+    def check(self, name: str, work: Callable[[], object], meaning: str = "") -> None:
+        """Unless it was good before. What `work` returns is kept as what was found."""
+        if self.results.get(name, {}).get("result") == "ok":
+            return
         start = time.monotonic()
+        result: dict[str, object] = {"result": "ok"}
         try:
-            work()
-            said = "ok"
-        except (AssertionError, RuntimeError, KeyError, ValueError) as error:
-            said = f"FAILED: {error}"
-        self.results.append((name, time.monotonic() - start, said))
-        print(f"{name}: {said.splitlines()[0]} ({self.results[-1][1]:.1f} s)", flush=True)
-        if said != "ok":
-            print(said, file=sys.stderr)
+            result["found"] = work()
+        except (LeftOut, gpu_doubts.LeftOut) as reason:
+            result = {"result": "left out", "found": str(reason)}
+        except Exception as error:  # a check that breaks is one that failed: the others go on
+            result = {
+                "result": "FAILED",
+                "found": f"{type(error).__name__}: {error}"[-3000:],
+                "means": meaning,
+            }
+        self.results[name] = result | {"seconds": round(time.monotonic() - start, 2)}
+        facts = {
+            "of": self.of,
+            "machine": machine_facts(),
+            "versions": versions(("onnxruntime-gpu", "tensorrt", "triton")),
+        }
+        self.file.write_text(json.dumps(facts | {"results": self.results}, indent=1, default=str))
+        found = str(result.get("found") or "").strip().splitlines()
+        print(
+            f"{name}: {result['result']} ({self.results[name]['seconds']} s) {found[0][:200] if found else ''}",
+            flush=True,
+        )
+        if result["result"] == "FAILED" and meaning:
+            print(f"    {meaning}", flush=True)
+
+    def fresh(self, *names: str) -> None:
+        """What a check makes, and left behind when it failed, is not there."""
+        for name in names:
+            shutil.rmtree(self.place / name, ignore_errors=True)
 
     def run(self, *words: object) -> str:
         """A command of ours; its output."""
@@ -117,6 +160,7 @@ class Checks:
         """A run that ends early and goes on has the losses of one that does not. On CUDA sums are not always in the
         same order: a thousandth.
         """
+        self.fresh(name, f"{name}-whole")
         whole = self.train(recipe, f"{name}-whole", tokens)
         self.train(recipe, name, tokens, **{"train.steps": self.steps // 2})
         parts = self.train(recipe, name, tokens)
@@ -125,14 +169,19 @@ class Checks:
 
     def variant(self, name: str) -> None:
         settings, bound = VARIANTS[name]
+        if name == FP8 and (lacking := no_fp8(self.device)):
+            raise LeftOut(lacking)
         if name == FP8 and self.device == "cpu":
             settings = settings | {"train.matmul": "fp8-emulated"}
-        losses = self.train("gpt-shakespeare", f"variant-{name.replace(' ', '-')}", "gpt-tokens", **settings)
+        directory, plain = f"variant-{name.replace(' ', '-')}", self.results[PLAIN]["found"]
+        self.fresh(directory)
+        losses = self.train("gpt-shakespeare", directory, "gpt-tokens", **settings)
         assert losses[-1] < losses[0], losses
-        assert bound is None or abs(losses[0] / self.plain_loss - 1) <= bound, (losses[0], self.plain_loss)
+        assert bound is None or abs(losses[0] / float(str(plain)) - 1) <= bound, (losses[0], plain)
 
-    def plain(self) -> None:
-        self.plain_loss = self.train("gpt-shakespeare", "plain", "gpt-tokens")[0]
+    def plain(self) -> float:
+        self.fresh("plain")
+        return self.train("gpt-shakespeare", "plain", "gpt-tokens")[0]
 
     def scored(self, run: str) -> None:
         told = json.loads(
@@ -152,42 +201,23 @@ class Checks:
         vectors = [json.loads(line)["embedding"] for line in lines]
         assert len(vectors) == 2 and vectors[0] != vectors[1]
 
-    def grouped(self) -> None:
-        """`fully_shard`, the sums of a step and its update over a process group of one are the single engine's."""
-        import numpy as np
-        from throughline.models.config import GPTConfig
-        from throughline.planner.layout import Layout
-        from throughline.train.engine import Engine
-        from throughline.train.objective import prepare
-        from throughline.train.parallel.mesh import Axis, Mesh, start_group
-        from throughline.train.precision import LossScaler
-        from throughline.train.step import Trainer, train_step
-        from torch import distributed as dist
+    def engine(self) -> str:
+        """BERT as an engine of TensorRT, built, compared and timed on this card."""
+        if importlib.util.find_spec("tensorrt") is None or self.device == "cpu":
+            raise LeftOut("needs a card and TensorRT: pip install 'throughline[tensorrt]'")
+        self.fresh("engine")
+        self.run("export", "bert", "--to", "tensorrt", "--precision", "fp16", "--out", "engine")
+        return self.run("bench", "latency", "engine")
 
-        device = torch.device(self.device)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ.update(
-                RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1])
-            )
-        start_group(device, 60)
-        try:
-            one = Axis(1, 0, (0,), dist.group.WORLD)
-            config = GPTConfig(vocab_size=256, sequence_length=64, layers=2, width=64, heads=4)
-            ids = np.random.default_rng(0).integers(0, 256, (8, 65))
-            rows = {"input_ids": ids[:, :-1].copy(), "targets": ids[:, 1:].copy()}
-            losses = []
-            for mesh in (Mesh(Layout(), device), Mesh(Layout(sharding="full"), device, world=one, shard=one)):
-                engine = Engine(config, mesh, "fp32")
-                engine.fill()
-                values = [value for _, value in engine.named_parameters()]
-                optimizer = torch.optim.AdamW([{"params": values, "base_lr": 1e-3}], lr=1e-3, fused=True)
-                trainer = Trainer(engine, optimizer, LossScaler(), "fp32", 1.0)
-                batch = prepare(rows, "gpt", 4, device, 0.0)
-                losses.append([train_step(trainer, batch, 1.0).loss for _ in range(4)])
-            assert all(abs(a - b) <= 1e-4 * a for a, b in zip(*losses)), losses
-        finally:
-            dist.destroy_process_group()
+    def outside(self, *words: object) -> str:
+        """A test run or a benchmark, in a process of its own: its last line."""
+        if self.device == "cpu":
+            raise LeftOut("needs a card")
+        done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        lines = done.stdout.strip().splitlines() or [""]
+        if done.returncode:
+            raise RuntimeError("\n".join(lines[-40:]))
+        return lines[-1]
 
 
 def no_fp8(device: str) -> str:
@@ -203,74 +233,75 @@ def _toml(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else value
 
 
+def doubts(checks: Checks) -> None:
+    device = torch.device(checks.device)
+    for name, (work, meaning) in gpu_doubts.DOUBTS.items():
+        checks.check(name, lambda work=work: work(device), meaning)
+
+
+def road(checks: Checks, quick: bool) -> None:
+    """By the command line, where its packages are."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        print(
+            f"the command line needs {', '.join(missing)} (pip install -e .): its part is left out",
+            file=sys.stderr,
+        )
+        return
+
+    def tokens(family: str, kind: str, *more: str) -> None:
+        checks.fresh(kind, f"{family}-tokens")
+        checks.run("data", "tokenizer", TEXT, "--type", kind, "--vocab-size", 512, "--out", kind)
+        checks.run("data", "tokenize", TEXT, "--tokenizer", kind, *more, "--out", f"{family}-tokens")
+
+    checks.check("tokens for a GPT", lambda: tokens("gpt", "bpe"))
+    checks.check("tokens for a BERT", lambda: tokens("bert", "wordpiece", "--sentences"))
+    for family in ("gpt", "bert"):
+        recipe, store = f"{family}-shakespeare", f"{family}-tokens"
+        checks.check(
+            f"{family}: train, stop, resume", lambda r=recipe, s=store, n=family: checks.resumed(r, s, n)
+        )
+        checks.check(f"{family}: evaluate", lambda n=family: checks.scored(n))
+    checks.check("gpt: generate", checks.generated)
+    checks.check("bert: embed", checks.embedded)
+    meaning = "engines cannot be built, are refused or are wrong: serve fp16 graphs by ONNX Runtime"
+    checks.check("bert: TensorRT", checks.engine, meaning)
+    checks.check(PLAIN, checks.plain)
+    some = ("bf16", FP8, "offload in bf16", "compiled", "growing batch")
+    for name in some if quick else VARIANTS:
+        checks.check(f"gpt: {name}", lambda name=name: checks.variant(name))
+    layout = ("--set", "parallel.data=2", "--set", "parallel.tensor=2")
+    checks.check(
+        "prove, in processes forked on the CPU",
+        lambda: str(checks.run("prove", "gpt-shakespeare", *layout))[:0],
+    )
+
+
 def main() -> int:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    options.add_argument("--again", action="store_true", help="begin anew instead of going on")
     chosen = options.parse_args()
     if chosen.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here: nothing checked (--device cpu rehearses)", file=sys.stderr)
         return 0
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        print(
-            f"nothing checked: the command line needs {', '.join(missing)} (pip install -e .)",
-            file=sys.stderr,
-        )
-        return 0
-    with tempfile.TemporaryDirectory() as scratch:
-        checks = Checks(Path(scratch), chosen.device, 6 if chosen.quick else 40)
-        size = ("--vocab-size", 512)
+    place = ROOT / "build" / ("gpu-check" if chosen.device == "cuda" else "gpu-check-on-cpu")
+    checks = Checks(place, chosen.device, 6 if chosen.quick else 40, chosen.again)
+    doubts(checks)
+    checks.check("tests/gpu", lambda: checks.outside("-m", "pytest", "tests/gpu", "-m", "gpu", "-rs"))
+    road(checks, chosen.quick)
+    quick = ["--quick"] if chosen.quick else []
+    for name in ("gpu", "gpu_scale"):
         checks.check(
-            "tokens for a GPT",
-            lambda: (
-                checks.run("data", "tokenizer", TEXT, "--type", "bpe", *size, "--out", "bpe"),
-                checks.run("data", "tokenize", TEXT, "--tokenizer", "bpe", "--out", "gpt-tokens"),
-            ),
+            f"benchmarks/{name}.py", lambda name=name: checks.outside(f"benchmarks/{name}.py", *quick)
         )
-        checks.check(
-            "tokens for a BERT",
-            lambda: (
-                checks.run("data", "tokenizer", TEXT, "--type", "wordpiece", *size, "--out", "pieces"),
-                checks.run(
-                    "data", "tokenize", TEXT, "--tokenizer", "pieces", "--sentences", "--out", "bert-tokens"
-                ),
-            ),
-        )
-        for family in ("gpt", "bert"):
-            recipe, tokens = f"{family}-shakespeare", f"{family}-tokens"
-            checks.check(
-                f"{family}: train, stop, resume", lambda r=recipe, t=tokens, n=family: checks.resumed(r, t, n)
-            )
-            checks.check(f"{family}: evaluate", lambda n=family: checks.scored(n))
-        checks.check("gpt: generate", checks.generated)
-        checks.check("bert: embed", checks.embedded)
-        checks.check("gpt: plain fp32", checks.plain)
-        quick = ("bf16", FP8, "offload in bf16", "compiled", "growing batch")
-        for name in quick if chosen.quick else VARIANTS:
-            if name == FP8 and (lacking := no_fp8(chosen.device)):
-                print(f"gpt: {name}: left out, {lacking}", flush=True)
-                continue
-            checks.check(f"gpt: {name}", lambda name=name: checks.variant(name))
-        checks.check("fully_shard over a group of one", checks.grouped)
-        layout = ("--set", "parallel.data=2", "--set", "parallel.tensor=2")
-        checks.check(
-            "prove, in processes forked on the CPU", lambda: checks.run("prove", "gpt-shakespeare", *layout)
-        )
-    good = sum(said == "ok" for _, _, said in checks.results)
-    made = claim(
-        "gpu-check" if chosen.device == "cuda" else "gpu-check-rehearsed-on-cpu",
-        [good],
-        [len(checks.results)],
-        peer="checks",
-        unit="checks",
-        better="higher",
-        goal=1.0,
-    )
-    rows = [
-        {"check": name, "seconds": round(seconds, 2), "result": said}
-        for name, seconds, said in checks.results
-    ]
+    rows = [{"check": name} | result for name, result in checks.results.items()]
+    tried = [row for row in rows if row["result"] != "left out"]
+    good = sum(row["result"] == "ok" for row in tried)
+    name = "gpu-check" if chosen.device == "cuda" else "gpu-check-rehearsed-on-cpu"
+    made = claim(name, [good], [len(tried)], peer="checks", unit="checks", better="higher", goal=1.0)
     finish("gpu_check", [made], kind="proof", device=chosen.device, rows=rows)
-    return int(good < len(rows))
+    print(f"to send back: {checks.file}", file=sys.stderr)
+    return int(good < len(tried))
 
 
 if __name__ == "__main__":

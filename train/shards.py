@@ -37,7 +37,9 @@ class LocalShard:
     def take_gradient(self) -> None:
         """Let `computed` have its part of the gradient of `parameter`."""
         if self.computed is not self.parameter and self.parameter.grad is not None:
-            self.computed.grad = local_part(self.parameter.grad)[: len(self.computed)]
+            gradient = local_part(self.parameter.grad)[: len(self.computed)]
+            self.computed.grad_dtype = gradient.dtype  # of 16-bit weights fp32, as `GradientBuffer` has them
+            self.computed.grad = gradient
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ def local_shards(stage: Stage, shapes: Mapping[str, tuple[int, ...]]) -> Iterato
         )
         part, rows = local_part(parameter.detach()), spec.box.size[0]
         computed = parameter
-        if part.shape != parameter.shape or len(part) != rows:
+        if hasattr(parameter, "to_local") or len(part) != rows:
             part[rows:].zero_()
             computed = nn.Parameter(part[:rows], parameter.requires_grad)
         assert tuple(computed.shape) == spec.box.size, (name, tuple(computed.shape), spec.box)

@@ -136,8 +136,6 @@ def main() -> int:
         "-m",
         "pytest",
         *quiet,
-        "-m",
-        "rehearsal",
         *(sys.argv[1:] or ["-n", "2", "tests/rehearsal"]),
     ]
     return subprocess.run(words, cwd=ROOT, env=environment()).returncode

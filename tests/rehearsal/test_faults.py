@@ -80,7 +80,8 @@ PLANTED: dict[str, tuple[int, Callable[[], object]]] = {  # the card, and what i
     "flash in fp32": (80, lambda: flash_alone(WIDE)),
     "flash with a mask": (80, lambda: flash_alone(mask=on_card(8, 8) > 0)),
     "flash's operator in fp32": (
-        80, lambda: torch.ops.aten._scaled_dot_product_flash_attention(heads(WIDE), heads(WIDE), heads(WIDE)),
+        80,
+        lambda: torch.ops.aten._scaled_dot_product_flash_attention(heads(WIDE), heads(WIDE), heads(WIDE)),
     ),
     "fp8 before Ada": (80, fp8),
     "bounds before Ampere": (75, varlen),
@@ -89,7 +90,7 @@ PLANTED: dict[str, tuple[int, Callable[[], object]]] = {  # the card, and what i
     "shapes": (80, lambda: on_card(4, 5) @ on_card(4, 5)),
     "more memory than there is": (75, lambda: on_card(17, 2**29)),
     "a wait in a CUDA graph": (80, captured_wait),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -24,8 +24,12 @@ KINDS = {  # what the files call a thing -> its class
     "inspector": "EngineInspector",
 }
 OTHERS = {  # of TensorRT-RTX alone, and what is asked for with a default
-    "ComputeCapability", "num_compute_capabilities", "set_compute_capability", "__name__", "__version__",
-}  # fmt: skip
+    "ComputeCapability",
+    "num_compute_capabilities",
+    "set_compute_capability",
+    "__name__",
+    "__version__",
+}
 
 
 @pytest.fixture(scope="module")
