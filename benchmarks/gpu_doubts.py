@@ -140,7 +140,7 @@ def loss_of_words(device: torch.device) -> str:
     told = []
     for dtype in dtypes(device):
         here = [x.to(device, dtype, copy=True).requires_grad_() for x in (hidden, weight)]
-        total = head_loss_sum(*here, None, targets.to(device), Words(words))
+        total = head_loss_sum(here[0], here[1], None, targets.to(device), Words(words))
         total.backward()
         there = [x.detach().to("cpu", torch.float32, copy=True).requires_grad_() for x in here]
         plain = torch.nn.functional.cross_entropy(there[0] @ there[1][:words].T, targets, reduction="sum")

@@ -108,8 +108,9 @@ def make(
     values = [value for _, value in engine.named_parameters()]
     optimizer = torch.optim.AdamW([{"params": values, "base_lr": 1e-3}], lr=1e-3, fused=True)
     trainer = Trainer(engine, optimizer, LossScaler.of(precision), precision, 1.0)
-    batch = engine.cut(rows(config, micro * steps, documents, padded))
-    return Case(trainer, prepare(batch, family_of(config), micro, device, 0.15, unpad=unpad))
+    batch = rows(config, micro * steps, documents, padded)
+    prepared = prepare(batch, family_of(config), micro, device, 0.15, unpad, context=mesh.context)
+    return Case(trainer, prepared)
 
 
 @dataclass
