@@ -219,7 +219,9 @@ def compiled(device: torch.device) -> str:
     from torch._dynamo.utils import counters
 
     precision, told = ("bf16" if torch.bfloat16 in dtypes(device) else "fp16"), []
-    for name, config in list(MODELS.items())[: None if device.type == "cuda" else 1]:  # a CPU compiles for minutes
+    for name, config in list(MODELS.items())[
+        : None if device.type == "cuda" else 1
+    ]:  # a CPU compiles for minutes
         counters.clear()
         found, plain = (
             losses(make_trainer(config, precision, device, compiling=how), 4) for how in ("on", "off")
