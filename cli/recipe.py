@@ -84,7 +84,8 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
 @click.option("--model", help="Name of a model shape, for example gpt2-124m (asked for on a terminal).")
 @click.option("--data", help="Token store to train on (asked for on a terminal).")
 @click.option(
-    "--machine", help="Kind of device, for example a100-80gb, h100-80gb or cpu (asked for on a terminal)."
+    "--machine",
+    help="Kind of device or cluster, for example a100-80gb, aws-p4d.24xlarge or cpu (asked for on a terminal).",
 )
 @click.option(
     "--gpus", type=click.IntRange(min=1), help="Number of devices (default: 1; asked for on a terminal)."
@@ -122,6 +123,7 @@ def new(
     from ..core.hardware import chips
     from ..data.store import TokenStore
     from ..models.presets import preset_names
+    from ..planner.constants import shipped_table
     from ..planner.hardware import find_cluster
     from ..train.recipes.new_recipe import check_epochs, new_recipe, outlook
     from ..train.recipes.recipe import Recipe, model_config, resolve
@@ -148,10 +150,11 @@ def new(
         raise WrongUse("not everything is given", where=missing, fix=fix)
     assert data and machine
     stored = TokenStore.open(data).tokens if Path(data).exists() else 0
-    text = new_recipe(model or "", data, machine, gpus or 1, tokens, init_from or "", stored)
+    cluster = find_cluster(machine) if machine in {*chips(), *shipped_table("clusters.toml")} else None
+    chip = cluster.chip.key if cluster else machine
+    text = new_recipe(model or "", data, chip, gpus or 1, tokens, init_from or "", stored)
     write_atomic(out, text)
     recipe = resolve(load_recipe(str(out), Recipe, (), RULES))
-    cluster = None if machine == "cpu" else find_cluster(machine)
     learnt = stored * (1 - recipe.data.validation_fraction)
     facts, lines = outlook(recipe, model_config(recipe), cluster, learnt)
     check_epochs(facts["epochs"])

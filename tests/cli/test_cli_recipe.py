@@ -12,6 +12,7 @@ from throughline.core.errors import WrongUse
 from throughline.core.hardware import chips
 from throughline.core.recipe import load_recipe, shipped_recipes
 from throughline.models.config import GPTConfig
+from throughline.planner.hardware import find_cluster
 from throughline.planner.memory import capacity_bytes
 from throughline.train.recipes.new_recipe import new_recipe
 from throughline.train.recipes.predict import predicted_memory
@@ -148,3 +149,26 @@ def test_a_new_recipe_from_weights_has_their_shape(tmp_path: Path) -> None:
 def test_a_field_of_another_section_is_named_with_it(command: list[str], key: str, said: str) -> None:
     done = CliRunner().invoke(main, [*command, "--set", f"{key}=1"])
     assert done.exit_code == 2 and said in done.output
+
+
+def test_a_new_recipe_says_what_a_rented_cluster_costs(tmp_path: Path) -> None:
+    """Price a chip and hour times chips times hours."""
+    given = [
+        "--model",
+        "gpt2-124m",
+        "--data",
+        "tokens/x",
+        "--gpus",
+        "8",
+        "--json",
+        "--out",
+        str(tmp_path / "r.toml"),
+    ]
+    done = CliRunner().invoke(main, ["recipe", "new", "--machine", "aws-p4d.24xlarge", *given])
+    assert done.exit_code == 0, done.output
+    facts, cluster = json.loads(done.stdout), find_cluster("aws-p4d.24xlarge")
+    assert facts["cost"] == pytest.approx(cluster.price_per_chip_hour * 8 * facts["seconds"] / 3600)
+    done = CliRunner().invoke(
+        main, ["recipe", "new", "--machine", "A100", *given[:-1], str(tmp_path / "s.toml")]
+    )
+    assert done.exit_code == 2 and "--machine" in done.output and "a100-80gb" in done.output

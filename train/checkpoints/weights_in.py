@@ -27,7 +27,13 @@ from ..engine import Engine
 from .checkpoint import load_model
 from .foreign_weights import megatron_file, read_megatron, read_nanogpt
 
-FREE = ("dropout", "sequence_length", "nsp", "mlm_transform")  # fields that the weights leave open
+FREE = (
+    "dropout",
+    "sequence_length",
+    "nsp",
+    "mlm_transform",
+    "huggingface",
+)  # fields that the weights leave open
 
 
 def open_weights(path: Path | str) -> tuple[nn.Module, Path | None]:

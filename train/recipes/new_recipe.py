@@ -142,6 +142,8 @@ def outlook(
     lines = [f"about {duration(seconds)} in all"]
     if cluster and price:
         lines[0] += f", {facts['cost']:,.0f} {cluster.currency} ({cluster.priced})"
+    elif cluster:
+        lines[0] += "; a cluster that is rented by the hour has a price (--machine aws-p4d.24xlarge)"
     if learnt:
         lines.append(f"{cell(facts['epochs'])} passes over the training part of the store")
     return facts, lines
