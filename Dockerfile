@@ -1,6 +1,7 @@
-# Throughline in a container. Three images from one file:
+# Throughline in a container. Four images from one file:
 #   docker build --target cpu   -t throughline:cpu   .   everything on the CPU
 #   docker build --target cuda  -t throughline:cuda  .   everything on a CUDA GPU
+#   docker build --target t4    -t throughline:t4    .   that, and what builds and serves TensorRT engines
 #   docker build --target serve -t throughline:serve .   an endpoint for ONNX artifacts on the CPU, without torch
 # Beside the base image, serve installs 221 MB of packages (du -sm of pip install --target with containers/serve.txt,
 # 2026-11-22, onnxruntime most of them) and cpu 1,372 MiB (files of all that it requires but tokie, 2026-11-23, torch 722 of
@@ -29,6 +30,15 @@ USER throughline
 WORKDIR /models
 ENTRYPOINT ["throughline"]
 CMD ["--help"]
+
+FROM cuda AS t4
+USER root
+WORKDIR /opt/throughline
+# torch's wheels bring CUDA and cuDNN; onnxruntime-gpu takes the place of onnxruntime, whose files have the same names
+RUN pip install -c constraints.txt '.[tensorrt]' \
+    && pip uninstall --yes onnxruntime && pip install onnxruntime-gpu==1.31.1
+USER throughline
+WORKDIR /models
 
 FROM base AS serve
 # what serving an ONNX artifact imports, and nothing else: no torch, no datasets
