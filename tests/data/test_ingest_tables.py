@@ -86,3 +86,9 @@ def test_tokenizers_of_other_programs_are_recognised(
     with pytest.raises((Refused, WrongUse)) as refused:
         Tokenizer.load(file.parent if name.startswith("dir/") else file)
     assert said in str(refused.value)
+
+
+def test_a_saved_dataset_under_a_hubs_name_is_named_as_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(WrongUse) as refused:
+        expand_inputs([f"datasets:{tmp_path}"])
+    assert refused.value.fix == f"name it as it is: {tmp_path}"
