@@ -21,7 +21,7 @@ from .ingest.streams import open_blocks
 
 COMPRESSION = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".tokens", ".raw")
-csv.field_size_limit(1 << 31)  # a cell is a text, and a text may be a book
+csv.field_size_limit(1 << 24)  # a cell may be a book; a quotation mark without its second takes no more
 KNOWN = f"known: {', '.join(FORMATS)}, each also {'/'.join(COMPRESSION)}"
 
 

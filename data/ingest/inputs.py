@@ -67,9 +67,9 @@ def expand_inputs(inputs: list[str]) -> list[Source]:
             if not name.removeprefix(DATASET_PREFIX).partition(":")[0]:
                 fix = "write datasets:NAME or datasets:NAME:CONFIG"
                 raise WrongUse("no dataset is named", where=name, fix=fix)
-            if os.path.isdir(local := name.removeprefix(DATASET_PREFIX)):
+            if is_saved_dataset(local := name.removeprefix(DATASET_PREFIX)):
                 raise WrongUse(
-                    "a directory is no dataset of the hub", where=name, fix=f"name it as it is: {local}"
+                    "a saved dataset is none of the hub", where=name, fix=f"name it as it is: {local}"
                 )
             sources.append(Source(name, 0, 0, "dataset"))
         elif os.path.isdir(name):

@@ -89,6 +89,7 @@ def test_tokenizers_of_other_programs_are_recognised(
 
 
 def test_a_saved_dataset_under_a_hubs_name_is_named_as_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text("{}")
     with pytest.raises(WrongUse) as refused:
         expand_inputs([f"datasets:{tmp_path}"])
     assert refused.value.fix == f"name it as it is: {tmp_path}"
