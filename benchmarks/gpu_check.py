@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import gpu_doubts
 import torch
 from common import claim, finish, machine_facts, parser, versions
+from gpu_doubts import DOUBTS, LeftOut
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "recipes" / "samples" / "tinyshakespeare" / "input.txt"
@@ -66,10 +66,6 @@ VARIANTS: dict[str, tuple[dict[str, object], float | None]] = {
 }
 
 
-class LeftOut(Exception):
-    """Why a check says nothing here."""
-
-
 class Checks:
     """Runs checks by name, in one directory, and writes down how each went."""
 
@@ -97,7 +93,7 @@ class Checks:
         result: dict[str, object] = {"result": "ok"}
         try:
             result["found"] = work()
-        except (LeftOut, gpu_doubts.LeftOut) as reason:
+        except LeftOut as reason:
             result = {"result": "left out", "found": str(reason)}
         except Exception as error:  # a check that breaks is one that failed: the others go on
             result = {
@@ -235,7 +231,7 @@ def _toml(value: object) -> object:
 
 def doubts(checks: Checks) -> None:
     device = torch.device(checks.device)
-    for name, (work, meaning) in gpu_doubts.DOUBTS.items():
+    for name, (work, meaning) in DOUBTS.items():
         checks.check(name, lambda work=work: work(device), meaning)
 
 
