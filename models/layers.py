@@ -7,7 +7,7 @@ Shape letters: B batch, S query positions, T key positions, W width, A heads, G 
 F feed-forward width.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -63,6 +63,12 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     return lambda x: F.gelu(x, approximate=approximate)
 
 
+def products(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """What each of several layers makes of one input; layers that have to fetch it do so `together`."""
+    together = getattr(layers[0], "together", None)
+    return [layer(x) for layer in layers] if together is None else together(x, layers)
+
+
 class Attention(nn.Module):
     """Self-attention with its projections.
 
@@ -93,8 +99,9 @@ class Attention(nn.Module):
         if self.fused:
             q, k, v = self.qkv(x_BSW).unflatten(-1, (-1, 3, self.head_size)).unbind(3)  # each (B, S, A, D)
         else:
-            q = self.q(x_BSW).unflatten(-1, (-1, self.head_size))
-            k, v = self.kv(x_BSW).unflatten(-1, (-1, 2, self.head_size)).unbind(3)
+            q, kv = products(x_BSW, self.q, self.kv)
+            q = q.unflatten(-1, (-1, self.head_size))
+            k, v = kv.unflatten(-1, (-1, 2, self.head_size)).unbind(3)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(
@@ -145,7 +152,8 @@ class FeedForward(nn.Module):
     def forward(self, x_BSW: Tensor) -> Tensor:
         if self.gate is None:
             return self.down(self.activation(self.up(x_BSW)))
-        return self.down(self.activation(self.gate(x_BSW)) * self.up(x_BSW))
+        gate, up = products(x_BSW, self.gate, self.up)
+        return self.down(self.activation(gate) * up)
 
 
 class Block(nn.Module):

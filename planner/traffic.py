@@ -117,9 +117,10 @@ def tensor_sends(
     """Kind, calls and bytes of all over the tensor axis in one micro-batch of a process with so many `layers`, with the
     tables and the head or without (1 or 0). `again` is 1 where the layers are recomputed in full.
 
-    A matrix cut by columns gathers its input, gathers it once more for its weight's gradient, and scatters its input's
-    gradient; one cut by rows scatters its result and gathers the gradient of it. Other programs than ours make
-    `layer_sums` of a layer (Shoeybi et al. 2019, section 3), or as many pairs of a gather and a scatter.
+    Matrices cut by columns that have one input gather it and scatter its gradient; one cut by rows scatters its result
+    and gathers the gradient of it: eight a layer (Shoeybi et al. 2019, section 3, whose sums are `layer_sums`), and as
+    many again of a forward that is repeated. Else the two inputs are gathered once more for the gradients of weights
+    (Korthikanti et al. 2022, section 4.2.2), behind products; other programs' are not counted.
     """
     numbers, bert = software.precision, isinstance(config, BERTConfig)
     hidden = tokens * config.width * numbers.activation
@@ -127,9 +128,8 @@ def tensor_sends(
         calls = layers * software.layer_sums * (2 + again) / 2
         kinds = ("all-gather", "reduce-scatter") if software.sequence_parallel else ("all-reduce",)
         return [(kind, calls, calls * hidden) for kind in kinds]
-    columns = (1 if config.key_value_heads == config.heads else 2) + (2 if config.gated else 1)
-    gathers = layers * ((2 + again) * columns + 2) + tables + head
-    scatters = layers * (columns + 2 * (1 + again)) + tables + head * (not bert)
+    gathers = 6 * layers + tables + head
+    scatters = layers * (4 + 2 * again) + tables + head * (not bert)
     # of the loss: the largest logit, the normalisation and the logit of the target; of BERT also the rows it selects
     sums = 3 * targets * max(numbers.weight, 4) + bert * targets * config.width * numbers.activation
     return [

@@ -21,7 +21,7 @@ def parallelize(
 ) -> None:
     """Cut, change and wrap a stage of the model by the recipe's words for it."""
     model, trunk = stage.model, stage.trunk  # with its heads, and what has the blocks
-    apply_tensor_parallel(model, mesh.tensor)  # matrices cut, layers that communicate in place of plain ones
+    apply_tensor_parallel(model, mesh.tensor, recomputing == "full")  # cut layers in place of plain ones
     pad_vocabulary(trunk, mesh.device)  # of what was cut: every process has whole tiles
     # the context axis: `Stage.encode` gives the blocks documents of whole rows, which attend around the ring
     convert_products(trunk, matmul)  # fp8, in the layers that the tensor axis left

@@ -64,7 +64,7 @@ def count(case: Case) -> tuple[int, dict[str, int], dict[str, int], int]:
     device = torch.device("cpu")
     start_group(device, 60)
     mesh = make_mesh(case.layout, device, 60)
-    engine = Engine(case.config, mesh, case.precision, SEED)
+    engine = Engine(case.config, mesh, case.precision, SEED, case.recompute)
     engine.fill()
     for step in range(2):  # the second is steady: the first may gather what a later one finds gathered
         batch = own_rows(case, engine, step)
@@ -179,6 +179,7 @@ CASES = [
         Layout(context=2, tensor=2),
         model={"gated": True, "kv_heads": 2, "positions": "rotary"},
     ),
+    Case("recomputed llama tensor", Layout(tensor=2), recompute="full", model={"gated": True, "kv_heads": 2}),
     Case("bf16 bert tensor", Layout(tensor=2), family="bert", micro_rows=16, precision="bf16"),
     Case(
         "bf16 llama context",
@@ -192,6 +193,22 @@ CASES = [
     Case("pipeline x replicated", Layout(pipeline=2, data=2)),
     Case("v x tensor", Layout(pipeline=2, tensor=2, schedule="zero-bubble-v", stages_per_process=2)),
 ]
+
+
+@pytest.mark.parametrize(("recompute", "calls"), [("none", 10), ("full", 12)])
+def test_a_llama_layer_gathers_each_input_once(recompute: str, calls: int) -> None:
+    """Eight collectives a layer, four of them in the forward, as many as there are with one matrix for queries, keys
+    and values; four more where the forward is repeated, else two gathers again, behind products.
+    """
+    warm()
+    model = {"gated": True, "kv_heads": 2, "positions": "rotary"}
+    found = []
+    for layers in (1, 3):
+        case = Case(
+            "", Layout(tensor=2), recompute=recompute, model=model | {"layers": layers}, micro_rows=16
+        )
+        found.append(sum(sum(seen.values()) for _, seen, *_ in run_ranks(2, lambda case=case: count(case))))
+    assert (found[1] - found[0]) / 2 / 2 == calls  # of two ranks, two layers
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
@@ -212,7 +229,7 @@ def test_counted_is_printed(case: Case) -> None:
         for entry in traffic(
             config,
             layout,
-            StepShape(micro_batches, case.micro_rows, LENGTH, predicted, case.precision),
+            StepShape(micro_batches, case.micro_rows, LENGTH, predicted, case.precision, case.recompute),
             pipeline,
         ):
             printed_calls[entry.kind] += entry.calls

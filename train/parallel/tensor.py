@@ -10,7 +10,7 @@ Shape letters: B batch, S positions of a row, P positions of this process (S / t
 positions, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -49,28 +49,36 @@ def _wanted(ctx: Any, index: int) -> bool:
         return True
 
 
-class _Column(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_BPW: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, product: Product
-    ) -> Tensor:
-        ctx.axis, ctx.product, ctx.biased = axis, product, bias is not None
-        ctx.save_for_backward(x_BPW, weight)
-        return product(Gathering(x_BPW, 1, axis).wait(), weight, bias, "output")
+class _Columns(torch.autograd.Function):
+    """Matrices cut by outputs, of one input: weights, then biases where there are any."""
 
     @staticmethod
-    def backward(ctx: Any, grad_BSV: Tensor) -> tuple[Tensor | None, ...]:
-        x_BPW, weight = ctx.saved_tensors
-        for_input, for_weight = _wanted(ctx, 0), _wanted(ctx, 1)
-        gathering = Gathering(x_BPW, 1, ctx.axis) if for_weight else None  # hidden behind the product below
-        scattering, grad_weight = None, None
-        if for_input:
-            scattering = Scattering(ctx.product(grad_BSV, weight.t(), None, "input"), 1, ctx.axis)
-        if gathering is not None:
-            x_BSW = gathering.wait()
-            grad_weight = ctx.product(grad_BSV.flatten(0, 1).t(), x_BSW.flatten(0, 1).t(), None, "weight")
-        grad_bias = grad_BSV.sum((0, 1)) if ctx.biased and _wanted(ctx, 2) else None
-        return None if scattering is None else scattering.wait(), grad_weight, grad_bias, None, None
+    def forward(ctx: Any, x_BPW: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *matrices, count, axis, product, keeps = rest
+        ctx.count, ctx.axis, ctx.product, ctx.keeps = count, axis, product, keeps
+        x_BSW = Gathering(x_BPW, 1, axis).wait()
+        weights, biases = matrices[:count], matrices[count:] or [None] * count
+        ctx.biased = len(matrices) > count
+        ctx.save_for_backward(x_BSW if keeps else x_BPW, *weights)
+        return tuple(product(x_BSW, *both, "output") for both in zip(weights, biases))
+
+    @staticmethod
+    def backward(ctx: Any, *grads_BSV: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wanted = [_wanted(ctx, 1 + index) for index in range((1 + ctx.biased) * ctx.count)]
+        # hidden behind the products below, as is the sum behind those of the weights
+        gathering = Gathering(x, 1, ctx.axis) if any(wanted[: ctx.count]) and not ctx.keeps else None
+        scattering = None
+        if _wanted(ctx, 0):
+            parts = [ctx.product(grad, weight.t(), None, "input") for grad, weight in zip(grads_BSV, weights)]
+            scattering = Scattering(sum(parts[1:], parts[0]), 1, ctx.axis)
+        x_NW = (x if gathering is None else gathering.wait()).flatten(0, 1)
+        found: list[Tensor | None] = [
+            ctx.product(grad.flatten(0, 1).t(), x_NW.t(), None, "weight") if asked else None
+            for grad, asked in zip(grads_BSV, wanted)
+        ]
+        found += [grad.sum((0, 1)) if asked else None for grad, asked in zip(grads_BSV, wanted[ctx.count :])]
+        return None if scattering is None else scattering.wait(), *found, None, None, None, None
 
 
 class _Row(torch.autograd.Function):
@@ -150,11 +158,19 @@ class ColumnLinear(_CutLinear):
     """A linear layer cut by outputs; its input is a part of the row, its output the whole row.
 
     One that is not cut (the key head that all query heads share) has partial gradients: each process uses its
-    output for its heads.
+    output for its heads. With `keeps` the gathered row stays for backward, else it is gathered again.
     """
 
+    keeps = False
+
     def forward(self, x_BPW: Tensor) -> Tensor:
-        return _Column.apply(x_BPW, self.weight, self.bias, self.axis, self.product)
+        return self.together(x_BPW, [self])[0]
+
+    def together(self, x_BPW: Tensor, layers: Sequence["ColumnLinear"]) -> tuple[Tensor, ...]:
+        """The outputs of several layers of one input, which is gathered once."""
+        weights = [layer.weight for layer in layers]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return _Columns.apply(x_BPW, *weights, *biases, len(layers), self.axis, self.product, self.keeps)
 
 
 class RowLinear(_CutLinear):
@@ -193,10 +209,11 @@ class SequenceEmbedding(nn.Module):
         return F.embedding(ids.narrow(-1, self.axis.rank * length, length), self.weight)
 
 
-def apply_tensor_parallel(model: Any, axis: Axis) -> None:
+def apply_tensor_parallel(model: Any, axis: Axis, keeps: bool = False) -> None:
     """Cut the model's parameters by the table and replace the layers that communicate.
 
-    Parameters keep their names. Expects a model on the meta device (`models.init.empty_model`).
+    With `keeps` gathered rows stay for backward: for blocks whose forward is repeated right before it. Parameters keep
+    their names. Expects a model on the meta device (`models.init.empty_model`).
     """
     if axis.group is None:
         return
@@ -210,7 +227,8 @@ def apply_tensor_parallel(model: Any, axis: Axis) -> None:
             placement = tensor_placement(f"{name}.weight", model.config)
             # the head is computed with the loss
             if (placement == 0 and name != "output") or name.endswith(".attention.kv"):
-                model.set_submodule(name, ColumnLinear(module, axis))
+                model.set_submodule(name, column := ColumnLinear(module, axis))
+                column.keeps = keeps
             elif placement == 1:
                 model.set_submodule(name, RowLinear(module, axis))
         elif name == "token_table":
