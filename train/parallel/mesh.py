@@ -1,11 +1,12 @@
 """The processes of a layout as axes with process groups, each with a time limit.
 
 Groups are made here rather than by `init_device_mesh`: its groups fall back to the backend's 30 minutes
-whatever the time limit of the run, so a stalled process would hold the others that long.
+whatever the time limit of the run, so a stalled process would hold the others that long. On NCCL they are split from
+the world's communicator, which is there before the first step: no axis meets for itself within a step's time limit.
 """
 
+import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -87,14 +88,16 @@ class Mesh:
 def start_group(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
     """Join the processes that the launcher started (its environment says which one this is)."""
     if not dist.is_initialized():
+        backend, bound = "gloo", None
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            backend, bound = "nccl", torch.device("cuda", device.index or 0)
+            torch.cuda.set_device(bound)
         store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
-        store.set(f"started/{rank}", "")
-        store.wait([f"started/{other}" for other in range(world)], timedelta(seconds=START_SECONDS))
-        limit = timedelta(seconds=timeout_seconds)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        if store.add("started", 1) == world:
+            store.set("all started", "")
+        store.wait(["all started"], timedelta(seconds=START_SECONDS))
+        own = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=timeout_seconds)}
+        dist.init_process_group(backend, store=store, device_id=bound, **own)
 
 
 def running_processes() -> tuple[int, int]:
@@ -143,7 +146,6 @@ def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIM
         return Mesh(layout, device)
     assert dist.get_world_size() == layout.world, (dist.get_world_size(), layout.product())
     cube, rank = _ranks(layout), dist.get_rank()
-    here = tuple(int(index[0]) for index in np.nonzero(cube == rank))
     limit = timedelta(seconds=timeout_seconds)
     sharded = layout.sharding != "replicated"
     dims = {
@@ -155,24 +157,34 @@ def make_mesh(layout: Layout, device: torch.device, timeout_seconds: float = TIM
         "replica": (1,) if sharded else (1, 2, 3),
         "shard": (2, 3) if sharded else (),
     }
-    made: dict[tuple[int, ...], Axis] = {}
-    axes = {}
+    parts = {}  # of each axis its lines, of which each process is on one
     for name, free in dims.items():
-        place = tuple(slice(None) if dim in free else here[dim] for dim in range(5))
-        ranks = tuple(cube[place].flatten().tolist())
-        if ranks not in made:  # two axes with the same members are one group
-            made[ranks] = _axis(ranks, rank, limit)
-        axes[name] = made[ranks]
-    ends = (int(cube[0, *here[1:]]), int(cube[-1, *here[1:]]))
-    if layout.pipeline > 1 and rank in ends:
-        axes["ends"] = made.get(ends) or _axis(ends, rank, limit)
+        line = math.prod(cube.shape[dim] for dim in free)
+        parts[name] = np.moveaxis(cube, free, range(-len(free), 0)).reshape(-1, line)
+    if layout.pipeline > 1:
+        parts["ends"] = np.stack((cube[0], cube[-1]), -1).reshape(-1, 2)
+    made: dict[str, Axis] = {}
+    axes = {}
+    for name, ranks in parts.items():
+        if (key := str(ranks.tolist())) not in made:  # two axes with the same members are one group
+            made[key] = _axis(ranks.tolist(), rank, limit)
+        axes[name] = made[key]
     world = Axis(layout.world, rank, tuple(range(layout.world)), dist.group.WORLD)
     return Mesh(layout, device, rank, world, **axes)
 
 
-def _axis(ranks: Sequence[int], rank: int, limit: timedelta) -> Axis:
-    """The axis through these ranks. Members alone take part, all in the same order, so none waits in a circle."""
-    if len(ranks) == 1:
-        return Axis(1, 0, tuple(ranks), None)
-    group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
-    return Axis(len(ranks), ranks.index(rank), tuple(ranks), group)
+def _axis(parts: list[list[int]], rank: int, limit: timedelta) -> Axis:
+    """The axis whose lines are these ranks, one line of which may be this process's. Every process makes the same
+    axes in the same order, so none waits in a circle.
+    """
+    mine = next((ranks for ranks in parts if rank in ranks), [])
+    group = None
+    if len(parts[0]) == 1:
+        return Axis(ranks=(rank,))
+    if len(parts) == 1 and len(mine) == dist.get_world_size():
+        group = dist.group.WORLD
+    elif dist.get_backend() == "nccl":
+        group = dist.split_group(split_ranks=parts, timeout=limit)
+    elif mine:  # gloo has nothing to split; members alone take part
+        group = dist.new_group(mine, timeout=limit, use_local_synchronization=True)
+    return Axis(len(mine), mine.index(rank), tuple(mine), group) if mine else ALONE
