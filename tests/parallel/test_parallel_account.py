@@ -11,10 +11,10 @@ from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.planner import tables  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.planner.memory import device_terms  # noqa: E402
-from throughline.planner.tables import Coordinates  # noqa: E402
+from throughline.planner.tables import Coordinates, is_hidden_matrix  # noqa: E402
 from throughline.planner.traffic import StepShape, held, traffic  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
-from throughline.prove.proof import LENGTH, ROWS, SEED, Case, own_rows  # noqa: E402
+from throughline.prove.proof import LENGTH, ROWS, SEED, Case, make_trainer, own_rows  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.compression import Bf16Sum, PowerSum  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
@@ -152,6 +152,32 @@ def test_compressed_gradients_are_printed_as_they_are_sent(
             sum(size * ring * (2 if kind == "all-reduce" else 1) for kind, (_, size) in by_kind.items())
         )
         assert scheme == "powersgd" or len(printed) >= 2
+
+
+def muons_sends(case: Case) -> tuple[dict[str, int], int]:
+    """Bytes of the collectives of one of Muon's updates, and those of this process's parts of cut matrices."""
+    device = torch.device("cpu")
+    start_group(device, 60)
+    engine = Engine(case.config, make_mesh(case.layout, device, 60), case.precision, SEED)
+    engine.fill()
+    optimizer = make_trainer(case, engine).optimizer
+    for local in engine.local_shards:
+        local.value.grad = torch.ones_like(local.value)
+    with Collectives() as seen:
+        optimizer.step()
+    own = [local for local in engine.local_shards if is_hidden_matrix(local.name, len(local.spec.shape))]
+    return dict(seen.bytes), sum(local.value.nbytes for local in own)
+
+
+def test_muon_puts_each_matrix_together_on_one_process() -> None:
+    """A part of a matrix goes to one process and a part of its direction comes back, over each of two axes: no process
+    is sent the others' matrices.
+    """
+    warm()
+    layout = Layout(data=2, tensor=2, sharding="full")
+    case = Case("muon", layout, optimizer="muon", micro_rows=8)
+    for sent, owned in run_ranks(4, lambda: muons_sends(case)):
+        assert sent == {"all-to-all": 2 * 2 * owned}
 
 
 def test_numbers_of_the_optimizer_are_those_of_the_recipe() -> None:

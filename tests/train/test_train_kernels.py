@@ -14,7 +14,8 @@ from throughline.models.presets import preset
 from throughline.train import compile as compilation
 from throughline.train import loss as losses
 from throughline.train.compile import pays, to_compile
-from throughline.train.optimizers.build import MuonAdamW, build_optimizer, orthogonalise
+from throughline.train.optimizers.build import build_optimizer
+from throughline.train.optimizers.muon import MuonAdamW, orthogonalise
 from throughline.train.recipes.recipe import Recipe
 from torch.nn import functional as F
 
