@@ -19,8 +19,8 @@ from ..core.recipe import recipe_hash
 from ..data.loader import Loader
 from ..data.samples import Dataset
 from .build import RunPlan, build_trainer
-from .checkpoints.checkpoint import CheckpointWriter, restore
-from .checkpoints.run_directory import environment, open_run
+from .checkpoints.checkpoint import CheckpointWriter, restore, verified_share
+from .checkpoints.run_directory import claim, environment, open_run
 from .engine import Engine
 from .logs.metrics import Metrics
 from .logs.profile import Profile
@@ -58,7 +58,10 @@ def train(
         Ranks.start(parallel.layout(), plan.device, parallel.timeout_seconds) as ranks,
         ranks.workspace(run_dir) as workspace,
     ):
-        checkpoint, done = ranks.first_decides(lambda: open_run(workspace, plan, resume))
+        ranks.first_decides(lambda: claim(workspace, plan.recipe, resume))
+        world = ranks.mesh.world
+        shares = ranks.gathered(verified_share(workspace.path / "checkpoints", world.rank, world.size))
+        checkpoint, done = ranks.first_decides(lambda: open_run(workspace, plan, set().union(*shares)))
         if done is not None:
             say(f"{workspace.path} is already trained to step {done['step']:,}")
             return done

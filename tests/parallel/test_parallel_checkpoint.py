@@ -11,14 +11,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from throughline.core import artifact  # noqa: E402
+from throughline.core import artifact, files  # noqa: E402
 from throughline.core.artifact import read_manifest, verify_artifact  # noqa: E402
 from throughline.core.errors import Refused, ThroughlineError  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
 from throughline.train.checkpoints import checkpoint  # noqa: E402
-from throughline.train.checkpoints.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
+from throughline.train.checkpoints.checkpoint import (  # noqa: E402
+    CheckpointWriter,
+    TensorReader,
+    find_resumable,
+    load_model,
+    restore,
+    verified_share,
+)
 from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.ranks import Ranks  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402
@@ -82,6 +89,33 @@ def run(
 ) -> list[tuple[float, float]]:
     case = replace(CASE, layout=LAYOUTS[name], model=CASE.model | {"dropout": dropout}, family=family)
     return run_ranks(case.layout.world, lambda: train(case, directory, first, last, save))[0]
+
+
+def shared_reading(directory: Path) -> tuple[set[str], list[str], Path | None]:
+    """What this process has verified, what the first one read again, and the checkpoint that it found."""
+    ranks = Ranks.start(Layout(data=2), torch.device("cpu"))
+    own = verified_share(directory, ranks.mesh.rank, 2)
+    read: list[str] = []
+    artifact.sha256_file = lambda path: read.append(path.name) or files.sha256_file(path)
+    shares = ranks.gathered(own)
+    found = ranks.first_decides(lambda: find_resumable(directory, set().union(*shares)))
+    ranks.wait()
+    return {name for _, name in own}, read, found
+
+
+def test_processes_share_the_reading_of_a_checkpoint(tmp_path: Path) -> None:
+    """Each file is hashed by one of them; the first reads again what is not as written, and passes it over."""
+    for step in (1, 2):
+        run("full", tmp_path, 0, step, save=True)
+    newest = tmp_path / "step-00000002"
+    everything = {record.name for record in read_manifest(newest).files}
+    (one, read, found), (other, none, _) = run_ranks(2, lambda: shared_reading(tmp_path))
+    assert one | other == everything and not one & other and min(len(one), len(other)) >= len(everything) // 2
+    assert (read, none, found) == ([], [], newest)
+    damaged = max(newest.glob("optimizer-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    _, read, found = run_ranks(2, lambda: shared_reading(tmp_path))[0]
+    assert read[0] == damaged.name and found == tmp_path / "step-00000001"
 
 
 def assert_close(found: list[tuple[float, float]], wanted: list[tuple[float, float]]) -> None:

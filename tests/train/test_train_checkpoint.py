@@ -218,7 +218,7 @@ def test_one_that_cannot_be_read_is_passed_over(
     """A disk that fails where the newest checkpoint lies."""
     save_steps(tmp_path, trainer, 1, 2)
 
-    def verify(path: Path) -> None:
+    def verify(path: Path, read_back: set[str]) -> None:
         if path.name == "step-00000002":
             raise OSError(errno.EIO, "Input/output error", str(path / "state.json"))
 

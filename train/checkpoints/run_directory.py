@@ -1,6 +1,7 @@
 """The directory of a run, before its first step: whose it is, whether this recipe may go on in it, and from where."""
 
 import platform
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from ...core.files import write_atomic
 from ...core.hardware import machine
 from ...core.recipe import dump_toml, load_recipe
 from ...core.version import version
-from ...core.workspace import Workspace
 from ..build import RunPlan
 from ..corpus import check_inputs
 from ..logs.target import reached
@@ -38,13 +38,13 @@ MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains th
 
 
 def open_run(
-    workspace: RunWorkspace, plan: RunPlan, resume: str
+    workspace: RunWorkspace, plan: RunPlan, verified: Collection[tuple[Path, str]]
 ) -> tuple[Path | None, dict[str, Any] | None]:
-    """Make the directory ready for steps: the checkpoint to go on from, and the summary of a run that has ended."""
+    """Make the directory, which is this run's, ready for steps: the checkpoint to go on from, and the summary of a run
+    that has ended. Files of checkpoints that are `verified` are not read again.
+    """
     recipe = plan.recipe
-    claim(workspace, recipe, resume)
-    workspace.own()
-    checkpoint = find_resumable(workspace.path / "checkpoints")
+    checkpoint = find_resumable(workspace.path / "checkpoints", verified)
     if checkpoint is not None and is_artifact(workspace.path):
         done = read_manifest(workspace.path, "run").facts
         if done["step"] >= recipe.train.steps or reached(recipe.target, done["validation"]):
@@ -56,8 +56,13 @@ def open_run(
     return checkpoint, None
 
 
-def claim(workspace: Workspace, recipe: Recipe, resume: str) -> None:
-    """Raises WrongUse when another run or other files are in this directory."""
+def claim(workspace: RunWorkspace, recipe: Recipe, resume: str) -> None:
+    """Become the directory's owner. Raises WrongUse when another run or other files are in it."""
+    _check(workspace, recipe, resume)
+    workspace.own()
+
+
+def _check(workspace: RunWorkspace, recipe: Recipe, resume: str) -> None:
     file = workspace.path / "recipe.toml"
     if not file.exists():
         names = (path.name for path in workspace.path.iterdir())

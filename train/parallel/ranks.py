@@ -171,6 +171,19 @@ class Ranks:
         self._tell(answer)
         return answer
 
+    def gathered(self, value: Any) -> list[Any]:
+        """The values of all processes, on the first one; the others get none. Collective, without a time limit."""
+        self._turns += 1
+        if self.alone:
+            return [value]
+        keys = [f"given/{self._turns}/{rank}" for rank in range(self.mesh.world.size)]
+        if not self.leads:
+            _store().set(keys[self.mesh.rank], pickle.dumps(value))  # type: ignore[arg-type]
+            return []
+        while not _store().check(keys[1:]):
+            time.sleep(0.01)
+        return [value, *(pickle.loads(_store().get(key)) for key in keys[1:])]  # noqa: S301 (written above)
+
     @contextmanager
     def one_first(self) -> Iterator[None]:
         """The first process does this before the others, who then find what it wrote. Collective."""
