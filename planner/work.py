@@ -72,7 +72,7 @@ AXES = tuple(field.name for field in dataclasses.fields(Layouts) if field.name n
 
 
 def layouts_of(layout: Layout, micro_rows: int, recompute: str, offload: bool) -> Layouts:
-    """A recipe's layout as the planner takes it: zero bubble as 1F1B."""
+    """A recipe's layout as the planner takes it; one that says which layers each stage has by its own schedule."""
     return Layouts(
         layout.tensor,
         layout.pipeline,

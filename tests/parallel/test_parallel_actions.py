@@ -7,9 +7,11 @@ from unittest import mock
 import pytest
 from throughline.core.recipe import build_recipe
 from throughline.planner.actions import Action, pipeline_actions
+from throughline.planner.cost import step_time
+from throughline.planner.hardware import find_cluster
 from throughline.planner.layout import STAGES_PER_PROCESS, Layout
 from throughline.train.parallel.pipeline import SCHEDULES
-from throughline.train.recipes.predict import layout_facts
+from throughline.train.recipes.predict import described, layout_facts
 from throughline.train.recipes.recipe import Recipe, model_config, resolve
 from throughline.train.recipes.rules import RULES
 from torch.distributed import pipelining
@@ -122,3 +124,23 @@ def test_the_layout_prints_them() -> None:
         line.startswith("0: 0F0 0F1 0B0 0F2 ") and " ... " in line and line.endswith(" 0B30 0B31")
         for line in lines
     )
+
+
+def test_zero_bubble_is_priced_by_its_own_lists_and_without_a_compiler() -> None:
+    """Against interleaved 1F1B of as many stages: less waiting, and more memory-bound kernels."""
+
+    def parts(schedule: str) -> dict[str, float]:
+        tree = {
+            "data": {"train": "tokens"},
+            "model": {"preset": "gpt3-1.3b"},
+            "train": {"steps": 1, "sequence_length": 1024, "batch_rows": 16, "micro_batch_rows": 1},
+            "parallel": {"pipeline": 4, "schedule": schedule, "stages_per_process": 2},
+        }
+        recipe = resolve(build_recipe(tree, Recipe, RULES))
+        work, layouts, software = described(model_config(recipe), recipe)
+        return step_time(work, layouts, find_cluster("dgx-a100-80gb"), software)
+
+    plain, split = parts("interleaved-1f1b"), parts("zero-bubble-v")
+    assert split["bubble"] < 0.7 * plain["bubble"]
+    assert split["memory-bound kernels"] > 1.2 * plain["memory-bound kernels"]
+    assert split["matrix products"] == pytest.approx(plain["matrix products"])

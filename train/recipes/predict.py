@@ -8,6 +8,7 @@ from ...models.config import ModelConfig
 from ...planner.constants import Constants, constants_here
 from ...planner.cost import kernel_totals, step_seconds
 from ...planner.hardware import Cluster, read_calibration, this_machine
+from ...planner.layout import ZERO_BUBBLE
 from ...planner.layout_report import layout_report
 from ...planner.memory import MOMENTS, worst_terms
 from ...planner.software import (
@@ -39,8 +40,12 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
     places = shape.rows * shape.length // recipe.parallel.context
     predicted = shape.predicted / places if recipe.objective else 1.0
     work = Work(config, train.rows_per_step, train.sequence_length, predicted)
-    layouts = layouts_of(recipe.parallel.layout(), train.rows_per_micro_batch, train.recompute, train.offload)
-    software = find_software("throughline", train.precision)
+    layout, software = recipe.parallel.layout(), find_software("throughline", train.precision)
+    if layout.schedule in ZERO_BUBBLE and layout.pipeline > 1:  # by its own lists, and not compiled
+        stages = tuple(len(layout.layers_of(stage, config.layers)) for stage in range(layout.stages))
+        layout = dataclasses.replace(layout, layers_per_stage=stages)
+        software = dataclasses.replace(software, fused_norms=False, fused_activation=False)
+    layouts = layouts_of(layout, train.rows_per_micro_batch, train.recompute, train.offload)
     shapes = parameter_shapes(config).items()
     slots = sum(optimizer_numbers(recipe.optimizer.name, name, shape) for name, shape in shapes)
     number = software.precision.gradient
