@@ -17,6 +17,7 @@ chunk, A heads, G key-value heads, D head width, N documents.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,12 @@ class ChunkDocuments(Documents):
     """The documents of every chunk: bounds (2 context, N + 1), those of row c within the (T,) tokens of chunk c."""
 
     axis: Axis
+    known: list[list[int]] | None = None  # the bounds as numbers, where nothing has to be read for them
+
+    @cached_property
+    def bounds(self) -> list[list[int]]:
+        """Of each chunk as numbers, for kernels that walk over them: read once for all layers and both directions."""
+        return self.known or self.bounds_N.tolist()
 
     def attend(
         self,
@@ -85,11 +92,12 @@ class ChunkDocuments(Documents):
 def chunk_documents(batch: dict[str, Tensor], axis: Axis) -> ChunkDocuments:
     """The documents of a micro-batch, of whose rows every process of the axis has a part."""
     rows, part = batch["input_ids"].shape
-    bounds = batch.get("document_bounds")
+    bounds, known = batch.get("document_bounds"), None
     if bounds is None:  # a row is one document
         ends = torch.arange(rows + 1, dtype=torch.int32, device=batch["input_ids"].device)
         bounds = (ends * (part // 2)).expand(2 * axis.size, -1)
-    return ChunkDocuments(bounds, part // 2, axis)
+        known = [[row * (part // 2) for row in range(rows + 1)]] * (2 * axis.size)
+    return ChunkDocuments(bounds, part // 2, axis, known)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -101,11 +109,11 @@ class _RingAttention(torch.autograd.Function):
         q_BACD: Tensor,
         k_BGCD: Tensor,
         v_BGCD: Tensor,
-        documents: Documents,
+        documents: "ChunkDocuments",
         causal: bool,
         axis: Axis,
     ) -> Tensor:
-        bounds, kernel = _bounds(documents.bounds_N, q_BACD)
+        bounds, kernel = _bounds(documents, q_BACD)
         q = _to_chunks(q_BACD)  # (2, T, A, D)
         kv = torch.stack((_to_chunks(k_BGCD), _to_chunks(v_BGCD)))  # (2, 2, T, G, D)
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -120,15 +128,15 @@ class _RingAttention(torch.autograd.Function):
             if passing is not None:
                 here = passing.wait()
         merged = out.to(q.dtype)
-        ctx.save_for_backward(q, kv, merged, lse, documents.bounds_N)
-        ctx.longest, ctx.causal, ctx.axis, ctx.rows = documents.longest, causal, axis, len(q_BACD)
+        ctx.save_for_backward(q, kv, merged, lse)
+        ctx.documents, ctx.causal, ctx.axis, ctx.rows = documents, causal, axis, len(q_BACD)
         return _from_chunks(merged, len(q_BACD))
 
     @staticmethod
     def backward(ctx: Any, grad_BACD: Tensor) -> tuple[Tensor | None, ...]:
-        q, here, out, lse, bounds_CN = ctx.saved_tensors
+        q, here, out, lse = ctx.saved_tensors
         axis, causal = ctx.axis, ctx.causal
-        bounds, kernel = _bounds(bounds_CN, q)
+        bounds, kernel = _bounds(ctx.documents, q)
         grad = _to_chunks(grad_BACD)
         dq = torch.zeros_like(q, dtype=lse.dtype)
         coming = None  # the gradients of the keys that are here, from the processes that had them before
@@ -137,7 +145,7 @@ class _RingAttention(torch.autograd.Function):
             dkv = torch.zeros_like(here, dtype=lse.dtype)
             for i, j, own, other in _pairs(step, causal, axis):
                 queries, keys = (grad[i], q[i]), (here[0, j], here[1, j])
-                lengths = bounds[own], bounds[other], ctx.longest
+                lengths = bounds[own], bounds[other], ctx.documents.longest
                 parts = kernel.backward(*queries, *keys, out[i], lse[i], *lengths, causal and own == other)
                 for whole, part in zip((dq[i], dkv[0, j], dkv[1, j]), parts):
                     whole += part
@@ -177,11 +185,11 @@ def _pairs(step: int, causal: bool, axis: Axis) -> Iterator[tuple[int, int, int,
                 yield i, j, own, other
 
 
-def _bounds(bounds_CN: Tensor, like: Tensor) -> tuple[list[Any], Any]:
-    """The bounds of each chunk and the kernel that takes them: on a CPU as numbers, read once."""
+def _bounds(documents: ChunkDocuments, like: Tensor) -> tuple[list[Any], Any]:
+    """The bounds of each chunk and the kernel that takes them: FlashAttention's, else plain products."""
     if attention_cuda.has_flash(like):
-        return list(bounds_CN), attention_cuda
-    return bounds_CN.tolist(), attention_cpu
+        return list(documents.bounds_N), attention_cuda
+    return documents.bounds, attention_cpu
 
 
 def _merge(out_TAD: Tensor, lse_AT: Tensor, part_TAD: Tensor, part_lse_AT: Tensor) -> None:
@@ -205,7 +213,7 @@ def _from_chunks(x_2TAD: Tensor, rows: int) -> Tensor:
 
 
 def ring_attention(
-    q_BACD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor, mask: Documents, is_causal: bool, axis: Axis
+    q_BACD: Tensor, k_BGCD: Tensor, v_BGCD: Tensor, mask: ChunkDocuments, is_causal: bool, axis: Axis
 ) -> Tensor:
     """Attention of the queries here over the keys of all processes of the axis: (B, A, C, D)."""
     return _RingAttention.apply(q_BACD, k_BGCD, v_BGCD, mask, is_causal, axis)
