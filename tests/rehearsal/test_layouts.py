@@ -44,18 +44,12 @@ def shapes_are_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kind, "_warmup_p2p", agree)
 
 
-def waits_of_the_ring(capability: int, precision: str, name: str) -> bool:
-    return "context" in name and (capability < 80 or precision == "fp32")
-
-
 def cases() -> list:
     """All on a T4, an A100 and an H100 in the precision that each is used in, and in fp32 once."""
-    unmended = pytest.mark.xfail(strict=True, reason="without flash the ring reads its bounds on the host")
     return [
         pytest.param(
             *(capability, precision, family, name),
             id=f"SM{capability}-{precision}-{family}-{name}",
-            marks=[unmended] if waits_of_the_ring(capability, precision, name) else [],
         )
         for capability, precision in (
             (70, "fp16"),
@@ -102,13 +96,7 @@ def counted_in_a_layer(family: str, **parallel: Any) -> tuple[dict[str, float], 
     return calls, sum(two.sent.values()) / 2 - sum(one.sent.values()) / 2
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "gpt",
-        pytest.param("llama", marks=pytest.mark.xfail(strict=True, reason="gate, up, q, k, v gather apart")),
-    ],
-)
+@pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_a_layer_over_the_tensor_axis_sends_what_megatron_sends(family):
     """With sequence parallelism each half of a layer gathers its input and scatters its sums, and backward the other
     way round: 8 (Korthikanti et al. 2022, section 4.2.2). As in Megatron-LM, what was gathered is not kept but
