@@ -315,14 +315,13 @@ def verified_share(directory: Path, rank: int, world: int) -> set[tuple[Path, st
     """Of the newest checkpoint those files whose every byte is as written, every `world`-th by size: each process reads
     a share where one would read a terabyte.
     """
-    found = set()
-    with suppress(OSError, ThroughlineError):  # the first process says what is wrong, and where
+    with suppress(OSError, ThroughlineError):  # then the first process reads again and says what is wrong
         for path in checkpoints(directory)[:1]:
-            files = sorted(read_manifest(path).files, key=lambda record: (record.bytes, record.name))
-            for record in files[rank::world]:
-                if sha256_file(path / record.name) == record.sha256:
-                    found.add((path, record.name))
-    return found
+            own = sorted(read_manifest(path).files, key=lambda record: (record.bytes, record.name))[
+                rank::world
+            ]
+            return {(path, file.name) for file in own if sha256_file(path / file.name) == file.sha256}
+    return set()
 
 
 def find_resumable(directory: Path, verified: Collection[tuple[Path, str]] = ()) -> Path | None:
