@@ -46,7 +46,8 @@ RUN pip install -c constraints.txt -r containers/serve.txt && pip install --no-d
 USER throughline
 WORKDIR /models
 EXPOSE 8000
+# the server itself: a model of gigabytes that is still loading is no sick container, and /ready says when it takes requests
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=2)"]
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
 ENTRYPOINT ["throughline", "serve", "--host", "0.0.0.0", "--port", "8000"]
 CMD ["/models/model"]

@@ -7,35 +7,48 @@ import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from ..inference.graphs.graph_options import OPSETS, GraphOptions, Names, Pooling, Precision, Variant
+from ..inference.graphs.graph_options import OPSETS, GraphOptions, Names, Pooling, Precision
 from .common import PATH, throughline_command
 
-TARGETS = ("onnx", "huggingface", "gguf", "tensorrt", "tensorrt-rtx", "triton", "calibration")
+_JUDGED = "precision text tasks limit bench device"
+_ENGINE = f"{_JUDGED} calibration pooling batches lengths"
+USED = {  # of the options below by each target; another one that is given is refused
+    "onnx": f"{_JUDGED} calibration variant opset names pooling",
+    "huggingface": f"{_JUDGED} pooling",
+    "gguf": _JUDGED,
+    "tensorrt": f"{_ENGINE} timing_cache",
+    "tensorrt-rtx": f"{_ENGINE} capability",
+    "triton": f"{_JUDGED} calibration variant opset pooling",
+    "calibration": "text device",
+}
+PRECISIONS = {"huggingface": ("fp32", "fp16", "bf16"), "gguf": ("fp32", "fp16", "int8", "int4")}
 
 
 @click.command()
 @click.argument("path", type=click.Path())
-@click.option("--to", "target", type=click.Choice(TARGETS), required=True, help="What to write.")
+@click.option("--to", "target", type=click.Choice(tuple(USED)), required=True, help="What to write.")
 @click.option("--out", required=True, type=click.Path(), help="Directory to write.")
 @click.option("--overwrite", is_flag=True, help="Replace the artifact that is already at --out.")
 @click.option(
     "--precision",
-    type=click.Choice(get_args(Precision)),
-    default="fp32",
+    type=click.Choice((*get_args(Precision), "bf16")),
     help="Precision of the products; norms, softmax and outputs stay fp32. int8 and int4 need --text; "
-    "in GGUF they are q8_0 and q4_0.",
+    "in GGUF they are q8_0 and q4_0. (default: fp32, of an engine fp16, for Hugging Face as the model was trained)",
 )
 @click.option(
+    "--for",
     "--variant",
-    type=click.Choice(get_args(Variant)),
+    "variant",
+    type=click.Choice(("portable", "cpu", "onnxruntime", "cuda", "tensorrt")),
     default="portable",
-    help="Runtime that the ONNX graph is written for: portable has standard operators alone.",
+    help="What the ONNX graph is written for: portable has standard operators alone, cpu (or onnxruntime) those of "
+    "ONNX Runtime's CPU, cuda those that it has CUDA kernels for.",
 )
 @click.option(
     "--opset",
     type=click.IntRange(OPSETS[0], OPSETS[-1]),
-    default=OPSETS[-1],
-    help="ONNX opset; below 24 the cache, below 23 attention is written in older operators.",
+    help="ONNX opset; below 24 the cache, below 23 attention is written in older operators. (default: 24, and 17 under "
+    "optimum's names and for Triton, whose containers lag)",
 )
 @click.option(
     "--names",
@@ -93,6 +106,7 @@ def command(
     """
     from ..inference.exports.export import Judging, export_onnx
 
+    _check_used(target)
     text, calibration, bench, device = map(given.pop, ("text", "calibration", "bench", "device"))
     if target in ("calibration", "gguf") and device != "cpu":
         why = "torch reads the text there"
@@ -116,31 +130,59 @@ def command(
         score = task_scorer(tasks, limit)
     judging = Judging(text, calibration, score, bench, device=device)
     capability, batches, lengths, cache = map(given.pop, ("capability", "batches", "lengths", "timing_cache"))
-    precision: Any = given["precision"]
+    precision: Any = given.pop("precision")
+    if precision not in (None, *PRECISIONS.get(target, get_args(Precision))):
+        fix = (
+            "bf16 is for --to huggingface; "
+            if precision == "bf16"
+            else "weights of less than 16 bits are not; "
+        )
+        raise WrongUse(
+            f"--to {target} does not write {precision}", where="--precision", fix=f"{fix}give another"
+        )
+    given["variant"] = "onnxruntime" if given["variant"] == "cpu" else given["variant"]
     report: dict[str, Any]
     if target == "gguf":
         from ..inference.exports.gguf_export import export_gguf
 
         named: dict[str, Any] = {"fp32": "f32", "fp16": "f16", "int8": "q8_0", "int4": "q4_0"}
-        report = export_gguf(path, out, named[precision], judging, overwrite)
+        report = export_gguf(path, out, named[precision or "fp32"], judging, overwrite)
     elif target.startswith("tensorrt"):
         from ..inference.exports.export_engine import export_engine
 
         shapes = _numbers(batches, "--batches"), _numbers(lengths, "--lengths")
-        library, precision = target.replace("-", "_"), "fp16" if precision == "fp32" else precision
-        report = export_engine(path, out, library, precision, judging, overwrite, capability, *shapes, cache)
-    elif target == "triton":
-        from ..inference.exports.triton import export_triton
-
-        report = export_triton(path, out, GraphOptions(**given), judging, overwrite)
+        options = GraphOptions("tensorrt", precision or "fp16", pooling=given["pooling"])
+        library = target.replace("-", "_")
+        report = export_engine(path, out, library, options, judging, overwrite, capability, *shapes, cache)
     elif target == "huggingface":
         from ..inference.exports.handover import export_huggingface
 
-        report = export_huggingface(path, out, judging, overwrite, given["pooling"])
+        report = export_huggingface(path, out, judging, overwrite, given["pooling"], precision or "")
     else:
-        report = export_onnx(path, out, GraphOptions(**given), judging, overwrite)
-    lines = [*_lines(report), f"written: {out}", f"try it:  throughline serve {shlex.quote(out)}"]
+        from ..inference.exports.triton import export_triton
+
+        given |= {"precision": precision or "fp32", "opset": given["opset"] or 0}
+        if target == "triton":  # no input whose length is not the text's
+            given["names"] = "optimum"
+        write = export_triton if target == "triton" else export_onnx
+        report = write(path, out, GraphOptions(**given), judging, overwrite)
+    lines = [*_lines(report), f"written: {out}"]
+    if target not in ("triton", "tensorrt-rtx"):  # another program's, and for a GPU that may not be here
+        lines.append(f"try it:  throughline serve {shlex.quote(out)}")
     console.result({"path": str(out), "to": target, **report}, lines)
+
+
+def _check_used(target: str) -> None:
+    """Refuse an option that was given and that this target has no use for."""
+    context = click.get_current_context()
+    everything = set(" ".join(USED.values()).split())
+    for option in context.command.params:
+        name = str(option.name)
+        asked = context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
+        if asked and name in everything - set(USED[target].split()):
+            users = [one for one, names in USED.items() if name in names.split()]
+            fix = f"leave it out; it is for --to {', '.join(users)}"
+            raise WrongUse(f"--to {target} does not use {option.opts[0]}", where=option.opts[0], fix=fix)
 
 
 def _numbers(text: str, where: str) -> tuple[int, ...]:

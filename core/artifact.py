@@ -130,6 +130,7 @@ def seal(
         if name in known:
             records.append(FileRecord(name, file.stat().st_size, known[name]))
         elif file.name not in (MANIFEST, *leave_out):
+            file.chmod(file.stat().st_mode | (directory.stat().st_mode & 0o444))  # safetensors writes 0600
             sync(file)
             records.append(FileRecord(name, file.stat().st_size, sha256_file(file)))
     manifest = Manifest(

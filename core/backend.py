@@ -9,7 +9,7 @@ server use.
 Shapes: B rows, S tokens given, N positions asked for, V vocabulary, H width.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,8 @@ import numpy as np
 
 Cache = Any  # what a backend keeps between calls; only that backend looks inside
 Array = Any  # numpy.ndarray on the CPU, torch.Tensor on a GPU; this module imports no torch
+Ids = np.ndarray  # int64, of a mask bool
+Want = Collection[str] | None  # names of outputs; None: all
 Item = TypeVar("Item")
 
 
@@ -47,6 +49,9 @@ class Limits:
         """What keeps both."""
         pairs = ((self.rows, other.rows), (self.tokens, other.tokens))
         return Limits(*(min((one for one in pair if one is not None), default=None) for pair in pairs))
+
+
+ALL = Limits()  # of a runtime that takes any number
 
 
 def batches(
@@ -155,9 +160,12 @@ class EncoderBackend(Protocol):
         """The same model for calls of one thread each, `lanes` of them at once."""
 
     def forward(
-        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
+        self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
     ) -> dict[str, np.ndarray]:
         """float32 outputs: `last_hidden_state` (B, S, H); `mlm_logits` (B, N, V) at the positions `ask`;
-        `sentence_embedding` (B, H), the mean over real tokens; with an NSP head `pooler_output` (B, H) and
-        `nsp_logits` (B, 2).
+        `sentence_embedding` (B, H), the mean over real tokens; `cls_embedding` (B, H), the first; with an NSP head
+        `pooler_output` (B, H) and `nsp_logits` (B, 2).
+
+        `want`: those alone need come from the device to the host; a backend that has no `cls_embedding` gives the
+        hidden states for it.
         """

@@ -18,6 +18,9 @@ from ..core.errors import Refused, WrongUse
 from ..core.files import read_json, sha256_json
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+CHAT, GENERATION = "chat_template.jinja", "generation_config.json"
+# tokens that end a turn besides the end of text: an answer that writes one has ended
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
 ROLES = ("eos", "bos", "pad", "unk", "cls", "sep", "mask")
 # Names by which the tokens of a role are known where no manifest says so: GPT-2, Llama, BERT and ours.
 KNOWN = {
@@ -224,6 +227,37 @@ def tokenizer_records(path: Path | str) -> list[Input]:
         return [input_record(path)]
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     return [input_record(found) for found in (file, file.parent / CONFIG) if found.is_file()]
+
+
+def chat_template(directory: Path) -> str | None:
+    """The chat template of a model directory: its file, or the (default) one in tokenizer_config.json."""
+    if (directory / CHAT).is_file():
+        return (directory / CHAT).read_text(encoding="utf-8")
+    stated = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
+    source = stated.get("chat_template") if isinstance(stated, dict) else None
+    if isinstance(source, list):  # several by name
+        source = next((one["template"] for one in source if one.get("name") == "default"), None)
+    return source if isinstance(source, str) else None
+
+
+def write_beside(target: Path, tokenizer: "Tokenizer", source: Path | None, longest: int) -> None:
+    """What stands beside a tokenizer.json, written to a directory: tokenizer_config.json, which names the special
+    tokens, and of the directory `source` the chat template and the defaults of generation, if it has them.
+    """
+    texts = {i: text for text, i in tokenizer.vocab.items()}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
+    config |= {f"{role}_token": texts[i] for role, i in tokenizer.special.items()}
+    (target / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    if source is not None:
+        copy_chat(source, target)
+
+
+def copy_chat(source: Path, target: Path) -> None:
+    """The chat template and the defaults of generation of a model directory, as far as it has them."""
+    if (template := chat_template(source)) is not None:
+        (target / CHAT).write_text(template, encoding="utf-8")
+    if (source / GENERATION).is_file():
+        (target / GENERATION).write_bytes((source / GENERATION).read_bytes())
 
 
 def tokenizer_beside(store: Path | str) -> Path:

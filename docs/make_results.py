@@ -106,7 +106,12 @@ def results_page(found: list[Row]) -> str:
 def headline_rows(found: list[Row]) -> Iterator[list[str]]:
     """README's rows: what was done, figure, peer and ratio, each from the machine that measured it last."""
     for name, about in HEADLINES.items():
-        row = max((row for row in found if row.claim["name"] == name), key=lambda row: row.date)
+        rows = [row for row in found if row.claim["name"] == name]
+        if not rows:
+            sys.exit(
+                f"README's claim {name} stands in no record of benchmarks/results: measure it, or take it out of HEADLINES"
+            )
+        row = max(rows, key=lambda row: row.date)
         claim, unit = row.claim, row.claim["unit"].partition(",")[0]
         values = (claim["ours"], claim["theirs"])
         ours, theirs = (f"{x:,.0f} {unit}" if x >= 1000 else f"{x:.3g} {unit}" for x in values)

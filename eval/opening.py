@@ -66,7 +66,7 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
         tokenizer.fingerprint()  # takes 40 MB for a moment: now, and not on top of the weights
         return_freed_memory()
         device = own_gpu(options.device)
-        opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(), device))
+        opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype("cpu"), device))
         model = module = opened.model
         if hasattr(model, "encoder"):
             why = f"its head is {model.head.kind}"

@@ -149,6 +149,8 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
         if corpus.tokenizer is not None:
             check_tokens(corpus.tokenizer, tokenizer, recipe.model.init_from)
         corpus = replace(corpus, inputs=[*corpus.inputs, input_record(recipe.model.init_from)])
+    if recipe.model.init_from:
+        corpus = replace(corpus, beside=Path(recipe.model.init_from))
     plan = replace(plan, memory=memory, corpus=corpus)
     if running_processes()[0] == 0:
         check_epochs(plan.outlook[0]["epochs"])

@@ -28,6 +28,7 @@ class Corpus:
     tokenizer_json: bytes | None
     inputs: Sequence[Input]
     text_bytes: int = 0
+    beside: Path | None = None  # of the weights begun with: its chat template goes where the tokenizer does
 
 
 def open_corpus(recipe: Recipe, cache: Path | None = None) -> Corpus:

@@ -94,6 +94,7 @@ class Run:
             workspace.path / "checkpoints",
             recipe.checkpoint.keep,
             plan.corpus.tokenizer_json,
+            plan.corpus.beside,
             plan.corpus.inputs,
             recipe_hash(recipe),
             process=ranks.mesh.rank,

@@ -9,7 +9,7 @@ Runtime fused, what real text and a task say, and a latency table unless that wa
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -147,8 +147,11 @@ def export_onnx(
     """
     with exporting(path, out, "onnx", judging, overwrite) as export:
         nodes = write_judged(export, options)
+        import onnxruntime
+
         export.keep_sentence()
-        facts = {name: getattr(options, name) for name in ("variant", "opset", "names")}
+        facts: dict[str, Any] = {name: getattr(options, name) for name in ("variant", "opset", "names")}
+        facts["onnxruntime"] = onnxruntime.__version__  # that it was compared on
         export.draft.facts |= {"precision": options.precision, "nodes": nodes} | facts
     return export.report
 
@@ -209,7 +212,19 @@ def write_described(opened: OpenedModel, graph: Path, options: GraphOptions) -> 
     special = copy_tokenizer(opened, graph.parent)
     if options.names == "optimum" and isinstance(config, GPTConfig):
         write_json(graph.with_name("genai_config.json"), genai_config(config, special))
+    if options.names == "optimum":
+        with suppress(Refused):  # a shape that Hugging Face's classes do not express has no config.json
+            write_json(graph.with_name("config.json"), huggingface_of(opened.model)[0])
     return nodes
+
+
+def huggingface_of(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of config.json and tensors. Raises Refused for a shape that Hugging Face's classes cannot express."""
+    from ...models.heads import BERTWithHead
+    from ...models.huggingface import to_huggingface
+    from ...models.huggingface_heads import head_to_huggingface
+
+    return head_to_huggingface(model) if isinstance(model, BERTWithHead) else to_huggingface(model)
 
 
 def genai_config(config: GPTConfig, special: Mapping[str, int]) -> Report:
@@ -272,12 +287,12 @@ def parity_facts(report: Report) -> dict[str, Any]:
 
 
 def copy_tokenizer(opened: OpenedModel, target: Path) -> dict[str, int]:
-    """Copy tokenizer.json with a tokenizer_config.json that names its special tokens; returns their ids by
+    """Copy tokenizer.json with what stands beside it, a chat template too; returns the ids of its special tokens by
     our names.
     """
     if opened.tokenizer is None:
         return {}
-    from ...data.tokenizer import Tokenizer
+    from ...data.tokenizer import Tokenizer, write_beside
 
     tokenizer = Tokenizer.load(opened.tokenizer)
     if tokenizer.vocab_size > opened.model.config.vocab_size:
@@ -286,13 +301,7 @@ def copy_tokenizer(opened: OpenedModel, target: Path) -> dict[str, int]:
         what = "the tokenizer has more tokens than the model"
         raise WrongUse(what, where=opened.tokenizer, why=why, fix=fix)
     (target / "tokenizer.json").write_bytes(opened.tokenizer.read_bytes())
-    texts = {i: text for text, i in tokenizer.vocab.items()}
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": opened.model.config.sequence_length,
-        **{f"{role}_token": texts[i] for role, i in tokenizer.special.items()},
-    }
-    write_json(target / "tokenizer_config.json", config)
+    write_beside(target, tokenizer, opened.tokenizer.parent, opened.model.config.sequence_length)
     return tokenizer.special
 
 

@@ -9,23 +9,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...core.console import warn
 from ...core.errors import WrongUse
 from ...core.files import sha256_file
-from ..graphs.graph_options import GraphOptions, Precision
+from ...core.hardware import machine
+from ...models.config import TransformerConfig
+from ..graphs.graph_options import GraphOptions
+from ..graphs.parity import BOUNDS, sweep
+from ..runtimes.backends import on_engine
+from ..runtimes.loaded import Loaded
+from ..runtimes.tensorrt_backend import EngineSession
 from ..runtimes.tensorrt_library import gpu_facts, load_library
 from .engine_report import engine_facts, kernels_of_inspector, kernels_of_log
-from .export import ALONE, Judging, Report, exporting, write_judged
-from .tensorrt_build import RTX_CAPABILITIES, buckets, build_engine
+from .export import ALONE, Export, Judging, Report, exporting, judge, write_judged
+from .tensorrt_build import RTX_CAPABILITIES, Profile, buckets, build_engine
 
 T4 = "7.5"
 BATCHES, LENGTHS = (1, 8), (128, 512)
+HALF = GraphOptions("tensorrt", "fp16")
 
 
 def export_engine(
     path: Path | str,
     out: Path | str,
     library_name: str,
-    precision: Precision = "fp16",
+    options: GraphOptions = HALF,
     judging: Judging = ALONE,
     overwrite: bool = False,
     capability: str = T4,
@@ -39,7 +47,7 @@ def export_engine(
     Raises what `export_onnx` raises, and Refused when attention is not fused or a product is not in the
     precision of the graph; then nothing is left at `out`.
     """
-    rtx = library_name == "tensorrt_rtx"
+    precision, rtx = options.precision, library_name == "tensorrt_rtx"
     if rtx and capability not in RTX_CAPABILITIES:
         why = f"TensorRT-RTX compiles for {', '.join(RTX_CAPABILITIES)}"
         raise WrongUse(f"no compiler for compute capability {capability}", where="--capability", why=why)
@@ -48,25 +56,35 @@ def export_engine(
         config, graph = export.opened.model.config, export.folder / "model.onnx"
         lengths = tuple(sorted({min(length, config.sequence_length) for length in lengths}))
         profiles = buckets(config, batches, lengths)
-        write_judged(export, GraphOptions("tensorrt", precision))
+        write_judged(export, options)
         export.keep_sentence()
         engine, messages = build_engine(
             library, graph, config, profiles, capability if rtx else None, timing_cache
         )
         (export.folder / "engine.plan").write_bytes(engine)
-        kernels = kernels_of_log(messages) if rtx else kernels_of_inspector(_inspected(library, engine))
-        machine = {"gpu": None, "compute_capability": capability} if rtx else gpu_facts()
+        inspected = [] if rtx else kernels_of_inspector(_inspected(library, engine, profiles[0], config))
+        kernels = kernels_of_log(messages) if rtx else inspected
+        device = judging.device if judging.device != "cpu" else "cuda:0"
+        card = {"gpu": None, "compute_capability": capability} if rtx else gpu_facts(device)
         facts: dict[str, Any] = {
             "precision": precision,
             "library": library.__name__,
             "library_version": library.__version__,
-            **machine,
+            **card,
             "profiles": [dataclasses.asdict(profile) for profile in profiles],
             "graph_sha256": sha256_file(graph),
             "source": export.opened.input.hash,
-            "standing": "compiled by TensorRT-RTX, not run" if rtx else "built and read back by TensorRT",
+            "standing": "compiled by TensorRT-RTX, not run",
+            "compared": "its graph, on ONNX Runtime",
         }
-        facts |= engine_facts(kernels, config, precision, len(profiles))
+        facts |= engine_facts(kernels, config, precision, len(profiles), whole=rtx)
+        if "not known" in (facts["product_types"], facts["fused_attention"]):
+            warn("TensorRT does not say in which type its products are, or that attention is fused")
+        if not rtx or capability in [gpu.capability for gpu in machine().gpus[:1]]:
+            session = EngineSession(library, engine, out, device)
+            _judge_engine(export, session, options)
+            facts |= {"standing": f"built and run by {library.__name__}", "compared": "the engine"}
+            facts |= {"captures_failed": session.capture_failures}
         for file in export.folder.glob("model.onnx*"):
             file.unlink()  # the engine has the weights
         export.report["engine"] = facts
@@ -74,8 +92,33 @@ def export_engine(
     return export.report
 
 
-def _inspected(library: Any, engine: bytes) -> str:
-    """What TensorRT says of an engine that it has just built, as JSON."""
+def _judge_engine(export: Export, session: EngineSession, options: GraphOptions) -> None:
+    """Compare the engine itself with torch, over what its profiles take; what was said of its graph stays beside it."""
+    config, of_graph = export.opened.model.config, dict(export.report)
+    backend = on_engine(session, config, options.precision)
+    candidate = Loaded(config, export.tokenizer, export.opened.input, backend)
+    cases = sweep(config.vocab_size, config.sequence_length, session.limits)
+    judge(
+        export,
+        export.reference(export.draft.facts["pooling"]),
+        candidate,
+        BOUNDS[options.precision],
+        "the engine",
+        cases,
+    )
+    export.report["graph"] = {name: of_graph[name] for name in ("bound", "outputs", "passed")}
+
+
+def _inspected(library: Any, engine: bytes, profile: Profile, config: TransformerConfig) -> str:
+    """What TensorRT says of an engine that it has just built, as JSON: types are those of an execution context with
+    the shapes that the first profile is tuned for.
+    """
     runtime = library.Runtime(library.Logger(library.Logger.ERROR))
-    inspector = runtime.deserialize_cuda_engine(engine).create_engine_inspector()
+    opened = runtime.deserialize_cuda_engine(engine)
+    inspector = opened.create_engine_inspector()
+    if (context := opened.create_execution_context()) is not None:
+        for name in (opened.get_tensor_name(i) for i in range(opened.num_io_tensors)):
+            if opened.get_tensor_mode(name) == library.TensorIOMode.INPUT:
+                context.set_input_shape(name, profile.shapes(name, config)[1])
+        inspector.execution_context = context
     return inspector.get_engine_information(library.LayerInformationFormat.JSON)

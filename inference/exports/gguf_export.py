@@ -17,7 +17,7 @@ from ..graphs.reference import Adapted, Outputs
 from ..runtimes.backends import run_gguf
 from ..runtimes.llama_backend import INSTALL
 from ..runtimes.loaded import Loaded
-from .export import ALONE, Judging, Report, exporting, judge, write_json
+from .export import ALONE, Judging, Report, copy_tokenizer, exporting, judge, write_json
 from .gguf_writer import GGUFPrecision, write_gguf
 
 # llama.cpp computes GELU from a table of f16 values, so f32 is no closer than f16; its blocks of 32 weights are those
@@ -51,8 +51,7 @@ def export_gguf(
         config = opened.model.config
         write_gguf(opened.model, opened.tokenizer, file, precision, export.sentence)  # type: ignore[arg-type]
         write_json(export.folder / "model.json", {"family": family_of(config), "config": config.to_dict()})
-        if opened.tokenizer is not None:
-            (export.folder / "tokenizer.json").write_bytes(opened.tokenizer.read_bytes())
+        copy_tokenizer(opened, export.folder)
         export.keep_sentence()
         export.draft.facts |= {"precision": precision, "pooling": export.sentence.pooling}
         if importlib.util.find_spec("llama_cpp") is None:

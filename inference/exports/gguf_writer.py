@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ...core.errors import Refused, WrongUse
-from ...data.tokenizer import Tokenizer
+from ...data.tokenizer import TURN_ENDS, Tokenizer, chat_template
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
 from ...models.sentence import MEAN, Sentence
 from ..runtimes.llama_backend import INSTALL
@@ -59,6 +59,9 @@ def write_gguf(
 
     config = model.config
     architecture = architecture_of(config)
+    if hasattr(model, "encoder"):
+        fix = "export to ONNX or Hugging Face; the model that was fine-tuned can be a GGUF file"
+        raise Refused("a fine-tuned head has no place in a GGUF file of ours", where="--to gguf", fix=fix)
     _, state = to_huggingface(model)
     writer = gguf.GGUFWriter(path, architecture)
     _describe(writer, config, precision)
@@ -79,6 +82,7 @@ def _describe(writer: Any, config: ModelConfig, precision: GGUFPrecision) -> Non
     import gguf
 
     kind = "ALL_F32" if precision == "f32" else f"MOSTLY_{precision.upper()}"
+    writer.add_name(f"{config.layers} layers of {config.width}")
     writer.add_file_type(gguf.LlamaFileType[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(config.vocab_size)
@@ -147,14 +151,16 @@ def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> Non
     """The vocabulary as llama.cpp reads it. Without a tokenizer that it knows the model takes ids alone."""
     from gguf import TokenType
 
-    tokenizer = None if file is None else Tokenizer.load(file)
-    parts = None if tokenizer is None else _vocabulary(tokenizer)
-    if tokenizer is None or parts is None:
+    if file is None:
         writer.add_tokenizer_model("none")
         return
-    model, pre, texts, merges = parts
-    special = set(tokenizer.special.values())
-    kinds = [TokenType.CONTROL if i in special else TokenType.NORMAL for i in range(len(texts))]
+    tokenizer = Tokenizer.load(file)
+    model, pre, texts, merges = _vocabulary(tokenizer, file)
+    kinds = [TokenType.NORMAL] * len(texts)
+    for token in tokenizer.config.get("added_tokens") or []:
+        kinds[token["id"]] = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
+    for i in tokenizer.special.values():
+        kinds[i] = TokenType.CONTROL
     padding = config.vocab_size - len(texts)
     texts += [f"[PAD{number}]" for number in range(padding)]
     kinds += [TokenType.UNUSED] * padding
@@ -170,10 +176,17 @@ def _write_tokenizer(writer: Any, file: Path | None, config: ModelConfig) -> Non
             getattr(writer, f"add_{role.replace('cls', 'bos')}_token_id")(i)
     if model == "gpt2":
         writer.add_add_bos_token(tokenizer.puts_bos)
+    if (template := chat_template(file.parent)) is not None:
+        writer.add_chat_template(template)
+        ends = [name for name in TURN_ENDS if name in tokenizer.vocab and name in template]
+        for name in ends[:1]:
+            writer.add_eot_token_id(tokenizer.vocab[name])
 
 
-def _vocabulary(tokenizer: Tokenizer) -> tuple[str, str, list[str], list[str]] | None:
-    """llama.cpp's names of the tokenizer's kind and of its pre-tokenizer, the tokens by id, and the merges."""
+def _vocabulary(tokenizer: Tokenizer, file: Path) -> tuple[str, str, list[str], list[str]]:
+    """llama.cpp's names of the tokenizer's kind and of its pre-tokenizer, the tokens by id, and the merges. Raises
+    Refused for one that it would read otherwise, or not at all.
+    """
     config = tokenizer.config
     texts = [f"[UNUSED{i}]" for i in range(tokenizer.vocab_size)]
     for text, i in tokenizer.vocab.items():
@@ -183,14 +196,17 @@ def _vocabulary(tokenizer: Tokenizer) -> tuple[str, str, list[str], list[str]] |
         merges = config["model"]["merges"]
         pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
         return "gpt2", pre, texts, pairs
-    if kind == "WordPiece":
+    if kind == "WordPiece" and (config.get("normalizer") or {}).get("lowercase") is not False:
         special = set(tokenizer.special.values())
         phantom = [
             text if i in special else text[2:] if text.startswith("##") else "\u2581" + text
             for i, text in enumerate(texts)
         ]
         return "bert", "", phantom, []
-    return None
+    what = "a WordPiece with upper case" if kind == "WordPiece" else f"this {kind} tokenizer"
+    why = "of BPE it knows GPT-2's pattern here, and what it reads by WordPiece it puts in lower case: ids would differ"
+    fix = "export to ONNX or Hugging Face, or move tokenizer.json away for a file that takes ids alone"
+    raise Refused(f"llama.cpp does not read {what}", where=file, why=why, fix=fix)
 
 
 def _pre_tokenizer(config: dict[str, Any]) -> str | None:

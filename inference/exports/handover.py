@@ -8,11 +8,14 @@ and TEI are written in `conditions`, and tests assert them; neither server was r
 from pathlib import Path
 from typing import Any
 
+from ...core.files import read_json
 from ...models.config import GPTConfig
 from ..graphs.graph_options import Pooling
 from ..graphs.parity import BOUNDS
 from ..graphs.reference import reference_of
-from .export import ALONE, Judging, Report, copy_tokenizer, exporting, judge, write_json
+from ..runtimes.source import find_model
+from ..runtimes.torch_backend import DTYPE_NAMES
+from .export import ALONE, Judging, Report, copy_tokenizer, exporting, huggingface_of, judge, write_json
 
 
 def export_huggingface(
@@ -21,40 +24,48 @@ def export_huggingface(
     judging: Judging = ALONE,
     overwrite: bool = False,
     pooling: Pooling | None = None,
+    precision: str = "",
 ) -> Report:
     """Write the model at `path` as a Hugging Face directory that transformers loads; returns what parity.json
-    holds.
+    holds. Weights are in `precision`, else in the 16 bits of the run's recipe or as they were stored.
 
     Raises Refused for a shape that Hugging Face's classes cannot express and when an output differs by more
     than the bound.
     """
-    from safetensors.torch import save_file
+    import torch
+    from huggingface_hub import save_torch_state_dict
 
     from ...models.heads import BERTWithHead
-    from ...models.huggingface import to_huggingface
-    from ...models.huggingface_heads import head_to_huggingface, load_huggingface
+    from ...models.huggingface_heads import load_huggingface
 
     with exporting(path, out, "model", judging, overwrite) as export:
         model: Any = export.opened.model
         config, folder = model.config, export.folder
         tuned = isinstance(model, BERTWithHead)
-        fields, state = head_to_huggingface(model) if tuned else to_huggingface(model)
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        fields, state = huggingface_of(model)
+        dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+        dtype = dtype or find_model(path).stored_dtype("cuda") or torch.float32
+        state = {name: tensor.detach().cpu().to(dtype).contiguous() for name, tensor in state.items()}
+        save_torch_state_dict(state, folder, metadata={"format": "pt"})  # in files of at most 5 GB
+        fields |= dict.fromkeys(
+            ("dtype", "torch_dtype"), str(dtype).removeprefix("torch.")
+        )  # new name and old
         special = copy_tokenizer(export.opened, folder)
         ids = {f"{name}_token_id": value for name, value in special.items() if name in ("bos", "eos", "pad")}
         if isinstance(config, GPTConfig):
             if "eos_token_id" in ids:  # GPT-2 begins with the token that it ends with; vLLM wants it written
                 ids.setdefault("bos_token_id", ids["eos_token_id"])
-            write_json(folder / "generation_config.json", ids)
+            defaults = folder / "generation_config.json"
+            write_json(defaults, ids | (read_json(defaults) if defaults.is_file() else {}))
         elif not tuned or model.head.kind == "embedding":
             export.sentence.pooled(pooling).write(folder, config.width, config.sequence_length)
         write_json(folder / "config.json", fields | ids)
         read_back = load_huggingface(folder).to(export.device)
         candidate = reference_of(read_back, export.tokenizer, export.opened.input)
-        judge(export, export.reference(), candidate, BOUNDS["fp32"], "the Hugging Face directory")
+        bounds = BOUNDS[DTYPE_NAMES[dtype]]
+        judge(export, export.reference(), candidate, bounds, "the Hugging Face directory")
         export.report["conditions"] = conditions(folder, fields | ids)
-        export.draft.facts["architecture"] = fields["architectures"][0]
+        export.draft.facts |= {"architecture": fields["architectures"][0], "precision": DTYPE_NAMES[dtype]}
     return export.report
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...core.console import warn
 from ...core.errors import Failed, WrongUse
+from ...core.files import write_atomic
 from ...models.config import GPTConfig, TransformerConfig
 
 RTX_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0")
@@ -32,7 +34,7 @@ class Profile:
                 found.append((rows,))
             elif name == "logit_positions":
                 decode = isinstance(config, GPTConfig) and self.tokens[2] == 1
-                found.append((rows, 1 if decode else (0, 1, tokens)[i]))
+                found.append((rows, (0, 1, 1 if decode else tokens)[i]))
             elif name.startswith("past."):
                 found.append((rows, config.key_value_heads, config.sequence_length, config.head_size))
             else:
@@ -50,8 +52,7 @@ def buckets(config: TransformerConfig, batches: Sequence[int], lengths: Sequence
         if isinstance(config, GPTConfig):
             profiles.append(Profile((smaller + 1, batch, batch), (1, 1, 1)))
         for length, shorter in zip(lengths, (0, *lengths)):
-            least = shorter + 1 if shorter or not isinstance(config, GPTConfig) else min(2, length)
-            profiles.append(Profile((smaller + 1, batch, batch), (least, length, length)))
+            profiles.append(Profile((smaller + 1, batch, batch), (shorter + 1, length, length)))
     return profiles
 
 
@@ -94,15 +95,18 @@ def build_engine(
         added = builder.create_optimization_profile()
         for name in (network.get_input(i).name for i in range(network.num_inputs)):
             added.set_shape(name, *profile.shapes(name, config))
-        settings.add_optimization_profile(added)
+        if settings.add_optimization_profile(added) < 0:
+            raise Failed("the compiler refused a profile", where=str(profile), why=logger.error)
     if timing_cache is not None:
         known = timing_cache.read_bytes() if timing_cache.is_file() else b""
-        settings.set_timing_cache(settings.create_timing_cache(known), False)
+        if not settings.set_timing_cache(settings.create_timing_cache(known), False):
+            warn(f"{timing_cache} is of another GPU or version and is written anew")
+            settings.set_timing_cache(settings.create_timing_cache(b""), False)
     engine = builder.build_serialized_network(network, settings)
     if engine is None:
         raise Failed("the engine could not be built", where=graph, why=logger.error)
-    if timing_cache is not None:
-        timing_cache.write_bytes(bytes(settings.get_timing_cache().serialize()))
+    if timing_cache is not None and (timings := settings.get_timing_cache()) is not None:
+        write_atomic(timing_cache, bytes(timings.serialize()))
     return bytes(engine), logger.messages
 
 

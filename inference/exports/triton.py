@@ -8,18 +8,19 @@ Only a BERT is handed over: Triton batches requests that have no state, and the 
 goes to vLLM as a Hugging Face directory. The server was not run; a schema check in the tests reads the file.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import WrongUse
 from ...models.config import GPTConfig
-from ..graphs.graph_options import PLAIN, GraphOptions
+from ..graphs.graph_options import GraphOptions
 from .export import ALONE, Judging, Report, exporting, write_judged
 
 MODEL = "bert"
+OPTIMUM = GraphOptions(names="optimum")  # no input whose length is not the text's
 TYPES = {1: "TYPE_FP32", 7: "TYPE_INT64", 10: "TYPE_FP16"}  # by ONNX's numbers
 MAX_BATCH, QUEUE, DELAY_US = 32, 256, 2000
+WARM = 16  # tokens of the text that a container reads before it says that it is ready
 README = """# Triton model repository
 
     tritonserver --model-repository .
@@ -39,7 +40,7 @@ older one). Requests that wait beyond {queue} are refused; a batch waits at most
 def export_triton(
     path: Path | str,
     out: Path | str,
-    options: GraphOptions = PLAIN,
+    options: GraphOptions = OPTIMUM,
     judging: Judging = ALONE,
     overwrite: bool = False,
 ) -> Report:
@@ -49,7 +50,6 @@ def export_triton(
     """
     import onnx
 
-    options = dataclasses.replace(options, names="optimum")  # no input whose length is not the text's
     with exporting(path, out, "onnx", judging, overwrite) as export:
         if isinstance(export.opened.model.config, GPTConfig):
             why = "Triton batches requests without state, and the cache of a GPT is state"
@@ -90,5 +90,13 @@ def config_pbtxt(name: str, graph: Any) -> str:
         f"  default_queue_policy {{ max_queue_size: {QUEUE} }}",
         "}",
         "instance_group [ { kind: KIND_AUTO count: 1 } ]",
+        "model_warmup [ {",
+        f'  name: "{WARM} tokens" batch_size: 1',
     ]
+    kinds = {value.name: TYPES[value.type.tensor_type.elem_type] for value in graph.input}
+    warm = [
+        f'  inputs {{ key: "{name}" value: {{ data_type: {kind} dims: [{WARM}] zero_data: true }} }}'
+        for name, kind in kinds.items()
+    ]
+    lines += [*warm, "} ]"]
     return "\n".join(lines) + "\n"

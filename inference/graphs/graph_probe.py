@@ -127,7 +127,6 @@ def check_fusion(
     Raises Refused when one is missing. A graph of an opset without Attention, or for TensorRT, has none.
     """
     layers, expected = config.layers, {}
-    fused = options.variant == "onnxruntime"
     if found["com.microsoft.Attention"] or found["com.microsoft.QAttention"]:
         kind = "QAttention" if options.precision == "int8" else "Attention"
         sums = 0 if options.half else 2 * layers  # in fp16 graphs norms stand apart from sums
@@ -136,10 +135,10 @@ def check_fusion(
         expected = {"com.microsoft.GroupQueryAttention": layers}
     elif options.opset >= 23 and options.variant != "tensorrt" and options.names == "throughline":
         expected = {"Attention": layers} if options.opset >= 24 or not isinstance(config, GPTConfig) else {}
-    if fused and options.precision == "int8":
+    if options.variant == "onnxruntime" and options.precision == "int8":
         least = (3 if "com.microsoft.QAttention" in expected else 4) * layers
         expected["com.microsoft.DynamicQuantizeMatMul"] = least
-    if options.precision == "int4":
+    if options.blocks:
         expected["com.microsoft.MatMulNBits"] = 4 * layers
     for name, count in expected.items():
         if found[name] < count:

@@ -1,8 +1,8 @@
 """The ONNX graph of a BERT with its heads.
 
 Inputs: `input_ids`, `attention_mask` (1 = real token) and, when the model has segments, `token_type_ids`, all
-int64 (batch, sequence). Outputs: `last_hidden_state` (batch, sequence, width) and `sentence_embedding`
-(batch, width), pooled as the options say, and by head:
+int64 (batch, sequence). Outputs: `last_hidden_state` (batch, sequence, width), `cls_embedding` (batch, width), its
+first, and `sentence_embedding` (batch, width), pooled as the options say, and by head:
 
     pretraining              `mlm_logits` (batch, asked, vocabulary) at the input `logit_positions`
                              (batch, asked), which may ask for nothing; with a next-sentence head
@@ -57,6 +57,7 @@ def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> G
     if config.norm_first:
         x = parts.norm(x, "norm")
     graph.result(x, "last_hidden_state", ["batch", "sequence", config.width])
+    graph.result(graph.node("Gather", x, graph.scalar(0), axis=1), "cls_embedding", ["batch", config.width])
     _embedding(graph, x, mask, config.width, options.pooling or "mean")
     if head is None:
         _pretraining_heads(parts, config, x, ids)
@@ -101,6 +102,7 @@ def _fusable(parts: Blocks) -> bool:
     plain = config.bias and not config.gated and config.key_value_heads == config.heads
     return (
         parts.fused
+        and not parts.options.blocks
         and plain
         and not config.norm_first
         and not config.relative_buckets

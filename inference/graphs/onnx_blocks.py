@@ -13,7 +13,7 @@ import numpy as np
 from ...models.config import GPTConfig, TransformerConfig
 from .graph_options import GraphOptions
 from .onnx_products import Products, int8_by_output
-from .onnx_writer import CONTRIB, FLOAT, Graph
+from .onnx_writer import CONTRIB, Graph
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,7 +27,10 @@ HIDDEN_BY_MASK = -30000.0  # as good as -inf after softmax and, unlike finfo.min
 def grouped(config: TransformerConfig, options: GraphOptions) -> bool:
     """Whether attention is ONNX Runtime's GroupQueryAttention, which takes heads of a multiple of 8."""
     slots = isinstance(config, GPTConfig) and options.names == "throughline"
-    return options.variant == "onnxruntime" and slots and config.head_size % 8 == 0
+    fits = options.variant == "onnxruntime" or (
+        options.variant == "cuda" and options.half
+    )  # CUDA's is of float16
+    return fits and slots and config.head_size % 8 == 0
 
 
 class Blocks:
@@ -40,7 +43,7 @@ class Blocks:
         self.state = {
             name: value.detach().float().cpu().numpy() for name, value in model.state_dict().items()
         }
-        self.fused = options.variant == "onnxruntime" and config.norm == "layernorm"
+        self.fused = options.variant in ("onnxruntime", "cuda") and config.norm == "layernorm"
         self.grouped = grouped(config, options)
 
     def weight(self, name: str) -> str:
@@ -54,8 +57,8 @@ class Blocks:
             return graph.node("Gather", self.weight(table), ids)
         small_WV, scale_V = int8_by_output(self.state[table])
         rows = graph.node("Gather", graph.weight(f"{table}.int8", np.ascontiguousarray(small_WV.T)), ids)
-        scale = graph.node("Gather", graph.weight(f"{table}.scale", scale_V[:, None]), ids)
-        return graph.node("Mul", graph.node("Cast", rows, to=FLOAT), scale)
+        scale = graph.node("Gather", self.products.constant(f"{table}.scale", scale_V[:, None]), ids)
+        return graph.node("Mul", graph.node("Cast", rows, to=graph.kind), scale)
 
     def linear(self, x: str, name: str, out: str = "") -> str:
         """A linear layer with its bias, if it has one."""

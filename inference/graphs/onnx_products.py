@@ -5,8 +5,8 @@
   weight is int8 with one scale per output; symmetric, as TensorRT and OpenVINO want it.
 - int8 for ONNX Runtime on a CPU: its input is rounded row by row when the graph runs (uint8, measured range);
   int8 x int8 with fixed scales costs it 3.3 times as much.
-- int4 for ONNX Runtime: blocks of 32 weights share a scale; the sums are made in int8. The output matrix of
-  a GPT is kept in 8 bits.
+- int4 for ONNX Runtime, and int8 on CUDA: blocks of 32 weights share a scale; on a CPU the sums are made in int8. The
+  output matrix of a GPT is kept in 8 bits.
 
 Letters: I inputs, O outputs of a layer, N blocks along I.
 """
@@ -52,8 +52,8 @@ class Products:
         """The product over the last dim of x; plain weights are stored (in, out), as MatMul multiplies them."""
         graph, options = self.graph, self.options
         bias = [] if bias_O is None else [self.constant(f"{name}.bias", bias_O)]
-        if options.precision == "int4":
-            return self._blocks(x, name, weight_OI, bias, out, bits)
+        if options.blocks:
+            return self._blocks(x, name, weight_OI, bias, out, bits if options.precision == "int4" else 8)
         if options.precision == "int8" and not options.static:
             weight_IO, scale_O = int8_by_output(weight_OI)
             parts = (graph.weight(f"{name}.int8.T", weight_IO), graph.weight(f"{name}.scale", scale_O))
@@ -93,7 +93,7 @@ class Products:
 
     def _blocks(self, x: str, name: str, weight_OI: np.ndarray, bias: list[str], out: str, bits: int) -> str:
         packed, scales = pack_blocks(weight_OI, bits)
-        parts = (self.graph.weight(f"{name}.int{bits}", packed), self.graph.weight(f"{name}.scales", scales))
+        parts = (self.graph.weight(f"{name}.int{bits}", packed), self.constant(f"{name}.scales", scales))
         sizes: dict[str, Any] = {"K": weight_OI.shape[1], "N": weight_OI.shape[0], "bits": bits}
         sizes |= {"block_size": BLOCK, "accuracy_level": 4, "domain": CONTRIB}  # 4: sums of int8 products
         product = self.graph.node("MatMulNBits", x, *parts, out="" if bias else out, **sizes)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import CausalBackend, EncoderBackend, Span
+from ...core.backend import ALL, CausalBackend, EncoderBackend, Limits, Span
 from ...core.errors import Refused
 from ...core.logits import divergence
 from ..runtimes.backends import Loaded
@@ -49,6 +49,9 @@ class Bounds:
 BOUNDS = {
     "fp32": Bounds(error=1e-4, top1=0.99, kl=1e-6, contested=0.9999, score=0.001),
     "fp16": Bounds(error=3e-2, top1=0.9, kl=1e-4, contested=0.999, score=0.005),
+    "bf16": Bounds(
+        error=0.2, top1=0.8, kl=3e-3, contested=0.98, score=0.005
+    ),  # rounds at 4e-3, eight times fp16's
     "int8": Bounds(error=0.5, top1=0.0, kl=0.01, contested=0.98, score=0.01),
     "int4": Bounds(error=1.0, top1=0.0, kl=0.05, contested=0.95, score=0.02),
 }
@@ -63,12 +66,13 @@ class Case:
     lengths_B: np.ndarray  # real tokens per row; the rest is padding
 
 
-def sweep(vocab_size: int, context: int, seed: int = 0) -> list[Case]:
-    """Random ids in the shapes that break exports; nothing is longer than the context."""
+def sweep(vocab_size: int, context: int, limits: Limits = ALL, seed: int = 0) -> list[Case]:
+    """Random ids in the shapes that break exports; nothing is longer than the context, or beyond the limits."""
     rng = np.random.default_rng(seed)
     cases = []
+    context = min(context, limits.tokens or context)
     for batch, length in ((1, 1), (1, 2), (1, 7), (2, 16), (3, 33), (1, context), (5, min(context, 65))):
-        length = min(length, context)
+        batch, length = min(batch, limits.rows or batch), min(length, context)
         ids = rng.integers(0, vocab_size, (batch, length))
         cases.append(Case(f"{batch} x {length}", ids, np.full(batch, length)))
         if batch > 1:

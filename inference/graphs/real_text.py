@@ -135,8 +135,10 @@ def _predictions(reference: Loaded, candidate: Loaded, rows: TextRows) -> Iterat
     """Logits of both models (N, V) and the true ids (N,), None where there is no truth; a few rows at a time."""
     backends = reference.backend, candidate.backend
     step = max(1, PIECE_NUMBERS // (rows.judging.shape[1] * reference.config.vocab_size))
+    limits = candidate.backend.limits
+    step = min(step, limits.rows or step)
     for start in range(0, len(rows.judging), step):
-        ids = rows.judging[start : start + step]
+        ids = rows.judging[start : start + step, : limits.tokens]
         if reference.causal is not None:
             yield _next_tokens(backends, ids)
         else:

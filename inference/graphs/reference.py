@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...core.artifact import Input
-from ...core.backend import EncoderBackend, OneCall
+from ...core.backend import EncoderBackend, Ids, OneCall, Want
 from ...models.config import GPTConfig
 from ..runtimes.backends import Loaded, torch_backend
 from ..runtimes.spans import StepsByForward
@@ -53,9 +53,7 @@ class Adapted(OneCall):
         self.device, self.dtype = encoder.device, encoder.dtype
         self._encoder, self._adapt, self._one_type = encoder, adapt, one_type
 
-    def forward(
-        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
-    ) -> Outputs:
+    def forward(self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None) -> Outputs:
         """See `core.backend.EncoderBackend.forward`."""
         types_BS = np.zeros_like(types_BS) if self._one_type else types_BS
         return self._adapt(self._encoder.forward(ids_BS, types_BS, mask_BS, ask_BN), ask_BN)

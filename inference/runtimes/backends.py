@@ -9,6 +9,7 @@
 """
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.artifact import Input, input_record, is_artifact, read_manifest, verify_artifact
 from ...core.backend import AUTO, BackendOptions, Limits
+from ...core.console import say, warn
 from ...core.errors import WrongUse
 from ...core.files import read_json
 from ...core.hardware import usable_cores
@@ -25,6 +27,7 @@ from ...models.sentence import read_sentence
 from .bench import fastest
 from .devices import check_options, pick_device, pick_dtype
 from .loaded import Loaded
+from .onnx_session import check_version
 from .source import find_model
 
 if TYPE_CHECKING:
@@ -67,7 +70,7 @@ def _open_torch(path: Path, options: BackendOptions) -> Loaded:
     found = find_model(path)
     runtime = check_options(options, "a torch model", ("torch", "torch-compiled"))
     device = pick_device(options.device)
-    opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(), device))
+    opened = found.open(device, pick_dtype(options.dtype, found.stored_dtype(device), device))
     loaded = torch_backend(*opened, compiled=runtime == "torch-compiled")
     return replace(loaded, sentence=read_sentence(found.directory)) if loaded.encoder else loaded
 
@@ -81,16 +84,18 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
     if kind == "engine":
         from .tensorrt_backend import open_engine
 
-        session = open_engine(path, manifest)
-        backend = on_session(session, config, dtype, session.device)
-        backend.name = "tensorrt"
-        if isinstance(config, GPTConfig):  # of a prompt it takes so many tokens in a call, and goes on
-            backend.limits = Limits(session.rows, session.tokens)
-        else:
-            backend.limits, backend.context = Limits(session.rows), min(backend.context, session.tokens)
+        backend = on_engine(open_engine(path, manifest, options.device), config, dtype)
     elif kind == "gguf":
         backend = run_gguf(path / "model.gguf", config, options, dtype)
     else:
+        check_version(manifest.facts, path)
+        if not _has_cuda_kernels(manifest.facts) and pick_onnx_device(options.device) != "cpu":
+            what = "work of this graph has no CUDA kernels in ONNX Runtime"
+            if options.device == "auto":
+                say(f"{what}: it runs on the CPU; one exported with --for cuda runs on the GPU")
+                options = replace(options, device="cpu")
+            else:
+                warn(f"{what} and goes to the CPU and back in each layer; export it with --for cuda")
         backend = run_graph(path / "model.onnx", config, options, dtype)
     head = described.get("head", {})
     classes = head["labels"] if head.get("kind") == "sequence-classification" else ()
@@ -98,6 +103,27 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
     pooling: Any = str(manifest.facts.get("pooling", "mean")).partition("-")[0]
     sentence = replace(read_sentence(path), pooling=pooling, inside=kind != "gguf")
     return Loaded(config, kept, input_record(path), backend, tuple(classes), sentence)
+
+
+def on_engine(session: Any, config: ModelConfig, precision: str) -> Any:
+    """An engine behind the protocol of its family, with what its profiles take as limits."""
+    from .onnx_cuda import CudaCausal, CudaEncoder
+
+    kind: Any = CudaCausal if isinstance(config, GPTConfig) else CudaEncoder
+    backend = kind(session, config, precision, session.device)
+    backend.name, backend.limits = "tensorrt", session.limits
+    if not isinstance(config, GPTConfig):  # a text is read at once
+        backend.limits = Limits(session.limits.rows)
+        backend.context = min(backend.context, session.limits.tokens)
+    return backend
+
+
+def _has_cuda_kernels(facts: Mapping[str, Any]) -> bool:
+    """Whether ONNX Runtime places all products and attention of a graph on a GPU (as its placements of 1.31 show):
+    of what is written for its CPU, float16 and a BERT in float32.
+    """
+    whole = facts.get("precision") == "fp16" or (facts["family"], facts.get("precision")) == ("bert", "fp32")
+    return facts.get("variant") != "onnxruntime" or whole
 
 
 def kind_of(path: Path) -> str:
@@ -177,16 +203,17 @@ def on_session(
     open_lane: Any = None,
 ) -> Any:
     """A session on the device, ONNX Runtime's or an engine's, behind the protocol of its family."""
+    if device != "cpu":
+        from .onnx_cuda import CudaCausal, CudaEncoder
+
+        kind: Any = CudaCausal if isinstance(config, GPTConfig) else CudaEncoder
+        return kind(session, config, precision, device)
     from .onnx_causal import OnnxCausal
     from .onnx_encoder import OnnxEncoder
 
-    if not isinstance(config, GPTConfig):
-        return OnnxEncoder(session, config, precision, device, lanes, open_lane)
-    if device == "cpu":
+    if isinstance(config, GPTConfig):
         return OnnxCausal(session, config, precision)
-    from .onnx_cuda import CudaCausal
-
-    return CudaCausal(session, config, precision, device)
+    return OnnxEncoder(session, config, precision, device, lanes, open_lane)
 
 
 def _run_openvino(graph: Path, config: ModelConfig, options: BackendOptions, precision: str) -> Any:

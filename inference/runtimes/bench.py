@@ -69,12 +69,13 @@ def latency_page(rows: list[dict[str, Any]]) -> str:
 
 
 def _cases(loaded: Loaded) -> list[tuple[str, int, int]]:
-    context = loaded.config.sequence_length
-    lengths = sorted({min(length, context - 1) for length in (32, 128)})
+    context, limits = loaded.backend.context, loaded.backend.limits
+    lengths = sorted({min(length, context - 1, limits.tokens or length) for length in (32, 128)})
+    batches = sorted({min(batch, limits.rows or batch) for batch in (1, 8)})
     if loaded.causal is not None:
         reading = [("prefill", 1, tokens) for tokens in lengths]
-        return reading + [("decode", batch, lengths[-1]) for batch in (1, 8)]
-    return [("encode", batch, tokens) for batch in (1, 8) for tokens in lengths]
+        return reading + [("decode", batch, lengths[-1]) for batch in batches]
+    return [("encode", batch, tokens) for batch in batches for tokens in lengths]
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
@@ -113,24 +114,27 @@ def fastest(candidates: Sequence[tuple[str, Callable[[], Loaded]]]) -> Loaded:
 
     Raises what the last candidate raised when none can run.
     """
-    found: list[tuple[float, str, Loaded]] = []
-    failed: ThroughlineError | None = None
+    found: dict[str, float] = {}
+    best: Loaded | None = None
+    failed: Exception | None = None
     for name, opening in candidates:
+        loaded = None
         try:
             loaded = opening()
-            times_s = measure(call_of(loaded), CHOICE_SECONDS / len(candidates))
-        except ThroughlineError as error:
+            seconds = float(np.median(measure(call_of(loaded), CHOICE_SECONDS / len(candidates))))
+        except Exception as error:  # out of memory, and what a library raises on its own: the others may run
             failed = error
-            say(f"{name}: {error.what}")
+            say(f"{name}: {error.what if isinstance(error, ThroughlineError) else error}")
             continue
-        found.append((float(np.median(times_s)), name, loaded))
-    if not found:
+        if not found or seconds < min(found.values()):
+            best = loaded  # the other is let go
+        found[name] = seconds
+    if best is None:
         assert failed is not None
         raise failed
-    found.sort(key=lambda entry: entry[0])
-    times = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for seconds, name, _ in found)
-    say(f"backend: {found[0][1]} ({times})")
-    return found[0][2]
+    times = ", ".join(f"{name} {found[name] * 1e3:.1f} ms" for name in sorted(found, key=found.__getitem__))
+    say(f"backend: {min(found, key=found.__getitem__)} ({times})")
+    return best
 
 
 def call_of(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import OneCall, Span
+from ...core.backend import Ids, OneCall, Span, Want
 from ...core.errors import Refused, WrongUse
 from ...models.config import BERTConfig, GPTConfig
 from .spans import StepsByForward
@@ -186,7 +186,7 @@ class LlamaEncoder(OneCall):
         self._context = LlamaContext(self.library, self.model, 1, self.context, threads, **settings)
 
     def forward(
-        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
+        self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
     ) -> dict[str, np.ndarray]:
         """See `core.backend.EncoderBackend.forward`; rows one after another, without `mlm_logits`."""
         hidden = np.zeros((*ids_BS.shape, self._width), np.float32)

@@ -16,7 +16,7 @@ from ...core.backend import Limits, Span
 from ...core.logits import library
 from ...models.config import GPTConfig
 from .sampler import beside, copy_of
-from .spans import rectangles, scatter_logits
+from .spans import in_pieces, rectangles, scatter_logits
 
 BINDINGS = 16  # kept for decode steps: one for each number of rows
 CAPACITY_STEP = 128  # tokens by which a cache grows; each growth copies it once
@@ -103,7 +103,9 @@ class OnnxCausal:
 
     def step(self, spans: Sequence[Span], cache: OnnxCache) -> Any:
         """See `core.backend.CausalBackend.step`."""
-        calls = rectangles(spans, self.context, lambda row: int(cache.lengths[row]))
+        if self.limits.tokens and max(len(span.ids) for span in spans) > self.limits.tokens:
+            return in_pieces(self.step, spans, cache, self.limits.tokens)
+        calls = rectangles(spans, self.context, lambda row: int(cache.lengths[row]), self.limits.rows)
         found = []
         for call in calls:
             logits = self._run(*call.arguments, cache, call.first_row)
@@ -145,7 +147,7 @@ class OnnxCausal:
             bound = self._bind(cache, *key)
             if length == 1:
                 if len(cache.bindings) == BINDINGS:
-                    cache.bindings.clear()
+                    del cache.bindings[next(iter(cache.bindings))]
                 cache.bindings[key] = bound
         for buffer, value in zip(bound.inputs, (ids_BS, past_B, ask_BN)):
             buffer[...] = beside(buffer, np.ascontiguousarray(value, np.int64))
@@ -177,7 +179,11 @@ class OnnxCausal:
         self.load_row(cache, target, [store[source] for store in cache.stores.values()], tokens)
 
     def free_row(self, cache: OnnxCache, row: int) -> None:
-        """See `core.backend.CausalBackend.free_row`: when the longest row goes, all others get faster."""
+        """See `core.backend.CausalBackend.free_row`: when the longest row goes, all others get faster. It is emptied:
+        Attention reads the whole capacity, and zero times NaN is NaN.
+        """
+        for store in cache.stores.values():
+            store[row, :, : cache.lengths[row]] = 0
         cache.lengths[row] = 0
         room = self._room(max(int(cache.lengths.max()), 1))
         if 2 * room <= cache.capacity:

@@ -1,22 +1,41 @@
-"""A GPT graph on a CUDA device, by ONNX Runtime or as an engine: cache, inputs and logits are memory of torch's."""
+"""Graphs on a CUDA device, by ONNX Runtime or as an engine: caches, inputs and outputs are memory of torch's, and what
+crosses the bus are ids and what was asked for.
+"""
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core.errors import WrongUse
-from ...models.config import GPTConfig
-from .onnx_causal import OnnxCausal
+from ...core.backend import Ids, Want
+from ...models.config import BERTConfig, GPTConfig
+from .onnx_causal import BINDINGS, OnnxCausal
+from .onnx_encoder import OnnxEncoder
+
+if TYPE_CHECKING:
+    import torch
+
+BUCKET = (
+    16  # lengths of a batch are padded to a multiple: each shape has memory and a captured graph of its own
+)
+OF_TOKENS = ("last_hidden_state", "start_logits", "end_logits")
+
+
+def wait(device: str) -> None:
+    """Until what torch was given to do on the device is done: ONNX Runtime and engines have streams of their own."""
+    import torch
+
+    if device != "cpu":
+        torch.cuda.current_stream(device).synchronize()
 
 
 class CudaCausal(OnnxCausal):
-    """A GPT graph in a GPU's memory (`core.backend.CausalBackend`). Raises WrongUse where torch has no CUDA."""
+    """A GPT graph in a GPU's memory (`core.backend.CausalBackend`)."""
 
     def __init__(self, session: Any, config: GPTConfig, dtype: str, device: str) -> None:
         import torch
 
-        if not torch.cuda.is_available():
-            raise WrongUse("torch has no CUDA device here", where=f"--device {device}", fix="--device cpu")
         super().__init__(session, config, dtype)
         self.device = device
         self._spare = torch.zeros(1, device=device)  # empty tensors have no address, and one is asked for
@@ -32,11 +51,88 @@ class CudaCausal(OnnxCausal):
         return int(array.data_ptr() or self._spare.data_ptr())
 
     def written(self) -> None:
-        """ONNX Runtime runs on a stream of its own."""
-        import torch
-
-        torch.cuda.current_stream().synchronize()
+        """See `OnnxCausal.written`."""
+        wait(self.device)
 
     def on_host(self, array: Any) -> np.ndarray:
         """See `OnnxCausal.on_host`."""
         return array.cpu().numpy()
+
+
+@dataclass
+class Resident:
+    """Memory of calls of one shape: on the device by name, and pinned memory of the host for what comes and goes."""
+
+    binding: Any
+    inside: dict[str, "torch.Tensor"]
+    pinned: dict[str, "torch.Tensor"]
+
+
+class CudaEncoder(OnnxEncoder):
+    """A BERT graph in a GPU's memory (`core.backend.EncoderBackend`)."""
+
+    def __init__(self, session: Any, config: BERTConfig, dtype: str, device: str) -> None:
+        import torch
+
+        super().__init__(session, config, dtype, device)
+        self._resident: dict[tuple[Any, ...], Resident] = {}
+        self._spare = torch.zeros(1, device=device)
+
+    def forward(
+        self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
+    ) -> dict[str, np.ndarray]:
+        """See `core.backend.EncoderBackend.forward`."""
+        length = ids_BS.shape[1]
+        more = ((0, 0), (0, min(-length % BUCKET, self.context - length)))
+        ids, types, mask = (np.pad(given, more) for given in (ids_BS, types_BS, mask_BS))
+        found = super().forward(ids, types, mask, ask_BN, want)
+        own = {
+            name
+            for name, value in found.items()
+            if name in OF_TOKENS or (name == "logits" and value.ndim == 3)
+        }
+        return {name: value[:, :length] if name in own else value for name, value in found.items()}
+
+    def run(self, names: Sequence[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """See `OnnxEncoder.run`: ids go and `names` come through pinned memory, the rest stays where it is."""
+        import torch
+
+        key = tuple(value.shape for value in feeds.values())
+        if key not in self._resident:
+            if len(self._resident) == BINDINGS:
+                del self._resident[next(iter(self._resident))]
+            self._resident[key] = self._bound(feeds)
+        call = self._resident[key]
+        for name in (*feeds, *names):
+            if name not in call.pinned:
+                pinned = torch.empty_like(call.inside[name], device="cpu", pin_memory=self.device != "cpu")
+                call.pinned[name] = pinned
+        for name, value in feeds.items():
+            call.pinned[name].numpy()[...] = value
+            call.inside[name].copy_(call.pinned[name], non_blocking=True)
+        wait(self.device)
+        self.session.run_with_iobinding(call.binding)
+        for name in names:
+            call.pinned[name].copy_(call.inside[name], non_blocking=True)
+        wait(self.device)
+        return [call.pinned[name].numpy().copy() for name in names]
+
+    def _bound(self, feeds: dict[str, np.ndarray]) -> Resident:
+        import torch
+
+        rows, tokens = feeds["input_ids"].shape
+        asked = feeds["logit_positions"].shape[1] if "logit_positions" in feeds else 0
+        call = Resident(self.session.io_binding(), {}, {})
+        shapes: dict[str, Any]
+        shapes = {name: (call.binding.bind_input, value.shape, np.int64) for name, value in feeds.items()}
+        for given in self.session.get_outputs():
+            free = (rows, asked if given.name == "mlm_logits" else tokens)
+            shape = tuple(dim if isinstance(dim, int) else free[i] for i, dim in enumerate(given.shape))
+            shapes[given.name] = (call.binding.bind_output, shape, np.float32)
+        kind, _, number = self.device.partition(":")
+        for name, (bind, shape, element) in shapes.items():
+            dtype = torch.int64 if element is np.int64 else torch.float32
+            call.inside[name] = inside = torch.empty(shape, dtype=dtype, device=self.device)
+            place = inside.data_ptr() or self._spare.data_ptr()
+            bind(name, kind, int(number or 0), element, tuple(shape), place)
+        return call

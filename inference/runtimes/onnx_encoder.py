@@ -1,11 +1,11 @@
 """A BERT graph of `onnx_bert`, by ONNX Runtime on any device or as an engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ...core.backend import Limits
+from ...core.backend import Ids, Limits, Want
 from ...models.config import BERTConfig
 
 
@@ -43,12 +43,25 @@ class OnnxEncoder:
         return self._lane
 
     def forward(
-        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
+        self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
     ) -> dict[str, np.ndarray]:
         """See `core.backend.EncoderBackend.forward`."""
-        given = encoder_feeds(ids_BS, types_BS, mask_BS, ask_BN, self._inputs)
-        found = zip(self._outputs, self.session.run(None, given))
-        return {name: value.astype(np.float32, copy=False) for name, value in found}
+        names = wanted(self._outputs, want)
+        return dict(
+            zip(names, self.run(names, encoder_feeds(ids_BS, types_BS, mask_BS, ask_BN, self._inputs)))
+        )
+
+    def run(self, names: Sequence[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """Those outputs, float32 on the host."""
+        return self.session.run(names, feeds)
+
+
+def wanted(outputs: Sequence[str], want: Want) -> list[str]:
+    """Those of the outputs that are wanted (None: all); hidden states where [CLS] has no output of its own."""
+    if want is None:
+        return list(outputs)
+    instead = {"last_hidden_state"} if "cls_embedding" in want and "cls_embedding" not in outputs else set()
+    return [name for name in outputs if name in instead.union(want)]
 
 
 def encoder_feeds(

@@ -3,6 +3,7 @@
 Threads do not spin: on a shared or small machine spinning threads burn several times the CPU that the work needs.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,27 @@ def providers_of(device: str, tensorrt: bool = False) -> list[Any]:
     if kind == "cpu":
         return wanted
     settings = {"device_id": number or "0"}
-    exact = {"use_tf32": "0"}  # fp32 is fp32, as torch has it; with TF32 its errors are those of fp16
-    return [(name, settings | exact if name == PROVIDERS["cuda"] else settings) for name in wanted]
+    # fp32 is fp32, as torch has it: with TF32 its errors are those of fp16. A build takes minutes: it is kept.
+    of = {PROVIDERS["cuda"]: {"use_tf32": "0"}, TENSORRT: {}}
+    if tensorrt:
+        kept = f"{Path.home()}/.cache/throughline/tensorrt"
+        of[TENSORRT] = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": kept}
+        of[TENSORRT] |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": kept}
+    return [(name, settings | of[name]) for name in wanted]
+
+
+def check_version(facts: Mapping[str, Any], where: Path) -> None:
+    """Refuse a GPT whose graph has the standard Attention over a cache on an ONNX Runtime older than the one that it
+    was compared on: versions differ in which end of it the causal triangle stands at, and say nothing.
+    """
+    import onnxruntime
+
+    made, here = str(facts.get("onnxruntime", "0.0")), onnxruntime.__version__
+    older = [int(part) for part in here.split(".")[:2]] < [int(part) for part in made.split(".")[:2]]
+    if older and facts["family"] == "gpt" and facts["opset"] >= 24 and facts["variant"] != "onnxruntime":
+        fix = f"pip install 'onnxruntime>={made}', or export it with --opset 23"
+        why = f"it was compared with torch on {made}, here is {here}"
+        raise Refused("this graph is for a newer ONNX Runtime", where=where, why=why, fix=fix)
 
 
 def open_session(

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import OneCall
+from ...core.backend import Ids, OneCall, Want
 from ...core.errors import Refused, WrongUse
 from ...models.config import BERTConfig
 from .onnx_encoder import encoder_feeds
 
 INSTALL = "pip install 'throughline[openvino]'"
 OUTPUTS = {"last_hidden_state", "mlm_logits", "sentence_embedding", "pooler_output", "nsp_logits"}
-OUTPUTS |= {"logits", "start_logits", "end_logits"}  # of our writer's graphs
+OUTPUTS |= {"cls_embedding", "logits", "start_logits", "end_logits"}  # of our writer's graphs
 
 
 def compile_graph(path: Path | str, threads: int | None) -> Any:
@@ -54,9 +54,9 @@ class OpenVinoEncoder(OneCall):
         self._request = compiled.create_infer_request()
 
     def forward(
-        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
+        self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
     ) -> dict[str, np.ndarray]:
-        """See `core.backend.EncoderBackend.forward`."""
+        """See `core.backend.EncoderBackend.forward`; all of it is on the host anyway."""
         found = self._request.infer(encoder_feeds(ids_BS, types_BS, mask_BS, ask_BN, self._inputs))
         values = (np.array(found[place], np.float32) for place in range(len(self._outputs)))
         return dict(zip(self._outputs, values))

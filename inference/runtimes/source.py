@@ -31,11 +31,16 @@ class FoundModel(NamedTuple):
     directory: Path
     tokenizer: Path | None
 
-    def stored_dtype(self) -> "torch.dtype | None":
-        """The dtype that most of its weights are stored in; None for a checkpoint, whose masters are fp32."""
-        if not _is_huggingface(self.directory):
-            return None
+    def stored_dtype(self, device: str) -> "torch.dtype | None":
+        """The dtype that most of its weights are stored in. Of a checkpoint, whose masters are fp32, the 16 bits that
+        it was trained in, and None on a CPU.
+        """
         import torch
+
+        if not _is_huggingface(self.directory):
+            halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+            trained = read_manifest(self.directory).facts.get("precision")
+            return None if device == "cpu" else halves.get(str(trained))
         from safetensors import SafetensorError, safe_open
 
         sizes: Counter[str] = Counter()

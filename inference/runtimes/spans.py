@@ -15,6 +15,7 @@ import numpy as np
 
 from ...core.backend import Limits, Span
 from ...core.logits import library
+from .sampler import copy_of
 
 FILLED = 0.8  # share of real tokens that several prompts in one call must have
 
@@ -38,8 +39,9 @@ def rectangles(
     spans: Sequence[Span],
     context: int,
     length_of: Callable[[int], int] | None = None,
+    rows: int | None = None,
 ) -> list[Call]:
-    """The calls of a step; no padding reaches behind `context`.
+    """The calls of a step, of at most `rows` rows; no padding reaches behind `context`.
 
     `length_of` tells how many tokens a row that takes no part holds; without it, rows of single tokens that
     are not adjacent go in calls of their own.
@@ -48,14 +50,15 @@ def rectangles(
     single = [i for i in order if len(spans[i].ids) == 1]
     groups: list[list[int]] = []
     for i in single:
-        if groups and (length_of is not None or spans[groups[-1][-1]].row + 1 == spans[i].row):
+        beside = groups and (length_of is not None or spans[groups[-1][-1]].row + 1 == spans[i].row)
+        if beside and (rows is None or spans[i].row - spans[groups[-1][0]].row < rows):
             groups[-1].append(i)
         else:
             groups.append([i])
     calls = [_call(spans, group, length_of) for group in groups]
     prompts: list[list[int]] = []
     for i in (i for i in order if len(spans[i].ids) > 1):
-        if prompts and _joins(spans, prompts[-1], i, context):
+        if prompts and len(prompts[-1]) != rows and _joins(spans, prompts[-1], i, context):
             prompts[-1].append(i)
         else:
             prompts.append([i])
@@ -100,6 +103,26 @@ def scatter_logits(spans: Sequence[Span], calls: Sequence[Call], logits_BNV: Seq
             if owner is not None:
                 found[owner] = logits[line, : spans[owner].asked]
     return library(logits_BNV[0]).concatenate([found[i] for i in range(len(spans))])
+
+
+def in_pieces(step: Callable[..., Any], spans: Sequence[Span], cache: Any, most: int) -> Any:
+    """A step in which no span has more than `most` tokens, and then one of what is left of them."""
+    firsts, rests = [], []
+    for span in spans:
+        left = max(0, len(span.ids) - most)
+        firsts.append(Span(span.row, span.past, span.ids[:most], max(0, span.asked - left)))
+        if left:
+            rests.append(Span(span.row, span.past + most, span.ids[most:], min(span.asked, left)))
+    before = copy_of(step(firsts, cache))
+    behind = step(rests, cache)  # which splits again what is still too long
+    found, at, then = [], 0, 0
+    for span, first in zip(spans, firsts):
+        found.append(before[at : at + first.asked])
+        at += first.asked
+        if more := span.asked - first.asked:
+            found.append(behind[then : then + more])
+            then += more
+    return library(before).concatenate(found)
 
 
 class StepsByForward:

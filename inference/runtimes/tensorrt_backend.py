@@ -1,14 +1,19 @@
-"""Running an engine: a session with the four methods of ONNX Runtime's that our backends use.
+"""Running an engine: a session with the methods of ONNX Runtime's that our backends use.
 
-- A call takes the profile that its shapes fit. Every profile has an execution context of its own.
-- A binding that is run again with the same memory (a decode step, an encoder's bucket) is captured as a CUDA
-  graph at its second run: a step of GPT-2 is about a hundred launches, and a replay is one.
+- A call takes the profile that its shapes fit, on a stream of the session's own: on the default one TensorRT waits
+  after every launch. Contexts take memory when a profile is chosen, not that of the largest at once.
+- A binding that is run again with the same memory (a decode step, an encoder's bucket) is captured as a CUDA graph at
+  its second run, in a context of its own, to whose shapes and addresses the graph belongs: a step of GPT-2 is about a
+  hundred launches, and a replay is one. What cannot be captured is launched, and counted. TensorRT-RTX swaps
+  kernels while it runs, so it is told to capture by itself.
 - The manifest is checked before anything is loaded: an engine belongs to one library version and one GPU kind.
 
-No engine has been run by the tests here: they drive this against a fake module that computes with ONNX Runtime.
+No engine has been run by the tests here: they drive this against a fake module of the recorded interface, which
+computes with ONNX Runtime.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,40 +21,48 @@ from typing import Any
 import numpy as np
 
 from ...core.artifact import Manifest
+from ...core.backend import Limits
+from ...core.console import warn
 from ...core.errors import Refused, WrongUse
+from .devices import pick_device
 from .tensorrt_library import check_engine, gpu_facts, load_library
 
 TYPES = {"HALF": np.float16, "FLOAT": np.float32, "INT64": np.int64}
 
 
-def open_engine(path: Path, manifest: Manifest) -> "EngineSession":
-    """The engine artifact at `path`, ready to run on the first GPU.
+def open_engine(path: Path, manifest: Manifest, wanted: str = "auto") -> "EngineSession":
+    """The engine artifact at `path`, ready to run on a GPU.
 
     Raises Refused, with the command that builds it again, when it is for another library version or compute
     capability, WrongUse without a GPU, MissingExtra without the library.
     """
-    library = load_library(manifest.facts["library"])
-    check_engine(manifest, path, library, lambda: gpu_facts()["compute_capability"])
-    return EngineSession(library, (path / "engine.plan").read_bytes(), path)
+    if wanted == "cpu":
+        fix = "run it on the machine that has the GPU; the model that it was built from runs here"
+        raise WrongUse("an engine needs a GPU", where="--device cpu", fix=fix)
+    library, device = load_library(manifest.facts["library"]), pick_device(wanted)
+    device = "cuda:0" if device == "cpu" else device  # of which gpu_facts says that there is none
+    check_engine(manifest, path, library, lambda: gpu_facts(device)["compute_capability"])
+    return EngineSession(library, (path / "engine.plan").read_bytes(), path, device)
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
+def captured(run: Callable[[], None], stream: Any) -> Callable[[], None]:
     """The work of `run` as a CUDA graph; returns its replay."""
     import torch
 
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         run()
     return graph.replay
 
 
 class Binding:
-    """The memory of one call: name -> (shape, address). The graph, when it has been captured."""
+    """The memory of one call: name -> (shape, address). The graph with its context, when it has been captured."""
 
     def __init__(self) -> None:
         self.places: dict[str, tuple[tuple[int, ...], int]] = {}
         self.runs = 0
         self.replay: Callable[[], None] | None = None
+        self.context: Any = None
 
     def bind_input(self, name: str, kind: str, number: int, element: Any, shape: Any, address: int) -> None:
         """As ONNX Runtime's."""
@@ -67,17 +80,22 @@ class EngineSession:
         plan: bytes,
         where: Path | str = "",
         device: str = "cuda:0",
-        capture: Callable[[Callable[[], None]], Callable[[], None]] | None = captured,
+        capture: Callable[[Callable[[], None], Any], Callable[[], None]] | None = captured,
     ) -> None:
-        self.device, self._capture, self._where = device, capture, where
-        self._runtime = library.Runtime(library.Logger(library.Logger.ERROR))
-        engine = self._runtime.deserialize_cuda_engine(plan)
-        if engine is None:
-            fix = "build it again on this machine"
-            raise Refused(
-                "the engine could not be loaded", where=where, why="TensorRT returned none", fix=fix
+        self.device, self._where, self._library = device, where, library
+        self._strategies = getattr(library, "CudaGraphStrategy", None)  # of TensorRT-RTX alone
+        self._capture = capture if self._strategies is None else None
+        self.capture_failures = 0
+        self._stream: Any = None
+        if device != "cpu":
+            import torch
+
+            self._stream = torch.cuda.Stream(device)
+        with self._here():
+            self._runtime = library.Runtime(library.Logger(library.Logger.ERROR))
+            self._engine = engine = self._done(
+                self._runtime.deserialize_cuda_engine(plan), "load this engine"
             )
-        self._engine = engine
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
         reads = library.TensorIOMode.INPUT
         self._inputs = [name for name in names if engine.get_tensor_mode(name) == reads]
@@ -86,7 +104,8 @@ class EngineSession:
         self._contexts: dict[int, Any] = {}
         profiles = range(engine.num_optimization_profiles)
         most = [engine.get_tensor_profile_shape("input_ids", profile)[2] for profile in profiles]
-        self.rows, self.tokens = max(rows for rows, _ in most), max(tokens for _, tokens in most)
+        # Each length has been built for all rows. Of a prompt a GPT takes so many tokens in a call, and goes on.
+        self.limits = Limits(max(rows for rows, _ in most), max(tokens for _, tokens in most))
 
     def get_inputs(self) -> list[Any]:
         """As ONNX Runtime's: name, type and shape of each; dims that change are strings."""
@@ -109,52 +128,42 @@ class EngineSession:
         return Binding()
 
     def run_with_iobinding(self, binding: Binding) -> None:
-        """Run on the bound memory and wait for it; from the second run on as a CUDA graph."""
-        if binding.replay is not None:
-            binding.replay()
-            self._wait()
-            return
+        """Run on the bound memory and wait for it; from the third run on as a CUDA graph."""
+        with self._here():
+            if binding.replay is not None:
+                binding.replay()
+            else:
+                self._launch(binding)
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def _launch(self, binding: Binding) -> None:
+        """Enqueue a call; the second of a binding is captured behind it."""
         shapes = {name: binding.places[name][0] for name in self._inputs}
-        context = self._context(self._profile(shapes))
+        profile = self._profile(shapes)
+        binding.runs += 1
+        own = binding.runs == 2 and self._capture is not None
+        if own:
+            binding.context = self._new_context(profile)
+        elif profile not in self._contexts:
+            self._contexts[profile] = self._new_context(profile)
+        context = binding.context if own else self._contexts[profile]
+        for name, (shape, address) in binding.places.items():
+            if name in shapes:
+                self._done(context.set_input_shape(name, shape), f"take {name} {shape}")
+            self._done(context.set_tensor_address(name, address), f"use the memory of {name}")
 
         def run() -> None:
-            if not context.execute_async_v3(self._stream()):
-                raise Refused("the engine failed", where=self._where, why=f"shapes {shapes}")
+            self._done(context.execute_async_v3(self._handle()), f"run shapes {shapes}")
 
-        for name, shape in shapes.items():
-            context.set_input_shape(name, shape)
-        for name, (_, address) in binding.places.items():
-            context.set_tensor_address(name, address)
-        run()
-        self._wait()
-        binding.runs += 1
-        if binding.runs == 2 and self._capture is not None:
-            binding.replay = self._capture(run)
-
-    def run(self, names: Sequence[str] | None, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-        """As ONNX Runtime's: outputs on the host."""
-        import torch
-
-        kept = {
-            name: torch.from_numpy(np.ascontiguousarray(value)).to(self.device)
-            for name, value in feeds.items()
-        }
-        spare = torch.zeros(1, device=self.device)  # empty tensors have no address, and one is asked for
-        binding = Binding()
-        for name, value in kept.items():
-            place = value.data_ptr() or spare.data_ptr()
-            binding.bind_input(name, self.device, 0, self._types[name], value.shape, place)
-        context = self._context(self._profile({name: value.shape for name, value in kept.items()}))
-        for name, value in kept.items():
-            context.set_input_shape(name, tuple(value.shape))
-        outputs = {}
-        for name in self._outputs:
-            kind = torch.from_numpy(np.empty(0, self._types[name])).dtype
-            outputs[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=kind, device=self.device)
-            place = outputs[name].data_ptr() or spare.data_ptr()
-            binding.bind_output(name, self.device, 0, self._types[name], outputs[name].shape, place)
-        self.run_with_iobinding(binding)
-        return [outputs[name].cpu().numpy() for name in names or self._outputs]
+        run()  # before a capture too: what a context does once is then done
+        if own and self._capture is not None:
+            try:
+                binding.replay = self._capture(run, self._stream)
+            except Exception as error:  # torch's and the driver's own kinds
+                self.capture_failures += 1
+                self._capture = binding.context = None
+                warn(f"CUDA graphs are left out: a call could not be captured ({error}); calls are launched")
 
     def _profile(self, shapes: dict[str, Any]) -> int:
         """The first profile that all shapes fit. Raises WrongUse when none does."""
@@ -172,22 +181,29 @@ class EngineSession:
             fix="build it with a bucket that holds them: --batches, --lengths",
         )
 
-    def _context(self, profile: int) -> Any:
-        if profile not in self._contexts:
-            context = self._engine.create_execution_context()
-            context.set_optimization_profile_async(profile, self._stream())
-            self._contexts[profile] = context
-        return self._contexts[profile]
+    def _new_context(self, profile: int) -> Any:
+        how = self._library.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE
+        if self._strategies is not None:
+            wanted = self._engine.create_runtime_config()
+            wanted.set_execution_context_allocation_strategy(how)
+            wanted.cuda_graph_strategy = self._strategies.WHOLE_GRAPH_CAPTURE
+            how = wanted
+        context = self._done(self._engine.create_execution_context(how), "make an execution context")
+        self._done(context.set_optimization_profile_async(profile, self._handle()), f"use profile {profile}")
+        return context
 
-    def _stream(self) -> int:
-        if self.device == "cpu":
-            return 0
+    def _done(self, answer: Any, what: str) -> Any:
+        """What TensorRT answered; None and False are its only sign that it failed."""
+        if answer is None or answer is False:
+            fix = "see what it printed; a GPU with too little free memory is the usual reason, else build it again here"
+            raise Refused(f"TensorRT could not {what}", where=self._where, fix=fix)
+        return answer
+
+    def _here(self) -> AbstractContextManager[Any]:
+        """The session's device and stream."""
         import torch
 
-        return torch.cuda.current_stream().cuda_stream
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _wait(self) -> None:
-        if self.device != "cpu":
-            import torch
-
-            torch.cuda.current_stream().synchronize()
+    def _handle(self) -> int:
+        return 0 if self._stream is None else self._stream.cuda_stream

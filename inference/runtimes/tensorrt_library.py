@@ -50,16 +50,16 @@ def check_engine(manifest: Manifest, where: Path, library: Any, capability: Call
             )
 
 
-def gpu_facts() -> dict[str, Any]:
-    """The first GPU: name, compute capability, driver and CUDA version. Raises WrongUse when there is none."""
+def gpu_facts(device: str = "cuda:0") -> dict[str, Any]:
+    """A GPU's name, compute capability, driver and CUDA version. Raises WrongUse when there is none."""
     import torch
 
     if not torch.cuda.is_available():
         fix = "build on the machine that has the GPU; --to tensorrt-rtx compiles without one"
         raise WrongUse("there is no GPU here", why="torch sees no CUDA device", fix=fix)
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability(device)
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name(device),
         "compute_capability": f"{major}.{minor}",
         "driver": next((gpu.driver for gpu in machine().gpus), "unknown"),
         "cuda": torch.version.cuda,

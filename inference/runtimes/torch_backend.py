@@ -1,11 +1,12 @@
 """The torch backends: the modules behind the protocols, and what every export is compared with."""
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from ...core.backend import Limits, OneCall, Span
+from ...core.backend import Ids, Limits, OneCall, Span, Want
 from ...models.bert import BERT
 from ...models.cache import KeyValueCache
 from ...models.gpt import GPT
@@ -32,6 +33,9 @@ class TorchCausal:
         heads = config.layers * config.key_value_heads
         self.token_bytes = 2 * heads * config.head_size * self._like.element_size()
         self._attentions = [module for module in model.modules() if isinstance(module, Attention)]
+        self._filled: WeakKeyDictionary[KeyValueCache, dict[int, int]] = (
+            WeakKeyDictionary()
+        )  # places of each row
         self._packs = config.attention_pattern is None  # a pattern has an attention of its own
 
     def new_cache(self, rows: int) -> KeyValueCache:
@@ -41,6 +45,8 @@ class TorchCausal:
     @torch.inference_mode()
     def step(self, spans: Sequence[Span], cache: KeyValueCache) -> torch.Tensor | np.ndarray:
         """See `core.backend.CausalBackend.step`."""
+        filled = self._filled.setdefault(cache, {})
+        filled |= {span.row: max(filled.get(span.row, 0), span.past + len(span.ids)) for span in spans}
         if self._packs:
             logits_NV = packed_logits(self.model, self._attentions, spans, cache)
         else:
@@ -81,7 +87,12 @@ class TorchCausal:
             store[:, target, :, :tokens] = store[:, source, :, :tokens]
 
     def free_row(self, cache: KeyValueCache, row: int) -> None:
-        """See `core.backend.CausalBackend.free_row`; the memory is used again by the next sequence."""
+        """See `core.backend.CausalBackend.free_row`. It is emptied: a number that is not finite would reach the next
+        sequence and its neighbours through places that they do not look at, as zero times NaN is NaN.
+        """
+        filled = self._filled.get(cache, {}).pop(row, 0)
+        for store in (cache.keys_LBGTD, cache.values_LBGTD):
+            store[:, row, :, :filled] = 0
 
     def save_row(self, cache: KeyValueCache, row: int, tokens: int) -> list[torch.Tensor]:
         """See `core.backend.CausalBackend.save_row`."""
@@ -116,7 +127,7 @@ class TorchEncoder(OneCall):
 
     @torch.inference_mode()
     def forward(
-        self, ids_BS: np.ndarray, types_BS: np.ndarray, mask_BS: np.ndarray, ask_BN: np.ndarray
+        self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
     ) -> dict[str, np.ndarray]:
         """See `core.backend.EncoderBackend.forward`."""
         arrays = (ids_BS, types_BS, mask_BS, ask_BN)
@@ -124,8 +135,11 @@ class TorchEncoder(OneCall):
         hidden = self._hidden(ids, types if self._encoder.type_table is not None else None, mask)
         real = mask[..., None].to(hidden.dtype)
         outputs = {"last_hidden_state": hidden, "sentence_embedding": (hidden * real).sum(1) / real.sum(1)}
-        outputs |= self._heads(hidden, ask)
-        return {name: value.float().cpu().numpy() for name, value in outputs.items()}
+        outputs["cls_embedding"] = hidden[:, 0]
+        if want is None or not outputs.keys() >= set(want):
+            outputs |= self._heads(hidden, ask)
+        kept = outputs if want is None else {name: outputs[name] for name in want if name in outputs}
+        return {name: value.float().cpu().numpy() for name, value in kept.items()}
 
     def _heads(self, hidden_BSH: torch.Tensor, ask_BN: torch.Tensor) -> dict[str, torch.Tensor]:
         """`logits`, or for a span `start_logits` and `end_logits`, of a fine-tuned model; else the pretraining's."""

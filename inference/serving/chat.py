@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import WrongUse
-from ...data.tokenizer import CONFIG, Tokenizer
+from ...data.tokenizer import CHAT, CONFIG, TURN_ENDS, Tokenizer, chat_template
 from .api_types import ChatMessage
 
-FILE = "chat_template.jinja"
 BREAK = "\ufdd0"  # a noncharacter, put into special tokens that a message spells and taken out again
 
 
@@ -38,15 +37,14 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise WrongUse("the chat template is broken", where=FILE, why=str(error)) from error
+            raise WrongUse("the chat template is broken", where=CHAT, why=str(error)) from error
         self._tokenizer, self._names = tokenizer, names
         added = tokenizer.config.get("added_tokens") or []
         self._special = {token["content"]: int(token["id"]) for token in added}
         longest_first = sorted(self._special, key=len, reverse=True)
         self._any_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        # Tokens that end a turn besides the tokenizer's end-of-text token: an answer that writes one has ended.
-        usual_ends = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", names["eos_token"])
-        self.ends = tuple(name for name in dict.fromkeys(usual_ends) if name in self._special)
+        ends = dict.fromkeys((*TURN_ENDS, names["eos_token"]))
+        self.ends = tuple(name for name in ends if name in self._special)
 
     @classmethod
     def find(cls, directory: Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
@@ -54,12 +52,7 @@ class ChatTemplate:
         config: dict[str, Any] = {}
         if (directory / CONFIG).is_file():
             config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-        source = config.get("chat_template")
-        if isinstance(source, list):  # several by name
-            source = next((one["template"] for one in source if one.get("name") == "default"), None)
-        if (directory / FILE).is_file():
-            source = (directory / FILE).read_text(encoding="utf-8")
-        if not isinstance(source, str):
+        if (source := chat_template(directory)) is None:
             return None
         names = {}
         for role in ("bos_token", "eos_token", "unk_token", "pad_token"):

@@ -141,9 +141,14 @@ def _encode_part(
     mask_BS = np.arange(ids_BS.shape[1]) < lengths[:, None]
     firsts_B1 = np.array([[text.first_tokens or len(text.ids)] for text in texts])
     types_BS = (mask_BS & (np.arange(ids_BS.shape[1]) >= firsts_B1)).astype(np.int64)
-    outputs = backend.forward(ids_BS, types_BS, mask_BS, ask_BN)
-    found = {"sentence_embedding": outputs["sentence_embedding"]}
-    found["cls_embedding"] = outputs["last_hidden_state"][:, 0]
+    want = {"logits" if name == "class_logits" else name for text in texts for name in text.want}
+    if any(len(text.ask) for text in texts):
+        want.add("mlm_logits")
+    outputs = backend.forward(ids_BS, types_BS, mask_BS, ask_BN, want or None)
+    kept = {"sentence_embedding", "cls_embedding"}.intersection(outputs)
+    found: dict[str, np.ndarray] = {name: outputs[name] for name in kept}
+    if "cls_embedding" not in found and "last_hidden_state" in outputs:
+        found["cls_embedding"] = outputs["last_hidden_state"][:, 0]
     if "logits" in outputs:
         found["class_logits"] = outputs["logits"]
     answers = [{name: values[row] for name, values in found.items()} for row in range(len(texts))]

@@ -128,3 +128,56 @@ def test_a_compiled_bert_answers_what_an_eager_one_answers(bert_dir: Path) -> No
             real = mask if name == "last_hidden_state" else ...
             # fp32 sums in another order, see parity.BOUNDS
             np.testing.assert_allclose(outputs[1][name][real], value[real], atol=1e-4 * np.abs(value).max())
+
+
+def test_a_graph_for_a_newer_onnxruntime(gpt_onnx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its causal triangle stands at another end in older versions: refused, where before it gave another text."""
+    import onnxruntime
+
+    monkeypatch.setattr(onnxruntime, "__version__", "1.24.0")
+    with pytest.raises(Refused, match="newer ONNX Runtime"):
+        open_backend(gpt_onnx)
+
+
+@pytest.mark.parametrize(
+    ("facts", "device", "where"),
+    [
+        ({"variant": "onnxruntime", "precision": "int8"}, "auto", "cpu"),
+        ({"variant": "onnxruntime", "precision": "int8"}, "cuda:0", "cuda:0"),
+        ({"variant": "onnxruntime", "precision": "fp16"}, "auto", "auto"),
+        ({"variant": "cuda", "precision": "int8"}, "auto", "auto"),
+    ],
+)
+def test_a_graph_for_the_cpu_stays_there(facts, device, where, gpt_onnx: Path, monkeypatch, capsys) -> None:
+    """`auto` takes a GPU only for a graph whose work has CUDA kernels; who asks for one is told what happens."""
+    import dataclasses
+
+    from throughline.core.artifact import read_manifest
+    from throughline.inference.runtimes import backends
+
+    manifest, opened = read_manifest(gpt_onnx), []
+    manifest = dataclasses.replace(manifest, facts=manifest.facts | facts)
+    monkeypatch.setattr(backends, "verify_artifact", lambda path: manifest)
+    monkeypatch.setattr(backends, "pick_onnx_device", lambda wanted: wanted if wanted == "cpu" else "cuda:0")
+    monkeypatch.setattr(backends, "run_graph", lambda *given: opened.append(given[2].device))
+    open_backend(gpt_onnx, BackendOptions(device))
+    assert opened == [where] and ("--for cuda" in capsys.readouterr().err) == (
+        facts["variant"] != "cuda" and facts["precision"] != "fp16"
+    )
+
+
+def test_a_candidate_that_dies_is_left_out(gpt_onnx: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Out of memory in one runtime is a reason to take the other, whatever kind of exception says it."""
+    from throughline.inference.runtimes import bench
+
+    monkeypatch.setattr(bench, "CHOICE_SECONDS", 0.02)
+
+    def dies():
+        raise RuntimeError("CUDA out of memory")
+
+    opened = bench.fastest(
+        [("first", dies), ("second", lambda: open_backend(gpt_onnx, BackendOptions("cpu")))]
+    )
+    assert opened.causal is not None and "first: CUDA out of memory" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bench.fastest([("first", dies)])

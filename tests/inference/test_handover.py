@@ -67,7 +67,7 @@ def test_a_triton_repository(bert_dir: Path, tmp_path: Path) -> None:
     """Every input and output of the graph is in config.pbtxt with its type and without its batch dim."""
     import onnxruntime
 
-    export_triton(bert_dir, tmp_path / "out", GraphOptions(opset=20), QUIET)
+    export_triton(bert_dir, tmp_path / "out", GraphOptions(opset=20, names="optimum"), QUIET)
     verify_artifact(tmp_path / "out")
     text = (tmp_path / "out" / "bert" / "config.pbtxt").read_text()
     session = onnxruntime.InferenceSession(tmp_path / "out" / "bert" / "1" / "model.onnx")

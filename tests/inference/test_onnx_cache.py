@@ -1,6 +1,7 @@
 """The cache of a GPT's graph: rows come, grow, are copied and end, and no row sees another."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,3 +51,24 @@ def test_the_life_of_a_row_changes_no_logits(gpt_onnx: Path, monkeypatch: pytest
         capacities.append(cache.capacity)
     steps = np.diff(capacities)
     assert (steps > 0).sum() > 2 and (steps < 0).sum() > 2, capacities
+
+
+@pytest.mark.parametrize("path", ["gpt_onnx", "gpt_dir"])
+def test_what_a_freed_row_held_reaches_nobody(path: str, request: pytest.FixtureRequest) -> None:
+    """An overflow in a row ends with it: the next sequence there and the neighbour read with it are as alone."""
+    loaded = open_backend(request.getfixturevalue(path), BackendOptions(device="cpu", threads=1))
+    backend: Any = loaded.causal
+    rng = np.random.default_rng(0)
+    long, short, neighbour = (rng.integers(0, backend.vocab_size, length) for length in (40, 5, 30))
+    cache, alone = backend.new_cache(2), backend.new_cache(2)
+    backend.step([Span(0, 0, long)], cache)
+    for store in (
+        cache.stores.values() if path == "gpt_onnx" else (cache.keys_LBGTD[0], cache.values_LBGTD[0])
+    ):
+        store[0, :, 10:40] = np.nan
+    backend.free_row(cache, 0)
+    found = []
+    for one in (cache, alone):
+        backend.step([Span(0, 0, short), Span(1, 0, neighbour)], one)
+        found.append(np.array(backend.step([Span(0, 5, short[:1]), Span(1, 30, neighbour[:1])], one)))
+    np.testing.assert_array_equal(*found)

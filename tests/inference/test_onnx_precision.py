@@ -41,6 +41,8 @@ FORMS = [
     ("onnxruntime", "int8", 24),
     ("tensorrt", "fp16", 24),
     ("tensorrt", "int8", 24),
+    ("cuda", "fp32", 24),
+    ("cuda", "int8", 24),
 ]
 
 
@@ -156,7 +158,7 @@ def test_every_head(kind, form: tuple, tmp_path: Path) -> None:
     report = compare(reference_of(model, None, NOWHERE), candidate, BOUNDS[form[1]])
     require(report, "the graph")
     wanted = {"start_logits", "end_logits"} if kind == "question-answering" else {"logits"}
-    assert report["outputs"].keys() == wanted | {"last_hidden_state", "sentence_embedding"}
+    assert report["outputs"].keys() == wanted | {"last_hidden_state", "cls_embedding", "sentence_embedding"}
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean-normalised", "cls-normalised"])

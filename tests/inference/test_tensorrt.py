@@ -1,8 +1,7 @@
-"""Building with TensorRT, against a fake of its module: no GPU, no libnvinfer here. What is shown is which calls
-are made and what is refused; that TensorRT itself takes them is not.
+"""Building with TensorRT and running its engines, against a fake of the recorded interface (`fake_tensorrt`): no GPU,
+no libnvinfer here. What is shown is which calls are made and what is refused; that TensorRT itself takes them is not.
 """
 
-import ctypes
 import json
 import sys
 import types
@@ -10,136 +9,49 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
+from fake_tensorrt import fake
 from throughline.core.artifact import Input, read_manifest, verify_artifact
+from throughline.core.backend import Span
 from throughline.core.errors import Failed, MissingExtra, Refused, WrongUse
 from throughline.inference.exports import export_engine as module
-from throughline.inference.exports.engine_report import kernels_of_inspector
+from throughline.inference.exports.engine_report import kernels_of_inspector, type_of_layer
 from throughline.inference.exports.export import Judging, write_graph
 from throughline.inference.exports.export_engine import export_engine
-from throughline.inference.exports.tensorrt_build import Profile, buckets
+from throughline.inference.exports.tensorrt_build import Profile, buckets, build_engine
 from throughline.inference.graphs.graph_options import GraphOptions
-from throughline.inference.graphs.parity import BOUNDS, compare, require
+from throughline.inference.graphs.parity import BOUNDS, compare, require, sweep
 from throughline.inference.graphs.reference import reference_of
 from throughline.inference.runtimes import tensorrt_backend as backend_module
-from throughline.inference.runtimes.backends import on_session, open_backend
+from throughline.inference.runtimes.backends import on_engine, open_backend
 from throughline.inference.runtimes.loaded import Loaded
 from throughline.inference.runtimes.source import open_model
 from throughline.inference.runtimes.tensorrt_backend import EngineSession
 from throughline.inference.runtimes.tensorrt_library import check_engine, load_library
+from throughline.inference.serving.encoding import Encoding, embed
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.init import build
 
 QUIET = Judging(bench=False)
 T4 = {"gpu": "Tesla T4", "compute_capability": "7.5", "driver": "580.1", "cuda": "13.0"}
+DYNAMIC = {"Inputs": [{"Name": "x", "Format/Datatype": "N/A due to dynamic shapes"}]}
 
 
-def fake(
-    version: str, products: str = "Half", mha: str = "_gemm_mha_v2", gpu: bool = True
-) -> types.ModuleType:
-    """A module with the names that TensorRT of this version has; flags that 11 removed raise when touched."""
-    made = types.ModuleType("tensorrt")
-    made.__version__ = version
-    made.calls = {"profiles": [], "cache": None}
-
-    class Severity:
-        ERROR, INTERNAL_ERROR, VERBOSE = "error", "internal", "verbose"
-
-    class ILogger:
-        Severity_ = Severity
-
-        def __init__(self) -> None:
-            pass
-
-    ILogger.Severity = Severity
-
-    class Builder:
-        def __init__(self, logger) -> None:
-            made.calls["profiles"] = []
-            if not gpu:
-                logger.log(Severity.ERROR, "CUDA initialization failure with error: 35")
-                raise TypeError("pybind11::init(): factory function returned nullptr")
-
-        def create_network(self, flags: int):
-            made.calls["network_flags"] = flags
-            return types.SimpleNamespace(inputs=[])
-
-        def create_builder_config(self):
-            return Config()
-
-        def create_optimization_profile(self):
-            profile = {}
-            made.calls["profiles"].append(profile)
-            return types.SimpleNamespace(set_shape=lambda name, *shapes: profile.__setitem__(name, shapes))
-
-        def build_serialized_network(self, network, config):
-            return memoryview(b"a plan") if network.inputs else None
-
-    class Config:
-        def set_flag(self, flag) -> None:
-            raise AssertionError("no flag of the builder is needed")
-
-        def add_optimization_profile(self, profile) -> None:
-            pass
-
-        def create_timing_cache(self, data: bytes):
-            made.calls["cache"] = data
-            return object()
-
-        def set_timing_cache(self, cache, ignore_mismatch: bool) -> None:
-            assert ignore_mismatch is False
-
-        def get_timing_cache(self):
-            return types.SimpleNamespace(serialize=lambda: b"timings")
-
-    class OnnxParser:
-        def __init__(self, network, logger) -> None:
-            self.network, self.num_errors = network, 0
-
-        def parse_from_file(self, path: str) -> bool:
-            graph = onnx.load(path).graph
-            self.network.inputs = list(graph.input)
-            self.network.num_inputs = len(graph.input)
-            self.network.get_input = lambda i: graph.input[i]
-            return True
-
-    class Runtime:
-        def __init__(self, logger) -> None:
-            pass
-
-        def deserialize_cuda_engine(self, engine: bytes):
-            layers = []
-            for layer in [0, 1] * len(made.calls["profiles"]):  # every profile has kernels of its own
-                for name, kind, of in (
-                    (f"MatMul_{layer}", "gemm", products),
-                    (f"{mha}_{layer}", "kgen", "Half"),
-                ):
-                    given = [{"Name": "x", "Format/Datatype": f"{of} Row major"}]
-                    where = f"[ONNX Layer: blocks.{layer}/MatMul_1]"
-                    layers.append({"Name": name, "LayerType": kind, "Inputs": given, "Metadata": where})
-            text = json.dumps({"Layers": layers})
-            inspector = types.SimpleNamespace(get_engine_information=lambda how: text)
-            return types.SimpleNamespace(create_engine_inspector=lambda: inspector)
-
-    flags = types.SimpleNamespace(STRONGLY_TYPED=1) if version.startswith("10") else types.SimpleNamespace()
-    made.Logger = lambda level: None
-    made.Logger.ERROR = "error"
-    made.ILogger, made.Builder, made.OnnxParser, made.Runtime = ILogger, Builder, OnnxParser, Runtime
-    made.NetworkDefinitionCreationFlag = flags
-    made.ProfilingVerbosity = types.SimpleNamespace(DETAILED="detailed")
-    made.LayerInformationFormat = types.SimpleNamespace(JSON="json")
-    return made
+def on_cpu(
+    library: Any, plan: bytes, where: Path | str = "", device: str = "", capture: Any = None
+) -> EngineSession:
+    return EngineSession(library, plan, where, "cpu", capture)
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch):
-    def install(*given, **named) -> types.ModuleType:
-        made = fake(*given, **named)
+    def install(version: str = "11.4.0.106", **named) -> types.ModuleType:
+        made = fake(**named)
+        made.__version__ = version
         monkeypatch.setitem(sys.modules, "tensorrt", made)
-        monkeypatch.setattr(module, "gpu_facts", lambda: T4)
-        monkeypatch.setattr(backend_module, "gpu_facts", lambda: T4)
+        for one in (module, backend_module):
+            monkeypatch.setattr(one, "gpu_facts", lambda device: T4)
+        monkeypatch.setattr(module, "EngineSession", on_cpu)
         return made
 
     return install
@@ -163,7 +75,7 @@ def test_a_build_is_strongly_typed_and_described(
         )
         expected = b"" if name == "one" else b"timings"
         assert library.calls["cache"] == expected  # the second build reads what the first has measured
-    assert library.calls["network_flags"] == (2 if version.startswith("10") else 0)
+    assert library.calls["network_flags"] == 1  # 1 << STRONGLY_TYPED, as its package numbers it
     assert [profile["input_ids"] for profile in library.calls["profiles"][:4]] == [
         ((1, 1), (1, 16), (1, 16)),
         ((1, 17), (1, 64), (1, 64)),
@@ -171,30 +83,68 @@ def test_a_build_is_strongly_typed_and_described(
         ((2, 17), (4, 64), (4, 64)),
     ]
     facts = verify_artifact(tmp_path / "one").facts
-    assert facts["library_version"] == version and facts["standing"] == "built and read back by TensorRT"
+    assert facts["library_version"] == version and facts["standing"] == "built and run by tensorrt"
+    assert facts["compared"] == "the engine"
     assert {name: facts[name] for name in T4} == T4 and facts["product_types"] == {"Half": 8}
-    assert (tmp_path / "one" / "engine.plan").read_bytes() == b"a plan"
+    report = json.loads((tmp_path / "one" / "parity.json").read_text())
+    assert report["graph"]["passed"] and {row["case"] for row in report["cases"]} >= {
+        "1 x 64",
+        "4 x 64 ragged",
+    }
 
 
-@pytest.mark.parametrize(
-    ("named", "words"),
-    [
-        ({"products": "Float"}, "does not multiply in the precision of the graph"),
-        ({"mha": "softmax"}, "attention was not fused"),
-    ],
-)
-def test_what_the_engine_says_of_itself_is_asserted(
-    installed, named, words, bert_dir: Path, tmp_path: Path
-) -> None:
-    """An fp16 engine that fell back to fp32 is refused, and nothing is left."""
-    installed("11.4.0", **named)
-    with pytest.raises(Refused, match=words):
+def test_an_engine_in_another_precision_is_refused(installed, bert_dir: Path, tmp_path: Path) -> None:
+    """An fp16 engine that fell back to fp32, as far as it says so; nothing is left."""
+    installed(product={"Inputs": [{"Format/Datatype": "Row major linear FP32"}]})
+    with pytest.raises(Refused, match="does not multiply in the precision of the graph"):
         export_engine(bert_dir, tmp_path / "out", "tensorrt", judging=QUIET)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("layer", "kind"),
+    [
+        ({"Inputs": [{"Datatype": "Half", "Format": "(Linear)"}]}, "Half"),
+        ({"Inputs": [{"Format/Datatype": "Row major linear FP16 format"}]}, "Half"),
+        (DYNAMIC | {"Weights": {"Type": "Int8", "Count": 9}}, "Int8"),
+        (
+            DYNAMIC | {"Weights": {}, "TacticName": "sm75_xmma_gemm_f16f16_f16f16_f16_tn_n_tilesize128"},
+            "Half",
+        ),
+        ({"Inputs": [{"Format/Datatype": "BFloat16"}], "TacticName": "ampere_h16816gemm"}, "BFloat16"),
+        (DYNAMIC, ""),
+        ({}, ""),
+    ],
+)
+def test_what_a_layer_says_of_its_type(layer: dict[str, Any], kind: str) -> None:
+    """The forms of TensorRT 8.6 to 11: a field of its own, one with the format, weights alone, the tactic alone."""
+    assert type_of_layer(layer) == kind
+
+
+def test_what_an_engine_does_not_say_is_no_reason_to_refuse(
+    installed, capsys, bert_dir: Path, tmp_path: Path
+) -> None:
+    """Ranges of shapes hide types: the build stands, compared with torch by running it, and says what is not known."""
+    library = installed(product=DYNAMIC, mha="__myl_fc")
+    export_engine(bert_dir, tmp_path / "out", "tensorrt", judging=QUIET)
+    facts = verify_artifact(tmp_path / "out").facts
+    assert (
+        facts["product_types"] == facts["fused_attention"] == "not known"
+        and facts["compared"] == "the engine"
+    )
+    assert "does not say" in capsys.readouterr().err
+    assert library.calls["contexts"][0]._shapes["input_ids"] == (1, 64)  # of which the inspector was told
+
+
+def test_timings_of_another_gpu_are_made_anew(installed, capsys, bert_dir: Path, tmp_path: Path) -> None:
+    installed().calls["cache_fits"] = False
+    (cache := tmp_path / "timings").write_bytes(b"of an A100")
+    export_engine(bert_dir, tmp_path / "out", "tensorrt", judging=QUIET, timing_cache=cache)
+    assert cache.read_bytes() == b"timings" and "is written anew" in capsys.readouterr().err
+
+
 def test_without_a_gpu_one_sentence_says_so(installed, bert_dir: Path, tmp_path: Path) -> None:
-    installed("11.4.0", gpu=False)
+    installed(gpu=False)
     with pytest.raises(WrongUse, match="TensorRT found no GPU") as caught:
         export_engine(bert_dir, tmp_path / "out", "tensorrt", judging=QUIET)
     assert "error: 35" in caught.value.why and list(tmp_path.iterdir()) == []
@@ -224,7 +174,7 @@ def test_an_engine_for_something_else_is_refused(installed, bert_dir: Path, tmp_
 
 def test_a_graph_that_cannot_be_built_is_told(installed, bert_dir: Path, tmp_path: Path) -> None:
     library = installed("11.4.0")
-    library.Builder.build_serialized_network = lambda *_: None
+    library.Builder.build_serialized_network = lambda *_: None  # its only sign that it failed
     with pytest.raises(Failed, match="could not be built"):
         export_engine(bert_dir, tmp_path / "out", "tensorrt", judging=QUIET)
     assert list(tmp_path.iterdir()) == []
@@ -243,6 +193,11 @@ def test_buckets_cover_every_shape_once() -> None:
     decode = buckets(GPTConfig(), (4,), (256,))[0]
     assert decode.tokens == (1, 1, 1)
     assert decode.shapes("past.0.key", GPTConfig())[1] == (4, 12, 1024, 64)
+    assert decode.shapes("logit_positions", GPTConfig()) == [
+        (1, 0),
+        (4, 1),
+        (4, 1),
+    ]  # the end of a prompt: asks nothing
     assert Profile((1, 1, 2), (1, 8, 9)).shapes("logit_positions", config) == [(1, 0), (1, 1), (2, 9)]
 
 
@@ -251,109 +206,147 @@ def test_inspector_layers_without_details_are_left_out() -> None:
     assert kernels_of_inspector(json.dumps({"Layers": ["a", "b"]})) == []
 
 
-class Computing:
-    """An engine and its execution context, which computes with ONNX Runtime on the memory it is given."""
-
-    num_optimization_profiles = 2
-
-    def __init__(self, graph: Path, ends: list[int]) -> None:
-        self.session = onnxruntime.InferenceSession(graph)
-        inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
-        self.values = {value.name: value for value in (*inputs, *outputs)}
-        self.read = {value.name for value in inputs}
-        self.num_io_tensors, self.ends = len(self.values), ends
-        self.shapes, self.addresses, self.used = {}, {}, []
-
-    def get_tensor_name(self, i: int) -> str:
-        return list(self.values)[i]
-
-    def get_tensor_mode(self, name: str) -> str:
-        return "in" if name in self.read else "out"
-
-    def get_tensor_dtype(self, name: str):
-        kinds = {"tensor(float16)": "HALF", "tensor(float)": "FLOAT", "tensor(int64)": "INT64"}
-        return types.SimpleNamespace(name=kinds[self.values[name].type])
-
-    def get_tensor_shape(self, name: str) -> list[int]:
-        given = [dim if isinstance(dim, int) else -1 for dim in self.values[name].shape]
-        sizes = {"batch": "input_ids", "sequence": "input_ids", "asked": "logit_positions"}
-        places = {"batch": 0, "sequence": 1, "asked": 1}
-        if "input_ids" not in self.shapes:
-            return given
-        return [
-            d if isinstance(d, int) else self.shapes[sizes[d]][places[d]] for d in self.values[name].shape
-        ]
-
-    def get_tensor_profile_shape(self, name: str, profile: int):
-        rank = len(self.values[name].shape)
-        least, most = ([0] * rank, [self.ends[profile]] * rank)
-        if name == "input_ids":
-            least = [1, self.ends[profile - 1] + 1 if profile else 1]
-        return [tuple(least), tuple(most), tuple(most)] if rank < 4 else [(0,) * 4, (1,) * 4, (999,) * 4]
-
-    def create_execution_context(self) -> "Computing":
-        return self
-
-    def set_optimization_profile_async(self, profile: int, stream: int) -> None:
-        self.used.append(profile)
-
-    def set_input_shape(self, name: str, shape) -> None:
-        self.shapes[name] = tuple(shape)
-
-    def set_tensor_address(self, name: str, address: int) -> None:
-        assert address
-        self.addresses[name] = address
-
-    def execute_async_v3(self, stream: int) -> bool:
-        def at(name: str, shape) -> np.ndarray:
-            kind = np.dtype(backend_module.TYPES[self.get_tensor_dtype(name).name])
-            size = max(1, int(np.prod(shape))) * kind.itemsize
-            memory = (ctypes.c_char * size).from_address(self.addresses[name])
-            return np.frombuffer(memory, kind, int(np.prod(shape))).reshape(shape)
-
-        feeds = {name: at(name, self.shapes[name]) for name in self.read}
-        names = [name for name in self.values if name not in self.read]
-        for name, value in zip(names, self.session.run(names, feeds)):
-            at(name, value.shape)[...] = value
-        return True
+def session_of(
+    config: Any, path: Path, batches: Any, lengths: Any, capture: Any = None
+) -> tuple[Any, EngineSession]:
+    """A model and an engine of it, built and opened."""
+    model, library = build(config, 1).eval(), fake()
+    write_graph(model, path / "m.onnx", {}, GraphOptions("tensorrt", "fp16"))
+    plan, _ = build_engine(library, path / "m.onnx", config, buckets(config, batches, lengths))
+    session = EngineSession(library, plan, device="cpu", capture=capture)
+    session.calls = library.calls  # type: ignore[attr-defined]
+    return model, session
 
 
-@pytest.mark.parametrize("family", ["gpt", "bert"])
-def test_a_session_computes_what_the_graph_computes(family: str, tmp_path: Path) -> None:
+GPT = GPTConfig(vocab_size=97, sequence_length=80, layers=2, width=32, heads=4)
+BERT = BERTConfig(vocab_size=97, sequence_length=48, layers=2, width=32, heads=4)
+
+
+@pytest.mark.parametrize("config", [GPT, BERT], ids=["gpt", "bert"])
+def test_a_session_computes_what_the_graph_computes(config: Any, tmp_path: Path) -> None:
     """Shapes, addresses, profiles and captured calls; the arithmetic is ONNX Runtime's."""
-    config: Any = (
-        GPTConfig(vocab_size=97, sequence_length=80, layers=2, width=32, heads=4)
-        if family == "gpt"
-        else BERTConfig(vocab_size=97, sequence_length=48, layers=2, width=32, heads=4)
-    )
-    model = build(config, 1).eval()
-    write_graph(model, tmp_path / "m.onnx", {}, GraphOptions("tensorrt", "fp16"))
-    engine = Computing(tmp_path / "m.onnx", [16, 999])
-    library = fake("11.4.0")
-    library.TensorIOMode = types.SimpleNamespace(INPUT="in")
-    library.Runtime = lambda logger: types.SimpleNamespace(deserialize_cuda_engine=lambda plan: engine)
     replays = []
 
-    def capture(run):
+    def capture(run, stream):
         replays.append(0)
+        number = len(replays) - 1
 
         def replay() -> None:
-            replays[-1] += 1
+            replays[number] += 1
             run()
 
         return replay
 
-    session = EngineSession(library, b"", device="cpu", capture=capture)
+    model, session = session_of(config, tmp_path, (2, 5), (16, 48), capture)
     source = Input("test", "foreign", "0")
-    candidate = Loaded(config, None, source, on_session(session, config, "fp16"))
-    require(compare(reference_of(model, None, source), candidate, BOUNDS["fp16"]), "the engine")
-    assert (session.rows, session.tokens) == (999, 999)
-    assert set(engine.used) == {0, 1}  # short calls in the first profile, long ones in the second
-    if family == "gpt":  # decode steps of the same rows were captured once and then replayed
+    candidate = Loaded(config, None, source, on_engine(session, config, "fp16"))
+    cases = sweep(97, config.sequence_length, session.limits)
+    require(compare(reference_of(model, None, source), candidate, BOUNDS["fp16"], cases), "the engine")
+    assert (session.limits.rows, session.limits.tokens) == (5, 48)
+    assert (
+        len({profile for profile, _ in session.calls["executed"]}) > 2
+    )  # each shape in the first that it fits
+    captured = [one for one in session.calls["contexts"] if one not in session._contexts.values()]
+    assert len(captured) == len(replays)  # a context for each captured shape
+    if config is GPT:  # decode steps of the same rows were captured once and then replayed
         assert replays and max(replays) > 50
     with pytest.raises(WrongUse, match="no profile for these shapes"):
-        engine.ends = [4, 5]
-        session.run(None, {"input_ids": np.zeros((1, 9), np.int64)})
+        session._profile({"input_ids": (9, 16)})
+
+
+def test_nine_texts_on_an_engine_of_eight_rows(tmp_path: Path) -> None:
+    """What profiles take is kept by every reader: vectors of texts, steps of many rows, prompts beyond its length."""
+    model, session = session_of(BERT, tmp_path, (1, 8), (16, 48))
+    encoder = on_engine(session, BERT, "fp16")
+    texts = [Encoding(np.arange(3, 4 + number), want=("sentence_embedding",)) for number in range(9)]
+    source = Input("test", "foreign", "0")
+    theirs = embed(reference_of(model, None, source).encoder, texts, pad_id=0)
+    np.testing.assert_allclose(embed(encoder, texts, pad_id=0), theirs, atol=3e-2)
+    shapes = {shape for _, shape in session.calls["executed"]}
+    assert max(rows for rows, _ in shapes) <= 8 and {tokens % 16 for _, tokens in shapes} == {0}
+
+    model, session = session_of(GPT, tmp_path, (1, 4), (16, 48))
+    rng, backends = (
+        np.random.default_rng(0),
+        [reference_of(model, None, source).causal, on_engine(session, GPT, "fp16")],
+    )
+    spans = [
+        Span(row, 0, rng.integers(0, 97, length), asked)
+        for row, length, asked in ((0, 70, 60), (8, 3, 1), (5, 49, 0))
+    ]
+    more = [Span(row, len(span.ids), np.array([7])) for row, span in ((span.row, span) for span in spans)]
+    found = []
+    for backend in backends:
+        cache = backend.new_cache(9)
+        found.append([np.asarray(backend.step(step, cache)).copy() for step in (spans, more)])
+    for ours, others in zip(*found):
+        np.testing.assert_allclose(others, ours, atol=3e-2 * max(1, np.abs(ours).max()))
+    assert max(rows for _, (rows, _) in session.calls["executed"]) <= 4
+
+
+def test_only_what_is_wanted_comes_to_the_host(tmp_path: Path) -> None:
+    """The other outputs of an engine stay on the device; all calls of a shape have one memory."""
+    _, session = session_of(BERT, tmp_path, (1, 8), (16, 48))
+    encoder = on_engine(session, BERT, "fp16")
+    ids = np.full((3, 20), 5)
+    given = (ids, np.zeros_like(ids), ids > 0, np.zeros((3, 2), np.int64))
+    vector = encoder.forward(*given, {"sentence_embedding"})
+    (resident,) = encoder._resident.values()
+    crossed = resident.pinned.keys() - {"input_ids", "token_type_ids", "attention_mask", "logit_positions"}
+    assert crossed == vector.keys() == {"sentence_embedding"}
+    everything = encoder.forward(*given)
+    for want in ({"sentence_embedding"}, {"mlm_logits"}, {"cls_embedding"}, {"last_hidden_state"}):
+        found = encoder.forward(*given, want)
+        assert found.keys() == want
+        for name, value in found.items():
+            np.testing.assert_array_equal(value, everything[name])
+    assert len(encoder._resident) == 1
+    assert everything["last_hidden_state"].shape == (3, 20, 32)
+
+
+def test_a_capture_that_fails_is_launched_and_counted(capsys, tmp_path: Path) -> None:
+    def capture(run, stream):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    _, session = session_of(GPT, tmp_path, (1,), (16,), capture)
+    backend = on_engine(session, GPT, "fp16")
+    cache = backend.new_cache(1)
+    backend.step([Span(0, 0, np.arange(5))], cache)
+    for step in range(4):
+        assert np.isfinite(np.asarray(backend.step([Span(0, 5 + step, np.array([1]))], cache))).all()
+    assert session.capture_failures == 1 and capsys.readouterr().err.count("CUDA graphs are left out") == 1
+
+
+def test_what_tensorrt_answers_is_read(tmp_path: Path) -> None:
+    _, session = session_of(BERT, tmp_path, (1,), (16,))
+    session._engine = types.SimpleNamespace(create_execution_context=lambda how: None)  # out of memory
+    with pytest.raises(Refused, match="could not make an execution context"):
+        session._new_context(0)
+    with pytest.raises(Refused, match="could not load this engine"):
+        library = fake()
+        library.Runtime.deserialize_cuda_engine = lambda self, plan: None
+        EngineSession(library, b"", device="cpu")
+
+
+def test_the_devices_of_an_engine(
+    installed, monkeypatch: pytest.MonkeyPatch, bert_dir: Path, tmp_path: Path
+) -> None:
+    """`--device cuda:1` reaches the session, and a CPU is told that it is none."""
+    from throughline.core.backend import BackendOptions
+
+    installed()
+    export_engine(bert_dir, tmp_path / "out", "tensorrt", judging=QUIET)
+    seen: list[str] = []
+
+    def session(library: Any, plan: bytes, where: Path, device: str) -> EngineSession:
+        seen.append(device)
+        return on_cpu(library, plan)
+
+    monkeypatch.setattr(backend_module, "pick_device", lambda wanted: "cpu" if wanted == "auto" else wanted)
+    monkeypatch.setattr(backend_module, "EngineSession", session)
+    assert open_backend(tmp_path / "out", BackendOptions("cuda:1")).encoder is not None and seen == ["cuda:1"]
+    with pytest.raises(WrongUse, match="an engine needs a GPU"):
+        open_backend(tmp_path / "out", BackendOptions("cpu"))
 
 
 def test_an_engine_is_served(
@@ -362,16 +355,13 @@ def test_an_engine_is_served(
     """`throughline serve ENGINE` against the fake, whose arithmetic is ONNX Runtime's: an answer of four at once
     is the ONNX artifact's.
     """
-    installed("11.4.0")
+    installed()
     export_engine(gpt_dir, tmp_path / "engine", "tensorrt", judging=QUIET)
-    model = open_model(gpt_dir).model
+    model, library = open_model(gpt_dir).model, fake()
     write_graph(model, tmp_path / "m.onnx", {}, GraphOptions("tensorrt", "fp32"))
-    library = fake("11.4.0")
-    library.TensorIOMode = types.SimpleNamespace(INPUT="in")
-    engine = Computing(tmp_path / "m.onnx", [16, 999])
-    library.Runtime = lambda logger: types.SimpleNamespace(deserialize_cuda_engine=lambda plan: engine)
-    session = EngineSession(library, b"", device="cpu", capture=None)
-    monkeypatch.setattr(backend_module, "open_engine", lambda path, manifest: session)
+    plan, _ = build_engine(library, tmp_path / "m.onnx", model.config, buckets(model.config, (2,), (16,)))
+    session = on_cpu(library, plan)
+    monkeypatch.setattr(backend_module, "open_engine", lambda *_: session)
 
     async def body(found) -> None:
         listed = (await found.client.get("/v1/models/engine")).json()
@@ -381,6 +371,18 @@ def test_an_engine_is_served(
         assert [c["token_ids"] for c in ours["choices"]] == [c["token_ids"] for c in theirs["choices"]]
 
     in_thread.run_with(monkeypatch, [f"engine={tmp_path / 'engine'}", f"graph={gpt_onnx}"], body)
+    assert max(rows for _, (rows, _) in library.calls["executed"]) == 2
+
+
+def test_the_record_is_the_packages() -> None:
+    """Where the bindings are installed, what was recorded of them is what they have."""
+    library = pytest.importorskip(
+        "tensorrt_bindings", reason="tensorrt_cu13_bindings is in the rehearsal's environment"
+    )
+    import tensorrt_api
+
+    if library.__version__ == json.loads(tensorrt_api.RECORD.read_text())["version"]:
+        assert tensorrt_api.record(library) == json.loads(tensorrt_api.RECORD.read_text())
 
 
 def test_opening_checks_the_manifest_first(installed, bert_dir: Path, tmp_path: Path) -> None:

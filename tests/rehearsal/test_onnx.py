@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -49,27 +48,20 @@ def left_to_the_cpu(graph: Path) -> Counter[str]:
     return found["CPUExecutionProvider"]
 
 
-def unmended(family: str, precision: str, reason: str) -> Any:
-    return pytest.param(family, precision, marks=pytest.mark.xfail(strict=True, reason=reason))
-
-
 @pytest.mark.parametrize(
     ("family", "precision"),
     [
-        ("gpt", "fp16"),
-        ("bert", "fp16"),
+        *(("gpt", kind) for kind in ("fp32", "fp16", "int8", "int4")),
         ("bert", "fp32"),
-        unmended("gpt", "fp32", "GroupQueryAttention has no CUDA kernel in fp32"),
-        unmended("gpt", "int4", "GroupQueryAttention has no CUDA kernel in fp32"),
-        unmended("gpt", "int8", "DynamicQuantizeMatMul has no CUDA kernel"),
-        unmended("bert", "int8", "DynamicQuantizeMatMul has no CUDA kernel"),
+        ("bert", "fp16"),
+        ("bert", "int8"),
     ],
 )
 def test_a_cards_graph_leaves_no_work_to_the_cpu(family, precision, tmp_path):
     pytest.importorskip("onnxruntime.capi.onnxruntime_pybind11_state")
     config, write = (GPTConfig, gpt_graph) if family == "gpt" else (BERTConfig, bert_graph)
     model = build(config(**SIZE)).eval()
-    options = GraphOptions("onnxruntime", precision, ranges={name: 4.0 for name, _ in model.named_modules()})
+    options = GraphOptions("cuda", precision, ranges={name: 4.0 for name, _ in model.named_modules()})
     write(model, options).save(tmp_path / "model.onnx", {})
     left = left_to_the_cpu(tmp_path / "model.onnx")
     assert not left, f"the CPU would compute {dict(left)}"

@@ -41,6 +41,16 @@ def save_steps(directory: Path, trainer: Trainer, *steps: int, keep: int = 0) ->
     return writer
 
 
+def test_a_chat_template_goes_into_checkpoints(trainer: Trainer, tmp_path: Path) -> None:
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    writer = CheckpointWriter(tmp_path / "made", 0, b"{}", tmp_path / "given")
+    writer.save(trainer)
+    writer.close()
+    (template,) = (tmp_path / "made").glob("step-*/chat_template.jinja")
+    assert template.read_text() == "{{ messages }}"
+
+
 def test_every_count_of_a_run_comes_back(
     trainer: Trainer, make_plan: Callable[..., RunPlan], tmp_path: Path
 ) -> None:

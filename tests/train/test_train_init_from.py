@@ -384,6 +384,7 @@ def test_a_recipe_takes_the_shape_of_its_weights(llama_dir: Path, make_plan: Any
     )
     assert config.dropout == 0.1 and config.sequence_length == 64
     assert resolve(plan.recipe) == plan.recipe and model_config(plan.recipe) == config
+    assert plan.corpus.beside == llama_dir  # whose chat template its checkpoints get
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ from ...core.artifact import (
 from ...core.console import warn
 from ...core.errors import Failed, Refused, ThroughlineError, WrongUse, download_hint
 from ...core.files import full_disk, read_json, sha256_file, write_atomic
+from ...data.tokenizer import copy_chat
 from ...models.config import FAMILIES
 from ...models.init import empty_model
 from ..engine import Engine
@@ -78,6 +79,7 @@ class CheckpointWriter:
     directory: Path
     keep: int
     tokenizer_json: bytes | None = None
+    beside: Path | None = None  # a model directory whose chat template the tokenizer has
     inputs: Sequence[Input] = ()
     recipe_hash: str | None = None
     process: int = 0
@@ -167,6 +169,8 @@ class CheckpointWriter:
             read_back = set(draft.known)
             if self.tokenizer_json is not None:
                 (draft.path / "tokenizer.json").write_bytes(self.tokenizer_json)
+                if self.beside is not None:
+                    copy_chat(self.beside, draft.path)
             known = ("step", "samples", "layout", "threads", "precision")
             parameters = sum(math.prod(entry["shape"]) for entry in table["weights"].values())
             draft.facts |= {name: snapshot.state[name] for name in known}

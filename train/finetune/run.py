@@ -20,7 +20,7 @@ from ...core.artifact import check_free, create_artifact, input_record
 from ...core.console import cell, say
 from ...core.errors import WrongUse
 from ...core.recipe import dump_toml, recipe_hash
-from ...data.tokenizer import Tokenizer
+from ...data.tokenizer import Tokenizer, write_beside
 from ...models.bert import BERT
 from ...models.gpt import GPT
 from ...models.heads import BERTWithHead
@@ -72,7 +72,7 @@ def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -
     with create_artifact(
         out, "model", inputs=made_of.inputs, recipe_hash=recipe_hash(recipe), overwrite=overwrite
     ) as draft:
-        write_model(plan.saved(home), made_of.tokenizer, made_of.tokenizer_json, draft.path)
+        write_model(plan.saved(home), made_of.tokenizer, made_of.tokenizer_json, draft.path, made_of.beside)
         if recipe.task == "retrieval":
             plan.task.sentence.write(draft.path, plan.config.width, plan.config.sequence_length)
         (draft.path / "recipe.toml").write_text(dump_toml(recipe))
@@ -167,7 +167,16 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
         recipe=run,
         config=config,
         device=device,
-        corpus=Corpus((), (), tokenizer.vocab_size, tokenizer, tokenizer_file.read_bytes(), inputs),
+        corpus=Corpus(
+            (),
+            (),
+            tokenizer.vocab_size,
+            tokenizer,
+            tokenizer_file.read_bytes(),
+            inputs,
+            0,
+            tokenizer_file.parent,
+        ),
         memory=check_memory(config, run, device),
         task=task,
         base=base,
@@ -220,8 +229,10 @@ def _split(recipe: FinetuneRecipe) -> tuple[list[Record], list[Record]]:
     return learnt, measured
 
 
-def write_model(model: nn.Module, tokenizer: Tokenizer, tokenizer_json: bytes, target: Path) -> None:
-    """A Hugging Face directory of a model with its head, and the tokenizer beside it."""
+def write_model(
+    model: nn.Module, tokenizer: Tokenizer, tokenizer_json: bytes, target: Path, beside: Path | None = None
+) -> None:
+    """A Hugging Face directory of a model with its head, the tokenizer, and what stands beside that in `beside`."""
     from safetensors.torch import save_file
 
     if isinstance(model, BERTWithHead):
@@ -234,11 +245,7 @@ def write_model(model: nn.Module, tokenizer: Tokenizer, tokenizer_json: bytes, t
     ids = {f"{role}_token_id": i for role, i in tokenizer.special.items() if role in ("bos", "eos", "pad")}
     (target / "config.json").write_text(json.dumps(fields | ids, indent=1) + "\n")
     (target / "tokenizer.json").write_bytes(tokenizer_json)
-    texts = {i: text for text, i in tokenizer.vocab.items()}
-    described = {"tokenizer_class": "PreTrainedTokenizerFast"} | {
-        f"{role}_token": texts[i] for role, i in tokenizer.special.items()
-    }
-    (target / "tokenizer_config.json").write_text(json.dumps(described, indent=1) + "\n")
+    write_beside(target, tokenizer, beside, model.config.sequence_length)
 
 
 def figures_text(figures: dict[str, float]) -> str:
