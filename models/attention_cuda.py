@@ -12,17 +12,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from .capability import NEEDS, capability
+
 aten = torch.ops.aten
-FLASH_CAPABILITY = (8, 0)  # Ampere
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """(major, minor) of a GPU; where there is none, and one is simulated, of the oldest with every kernel."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else FLASH_CAPABILITY
-
-
-# What torch.compiler.assume_constant_result does; calling it here would import the compiler.
-capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def has_flash(q: Tensor) -> bool:
@@ -33,7 +25,7 @@ def has_flash(q: Tensor) -> bool:
         and q.shape[-1] % 8 == 0
         and q.shape[-1] <= 256
         and hasattr(aten, "_flash_attention_forward")
-        and capability(q.device) >= FLASH_CAPABILITY
+        and capability(q.device) >= NEEDS["flash"]
     )
 
 

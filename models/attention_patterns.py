@@ -108,7 +108,7 @@ def _groups(
 ) -> tuple[list[_Group], Tensor]:
     """As `_make_groups`, kept from call to call; while compiling they are made, as constants of the graph."""
     make = _make_groups if torch.compiler.is_compiling() else _kept_groups
-    return make(pattern, length, causal, layer if pattern.random_blocks else 0, device)
+    return make(pattern, length, causal, layer, device)
 
 
 def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Callable[..., Tensor]:
@@ -221,4 +221,6 @@ def _group_mask(group: _Group, mask: Tensor | None, batch: int) -> Tensor:
 def apply_pattern(blocks: nn.ModuleDict, pattern: AttentionPattern, causal: bool) -> None:
     """Let every block of a model attend by the pattern: its weights, names and inputs stay what they are."""
     for layer, block in blocks.items():
-        cast(Block, block).attention.attend = make_attend(pattern, causal, int(layer))
+        cast(Block, block).attention.attend = make_attend(
+            pattern, causal, int(layer) if pattern.random_blocks else 0
+        )

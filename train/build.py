@@ -28,7 +28,7 @@ from .memory import check_memory
 from .objective import Objective, StepBatch, prepare, pretraining
 from .optimizers.build import build_optimizer
 from .parallel.mesh import ALONE, Axis, Mesh, own_device, running_processes
-from .precision import LossScaler, pick_device
+from .precision import LossScaler, pick_device, use_deterministic_kernels
 from .recipes.new_recipe import check_epochs, outlook
 from .recipes.predict import predicted_step_seconds
 from .recipes.recipe import Recipe, model_config
@@ -128,6 +128,8 @@ def plan_run(recipe: Recipe, cache: Path | None = None) -> RunPlan:
     if running_processes()[0] == 0:  # the one that writes to them
         check_sinks(recipe.log.sinks)
     device = own_device(pick_device(recipe.train.device, recipe.train.precision))
+    if recipe.train.deterministic and device.type == "cuda":
+        use_deterministic_kernels()
     check_products(recipe.train.matmul, device)
     plan = validation_plan(recipe, device)
     train = recipe.train

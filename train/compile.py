@@ -10,10 +10,12 @@ for offloaded ones stay between them.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,7 @@ from torch import nn
 from ..core.console import warn
 from ..core.errors import Failed, WrongUse
 from ..core.hardware import machine
+from ..models.attention import Documents
 from ..models.config import ModelConfig
 from ..models.linear import onednn_is_faster
 from .parallel.collectives import FIT_A_GRAPH
@@ -30,12 +33,23 @@ from .parallel.context import run_ring_eagerly
 if TYPE_CHECKING:
     from .recipes.recipe import Recipe
 
-# What the rule of `auto` assumes; rough on purpose, and on the side of not compiling. Cold compiles took 11 s
-# + 4 s per layer of CPU time here (4 to 12 layers); a step in bf16 became 5 to 13 % faster, one in fp32
-# through oneDNN 7 % slower.
-COLD_SECONDS, COLD_SECONDS_PER_LAYER = 11.0, 4.0
-SAVED = 0.1
-EAGER_FLOPS = {"cpu": 40e9, "cuda": 100e12}  # per core, per GPU
+
+@dataclass(frozen=True)
+class Rate:
+    """What the rule of `auto` assumes; rough on purpose, and on the side of not compiling."""
+
+    eager_flops: float  # per core, per GPU
+    saved: float  # share of a step
+    cold_seconds: float
+    cold_seconds_per_layer: float
+
+
+# Cold compiles took 11 s + 4 s per layer of CPU time here (4 to 12 layers); a step in bf16 became 5 to 13 % faster, one
+# in fp32 through oneDNN 7 % slower. A GPU's are not measured: blocks share a graph, whose kernels ptxas takes a minute
+# for, and of an eager step a third and more are element-wise kernels that fuse.
+RATES = {"cpu": Rate(40e9, 0.1, 11.0, 4.0), "cuda": Rate(100e12, 0.3, 60.0, 0.0)}
+OTHERS = "other shapes"
+SHAPES = 16  # of batches that are compiled by themselves; what comes then shares a program for all shapes
 
 
 def compile_stage(stage: Any, wanted: str) -> None:
@@ -45,6 +59,9 @@ def compile_stage(stage: Any, wanted: str) -> None:
     """
     if stage.mesh.tensor.group is not None and not FIT_A_GRAPH:
         return
+    # each layer of a pattern with random blocks has a graph of its own
+    graphs = 2 * SHAPES * (len(stage.trunk.blocks) if stage.trunk.config.attention_random_blocks else 1)
+    torch.compiler.config.recompile_limit = graphs  # torch's 8 would leave the others eager without a word
     run_ring_eagerly()
     for block in stage.trunk.blocks.values():
         block.forward = _compiled(block.forward, wanted, block.parameters)
@@ -75,8 +92,9 @@ def pays(recipe: Recipe, config: ModelConfig, device: torch.device) -> bool:
         return False
     tokens = train.steps * train.rows_per_step * train.sequence_length
     flops = tokens * config.flops_per_token(train.sequence_length)
-    rate = EAGER_FLOPS[device.type] * (machine().cpu.cores if device.type == "cpu" else 1)
-    return SAVED * flops / rate > 2 * (COLD_SECONDS + COLD_SECONDS_PER_LAYER * config.layers)
+    rate, workers = RATES[device.type], machine().cpu.cores if device.type == "cpu" else 1
+    cold = rate.cold_seconds + rate.cold_seconds_per_layer * config.layers
+    return rate.saved * flops / (rate.eager_flops * workers) > 2 * cold
 
 
 def cpp_compiler() -> str | None:
@@ -114,29 +132,53 @@ def _compiled(
     asked for then, when they have memory.
     """
     # shapes repeat from step to step; a compiled program for free shapes is slower
-    compiled, ready = torch.compile(plain, dynamic=False), False
+    fixed, free = (torch.compile(plain, dynamic=dynamic) for dynamic in (False, True))
+    programs: dict[Any, Callable[..., Any]] = {}
     parameters: list[nn.Parameter] = []
 
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        with _without_wide_gradients(parameters):
-            return compiled(*args, **kwargs)
-
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal chosen, ready
-        if ready:
-            return chosen(*args, **kwargs)
-        parameters[:] = weights()
-        try:
-            result = chosen(*args, **kwargs)
-        except _not_compiled() as error:
-            reason = str(error).strip().splitlines()[0]
-            if wanted == "on":
-                fix = 'set train.compile = "off"'
-                raise Failed("torch.compile failed", where="train.compile", why=reason, fix=fix) from error
-            warn(f"training without torch.compile, which failed: {reason}")
-            chosen = plain
-            result = plain(*args, **kwargs)
-        ready = True
-        return result
+        shapes: Any = (torch.is_grad_enabled(), _shapes((args, kwargs)))
+        if len(programs) >= SHAPES and shapes not in programs:
+            shapes = OTHERS
+        known = programs.get(shapes)
+        if known is None:
+            parameters[:] = weights()
+            known = programs[shapes] = fixed if shapes is not OTHERS else free
+            if shapes is OTHERS:
+                _say_once(
+                    f"more than {SHAPES} shapes of batches: the others share a compiled program, which is slower"
+                )
+            try:
+                with _without_wide_gradients(parameters):
+                    return known(*args, **kwargs)
+            except _not_compiled() as error:
+                reason = str(error).strip().splitlines()[0]
+                if wanted == "on":
+                    fix = 'set train.compile = "off"'
+                    raise Failed(
+                        "torch.compile failed", where="train.compile", why=reason, fix=fix
+                    ) from error
+                warn(f"training without torch.compile, which failed: {reason}")
+                known = programs[shapes] = plain
+        with _without_wide_gradients(parameters if known is not plain else ()):
+            return known(*args, **kwargs)
 
     return call
+
+
+def _shapes(value: Any) -> Any:
+    """The shapes of all tensors that a call is given: what a compiled program is for."""
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    if isinstance(value, dict):
+        value = value.values()
+    elif isinstance(value, Documents):
+        return value.bounds_N.shape, value.longest
+    elif not isinstance(value, tuple):
+        return None
+    return tuple(map(_shapes, value))
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    warn(text)

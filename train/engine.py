@@ -71,6 +71,7 @@ class Engine:
         # counts what copies send for gradients; `fully_shard` sends by itself, uncounted
         self.communicator = Communicator(mesh.gradient)
         self.communication_hook: CommunicationHook | None = None  # a compressed sum over the copies
+        self.copied: torch.cuda.Event | None = None  # a checkpoint's copies, before which nothing changes
         self.stages: list[Stage] = []
         self.local_shards: list[LocalShard] = []
         self._pipelines: dict[tuple[int, int, int], Any] = {}  # of the shape that the batch has now
@@ -205,6 +206,9 @@ class Engine:
     @torch.no_grad()
     def finish_gradients(self) -> None:
         """Hand the gradients to the local shards and sum what was computed in parts."""
+        if self.copied is not None:  # what is changed from here on
+            torch.cuda.current_stream(self.device).wait_event(self.copied)
+            self.copied = None
         for local in self.local_shards:
             local.take_gradient()
         if self.communication_hook is not None:
@@ -271,13 +275,22 @@ class Engine:
         return torch.linalg.vector_norm(torch.stack(norms)).double().square()
 
     @torch.no_grad()
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Multiply the gradients by `factor`, let the optimizer move the values, compute with them from now."""
+    def update(
+        self, optimizer: torch.optim.Optimizer, factor: float | Tensor, finite: Tensor | None = None
+    ) -> None:
+        """Multiply the gradients by `factor`, let the optimizer move the values, compute with them from now.
+
+        With `finite`, of the device like `factor`, torch's fused AdamW does so itself, and nothing where it is false.
+        """
         if self.offload is not None:
+            assert isinstance(factor, float), "decided by the host"
             self.offload.step(optimizer, factor)
             self.discard()
             return
-        if factor != 1.0 and (gradients := self.gradients()):
+        if finite is not None:
+            optimizer.grad_scale = torch.as_tensor(1 / factor, dtype=torch.float32)  # type: ignore[attr-defined]
+            optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
+        elif factor != 1.0 and (gradients := self.gradients()):
             torch._foreach_mul_(gradients, factor)
         for local in self.local_shards:
             local.value.grad = local.computed.grad

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import MissingExtra, WrongUse
+from ..models.capability import check_computes
 from .parallel.tensor import ColumnLinear, Product, RowLinear, Which
 
 
@@ -34,10 +35,7 @@ def check_products(matmul: str, device: torch.device) -> None:
             fix='train.matmul = "same", or "fp8-emulated" to see what the rounding does (slow)',
         )
     if matmul == "fp8":
-        from ..core.hardware import check_dtype  # needs psutil, which a bare machine with a GPU may lack
-
-        major, minor = torch.cuda.get_device_capability(device)
-        check_dtype("fp8", "cuda", capability=f"{major}.{minor}", name=torch.cuda.get_device_name(device))
+        check_computes("fp8", device)
     if importlib.util.find_spec("torchao") is None:
         raise MissingExtra("torchao", f'train.matmul = "{matmul}"', "'throughline[fp8]'")
 

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from .optimizers.schedule import learning_rate_factor
 from .parallel.ranks import HEARTBEAT, Ranks, RunWorkspace
 from .recipes.predict import predicted_step_seconds
 from .signals import Signals, StopNow
-from .step import StepResult, Trainer, train_step
+from .step import Launched, StepResult, Trainer, launch_step
 
 Evaluator = Callable[[Engine, int], dict[str, Any]]  # the engine and the step
 LOOK_EVERY_S = 0.02  # at the checkpoint that is being written, when the next one waits for it
@@ -161,9 +162,13 @@ class Run:
         return bar
 
     def _steps(self, batches: Iterator[StepBatch], bar: progress) -> None:
-        """The steps that are left, with what is due between them, until a target is reached or a signal came."""
+        """The steps that are left, with what is due between them, until a target is reached or a signal came.
+
+        Where nothing waits for a step its figures are read when the next one is under way.
+        """
         trainer, recipe = self.trainer, self.plan.recipe
         upcoming: StepBatch | None = None
+        under_way: Callable[[], None] | None = None  # reads the step before
         while trainer.step < recipe.train.steps and not self.reached and not self.signals.agreed:
             factor = learning_rate_factor(trainer.step, recipe)
             with self.report.step() as mark:
@@ -171,29 +176,39 @@ class Run:
                 # the target counts of the next batch travel with this step's figures
                 upcoming = next(batches) if trainer.step + 1 < recipe.train.steps else None
                 self.report.heartbeat.mark("its batch", trainer.step)
-                result = train_step(trainer, batch, factor, mark, self.signals.number, upcoming)
-            self.signals.agree(result.signal)
-            self.report.add(result, factor, batch, bar)
+                launched = launch_step(trainer, batch, factor, mark, self.signals.number, upcoming)
+            if under_way is not None:
+                under_way()
+            under_way = partial(self._read, launched, factor, batch, bar)
             if self.profile is not None:
                 self.profile.step()
-            if result.skipped:
-                self._skipped(result)
-            elif recipe.checkpoint.save_every_steps and not self.writer.prepared:
-                self.writer.prepare(trainer)  # now that the optimizer has its state
-            if trainer.step == recipe.train.steps or self.signals.agreed:
-                return  # the last step's evaluation and save come at the end
-            if _due(recipe.train.eval_every_steps, trainer.step):
+            last = trainer.step == recipe.train.steps
+            evaluates = not last and _due(recipe.train.eval_every_steps, trainer.step)
+            saves = not last and _due(recipe.checkpoint.save_every_steps, trainer.step)
+            if last or evaluates or saves or self.signals.agreed or launched.is_there:
+                under_way()
+                under_way = None
+            if evaluates and not self.signals.agreed:  # those of the last step come at the end
                 self._evaluate()
-            if _due(recipe.checkpoint.save_every_steps, trainer.step):
+            if saves and not self.signals.agreed:
                 self._save()
+
+    def _read(self, launched: Launched, factor: float, batch: StepBatch, bar: progress) -> None:
+        result = launched.read()
+        self.signals.agree(result.signal)
+        self.report.add(result, factor, batch, bar)
+        if result.skipped:
+            self._skipped(result)
+        elif self.plan.recipe.checkpoint.save_every_steps and not self.writer.prepared:
+            self.writer.prepare(self.trainer)  # now that the optimizer has its state
 
     def _skipped(self, result: StepResult) -> None:
         trainer = self.trainer
-        self._event("skipped", in_row=trainer.skipped_in_row)
+        self._event("skipped", result.step, in_row=trainer.skipped_in_row)
         if trainer.skipped_in_row >= self.plan.recipe.train.stop_after_skipped:
             raise Failed(
                 f"{trainer.skipped_in_row} steps in a row had a loss or gradient that is not finite",
-                where=f"{self.workspace.path}, step {trainer.step:,}",
+                where=f"{self.workspace.path}, step {result.step:,}",
                 why=f"loss {result.loss}, gradient norm {result.grad_norm}, loss scale {trainer.scaler.scale:g}",
                 fix="lower the learning_rate, lengthen the warm-up, or train in bf16 or fp32",
             )
@@ -299,10 +314,9 @@ class Run:
         say(f"{steps['steps_here']:,} steps in {duration(seconds)}, {rate}/s in a step")
         return summary
 
-    def _event(self, name: str, **facts: Any) -> None:
-        self.workspace.append(
-            "events.jsonl", {"event": name, "step": self.trainer.step, "time": time.time(), **facts}
-        )
+    def _event(self, name: str, at: int | None = None, **facts: Any) -> None:
+        step = self.trainer.step if at is None else at
+        self.workspace.append("events.jsonl", {"event": name, "step": step, "time": time.time(), **facts})
 
 
 def _due(every: int, step: int) -> bool:

@@ -163,6 +163,7 @@ class _HeadLoss(torch.autograd.Function):
                 for_hidden, *parts = _products(gradient, hidden, weight_AW, ctx.needs_input_grad)
                 hidden_parts += [] if for_hidden is None else [for_hidden]
                 sums = [_add(x, part) for x, part in zip(sums, parts)]
+                del gradient, parts  # before the next slice has its own
         if not ctx.whole:
             ctx.save_for_backward(torch.cat(hidden_parts) if hidden_parts else None, *sums)
         return total

@@ -16,7 +16,7 @@ from ..models.config import ModelConfig
 from ..models.presets import preset, preset_names
 from ..planner.memory import IN_A_STEP, MOMENTS
 from .parallel.mesh import processes_here
-from .recipes.predict import predicted_memory
+from .recipes.predict import host_memory, predicted_memory
 from .recipes.recipe import Recipe, model_config, model_family
 from .recipes.rules import RULES
 
@@ -45,6 +45,14 @@ def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> d
             where="model, train",
             why=_largest_first(terms),
             fix="\n".join(_cheaper(recipe, config, device.type, total)),
+        )
+    host, here = host_memory(config, recipe), memory_limit_bytes() // processes_here()
+    if device.type == "cuda" and sum(host.values()) > here:
+        raise Refused(
+            f"a process needs {amount(sum(host.values()), 'B')} of the host, which has {amount(here, 'B')} for it",
+            where="train.offload" if recipe.train.offload else "checkpoint",
+            why=_largest_first(host),
+            fix="fewer processes on a machine, or more shards: parallel.sharding and parallel.data",
         )
     if need > free:
         left = f"{amount(free, 'B')} of {amount(total, 'B')} are free just now"

@@ -6,11 +6,13 @@ fp32 (fp64 with precision fp64). fp16 underflows below 6e-8, so its loss is scal
 are divided again (Micikevicius et al. 2018, section 3.2), with the scale found by the run itself.
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
 
 from ..core.errors import WrongUse
+from ..models.capability import check_computes
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_SCALE = 2.0**16  # 65,504 is the largest fp16: the first steps halve the scale until the gradients fit
@@ -35,12 +37,15 @@ def pick_device(wanted: str, precision: str) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    if precision in (*HALVES, "tf32"):
-        from ..core.hardware import check_dtype  # needs psutil, which a bare machine with a GPU may lack
-
-        major, minor = torch.cuda.get_device_capability(device)
-        check_dtype(precision, "cuda", capability=f"{major}.{minor}", name=torch.cuda.get_device_name(device))
+    check_computes("fp32" if precision in ("auto", "fp64") else precision, device)
     return device
+
+
+def use_deterministic_kernels() -> None:
+    """Let torch refuse kernels whose sums come in any order, before a GPU's libraries start."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which only finds faults
 
 
 def computing_dtype(precision: str) -> torch.dtype:
@@ -57,7 +62,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 class LossScaler:
     """The scale of the loss in fp16: halved after a step that overflowed, doubled after many that did not.
 
-    In other precisions it is 1 and stays 1.
+    In other precisions it is 1 and stays 1. On a GPU the scale follows a step later than on a CPU (`launch_step`).
     """
 
     scale: float = 1.0

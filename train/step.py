@@ -1,15 +1,19 @@
 """One optimizer step: micro-batches, sum of losses over the global target count, clip, update or skip.
 
-The device is waited for once a step, when losses, gradient norm and what signals the processes have received are
-read together; in a layout they have been summed by one small collective.
+Losses, gradient norm and what signals the processes have received are read together; in a layout they have been summed
+by one small collective. A CPU decides by them whether to clip or to skip. On a GPU with AdamW the device decides, in
+the optimizer's own kernel, and nothing waits: the figures go to the host behind the update, and who trains reads them
+when the next step is under way (`launch_step`). Other optimizers, compressed sums and offload are decided by the host.
 """
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .engine import Engine, Mark
 from .objective import StepBatch
@@ -30,11 +34,20 @@ class Trainer:
     skipped: int = 0  # steps skipped so far because the loss or a gradient was not finite
     skipped_in_row: int = 0
 
+    def __post_init__(self) -> None:
+        engine = self.engine
+        plain = type(self.optimizer) is torch.optim.AdamW and not (
+            engine.offload or engine.communication_hook
+        )
+        # the device, whether to clip or to skip: the fused kernel takes both, as float32
+        self.decides_there = plain and engine.device.type == "cuda" and self.precision != "fp64"
+
 
 @dataclass(frozen=True)
 class StepResult:
     """What one step did: mean loss of each term, their sum, the gradient norm before clipping."""
 
+    step: int  # how many there are with it
     loss: float
     terms: tuple[float, ...]
     grad_norm: float
@@ -44,14 +57,53 @@ class StepResult:
     read_at: float = 0.0  # time.perf_counter() when the figures were there
 
 
-def train_step(
+@dataclass
+class Launched:
+    """A step that the device has been given; `read` once, and in the order of the steps."""
+
+    trainer: Trainer
+    figures: list[float] | Tensor  # losses, norm, signal: on the host, or (terms + 2,) on their way there
+    arrived: torch.cuda.Event | None
+    scale: float  # of its loss
+    sent: int
+    step: int  # how many there are with it
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its figures need no waiting for."""
+        return isinstance(self.figures, list)
+
+    def read(self) -> StepResult:
+        """The figures, when they are there; the trainer counts the step as good or skipped."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        read_at, trainer = time.perf_counter(), self.trainer
+        *terms, norm, heard = self.figures if isinstance(self.figures, list) else self.figures.tolist()
+        norm /= self.scale
+        finite = all(map(math.isfinite, (*terms, norm)))
+        before = trainer.scaler.scale
+        trainer.scaler.update(finite)
+        if trainer.scaler.scale != before:
+            trainer.engine.rescale(trainer.scaler.scale / before)
+        trainer.skipped += not finite
+        trainer.skipped_in_row = 0 if finite else trainer.skipped_in_row + 1
+        rest = norm, not finite, self.sent, int(heard), read_at
+        return StepResult(self.step, sum(terms), tuple(terms), *rest)
+
+
+def train_step(trainer: Trainer, batch: StepBatch, lr_factor: float, *more: Any, **named: Any) -> StepResult:
+    """`launch_step`, and what it came to."""
+    return launch_step(trainer, batch, lr_factor, *more, **named).read()
+
+
+def launch_step(
     trainer: Trainer,
     batch: StepBatch,
     lr_factor: float,
     mark: Mark = lambda phase: None,
     signal: Callable[[], int] = lambda: 0,
     upcoming: StepBatch | None = None,
-) -> StepResult:
+) -> Launched:
     """Forward and backward over the micro-batches, then one update, or none when a number is not finite.
 
     `lr_factor` multiplies each group's `base_lr`; `mark` is told the end of each phase; `signal` says which
@@ -59,24 +111,26 @@ def train_step(
     """
     engine, scale, sent = trainer.engine, trainer.scaler.scale, trainer.engine.communicator.bytes_sent
     figures = engine.accumulate(batch, trainer.step, scale, mark, signal, upcoming)
-    *terms, norm, heard = figures.tolist()  # the wait
-    read_at = time.perf_counter()
-    norm /= scale
-    finite = all(map(math.isfinite, (*terms, norm)))
-    if finite:
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = group["base_lr"] * lr_factor
-        clips = trainer.clip_norm and norm > trainer.clip_norm
-        engine.update(trainer.optimizer, (trainer.clip_norm / (norm + 1e-6) if clips else 1.0) / scale)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = group["base_lr"] * lr_factor
+    numbers: list[float] | Tensor
+    clip, arrived = trainer.clip_norm or math.inf, None
+    if trainer.decides_there:
+        norm = figures[-2] / scale
+        factor = torch.where(norm > clip, clip / (norm + 1e-6), 1.0)
+        engine.update(trainer.optimizer, factor / scale, figures[:-1].isfinite().all())
+        numbers = torch.empty_like(figures, device="cpu", pin_memory=figures.is_cuda)
+        numbers.copy_(figures, non_blocking=True)
+        arrived = torch.cuda.current_stream().record_event() if figures.is_cuda else None
     else:
-        engine.discard()
-    trainer.scaler.update(finite)
-    if trainer.scaler.scale != scale:
-        engine.rescale(trainer.scaler.scale / scale)
+        numbers = figures.tolist()  # the wait
+        norm_here = numbers[-2] / scale
+        if all(map(math.isfinite, (*numbers[:-2], norm_here))):
+            engine.update(trainer.optimizer, (clip / (norm_here + 1e-6) if norm_here > clip else 1.0) / scale)
+        else:
+            engine.discard()
     trainer.step += 1
     trainer.samples += batch.rows
-    trainer.skipped += not finite
-    trainer.skipped_in_row = 0 if finite else trainer.skipped_in_row + 1
     mark("optimizer")
     sent_bytes = round(engine.communicator.bytes_sent - sent)
-    return StepResult(sum(terms), tuple(terms), norm, not finite, sent_bytes, int(heard), read_at)
+    return Launched(trainer, numbers, arrived, scale, sent_bytes, trainer.step)

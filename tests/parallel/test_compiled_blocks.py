@@ -16,11 +16,13 @@ from throughline.core.recipe import build_recipe  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_trainer, own_rows  # noqa: E402
+from throughline.train import compile as compilation  # noqa: E402
 from throughline.train.build import plan_run  # noqa: E402
 from throughline.train.compile import cpp_compiler  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.logs.metrics import read_metrics  # noqa: E402
 from throughline.train.loop import train  # noqa: E402
+from throughline.train.loss import COLUMNS  # noqa: E402
 from throughline.train.parallel.mesh import make_mesh, start_group  # noqa: E402
 from throughline.train.recipes.recipe import Recipe, resolve  # noqa: E402
 from throughline.train.recipes.rules import RULES  # noqa: E402
@@ -75,6 +77,44 @@ def test_a_block_is_one_graph(layout: Layout, precision: str, model: str) -> Non
     for loss, breaks, graphs in run_ranks(layout.world, lambda: traced(case), 600.0):
         assert loss > 0 and breaks == {}, breaks
         assert graphs == 2  # the blocks', and the head's with its loss
+
+
+@pytest.mark.parametrize(("model", "words"), [("gpt", 50257), ("bert", 30522), ("llama", 128256)])
+def test_published_vocabularies_are_one_graph_in_whole_tiles(
+    model: str, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose matrices have a multiple of 64 rows: blocks, head and loss without a break in bf16."""
+    monkeypatch.setitem(COLUMNS, "cpu", 64)
+    family, fields = MODELS[model]
+    shape = fields | {"vocab_size": words, "width": 16, "heads": 2}
+    shape |= {"kv_heads": 1} if model == "llama" else {}
+    case = Case("traced", Layout(), family, "bf16", model=shape, rows=4, length=32)
+    ((loss, breaks, graphs),) = run_ranks(1, lambda: traced(case), 600.0)
+    assert loss > 0 and breaks == {} and graphs == 2
+
+
+def test_shapes_beyond_the_bound_share_a_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two shapes have graphs of their own, and all that come then one together, which is said once."""
+    graphs: list[object] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    as_asked = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: as_asked(function, **options, backend=counting)
+    )
+    monkeypatch.setattr(compilation, "SHAPES", 2)
+    torch._dynamo.reset()
+    layer = torch.nn.Linear(4, 4)
+    compiled = compilation._compiled(layer.forward, "on", layer.parameters)
+    for rows in (2, 3, 5, 7, 11, 2, 13):
+        x = torch.ones(rows, 4)
+        assert torch.equal(compiled(x), layer(x))
+    assert len(graphs) == 3 and capsys.readouterr().err.count("more than 2 shapes") == 1
 
 
 @pytest.mark.parametrize("model", MODELS)

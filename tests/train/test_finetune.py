@@ -1,6 +1,4 @@
-"""Fine-tuning: metrics are the official ones, every task learns made records that can be learnt, and the result is
-a model that opens with its head.
-"""
+"""Fine-tuning: official metrics, tasks that learn what can be learnt, and a result that opens with its head."""
 
 import json
 import shutil

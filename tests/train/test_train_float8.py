@@ -12,6 +12,7 @@ pytest.importorskip("torchao", reason="the extra fp8 is not installed")
 import numpy as np  # noqa: E402
 from throughline.core.errors import MissingExtra, Refused, WrongUse  # noqa: E402
 from throughline.core.recipe import build_recipe  # noqa: E402
+from throughline.models.capability import CAPABILITIES  # noqa: E402
 from throughline.models.config import GPTConfig  # noqa: E402
 from throughline.models.init import build  # noqa: E402
 from throughline.planner.layout import Layout  # noqa: E402
@@ -213,11 +214,10 @@ def test_devices_without_fp8_and_a_missing_package_are_refused(monkeypatch: pyte
     with pytest.raises(WrongUse, match="a CPU has no fp8 products"):
         check_products("fp8", CPU)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100")
-    capability = [8, 0]
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: tuple(capability))
+    monkeypatch.setitem(CAPABILITIES, None, (8, 0))
     with pytest.raises(Refused, match=r"NVIDIA A100 cannot compute in fp8(.|\n)*use bf16"):
         check_products("fp8", torch.device("cuda"))
-    capability[1] = 9
+    monkeypatch.setitem(CAPABILITIES, None, (8, 9))
     check_products("fp8", torch.device("cuda"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match="torchao"):

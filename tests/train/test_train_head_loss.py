@@ -129,21 +129,25 @@ def test_head_and_loss_are_one_graph(slices: int, monkeypatch: pytest.MonkeyPatc
 LAYOUTS = [Layout(), Layout(tensor=2), Layout(data=2, sharding="full"), Layout(pipeline=2)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
-@pytest.mark.parametrize("family", ["gpt", "bert"])
+CASES = [(layout, family, "fp64") for layout in LAYOUTS for family in ("gpt", "bert")]
+CASES += [(Layout(), family, precision) for family, precision in (("gpt", "bf16"), ("bert", "fp16"))]
+
+
+@pytest.mark.parametrize(("layout", "family", "precision"), CASES)
 def test_rows_below_the_words_change_nothing(
-    layout: Layout, family: str, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, family: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """250 words, 125 for each of two tensor processes, in matrices of 256 and 128 rows, sharded too: ten steps equal
     one process without such rows, whose boxes together are the published shape.
     """
     warm()
-    case = Case("", layout, family, model={"vocab_size": 250})
+    case = Case("", layout, family, precision, model={"vocab_size": 250})
     prover = Prover()
     prover.references[case.key()] = reference(case)
     monkeypatch.setitem(losses.COLUMNS, "cpu", 64)
     errors = prover.prove(case)
-    assert not errors.beyond("fp64"), errors
+    # in 16 bits products of more rows round other partial sums
+    assert not errors.beyond(case.bounds.replace("copies", "cuts")), errors
 
 
 def test_no_targets_is_no_loss() -> None:

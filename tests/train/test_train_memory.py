@@ -169,6 +169,25 @@ def test_advice_on_a_gpu_is_what_the_same_directory_can_follow(
     assert "1.00 GiB" in str(error.where)
 
 
+def test_the_host_of_a_gpu_is_asked_too(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 13B with its update on the host: 12 B a parameter of masters and moments, its sums and its pinned weights."""
+    monkeypatch.setattr(memory, "memory_limit_bytes", lambda: 128 * 2**30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * 2**30, 80 * 2**30))
+    given = {"sequence_length": 1024, "batch_rows": 8, "micro_batch_rows": 1, "precision": "bf16"}
+
+    def check(name: str, offload: bool) -> None:
+        model = {"preset": name, "overrides": {}}
+        recipe = make_recipe("gpt", model=model, train=given | {"offload": offload})
+        check_memory(preset(name), recipe, torch.device("cuda"))
+
+    check("gpt2-124m", False)  # a copy for its checkpoints fits
+    with pytest.raises(Refused, match=r"needs .* of the host, which has 128\.0 GiB") as caught:
+        check("gpt3-13b", True)
+    assert "master weights" in caught.value.why and "optimizer" in caught.value.why
+
+
 def test_the_run_says_predicted_and_measured(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     """A small run is nearly all program: the resident memory of its process is within a factor of three of
     the prediction.

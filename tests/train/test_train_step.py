@@ -2,20 +2,20 @@
 
 import math
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from throughline.core.errors import WrongUse
+from throughline.models.capability import CAPABILITIES
 from throughline.prove.forked import run_ranks, warm
 from throughline.train.build import RunPlan, StepBatches, build_trainer, plan_run, training_rows
 from throughline.train.objective import StepBatch
 from throughline.train.parallel.mesh import make_mesh, start_group
 from throughline.train.precision import GROWTH_INTERVAL, LossScaler
-from throughline.train.recipes import recipe as recipe_module
 from throughline.train.recipes.recipe import Recipe
-from throughline.train.step import Trainer, train_step
+from throughline.train.step import Trainer, launch_step, train_step
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -225,6 +225,35 @@ def test_waits_for_the_device_once(make_plan: Callable[..., RunPlan], precision:
     assert reads.seen == ["tolist"]
 
 
+def spoilt(head: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
+    return head(*inputs) * math.nan
+
+
+def test_the_device_decides_as_the_host_does(make_plan: Callable[..., RunPlan]) -> None:
+    """Clip factor and skip as tensors of fused AdamW: launching reads nothing, a step that is not finite moves nothing
+    and is counted when it is read, and without clipping the bits are the host's (a factor of 1 divides exactly).
+    """
+    # three steps of 1e-3, with one rounding of the factor in each
+    for clip, bound in ((0.0, 0.0), (0.05, 1e-6)):
+        found = []
+        for there in (False, True):
+            trainer, batch = setting(make_plan, train={"clip_norm": clip})
+            trainer.decides_there = there
+            (stage,) = trainer.engine.stages
+            healthy, results = stage.head, []
+            for number in range(4):
+                stage.head = partial(spoilt, healthy) if number == 1 else healthy
+                with Reads() as reads:
+                    launched = launch_step(trainer, batch, 1.0)
+                assert launched.is_there is bool(reads.seen) is not there
+                results.append(launched.read())
+            assert [result.skipped for result in results] == [False, True, False, False]
+            assert [result.step for result in results] == [1, 2, 3, 4] and trainer.skipped == 1
+            found.append((weights(trainer), [result.grad_norm for result in results[2:]]))
+        assert (found[0][0] - found[1][0]).abs().max() <= bound
+        assert found[0][1] == pytest.approx(found[1][1], rel=bound)
+
+
 SPREAD = (
     *(("gpt", parallel) for parallel in ({"data": 2}, {"data": 2, "sharding": "full"}, {"tensor": 2})),
     ("bert", {"data": 2}),
@@ -284,14 +313,16 @@ def test_auto_is_what_the_gpu_is_made_for(
 ) -> None:
     """fp32 without one; bf16 from compute capability 8 on; fp16 on a V100 or T4, of which one is enough."""
     assert make_recipe(train={"precision": "auto"}).train.precision == "fp32"
-    for capabilities, expected in (
+    for gpus, expected in (
         (["9.0"], "bf16"),
         (["7.5"], "fp16"),
         (["8.0", "7.0"], "fp16"),
         (["6.1"], "fp32"),
     ):
-        gpus = [SimpleNamespace(capability=capability) for capability in capabilities]
-        monkeypatch.setattr(recipe_module, "machine", lambda gpus=gpus: SimpleNamespace(gpus=gpus))
+        # the driver says nothing, as in a container without its tool: torch is asked
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: len(gpus))
+        for index, gpu in enumerate(gpus):
+            monkeypatch.setitem(CAPABILITIES, index, tuple(map(int, gpu.split("."))))
         found = make_recipe(train={"precision": "auto", "device": "auto"})
         assert found.train.precision == expected
         assert make_recipe(train={"precision": "auto", "device": "cpu"}).train.precision == "fp32"

@@ -141,6 +141,8 @@ class CheckpointWriter:
         """Every process writes its part; the first puts them together."""
         step = snapshot.state["step"]
         part = self._part(step, self.process)
+        if snapshot.arrived is not None:
+            snapshot.arrived.synchronize()
         self.may_write()
         try:
             with full_disk(part):

@@ -29,6 +29,7 @@ MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains th
     "train.compile",
     "train.offload",
     "train.device",
+    "train.deterministic",
     "parallel.",
     "evaluation.",
     "checkpoint.",

@@ -43,6 +43,9 @@ class Snapshot:
     tensors: dict[str, dict[str, tuple[Tensor, Part]]]
     state: dict[str, Any]
     model: dict[str, Any]
+    arrived: torch.cuda.Event | None = (
+        None  # of copies from a GPU, which nothing waits for but who reads them
+    )
 
 
 def _whole(tensor: Tensor) -> Part:
@@ -99,22 +102,25 @@ class Buffers:
 
 
 def take_snapshot(trainer: Trainer, buffers: Buffers | None = None) -> Snapshot:
-    """Copy everything that changes in a run, and that this process is to save, to the host.
+    """Copy everything that changes in a run, and that this process is to save, to the host. A GPU does so beside the
+    next step, whose update waits for it (`Engine.copied`).
 
     A snapshot in `buffers` is good until the next one in them.
     """
-    buffers = buffers or Buffers()
+    buffers, device, config = buffers or Buffers(), trainer.engine.device, trainer.engine.config
+    aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+    if aside is not None:
+        aside.wait_stream(torch.cuda.current_stream(device))
     tensors: dict[str, dict[str, tuple[Tensor, Part]]] = {group: {} for group in GROUPS}
     scalars = {}
     for (group, name), value, part in _saved(trainer):
         if part is None:
             scalars[name] = value
         else:
-            copy = buffers.like((group, name), value).copy_(value.detach(), non_blocking=True)
+            with torch.cuda.stream(aside):
+                copy = buffers.like((group, name), value).copy_(value.detach(), non_blocking=True)
             tensors[group][name] = copy, part
-    device, config = trainer.engine.device, trainer.engine.config
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    trainer.engine.copied = None if aside is None else aside.record_event()
     return Snapshot(
         tensors=tensors,
         state={
@@ -128,6 +134,7 @@ def take_snapshot(trainer: Trainer, buffers: Buffers | None = None) -> Snapshot:
             "layout": trainer.engine.layout.facts(),
         },
         model={"family": family_of(config), "config": config.to_dict()},
+        arrived=trainer.engine.copied,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ...core.recipe import Problem, Section
-from ..recipes.recipe import Recipe
+from ..recipes.recipe import Recipe, usual_precision
 from ..recipes.rules import spread_rule
 from ..recipes.sections import Fraction, ParallelSection
 
@@ -59,9 +59,9 @@ class FinetuneTrainSection(Section):
     """fp32 weights, optimizer state and update on the host."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile: auto uses it where a compiler answers and the run is long enough to pay."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """Arithmetic of the model, as of a training run: with bf16 and fp16 its weights have 16 bits, and what is moved,
-    measured and saved are their fp32 masters.
+    measured and saved are their fp32 masters; auto takes what the GPU is made for, and fp32 on a CPU.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model is trained."""
@@ -157,7 +157,7 @@ def training_recipe(recipe: FinetuneRecipe, records: int) -> Recipe:
 
 
 def resolve(recipe: FinetuneRecipe) -> FinetuneRecipe:
-    """The recipe with absolute paths."""
+    """The recipe with absolute paths, and the precision that `auto` means here."""
 
     def absolute(path: str) -> str:
         return str(Path(path).resolve()) if path else ""
@@ -165,4 +165,7 @@ def resolve(recipe: FinetuneRecipe) -> FinetuneRecipe:
     data = recipe.data.model_copy(
         update={name: absolute(getattr(recipe.data, name)) for name in ("train", "validation")}
     )
-    return recipe.model_copy(update={"model": absolute(recipe.model), "data": data})
+    train = recipe.train
+    if train.precision == "auto":
+        train = train.model_copy(update={"precision": usual_precision(train.device)})
+    return recipe.model_copy(update={"model": absolute(recipe.model), "data": data, "train": train})

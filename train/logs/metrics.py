@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from ...core.errors import MissingExtra
-from ...core.hardware import machine
+from ...core.hardware import find_chip
 from ...core.workspace import Workspace, read_records
 
 FILE = "metrics.jsonl"
@@ -158,12 +158,11 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     enough, so the fastest of a few 768-wide matrix products in the run's dtype is taken (some 20 ms).
     """
     if device.type == "cuda":
-        # by its name: CUDA_VISIBLE_DEVICES gives torch other numbers than the driver's
-        name = torch.cuda.get_device_name(device)
-        gpu = next((gpu for gpu in machine().gpus if gpu.name == name), None)
-        if gpu is None or gpu.chip is None or precision not in gpu.chip.tflops:
+        facts = torch.cuda.get_device_properties(device)
+        chip = find_chip(facts.name, facts.total_memory)
+        if chip is None or precision not in chip.tflops:
             return 0.0, "unknown"
-        return gpu.chip.tflops[precision] * 1e12, f"{gpu.chip.name}, dense {precision}"
+        return chip.tflops[precision] * 1e12, f"{chip.name}, dense {precision}"
     dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(precision, torch.float32)
     size = 768
     a = torch.ones(size, size, dtype=dtype)

@@ -69,7 +69,7 @@ class StepReport:
         """The record and the line of a step that has ended."""
         assert self._start is not None
         seconds, self._start = result.read_at - self._start, result.read_at
-        step, recipe, scaler = self.trainer.step, self.plan.recipe, self.trainer.scaler
+        step, recipe, scaler = result.step, self.plan.recipe, self.trainer.scaler
         if step > self.first_step + 1:
             self._tokens, self._seconds = self._tokens + batch.tokens, self._seconds + seconds
         rate = batch.tokens / seconds

@@ -21,8 +21,8 @@ from torch.optim.adam import adam
 from ..shards import LocalShard
 from .whole_sums import WholeParameters
 
-# elements of one round: what is read again at once stays in a core's cache, or in a GPU's batch of kernels
-ROUND = {"cpu": 1 << 18, "cuda": 1 << 26}
+# elements of one round, of 20 bytes: what is read again at once stays in a core's cache, or in a GPU's of 40 MB
+ROUND = {"cpu": 1 << 18, "cuda": 1 << 21}
 FUSED_ADAM = torch._fused_adam_ if hasattr(torch, "_fused_adam_") else None
 Slice = tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]  # part, weight, gradient, mean, square, step
 

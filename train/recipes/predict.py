@@ -10,7 +10,7 @@ from ...planner.cost import kernel_totals, step_seconds
 from ...planner.hardware import Cluster, read_calibration, this_machine
 from ...planner.layout import ZERO_BUBBLE
 from ...planner.layout_report import layout_report
-from ...planner.memory import MOMENTS, worst_terms
+from ...planner.memory import MOMENTS, device_terms, host_terms, worst_terms
 from ...planner.software import (
     LARGE_VOCABULARY,
     PROCESSOR_RUNTIME_BYTES,
@@ -75,6 +75,17 @@ def predicted_memory(
 ) -> dict[str, int]:
     """Bytes by term of the process that needs most, at the worst of these moments; their sum is the prediction."""
     return worst_terms(*described(config, recipe, device), moments)
+
+
+def host_memory(config: ModelConfig, recipe: Recipe) -> dict[str, int]:
+    """Bytes by term that a process of a run on a GPU takes on the host: offload's, a checkpoint's copy, its own."""
+    work, layouts, software = described(config, recipe, "cuda")
+    saved = device_terms(work, layouts, dataclasses.replace(software, on_host=True))
+    terms = host_terms(work, layouts, software) | {
+        "checkpoint copy": saved["checkpoint copy"] + saved["last checkpoint"],
+        "runtime": PROCESSOR_RUNTIME_BYTES,
+    }
+    return {name: round(float(size)) for name, size in terms.items() if size}
 
 
 def predicted_step_seconds(

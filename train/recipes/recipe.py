@@ -4,6 +4,8 @@ No torch here: a recipe is checked, shown and planned on a machine that cannot t
 """
 
 import math
+import os
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +29,8 @@ from .sections import (
     TargetSection,
     TrainSection,
 )
+
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA's driver, AMD's, and Windows'
 
 
 class Recipe(Section):
@@ -125,11 +129,26 @@ def usual_precision(device: str) -> str:
     """What `auto` means on this machine: bf16 on a GPU that computes in it, fp16 on one with such tensor cores
     (T4, V100), else fp32. Small models on a CPU are as fast in fp32, and exact.
     """
-    gpus = machine().gpus if device != "cpu" else ()
-    if not gpus:
-        return "fp32"
-    able = [name for name in ("bf16", "fp16") if all(computes_in(name, gpu.capability) for gpu in gpus)]
+    found = _capabilities() if device != "cpu" else []
+    able = [name for name in ("bf16", "fp16") if found and all(computes_in(name, each) for each in found)]
     return able[0] if able else "fp32"
+
+
+def _capabilities() -> list[str]:
+    """Of the GPUs that torch computes on; without torch, of those that the driver names. torch, which takes seconds,
+    is imported where there may be any.
+    """
+    named = [gpu.capability for gpu in machine().gpus]
+    if not (named or "torch" in sys.modules or any(map(os.path.exists, GPU_FILES))):
+        return []
+    try:
+        import torch
+
+        from ...models.capability import capability
+    except ImportError:
+        return named
+    devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return ["{}.{}".format(*capability(device)) for device in devices]
 
 
 def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:

@@ -159,6 +159,8 @@ class TrainSection(Section):
     """torch.compile: auto uses it where a compiler answers and the run is long enough to pay."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes the GPU when there is one."""
+    deterministic: bool = False
+    """On a GPU only kernels that repeat to the last bit, slower ones; a CPU's do with as many threads."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of initial weights, sample order, masks and dropout."""
     clip_norm: float = Field(default=1.0, ge=0)
