@@ -20,7 +20,8 @@ from ..core.recipe import recipe_hash
 from ..data.loader import Loader
 from ..data.samples import Dataset
 from .build import RunPlan, build_trainer
-from .checkpoints.checkpoint import CheckpointWriter, restore, verified_share
+from .checkpoints.checkpoint import CheckpointWriter, restore
+from .checkpoints.finding import verified_share
 from .checkpoints.run_directory import claim, environment, open_run
 from .engine import Engine
 from .logs.metrics import Metrics
@@ -237,8 +238,8 @@ class Run:
             self.validation = self.metrics.add(record)["validation"]
             self.reached = reached(target, figures)
             if target is not None:
-                looked = {"samples": self.trainer.samples, "seconds": spent, "figures": self.validation}
-                self._event("evaluation", **looked)
+                samples, looked = self.trainer.samples, self.validation
+                self._event("evaluation", samples=samples, seconds=spent, figures=looked)
 
     def _save(self) -> None:
         if self.trainer.step == self.saved_step and self.trainer.step:

@@ -45,7 +45,7 @@ def use_deterministic_kernels() -> None:
     """Let torch refuse kernels whose sums come in any order, before a GPU's libraries start."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # which only finds faults
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it only finds faults
 
 
 def computing_dtype(precision: str) -> torch.dtype:

@@ -18,14 +18,8 @@ from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
 from throughline.train.checkpoints import checkpoint  # noqa: E402
-from throughline.train.checkpoints.checkpoint import (  # noqa: E402
-    CheckpointWriter,
-    TensorReader,
-    find_resumable,
-    load_model,
-    restore,
-    verified_share,
-)
+from throughline.train.checkpoints.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
+from throughline.train.checkpoints.finding import find_resumable, verified_share  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
 from throughline.train.parallel.ranks import Ranks  # noqa: E402
 from throughline.train.step import train_step  # noqa: E402

@@ -26,7 +26,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,11 +42,10 @@ from ...core.artifact import (
     Input,
     create_artifact,
     is_artifact,
-    read_manifest,
     verify_artifact,
 )
 from ...core.console import warn
-from ...core.errors import Failed, Refused, ThroughlineError, WrongUse, download_hint
+from ...core.errors import Failed, Refused
 from ...core.files import full_disk, read_json, sha256_file, write_atomic
 from ...data.tokenizer import copy_chat
 from ...models.config import FAMILIES
@@ -55,6 +54,7 @@ from ..engine import Engine
 from ..parallel.ranks import Lost
 from ..shards import LocalShard, whole_shard
 from ..step import Trainer
+from .finding import LATEST, checkpoints, locate
 from .snapshot import (
     COUNTS,
     SCALES,
@@ -68,7 +68,7 @@ from .snapshot import (
     write_tensors,
 )
 
-LATEST, PART = "latest", "part.json"
+PART = "part.json"
 LEAST_PRIORITY = 19  # nice(2)
 
 
@@ -309,83 +309,6 @@ def _read_slot(read: TensorReader, key: str, local: LocalShard) -> torch.Tensor:
         return read.part(key, local.spec.box.cut(dim, -local.spec.box.start[dim], 1))
     like = read.table[key]["shape"] == list(local.spec.shape)
     return read.part(key, local.spec.box) if like else read(key)
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """The complete checkpoints in a run's `checkpoints`, newest first; other names are not the run's."""
-    steps = (path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit())
-    return sorted((path for path in steps if is_artifact(path)), reverse=True)
-
-
-def verified_share(directory: Path, rank: int, world: int) -> set[tuple[Path, str]]:
-    """Of the newest checkpoint those files whose every byte is as written, every `world`-th by size: each process reads
-    a share where one would read a terabyte.
-    """
-    with suppress(OSError, ThroughlineError):  # then the first process reads again and says what is wrong
-        for path in checkpoints(directory)[:1]:
-            own = sorted(read_manifest(path).files, key=lambda record: (record.bytes, record.name))[
-                rank::world
-            ]
-            return {(path, file.name) for file in own if sha256_file(path / file.name) == file.sha256}
-    return set()
-
-
-def find_resumable(directory: Path, verified: Collection[tuple[Path, str]] = ()) -> Path | None:
-    """The newest checkpoint whose every byte is as written, as that of `verified` is; None when there is none at all.
-
-    A damaged one is named and passed over. Raises Refused when all are damaged. Remains of a killed save are
-    removed.
-    """
-    for remains in directory.glob(".step-*.tmp"):
-        shutil.rmtree(remains, ignore_errors=True)
-    damaged: ThroughlineError | None = None
-    for path in checkpoints(directory):
-        try:
-            verify_artifact(path, read_back={name for place, name in verified if place == path})
-        except (ThroughlineError, OSError) as error:
-            warn(f"checkpoint passed over: {error}")
-            if isinstance(error, OSError):
-                error = Refused("it cannot be read", where=path, why=str(error))
-            damaged = damaged or error
-        else:
-            return path
-    if damaged is not None:
-        raise Refused(
-            "no checkpoint of this run is whole",
-            where=damaged.where,
-            why=f"{damaged.what}: {damaged.why}".rstrip(": "),
-            fix="restore a checkpoint from a copy, or start again in another directory: --run-dir",
-        )
-    return None
-
-
-def locate(path: Path | str) -> Path:
-    """The checkpoint that `path` means: itself, or the latest of a run. Raises WrongUse when there is none."""
-    path = Path(path)
-    pointer = path / "checkpoints" / LATEST
-    if pointer.is_file():
-        return path / "checkpoints" / pointer.read_text().strip()
-    if is_artifact(path) and read_manifest(path).kind == "checkpoint":
-        return path
-    if not path.exists():
-        fix = f"check the spelling; runs are under runs/{download_hint(path)}"
-        raise WrongUse("no such run or checkpoint", where=path, fix=fix)
-    what, why = (
-        "neither a run with a checkpoint nor a checkpoint",
-        "it has no checkpoints/latest and no manifest",
-    )
-    fix = "give a directory that `throughline train` wrote, or one under its checkpoints/"
-    if is_artifact(path):
-        what, why = f"a model is needed, this is an artifact of kind {read_manifest(path).kind}", ""
-    elif (path / "adapter_config.json").is_file():
-        what, why = (
-            "this is an adapter (LoRA), not a model",
-            "it holds changes to the weights of another directory",
-        )
-        fix = "merge it first: merge_and_unload() and save_pretrained() of peft"
-    elif path.is_dir() and not any(path.iterdir()):
-        why = "it is empty"
-    raise WrongUse(what, where=path, why=why, fix=fix)
 
 
 def load_model(

@@ -18,7 +18,7 @@ from ..corpus import check_inputs
 from ..logs.target import reached
 from ..parallel.ranks import RunWorkspace
 from ..recipes.recipe import Recipe
-from .checkpoint import find_resumable
+from .finding import find_resumable
 
 MAY_CHANGE = (  # on resume; every layout and split into micro-batches trains the same model
     "train.steps",

@@ -30,7 +30,8 @@ from ...models.huggingface_heads import head_to_huggingface
 from ...models.sentence import read_sentence
 from ...planner.nearest import require_world
 from ..build import RunPlan
-from ..checkpoints.checkpoint import load_weights, locate
+from ..checkpoints.checkpoint import load_weights
+from ..checkpoints.finding import locate
 from ..checkpoints.weights_in import open_weights, start_from
 from ..corpus import Corpus
 from ..engine import Engine
