@@ -41,13 +41,39 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 )
 @click.option("--max-n", default=128, type=click.IntRange(1), help="Maximum number of answers to one prompt.")
 @click.option(
-    "--max-body", default=4_000_000, type=click.IntRange(1000), help="Maximum size of a request in bytes."
+    "--max-body",
+    "body_bytes",
+    default=4_000_000,
+    type=click.IntRange(1000),
+    help="Maximum size of a request in bytes.",
+)
+@click.option(
+    "--max-bodies",
+    "bodies_bytes",
+    default=64_000_000,
+    type=click.IntRange(1000),
+    help="Maximum size of all requests that are held at once, in bytes; beyond it a request gets 503.",
 )
 @click.option(
     "--request-timeout",
+    "request_s",
     default=600.0,
     type=click.FloatRange(1),
     help="Seconds after which an answer that is not complete is given up.",
+)
+@click.option(
+    "--load-timeout",
+    "load_s",
+    default=1800.0,
+    type=click.FloatRange(1),
+    help="Seconds after which a model that is not open is given up.",
+)
+@click.option(
+    "--hang-timeout",
+    "hang_s",
+    default=60.0,
+    type=click.FloatRange(2),
+    help="Seconds of silence after which the process of a model is replaced.",
 )
 @click.option(
     "--drain-wait",
@@ -58,7 +84,20 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 @click.option(
     "--api-key-file",
     type=PATH,
-    help=f"File with one API key a line; {KEYS_VARIABLE} takes keys too, with commas between (default: no key).",
+    help="File with one API key a line, and behind it name=, priority= (-10 to 10), places= (answers at once) and "
+    f"per_minute= (requests); {KEYS_VARIABLE} takes keys too, with commas between (default: no key).",
+)
+@click.option(
+    "--share-prefixes",
+    is_flag=True,
+    help="Let prompts of different keys begin with each other's kept beginnings (default: each with its own).",
+)
+@click.option(
+    "--allow-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Further name in Host by which a server without keys on a loopback address may be called. Repeatable.",
 )
 @click.option(
     "--cors",
@@ -81,6 +120,8 @@ def command(
     port: int,
     options: "BackendOptions",
     api_key_file: Path | None,
+    share_prefixes: bool,
+    hosts: tuple[str, ...],
     cors: tuple[str, ...],
     tls_cert: Path | None,
     tls_key: Path | None,
@@ -102,19 +143,24 @@ def command(
     Then:     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
                 -d '{"model": "gpt", "prompt": "To be", "max_tokens": 40}'
     """
-    from ..inference.serving.listen import bind, read_keys, run
-    from ..inference.serving.served import ServerLimits, served_models
+    from ..core.console import warn
+    from ..inference.serving.limits import ServerLimits, read_keys
+    from ..inference.serving.listen import LOOPBACK, bind, run
+    from ..inference.serving.served import served_models
     from ..inference.serving.server import Server, build_app
     from ..inference.serving.telemetry import Telemetry
 
     if (tls_cert is None) != (tls_key is None):
         raise WrongUse("TLS needs a certificate and its key", where="--tls-cert, --tls-key", fix="give both")
-    keys = read_keys(api_key_file, os.environ.get(KEYS_VARIABLE))
-    names = {"max_body": "body_bytes", "request_timeout": "request_s"}
-    bounds = ServerLimits(**{names.get(name, name): value for name, value in limits.items()})
+    bounds = ServerLimits(**limits, share_prefixes=share_prefixes)
+    keys = read_keys(api_key_file, os.environ.get(KEYS_VARIABLE), bounds.slots + bounds.queue)
+    if not keys and host not in LOOPBACK:
+        warn(f"whoever reaches {host}:{port} may use the models: give --api-key-file, or listen on 127.0.0.1")
+    # A web page whose name its owner points at this machine would otherwise reach a server that asks for no key.
+    known = (*LOOPBACK, *map(str.lower, hosts)) if host in LOOPBACK and not keys else ()
     telemetry = Telemetry(sys.stderr if access_log else None)
     models = served_models(paths, bounds, options)
     listener = bind(host, port)  # before the models: a taken port is known at once
     server = Server(models, bounds, telemetry)
     tls = (tls_cert, tls_key) if tls_cert and tls_key else None
-    run(build_app(server, keys, cors), server, listener, drain_wait, tls)
+    run(build_app(server, keys, cors, known), server, listener, drain_wait, tls)

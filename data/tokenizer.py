@@ -36,6 +36,8 @@ CONVERT = (
     "transformers converts it where it knows the model: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(NEW) "
     "writes a tokenizer.json"
 )
+# Characters beyond which `encode` goes by way of a batch, where the library frees Python's lock.
+LONG_TEXT = 4000
 BATCH_BYTES = 1 << 20  # of text per call of the library: its encodings take about 100 bytes a token
 
 
@@ -162,6 +164,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of `text`, int32 (tokens,)."""
+        if len(text) > LONG_TEXT:
+            return self.encode_batch([text])[0]
         return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:

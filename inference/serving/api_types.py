@@ -7,71 +7,67 @@ fields.
   `temprature` would otherwise go unnoticed.
 """
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from msgspec import Meta, Struct
 
-from ...core.errors import WrongUse, did_you_mean
+from ...core.errors import WrongUse
 from ..runtimes.sampling import Sampling
 
-Text = Annotated[str, Field(max_length=1_000_000)]
-Ids = Annotated[list[int], Field(min_length=1)]
-Texts = Text | Annotated[list[Text], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)]
-Stop = Annotated[str, Field(min_length=1, max_length=200)]
+Text = Annotated[str, Meta(max_length=1_000_000)]
+Ids = Annotated[list[int], Meta(min_length=1)]
+SHAPES = "A text, a list of texts, a list of token ids, or a list of such lists."
+# Once read, always several.
+Texts = Annotated[list[Any], Meta(description=SHAPES, extra_json_schema={"type": ["string", "array"]})]
+OWN = "Of the last hidden states (default: as the model's directory says, else the mean)."
+Pooling = Annotated[Literal["mean", "cls"], Meta(description=OWN)]
+Count = Annotated[int, Meta(ge=1)]
+Stop = Annotated[str, Meta(min_length=1, max_length=200)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TokenId = Annotated[str, Meta(pattern=r"^[0-9]{1,9}$")]
+Pattern = Annotated[str, Meta(max_length=10_000, description="The answer matches this expression.")]
+Choices = Annotated[list[Stop], Meta(min_length=1, max_length=256, description="The answer is one of these.")]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Biases = Annotated[dict[TokenId, Bias], Meta(max_length=1024, description="By token id, added to the logit.")]
+Last = Annotated[int, Meta(ge=-1, description="Keep so many at the end; -1 = what the context takes.")]
+First = Annotated[int, Meta(ge=1, description="The first ones of each vector (Matryoshka).")]
+Cut = Annotated[bool, Meta(description="Read the beginning of what is too long.")]
 
 
-class Strict(BaseModel):
-    """Strict types, null as left out, unknown fields refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    # Known to OpenAI's clients and missing here: the values that change nothing.
-    missing: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        known = [field.alias or name for name, field in cls.model_fields.items()]
-        kept = {}
-        for name, value in given.items():
-            if name in known or not isinstance(name, str):
-                if value is not None:
-                    kept[name] = value
-            elif name in cls.missing:
-                if value is not None and value not in cls.missing[name]:
-                    neutral = " or ".join(map(repr, cls.missing[name]))
-                    fix = f"leave it out{f' or give {neutral}' if neutral else ''}"
-                    raise WrongUse(f"{name} is not supported by this server", where=name, fix=fix)
-            else:
-                fix = did_you_mean(name, [*known, *cls.missing], f"known: {', '.join(known)}")
-                raise WrongUse(f"unknown field {name[:100]!r}", where=name[:100], fix=fix)
-        return kept
+class Strict(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A part of a body, in which unknown fields are refused."""
 
 
 class Body(Strict):
     """What every request body may say."""
 
-    model: str | None = Field(None, description="From /v1/models; may be left out when only one model fits.")
-    user: str | None = Field(None, description="Accepted for OpenAI's clients, not used.")
-    metadata: dict[str, str] | None = Field(None, description="Accepted for OpenAI's clients, not used.")
+    # Known to OpenAI's clients and missing here: the values that change nothing.
+    missing: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    model: Annotated[str, Meta(description="From /v1/models; needed when several fit.")] | None = None
+    user: Annotated[str, Meta(description="Accepted for OpenAI's clients, not used.")] | None = None
+    metadata: Annotated[dict[str, str], Meta(description="Accepted, not used.")] | None = None
 
 
 class StreamOptions(Strict):
     """OpenAI's options of a streamed answer."""
 
-    missing = {"include_obfuscation": (False,)}
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = False
 
-    include_usage: bool = False
+    def __post_init__(self) -> None:
+        if self.include_obfuscation:
+            raise ValueError("include_obfuscation is not supported by this server; leave it out")
 
 
 class JsonSchema(Strict):
     """The schema of a `response_format` of type json_schema."""
 
-    name: str = ""
-    description: str = ""
-    schema_: dict[str, Any] | bool = Field(alias="schema")
-    strict: bool = True
+    schema: dict[str, Any]
+    name: str | None = ""
+    description: str | None = ""
+    strict: bool | None = True
 
 
 class ResponseFormat(Strict):
@@ -81,67 +77,77 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-class Generation(Body):
+class StructuredOutputs(Strict):
+    """What an answer must look like, by vLLM's names: one of them."""
+
+    json: dict[str, Any] | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+
+
+class Generation(Body, kw_only=True):
     """What completions and chat completions share."""
 
     missing = {"store": (False,), "service_tier": ("auto", "default")}
 
-    temperature: float = Field(1.0, ge=0, le=100, description="0 = greedy.")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="0 = all.")
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[
-        Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
-    ] = Field(default_factory=dict, max_length=1024, description="By token id, added to the logit.")
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    n: int = Field(1, ge=1, le=128)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100, description="0 = greedy.")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, description="0 = all.")] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    logit_bias: Biases = {}
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] = 1
+    stop: Stop | Annotated[list[Stop], Meta(max_length=16)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = Field(None, description="JSON, or JSON that fits a schema.")
-    guided_regex: Annotated[str, Field(max_length=10_000)] | None = Field(
-        None, description="The answer matches this regular expression."
-    )
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    min_tokens: Annotated[int, Meta(ge=0, description="Before them no token ends an answer.")] = 0
+    ignore_eos: Annotated[bool, Meta(description="The end-of-text token ends nothing.")] = False
+    stop_token_ids: Annotated[list[int], Meta(max_length=64)] = []
+    truncate_prompt_tokens: Last | None = None
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def sampling(self) -> Sampling:
         """How its answers choose tokens."""
-        fields = set(Sampling.__struct_fields__) - {"logit_bias"}
-        bias = tuple((int(i), value) for i, value in self.logit_bias.items())
-        return Sampling(**self.model_dump(include=fields), logit_bias=bias)
+        fields = {name: getattr(self, name) for name in Sampling.__struct_fields__}
+        return Sampling(**fields | {"logit_bias": tuple((int(i), b) for i, b in self.logit_bias.items())})
 
     def constraint(self) -> dict[str, Any] | None:
-        """What the answer must match: {"json": schema} or {"regex": ...}. Raises WrongUse for both."""
-        expression = {"regex": self.guided_regex} if self.guided_regex else None
-        shape = self.response_format
-        if shape is None or shape.type == "text":
-            return expression
-        if expression:
-            fix = "give response_format or guided_regex"
-            raise WrongUse("an answer cannot have two shapes", where="guided_regex", fix=fix)
-        if shape.type == "json_object":
-            return {"json": {"type": "object"}}
-        if shape.json_schema is None:
-            fix = "give json_schema.schema"
-            raise WrongUse("the schema is missing", where="response_format", fix=fix)
-        return {"json": shape.json_schema.schema_}
+        """What the answer must match: {"json": schema} or {"regex": ...}. Raises WrongUse for two of them."""
+        shape, named = self.response_format, self.structured_outputs or StructuredOutputs()
+        schema: Any = {"type": "object"} if shape and shape.type == "json_object" else None
+        if shape and shape.type == "json_schema":
+            if shape.json_schema is None:
+                fix = "give json_schema.schema"
+                raise WrongUse("the schema is missing", where="response_format", fix=fix)
+            schema = shape.json_schema.schema
+        choices = ["|".join(map(re.escape, one)) for one in (named.choice, self.guided_choice) if one]
+        found = [{"json": one} for one in (schema, named.json, self.guided_json) if one is not None]
+        found += [{"regex": one} for one in (named.regex, self.guided_regex, *choices) if one]
+        if len(found) > 1:
+            raise WrongUse("an answer cannot have two shapes", where="guided_regex", fix="give one of them")
+        return found[0] if found else None
 
 
-class CompletionBody(Generation):
+class CompletionBody(Generation, kw_only=True):
     """POST /v1/completions."""
 
     missing = Generation.missing | {"best_of": (1,), "suffix": ("",)}
 
     prompt: Texts
-    max_tokens: int = Field(16, ge=0, description="0 only with echo: nothing is generated.")
-    logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = Field(False, description="The prompt comes first, with logprobs its tokens too.")
+    max_tokens: Annotated[int, Meta(ge=0, description="0 only with echo: nothing is generated.")] = 16
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: Annotated[bool, Meta(description="The prompt comes first, with logprobs its tokens too.")] = False
 
 
 class ContentPart(Strict):
@@ -154,18 +160,23 @@ class ContentPart(Strict):
 class ChatMessage(Strict):
     """One message of a conversation."""
 
-    missing = {"refusal": (), "tool_calls": ([],), "function_call": (), "audio": (), "annotations": ([],)}
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[ContentPart] = ""
+    content: Text | list[ContentPart] | None = ""
     name: str | None = None
+    # Of OpenAI's answers, which clients send back: what says nothing.
+    refusal: None = None
+    function_call: None = None
+    audio: None = None
+    tool_calls: tuple[()] | None = None
+    annotations: tuple[()] | None = None
 
     def text(self) -> str:
         """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        parts = self.content or ""
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
-class ChatBody(Generation):
+class ChatBody(Generation, kw_only=True):
     """POST /v1/chat/completions."""
 
     missing = Generation.missing | {
@@ -182,56 +193,80 @@ class ChatBody(Generation):
         "web_search_options": (),
     }
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=1000)]
-    max_tokens: int | None = Field(None, ge=1, description="Default: as many as fit the context.")
-    max_completion_tokens: int | None = Field(None, ge=1, description="Another name of max_tokens.")
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1000)]
+    max_tokens: Annotated[int, Meta(ge=1, description="Default: as many as fit the context.")] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, description="Another name of max_tokens.")] | None = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(Body, kw_only=True):
     """POST /v1/embeddings."""
 
-    missing = {"dimensions": ()}
-
     input: Texts
+    dimensions: First | None = None
+    truncate: Cut = False
     encoding_format: Literal["float", "base64"] = "float"
-    pooling: Literal["mean", "cls"] | None = Field(
-        None, description="Of the last hidden states (default: as the model's directory says, else the mean)."
-    )
-    normalize: bool = Field(True, description="Scale each vector to length 1.")
+    pooling: Pooling | None = None
+    normalize: Annotated[bool, Meta(description="Scale each vector to length 1.")] = True
 
 
-class FillMaskBody(Body):
+class EmbedBody(Body, kw_only=True):
+    """POST /embed, as Text Embeddings Inference has it."""
+
+    inputs: Texts
+    dimensions: First | None = None
+    normalize: bool = True
+    truncate: Cut = False
+
+
+class FillMaskBody(Body, kw_only=True):
     """POST /v1/fill-mask: `input` holds the model's mask token one or more times."""
 
     input: Text
-    top_k: int = Field(5, ge=1, le=100)
+    top_k: Annotated[int, Meta(ge=1, le=100)] = 5
 
 
-class ClassifyBody(Body):
+class ClassifyBody(Body, kw_only=True):
     """POST /v1/classify: the probability of every class for each text, with a fine-tuned BERT."""
 
     input: Texts
 
 
-class RerankBody(Body):
+class RerankBody(Body, kw_only=True):
     """POST /v1/rerank: documents in the order of their score beside a query, with a fine-tuned BERT."""
 
     query: Text
-    documents: Annotated[list[Text], Field(min_length=1)]
-    top_n: int | None = Field(None, ge=1)
+    documents: Annotated[list[Text], Meta(min_length=1)]
+    top_n: Count | None = None
     return_documents: bool = False
+    truncate: Cut = False
 
 
-class TokenizeBody(Body):
+class RankBody(Body, kw_only=True):
+    """POST /rerank, as Text Embeddings Inference has it."""
+
+    query: Text
+    texts: Annotated[list[Text], Meta(min_length=1)]
+    return_text: bool = False
+    truncate: Cut = False
+
+
+class ScoreBody(Body, kw_only=True):
+    """POST /v1/score: a text beside each of several, or as many pairs."""
+
+    text_1: Texts
+    text_2: Texts
+
+
+class TokenizeBody(Body, kw_only=True):
     """POST /tokenize."""
 
     prompt: Text
-    add_special_tokens: bool = Field(False, description="With [CLS] and [SEP] for a BERT.")
+    add_special_tokens: Annotated[bool, Meta(description="With [CLS] and [SEP] for a BERT.")] = False
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Body, kw_only=True):
     """POST /detokenize."""
 
-    tokens: Annotated[list[int], Field(max_length=1_000_000)]
+    tokens: Annotated[list[int], Meta(max_length=65_536)]

@@ -2,24 +2,30 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from inspect import getdoc
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ...core.console import say
-from ...core.errors import ThroughlineError, WrongUse
+from ...core.errors import Failed, ThroughlineError, WrongUse
+from ...core.hardware import usable_cores
 from ...core.version import version
-from .served import ServedModel, ServerLimits
+from .bodies import Budget, read
+from .limits import ServerLimits
+from .served import ServedModel
 from .telemetry import Telemetry, Watch
 
-INLINE_CHARACTERS = 4000  # tokenised on the event loop: less than a millisecond
+INLINE = 4000  # characters or numbers, that the event loop reads or writes in a millisecond
+# Endpoints that whatever answers another one answers.
+SAME = {"/v1/score": "/v1/embeddings", "/embed": "/v1/embeddings", "/rerank": "/v1/rerank"}
+_beside = ThreadPoolExecutor(max(1, usable_cores() - 1), "beside")  # each works on a megabyte of text at most
 Result = TypeVar("Result")
 
 
@@ -33,7 +39,7 @@ class Server:
 
     def __init__(self, models: Sequence[ServedModel], limits: ServerLimits, telemetry: Telemetry) -> None:
         self.models, self.limits, self.telemetry = list(models), limits, telemetry
-        self.draining = asyncio.Event()
+        self.draining, self.bodies = asyncio.Event(), Budget(limits)
         self.failure: ThroughlineError | None = None
         self.place = ""  # where it listens, for people
 
@@ -42,8 +48,10 @@ class Server:
         try:
             await asyncio.gather(*(model.start() for model in self.models))
             say(f"serving {', '.join(model.name for model in self.models)} at {self.place}")
-        except ThroughlineError as error:
-            self.failure = error
+        except Exception as error:  # whatever it is, nothing is served: the command ends with it
+            why = f"{type(error).__name__}: {error}"
+            failed = Failed("a model cannot be served", why=why)
+            self.failure = error if isinstance(error, ThroughlineError) else failed
 
     async def close(self) -> None:
         """End the processes of all models."""
@@ -54,7 +62,9 @@ class Server:
         WrongUse.
         """
         tokens_only = endpoint in ("/tokenize", "/detokenize")
-        fitting = [model for model in self.models if tokens_only or endpoint in model.endpoints]
+        fitting = [
+            model for model in self.models if tokens_only or SAME.get(endpoint, endpoint) in model.endpoints
+        ]
         if name is None:
             if len(fitting) != 1:
                 if waiting := next((model for model in self.models if not model.remote.ready), None):
@@ -91,9 +101,11 @@ class Call:
         self.deadline_s = asyncio.get_running_loop().time() + server.limits.request_s
         self._request = request
 
-    async def beside(self, characters: int, work: Callable[[], Result]) -> Result:
-        """Long texts are tokenised beside the event loop: health checks and other answers go on."""
-        return work() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+    async def beside(self, size: int, work: Callable[[], Result]) -> Result:
+        """Long texts are tokenised and large answers made beside the event loop: health checks and others go on."""
+        if size <= INLINE:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(_beside, work)
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Do the work; give it up when the client goes away, whose slots are then free for others, and with a 504
@@ -129,34 +141,17 @@ def post(server: Server, path: str, endpoint: Endpoint) -> Route:
 
     @wraps(endpoint)
     async def answer(request: Request) -> Response:
-        raw = await read_body(request, server.limits)
+        raw = await server.bodies.take(request)
         # A web page may send any other type to any server without asking it first.
         if not is_json(request.headers.get("content-type", "")):
             fix = "send the header Content-Type: application/json"
             raise WrongUse("the body is not said to be JSON", where="body", fix=fix)
-        body = kind.model_validate_json(raw)
+        body = read(kind, raw, server.limits.queue)
         model = server.pick(body.model, path, request.state.watch)
         found = await endpoint(Call(server, request, model), body)
         return found if isinstance(found, Response) else json_response(found)
 
     return Route(path, answer, methods=["POST"])
-
-
-async def read_body(request: Request, limits: ServerLimits) -> bytes:
-    """The body of a request. Raises HTTPException 413 for one that is too large, and 408 when it does not come."""
-    large = HTTPException(413, f"the request body is larger than {limits.body_bytes:,} bytes")
-    if int(request.headers.get("content-length", 0)) > limits.body_bytes:
-        raise large
-    come = bytearray()
-    try:
-        async with asyncio.timeout(limits.body_s):
-            async for part in request.stream():
-                come += part
-                if len(come) > limits.body_bytes:
-                    raise large
-    except TimeoutError:
-        raise HTTPException(408, f"the body did not come within {limits.body_s:g} s") from None
-    return bytes(come)
 
 
 def is_json(content_type: str) -> bool:
@@ -169,9 +164,9 @@ def openapi(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI description of these routes."""
     shown = [route for route in routes if route.include_in_schema]
     kinds = [get_type_hints(route.endpoint).get("body") for route in shown]
-    template = "#/components/schemas/{model}"
-    found: Any = [(kind, "validation") for kind in kinds if kind]
-    refs, schemas = models_json_schema(found, ref_template=template)
+    known = [kind for kind in kinds if kind]
+    refs, schemas = msgspec.json.schema_components(known, ref_template="#/components/schemas/{name}")
+    shapes = dict(zip(known, refs))
     paths: dict[str, Any] = {}
     for route, kind in zip(shown, kinds):
         about: dict[str, Any] = {"summary": route.name.replace("_", " ").capitalize()}
@@ -181,9 +176,9 @@ def openapi(routes: Sequence[Route]) -> dict[str, Any]:
             given = {"in": "path", "required": True, "schema": {"type": "string"}}
             about["parameters"] = [{"name": name, **given} for name in route.param_convertors]
         if kind:
-            content = {"application/json": {"schema": refs[kind, "validation"]}}
+            content = {"application/json": {"schema": shapes[kind]}}
             about["requestBody"] = {"required": True, "content": content}
             about["responses"]["4XX"] = {"description": "An error in OpenAI's shape."}
         paths[route.path_format] = {"post" if kind else "get": about}
     info = {"title": "Throughline", "version": version()}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas["$defs"]}}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}

@@ -38,6 +38,10 @@ class Ask(msgspec.Struct, tag=True):
 
     first: int
     work: list[Work]
+    due_s: float = (
+        0.0  # time.monotonic() by which its first answer is queued; the more it asks for, the later the rest
+    )
+    tenant: str = ""  # whose earlier prompts may be known
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -52,6 +56,10 @@ class Ready(msgspec.Struct, tag=True):
     facts: dict[str, Any]
 
 
+class Beat(msgspec.Struct, tag=True):
+    """The model's process lives: its loop has come round."""
+
+
 class Broken(msgspec.Struct, tag=True):
     """An error in the place of these answers; of none of them: the model cannot be opened."""
 
@@ -62,8 +70,9 @@ class Broken(msgspec.Struct, tag=True):
     @classmethod
     def of(cls, error: Exception, numbers: list[int]) -> "Broken":
         """As a message can carry it."""
-        if not isinstance(error, ThroughlineError):
-            return cls(numbers, "Failed", {"what": f"{type(error).__name__}: {error}"})
+        if not isinstance(error, ThroughlineError):  # of an answer, a client hears nothing of our insides
+            what = "the model failed on this answer" if numbers else f"{type(error).__name__}: {error}"
+            return cls(numbers, "Failed", {"what": what})
         said = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
         return cls(numbers, type(error).__name__, said)
 
@@ -97,7 +106,7 @@ class Read(msgspec.Struct, tag=True):
     batch: int
 
 
-Message = Open | Ask | Cancel | Ready | Broken | Turn | Read
+Message = Open | Ask | Cancel | Ready | Beat | Broken | Turn | Read
 
 
 def _plain(value: Any) -> Any:
@@ -150,8 +159,8 @@ class Inbox:
         self._poll.register(connection, select.POLLIN)
         self.ended = False  # the other side has
 
-    def take(self, wait_ms: int | None) -> list[Message]:
-        """What has come; waits so long for a message or the end (None: for ever)."""
+    def take(self, wait_ms: int) -> list[Message]:
+        """What has come; waits so long for a message or the end."""
         if not self._poll.poll(wait_ms):
             return []
         try:

@@ -17,19 +17,19 @@ from starlette.responses import Response, StreamingResponse
 
 from ...core.errors import Failed
 from .api_types import ChatBody, CompletionBody, Generation
-from .calls import INLINE_CHARACTERS, Call
+from .calls import INLINE, Call
 from .generation import Job, TextDelta, Token
 from .guard import error_body, told
-from .served import Deltas, ServedModel, as_list
+from .served import Deltas, ServedModel
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold it back
 
 
 async def completions(call: Call, body: CompletionBody) -> Response | dict[str, Any]:
     """Continue a text with a GPT; `stream` sends server-sent events."""
-    size = sum(len(prompt) for prompt in as_list(body.prompt))
+    size = sum(map(len, body.prompt))
     model = call.model
-    return await _generated(
+    return await generated(
         call, body, await call.beside(size, lambda: Answers(model, body, model.completion(body)))
     )
 
@@ -38,20 +38,21 @@ async def chat(call: Call, body: ChatBody) -> Response | dict[str, Any]:
     """Answer a conversation with a GPT that has a chat template."""
     model, template = call.model, call.model.chat
     assert template is not None
-    ids = await call.beside(INLINE_CHARACTERS + 1, lambda: template.ids(body.messages))
+    ids = await call.beside(INLINE + 1, lambda: template.ids(body.messages))
     most = body.max_completion_tokens or body.max_tokens or model.room(len(ids))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     body.stop = [*body.stops(), *template.ends]
-    return await _generated(call, body, ChatAnswers(model, body, [model.job(body, ids, most, logprobs)]))
+    return await generated(call, body, ChatAnswers(model, body, [model.job(body, ids, most, logprobs)]))
 
 
-async def _generated(call: Call, body: Generation, answers: "Answers") -> Response | dict[str, Any]:
+async def generated(call: Call, body: Generation, answers: "Answers") -> Response | dict[str, Any]:
+    """The answers as the body wants them."""
     deltas = call.model.generate(answers.jobs, call.watch)
     if not body.stream:
-        whole = await call.unless_gone(answers.whole(deltas))
+        await call.unless_gone(answers.take(deltas))
         call.watch.finished()
-        return whole
-    # The first delta is awaited here: a full queue is a 429, not an error inside a 200.
+        return await call.beside(answers.size, answers.whole)
+    # The first delta is awaited here, for a while: a full queue is a 429, not an error inside a 200.
     try:
         first = await call.unless_gone(anext(deltas))
     except BaseException:
@@ -61,14 +62,14 @@ async def _generated(call: Call, body: Generation, answers: "Answers") -> Respon
     return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
 
 
-async def _events(call: Call, answers: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[bytes]:
+async def _events(call: Call, answers: AsyncGenerator[dict[str, Any] | None, None]) -> AsyncIterator[bytes]:
     """Server-sent events; an error in the middle is told as an event."""
     async with aclosing(answers):
         try:
             while True:
                 async with asyncio.timeout_at(call.deadline_s):
                     answer = await anext(answers)
-                yield _event(answer)
+                yield _event(answer) if answer else b": the answer goes on\n\n"
         except StopAsyncIteration:
             call.watch.finished()
         except TimeoutError:
@@ -106,10 +107,11 @@ class Answers:
         self._echo = [""] * sum(job.n for job in jobs)
         if isinstance(body, CompletionBody) and body.echo:
             decode = model.tokenizer.decode
-            texts = [one if isinstance(one, str) else decode(one) for one in as_list(body.prompt)]
+            texts = [one if isinstance(one, str) else decode(one) for one in body.prompt]
             self._echo = [text for text in texts for _ in range(body.n)]
         self._choices = [Piece(number, text) for number, text in enumerate(self._echo)]
-        self._made = 0
+        self._made = self._cached = 0
+        self.size = sum(len(prompt) for prompt in self._echo)  # characters and numbers of a whole answer
 
     def add(self, number: int, delta: TextDelta) -> Piece:
         """Take a delta of one answer in. The prompt's tokens come before its own; of parts of one character each
@@ -123,31 +125,40 @@ class Answers:
             tokens.append((delta.token, len(choice.text)))
             self._made += 1
         choice.text += delta.text
-        choice.tokens += tokens
         choice.finish = delta.finish
+        if number % self._body.n == 0:  # copies of an answer find its prompt read
+            self._cached += delta.cached_tokens or 0
+        if not self._body.stream:
+            choice.tokens += tokens
+            self.size += sum(2 + len(token.top) for token, _ in tokens)
         return Piece(number, delta.text, tokens, delta.finish)
 
-    async def whole(self, deltas: Deltas) -> dict[str, Any]:
-        """The answer to a request that is not streamed, when all deltas are there."""
+    async def take(self, deltas: Deltas) -> None:
+        """Take all deltas in."""
         async with aclosing(deltas):
             async for number, delta in deltas:
-                self.add(number, delta)
-        choices = [self._choice(choice) for choice in self._choices]
-        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+                if delta is not None:
+                    self.add(number, delta)
+
+    def whole(self) -> dict[str, Any]:
+        """The answer to a request that is not streamed, when all deltas are there."""
+        choices = [msgspec.Raw(msgspec.json.encode(self._choice(choice))) for choice in self._choices]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
     async def events(
-        self, first: tuple[int, TextDelta], deltas: Deltas
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """One body per delta, then one with the usage when it was asked for; closing this closes the deltas."""
+        self, first: tuple[int, TextDelta | None], deltas: Deltas
+    ) -> AsyncGenerator[dict[str, Any] | None, None]:
+        """One body per delta, None where nothing has come for a while, then one with the usage when it was asked for;
+        closing this closes the deltas.
+        """
         head = {**self._head, "object": self.chunk_kind}
         async with aclosing(deltas):
             for choice in self._openings():
                 yield {**head, "choices": [choice]}
-            yield {**head, "choices": [self._chunk(self.add(*first))]}
-            async for one in deltas:
-                yield {**head, "choices": [self._chunk(self.add(*one))]}
+            async for number, delta in after(first, deltas):
+                yield {**head, "choices": [self._chunk(self.add(number, delta))]} if delta else None
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield {**head, "choices": [], "usage": self._usage()}
+            yield {**head, "choices": [], "usage": self.usage()}
 
     def _openings(self) -> list[dict[str, Any]]:
         """What a stream says before the first token of each choice."""
@@ -185,9 +196,18 @@ class Answers:
             values.setdefault(self._model.token_text(i), value)
         return values
 
-    def _usage(self) -> dict[str, int]:
-        read = sum(len(job.prompt_ids) for job in self.jobs)
-        return {"prompt_tokens": read, "completion_tokens": self._made, "total_tokens": read + self._made}
+    def usage(self) -> dict[str, Any]:
+        """What the request took, in tokens."""
+        read, made = sum(len(job.prompt_ids) for job in self.jobs), self._made
+        usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+        return usage | {"prompt_tokens_details": {"cached_tokens": self._cached}}
+
+
+async def after(first: tuple[int, TextDelta | None], deltas: Deltas) -> Deltas:
+    """The deltas with the first one, which was awaited alone."""
+    yield first
+    async for one in deltas:
+        yield one
 
 
 class ChatAnswers(Answers):

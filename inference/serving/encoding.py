@@ -22,6 +22,7 @@ from ...data.tokenizer import Tokenizer
 
 # Padded tokens in one batch. A CPU gains nothing from more, and padding to the longest costs it as much as tokens.
 BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
+TOKEN_CHARACTERS = 128  # of a token at most: the longest of common vocabularies
 _lanes = ThreadPoolExecutor(usable_cores(), "encode")  # starts no thread before it is used
 
 
@@ -41,6 +42,11 @@ class Encoding(msgspec.Struct, frozen=True, eq=False, tag="read"):
         """See `generation.Job.each`."""
         return [self]
 
+    @property
+    def cost(self) -> int:
+        """Tokens that it reads."""
+        return len(self.ids)
+
 
 @dataclass(frozen=True)
 class Reader:
@@ -50,11 +56,30 @@ class Reader:
     context: int
     vocab_size: int
 
+    def encode(self, text: str | Sequence[int], where: str, truncate: bool = False) -> Any:
+        """The ids of a text, or ids as they are. Raises WrongUse for more than the context takes; what cannot fit is
+        not tokenised, which takes most of a second for a megabyte. `truncate`: the beginning of more is enough.
+        """
+        if isinstance(text, str) and len(text) > TOKEN_CHARACTERS * self.context and not truncate:
+            raise self._longer(f"{len(text):,} characters for {self.context:,} tokens", where)
+        ids = (
+            self.tokenizer.encode(text[: TOKEN_CHARACTERS * self.context]) if isinstance(text, str) else text
+        )
+        if len(ids) > self.context and not truncate:
+            raise self._longer(f"{len(ids)} tokens > {self.context}", where)
+        return ids
+
+    @staticmethod
+    def _longer(why: str, where: str) -> WrongUse:
+        return WrongUse(
+            "the text is longer than the model's context", where=where, why=why, fix="split the text"
+        )
+
     def frame(
         self, texts: Mapping[str, str | Sequence[int]], truncate: bool = False, **asked: Any
     ) -> Encoding:
         """[CLS] text [SEP], and with a second one text [SEP]; each has the name that errors give it, and may be
-        ids. `truncate`: of a single text as much as fits. `asked`: the fields of `Encoding`.
+        ids. `truncate`: of each text as much as fits behind the others. `asked`: the fields of `Encoding`.
 
         Raises WrongUse for a text that is empty, ids outside the vocabulary and what is longer than the context.
         """
@@ -62,16 +87,14 @@ class Reader:
         before, behind = ([] if i is None else [i] for i in special)
         ids, ends = before, []
         for where, text in texts.items():
-            own = self.tokenizer.encode(text) if isinstance(text, str) else text
+            own = self.encode(text, where, truncate)
             if truncate:
-                own = own[: self.context - len(before) - len(behind)]
+                own = own[: max(0, self.context - len(ids) - len(behind))]
             check_ids(own, self.vocab_size, where)
             ids = [*ids, *own, *behind]
             ends.append(len(ids))
         if len(ids) > self.context:
-            what = "the text is longer than the model's context"
-            why = f"{len(ids)} tokens with the special ones > {self.context}"
-            raise WrongUse(what, where=where, why=why, fix="split the text")
+            raise self._longer(f"{len(ids)} tokens with the special ones > {self.context}", where)
         first = ends[0] if len(ends) > 1 else None
         return Encoding(np.array(ids, np.int64), first_tokens=first, **asked)
 
@@ -87,9 +110,9 @@ class Reader:
         if not others:
             fix = f"write {name} where a word is missing"
             raise WrongUse("there is no mask in the text", where="input", fix=fix)
-        ids = [*self.tokenizer.encode(first)]
+        ids = [*self.encode(first, "input")]
         for part in others:
-            ids += [mask_id, *self.tokenizer.encode(part)]
+            ids += [mask_id, *self.encode(part, "input")]
         framed = self.frame({"input": ids}).ids
         return Encoding(framed, np.flatnonzero(framed == mask_id), top_k=top_k)
 
@@ -163,10 +186,10 @@ def batch_limits(backend: EncoderBackend) -> Limits:
     return backend.limits.within(Limits(tokens=BATCH_TOKENS["cpu" if backend.device == "cpu" else "cuda"]))
 
 
-def take_batch(texts: Mapping[int, Encoding], limits: Limits) -> list[int]:
-    """The first text with those of the others that are nearest in length, by their keys."""
+def take_batch(texts: Mapping[int, Encoding], limits: Limits, due: int | None = None) -> list[int]:
+    """The text that is due (None: the first) with those of the others that are nearest in length, by their keys."""
     lengths = {number: len(text.ids) for number, text in texts.items()}
-    first = next(iter(lengths.values()))
+    first = lengths[next(iter(texts)) if due is None else due]
     nearest = sorted(lengths, key=lambda number: abs(lengths[number] - first))
     return next(batches(nearest, lengths.__getitem__, limits))
 

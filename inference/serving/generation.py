@@ -18,6 +18,7 @@ from ..runtimes.sampling import GREEDY, SEEDS, Sampling
 
 NO_IDS = np.zeros(0, np.int64)  # of a job whose prompt is to come
 REPLACEMENT = "\ufffd"
+OPEN_TOKENS = 64  # beyond which a character that is still cut is none
 
 
 class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
@@ -37,12 +38,20 @@ class Job(msgspec.Struct, frozen=True, eq=False, tag="generate"):
     constraint: dict[str, Any] | None = None  # {"json": schema} or {"regex": expression}
     n: int = 1  # answers, whose seeds are one apart
     whole: bool = False  # nobody looks at an answer before it is complete
+    min_tokens: int = 0  # before them no token ends an answer
+    ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()  # tokens that end an answer besides the end-of-text token
 
     def each(self) -> list["Job"]:
         """The answers as jobs of one."""
         seed = self.sampling.seed
         seeds = [None if seed is None else (seed + copy) % SEEDS for copy in range(self.n)]
         return [replace(self, n=1, sampling=replace(self.sampling, seed=seed)) for seed in seeds]
+
+    @property
+    def cost(self) -> int:
+        """Tokens that an answer reads and makes at most."""
+        return len(self.prompt_ids) + self.max_tokens
 
     def check(self, context: int) -> None:
         """Refuse a job that is empty or longer than the model's context."""
@@ -104,7 +113,7 @@ class TextStream:
         self._ids.append(token_id)
         text = self._decode(self._ids)
         # A cut character decodes to one replacement at the very end; the next token may complete it.
-        certain = len(text) - text.endswith(REPLACEMENT)
+        certain = len(text) - (text.endswith(REPLACEMENT) and len(self._ids) < OPEN_TOKENS)
         self._held += text[self._given : certain]
         self._given = max(self._given, certain)
         if certain == len(text):

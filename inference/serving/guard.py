@@ -6,14 +6,13 @@ that is too large, 429 with Retry-After for a full queue, 503 while a model is n
 that takes too long.
 """
 
-import hashlib
-import hmac
+import asyncio
+import contextlib
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,19 +21,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...core.console import warn
 from ...core.errors import ThroughlineError, WrongUse
 from .calls import Server, json_response
+from .limits import Key, find_key
 from .telemetry import Watch
 
 OPEN = ("/", "/health", "/ready")  # without a key: the page holds no secret, probes have no key
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}  # of errors, by status
+LINGER_S = 2.0  # for the rest of a body that nobody reads
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Guard:
     """The ASGI layer around the endpoints."""
 
-    def __init__(self, app: ASGIApp, server: Server, keys: Sequence[str]) -> None:
-        self.app, self.server = app, server
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+    def __init__(self, app: ASGIApp, server: Server, keys: Sequence[Key], hosts: Collection[str]) -> None:
+        self.app, self.server, self._keys = app, server, keys
+        self._everybody = Key()
+        self._hosts = {*hosts}  # names by which it may be called, in lower case; none: by any
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,22 +46,30 @@ class Guard:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         name = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         watch = scope.setdefault("state", {})["watch"] = Watch(self.server.telemetry)
+        watch.key = self._everybody
+        has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         status: int | None = None
 
         async def answer(message: Message) -> None:
             """Adds the headers of every answer."""
             nonlocal status
+            unread = has_body and not watch.body_read
             if message["type"] == "http.response.start":
                 status = message["status"]
                 more = [(b"x-request-id", name.encode("latin-1")), (b"x-content-type-options", b"nosniff")]
                 # A body that is not read to its end would be taken for the next request.
-                if self.server.draining.is_set() or status in (408, 413):
+                if self.server.draining.is_set() or unread:
                     more.append((b"connection", b"close"))
                 message["headers"] = [*message.get("headers", []), *more]
+            elif unread and not message.get("more_body"):
+                # A connection that is closed with something unread in it is reset, and the answer lost.
+                await send({**message, "more_body": True})
+                await _pass_over(receive)
+                message = {"type": "http.response.body"}
             await send(message)
 
         try:
-            await (self._refuse(scope, headers) or self.app)(scope, receive, answer)
+            await (self._refuse(scope, headers, watch) or self.app)(scope, receive, answer)
         except Exception as error:
             watch.fault = type(error).__name__
             warn(f"request {name}: {watch.fault}")
@@ -67,23 +77,36 @@ class Guard:
                 message = f"a fault of the server; its log has the request id {name}"
                 await error_response(500, message)(scope, receive, answer)
         finally:
+            self.server.bodies.held -= watch.held
             path = getattr(scope.get("route"), "path", None)
             client = (scope.get("client") or [None])[0]
             said = {"client": client, "method": scope["method"], "path": path or scope["path"][:200]}
             # 499: the client left before there was an answer
             self.server.telemetry.answered(watch, path or "other", status or 499, id=name, **said)
 
-    def _refuse(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Response | None:
+    def _refuse(self, scope: Scope, headers: Mapping[bytes, bytes], watch: Watch) -> Response | None:
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if self._hosts and re.sub(r":[0-9]*$", "", host) not in self._hosts:
+            return error_response(403, "this server is not called so; --allow-host NAME lets a name in")
         if not self._keys or scope["path"] in OPEN or scope["method"] == "OPTIONS":
             return None
-        kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        given = hashlib.sha256(key.strip().encode()).digest()
-        # All are compared, in constant time: the time of an answer tells nothing of how much was right.
-        fits = [hmac.compare_digest(given, known) for known in self._keys]
-        if kind.lower() == "bearer" and any(fits):
-            return None
-        message = "a valid API key is needed: Authorization: Bearer KEY"
-        return error_response(401, message, headers={"WWW-Authenticate": "Bearer"})
+        key = find_key(self._keys, headers.get(b"authorization", b"").decode("latin-1"))
+        if key is None:
+            message = "a valid API key is needed: Authorization: Bearer KEY"
+            return error_response(401, message, headers={"WWW-Authenticate": "Bearer"})
+        watch.key = key
+        try:
+            key.begin()
+        except HTTPException as error:
+            return error_response(error.status_code, str(error.detail), headers=error.headers)
+        return None
+
+
+async def _pass_over(receive: Receive) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (await receive()).get("more_body"):
+                pass
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
@@ -101,19 +124,10 @@ def error_response(
 
 
 def told(error: ThroughlineError) -> Response:
-    """One of our errors as an answer; what the user did not cause says nothing of paths."""
-    message = "; ".join(part for part in (error.what, error.why, error.fix) if part)
+    """One of our errors as an answer; what the user did not cause says nothing of our insides."""
     wrong = isinstance(error, WrongUse)
+    message = "; ".join(part for part in (error.what, error.why if wrong else "", error.fix) if part)
     return error_response(400 if wrong else 500, message, (error.where or None) if wrong else None)
-
-
-async def _invalid(request: Request, error: Any) -> Response:
-    problems: dict[str, list[str]] = {}  # a field of several possible types has a message for each
-    for item in error.errors(include_url=False, include_context=False, include_input=False):
-        field = item["loc"][0] if item["loc"] else "body"
-        problems.setdefault(field if isinstance(field, str) else "body", []).append(item["msg"])
-    said = [f"{field}: {' or '.join(dict.fromkeys(texts))}" for field, texts in problems.items()]
-    return error_response(400, "; ".join(said), next(iter(problems)))
 
 
 async def _http(request: Request, error: Any) -> Response:
@@ -128,4 +142,4 @@ async def _ours(request: Request, error: Any) -> Response:
 
 
 # Everything that can go wrong below the guard, as JSON.
-ON_ERROR: dict[Any, Any] = {ValidationError: _invalid, HTTPException: _http, ThroughlineError: _ours}
+ON_ERROR: dict[Any, Any] = {HTTPException: _http, ThroughlineError: _ours}

@@ -17,9 +17,9 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 import uvloop
@@ -31,9 +31,11 @@ from ...core.errors import Failed, WrongUse
 from .calls import Server
 from .guard import error_body
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 ANSWER_S = 60  # an answer that takes longer than this after the port has closed is cut
 HEADER_S = 15.0  # for a client to send the head of a request
 HEAD_BYTES = 1 << 16  # of the head of a request
+BODY_S = 45.0  # for its body, whoever reads it: longer than `body_s`, whose end is an answer
 UNREAD_S = 30.0  # for a client to read on when the buffers of its connection are full
 TAKE_UP_S = 0.2  # between the last new connection and the closing of the port
 TLS_FILES = "give a chain of certificates and the private key of its first one, both in PEM"
@@ -95,17 +97,24 @@ class DeadlineProtocol(HttpToolsProtocol):
     the head of an answer goes with its body.
     """
 
-    _deadline: asyncio.TimerHandle | None = None  # for the head of a request
+    # Those that owe us a request, the longest first: they are let go where there are too many connections.
+    owing: ClassVar[dict["DeadlineProtocol", None]] = {}
+    most: ClassVar[int] = 4096  # connections
+    _deadline: asyncio.TimerHandle | None = None  # for the head of a request, then for its body
     _unread: asyncio.TimerHandle | None = None  # for the client to read what fills the buffers
-    _head_bytes = 0
+    _head_bytes, _in_head = 0, False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if len(self.connections) > self.most and self.owing:
+            next(iter(self.owing)).transport.abort()
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._deadline is not None:
+        if self._deadline is None and self._answered:  # white space: the timer of idle connections has gone
+            self._wait_for_head()
+        if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response(f"the head of the request is larger than {HEAD_BYTES:,} bytes")
@@ -116,11 +125,23 @@ class DeadlineProtocol(HttpToolsProtocol):
             self._wait_for_head()
 
     def on_headers_complete(self) -> None:
-        self._got_head()
+        self._expect(BODY_S)
+        self._in_head = False
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        self._expect(None)
+        self.owing.pop(self, None)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self.owing[self] = None
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self._got_head()
+        self._expect(None)
+        self.owing.pop(self, None)
         self._read_on()
         super().connection_lost(exc)
 
@@ -138,20 +159,27 @@ class DeadlineProtocol(HttpToolsProtocol):
         self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + head.encode() + body)
         self.transport.close()
 
+    @property
+    def _answered(self) -> bool:
+        """Whether no answer is on its way."""
+        return self.cycle is None or self.cycle.response_complete
+
     def _wait_for_head(self) -> None:
-        self._head_bytes = 0
-        self._deadline = self.loop.call_later(HEADER_S, self._late)
+        self._head_bytes, self._in_head = 0, True
+        self.owing[self] = None
+        self._expect(HEADER_S)
 
     def _late(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+        if self._answered or not self._in_head:
             self.transport.close()
         else:  # a part of the next request came while this one is answered
             self._wait_for_head()
 
-    def _got_head(self) -> None:
+    def _expect(self, seconds: float | None) -> None:
+        """Until when the client must have sent what it owes (None: it owes nothing)."""
         if self._deadline is not None:
             self._deadline.cancel()
-            self._deadline = None
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._late)
 
     def _read_on(self) -> None:
         if self._unread is not None:
@@ -244,23 +272,3 @@ def run(
     if server.failure is not None:
         raise server.failure
     say(f"served for {time.monotonic() - began_s:.0f} s")
-
-
-def read_keys(file: Path | None, variable: str | None) -> tuple[str, ...]:
-    """API keys from a file (one a line, # begins a comment) and an environment variable (commas between).
-
-    Raises WrongUse for a file that is not there or holds none.
-    """
-    keys: Sequence[str] = [key.strip() for key in (variable or "").split(",") if key.strip()]
-    if file is None:
-        return tuple(keys)
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        fix = "give a text file with one key a line"
-        raise WrongUse("the API keys cannot be read", where=file, why=why, fix=fix) from error
-    found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not found:
-        raise WrongUse("there is no API key in the file", where=file, fix="write one a line")
-    return (*keys, *found)

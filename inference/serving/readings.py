@@ -4,28 +4,62 @@ import base64
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
+from starlette.responses import Response
 
 from ...core.errors import WrongUse
 from ...core.logits import log_softmax
-from .api_types import ClassifyBody, DetokenizeBody, EmbeddingBody, FillMaskBody, RerankBody, TokenizeBody
-from .calls import Call
+from .api_types import (
+    ClassifyBody,
+    DetokenizeBody,
+    EmbedBody,
+    EmbeddingBody,
+    FillMaskBody,
+    RankBody,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+)
+from .calls import Call, json_response
 from .encoding import Encoding, unit
-from .served import as_list
 
 Read = tuple[list[Encoding], list[dict[str, np.ndarray]]]
 
 
 async def embeddings(call: Call, body: EmbeddingBody) -> dict[str, Any]:
     """Embed texts with a BERT."""
-    want = call.model.sentence.output(body.pooling)
-    texts, answers = await _read_all(call, body.input, want)
-    vectors = [unit(answer[want]) if body.normalize else answer[want] for answer in answers]
-    data = [
-        {"object": "embedding", "index": index, "embedding": _vector(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
-    return {"object": "list", "data": data, "model": call.model.name, "usage": _usage(texts)}
+    texts, vectors = await _embedded(call, body.input, body)
+
+    def data() -> list[msgspec.Raw]:
+        given = [_vector(vector, body.encoding_format) for vector in vectors]
+        entries = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(given)]
+        return [msgspec.Raw(msgspec.json.encode(entry)) for entry in entries]
+
+    made = await call.beside(sum(map(len, vectors)), data)
+    return {"object": "list", "data": made, "model": call.model.name, "usage": _usage(texts)}
+
+
+async def embed(call: Call, body: EmbedBody) -> Response:
+    """Embed texts with a BERT, as Text Embeddings Inference answers."""
+    _, vectors = await _embedded(call, body.inputs, body)
+
+    def data() -> list[msgspec.Raw]:
+        return [msgspec.Raw(msgspec.json.encode(vector.tolist())) for vector in vectors]
+
+    return json_response(await call.beside(sum(map(len, vectors)), data))
+
+
+async def _embedded(
+    call: Call, given: list[Any], body: EmbeddingBody | EmbedBody
+) -> tuple[list[Encoding], list[np.ndarray]]:
+    want = call.model.sentence.output(body.pooling if isinstance(body, EmbeddingBody) else None)
+    texts, answers = await _read_all(call, given, want, body.truncate)
+    vectors = [answer[want][: body.dimensions] for answer in answers]
+    if body.dimensions is not None and body.dimensions > len(answers[0][want]):
+        why = f"{body.dimensions} > {len(answers[0][want])}"
+        raise WrongUse("a vector has fewer dimensions", where="dimensions", why=why)
+    return texts, [unit(vector) for vector in vectors] if body.normalize else vectors
 
 
 async def fill_mask(call: Call, body: FillMaskBody) -> dict[str, Any]:
@@ -59,19 +93,58 @@ async def classify(call: Call, body: ClassifyBody) -> dict[str, Any]:
 
 async def rerank(call: Call, body: RerankBody) -> dict[str, Any]:
     """Documents by their score beside a query: the sigmoid of a single class, or the share of the last."""
-    model = call.model
-    model.check_count(len(body.documents), "documents")
-
-    pairs = [{"query": body.query, "documents": text} for text in body.documents]
-    size = sum(len(text) for pair in pairs for text in pair.values())
-    want = ("class_logits",)
-    texts, answers = await _read(call, size, lambda: [model.reader.frame(pair, want=want) for pair in pairs])
-    scores = [_score(answer["class_logits"]) for answer in answers]
+    texts, scores = await _scored(call, body.query, body.documents, body.truncate)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
     for result in results if body.return_documents else ():
         result["document"] = {"text": body.documents[result["index"]]}
-    return {"model": model.name, "results": results, "usage": _usage(texts)}
+    return {"model": call.model.name, "results": results, "usage": _usage(texts)}
+
+
+async def rank(call: Call, body: RankBody) -> Response:
+    """Texts by their score beside a query, as Text Embeddings Inference answers."""
+    _, scores = await _scored(call, body.query, body.texts, body.truncate)
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    text = [{"text": one} if body.return_text else {} for one in body.texts]
+    return json_response([{"index": i, "score": scores[i]} | text[i] for i in order])
+
+
+async def score(call: Call, body: ScoreBody) -> dict[str, Any]:
+    """The score of each text beside another: of a BERT fine-tuned to classify as `rerank` has it, of another the cosine
+    of their embeddings.
+    """
+    ones, others = body.text_1, body.text_2
+    if len(ones) not in (1, len(others)):
+        raise WrongUse("texts do not pair", where="text_1", why=f"{len(ones)} beside {len(others)}")
+    ones = ones if len(ones) == len(others) else ones * len(others)
+    if call.model.facts.get("classes"):
+        texts, scores = await _scored(call, ones, others, False)
+    else:
+        want = call.model.sentence.output(None)
+        texts, answers = await _read_all(call, [*ones, *others], want)
+        vectors = [unit(answer[want]) for answer in answers]
+        scores = [float(one @ other) for one, other in zip(vectors, vectors[len(ones) :])]
+    data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
+    return {"object": "list", "data": data, "model": call.model.name, "usage": _usage(texts)}
+
+
+async def _scored(
+    call: Call, queries: str | list[Any], documents: list[Any], truncate: bool
+) -> tuple[list[Encoding], list[float]]:
+    """The score of each document beside the query, or beside its own."""
+    reader = call.model.reader
+
+    def frames() -> list[Encoding]:
+        one = isinstance(queries, str)
+        known = [reader.encode(query, "query") for query in ([queries] if one else queries)]  # once each
+        pairs = zip(known * len(documents) if one else known, documents)
+        return [
+            reader.frame({"query": a, "documents": b}, truncate, want=("class_logits",)) for a, b in pairs
+        ]
+
+    size = sum(map(len, queries)) + sum(map(len, documents))
+    texts, answers = await _read(call, size, frames)
+    return texts, [_score(answer["class_logits"]) for answer in answers]
 
 
 async def tokenize(call: Call, body: TokenizeBody) -> dict[str, Any]:
@@ -94,10 +167,9 @@ async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
     return {"prompt": await call.beside(len(body.tokens), lambda: call.model.tokenizer.decode(body.tokens))}
 
 
-async def _read_all(call: Call, given: Any, want: str) -> Read:
+async def _read_all(call: Call, texts: list[Any], want: str, truncate: bool = False) -> Read:
     """The texts of a body, and this output of the model for each."""
-    texts = as_list(given)
-    return await _read(call, sum(map(len, texts)), lambda: call.model.frames(texts, want))
+    return await _read(call, sum(map(len, texts)), lambda: call.model.frames(texts, want, truncate))
 
 
 async def _read(call: Call, characters: int, make: Callable[[], list[Encoding]]) -> Read:

@@ -2,7 +2,8 @@
 
 - `submit` never waits: it takes all work of a request or says that it cannot. The number of answers that are accepted
   and not given is bounded here, so that a full queue is known without asking the other process.
-- A process that dies is started again; everyone it owed an answer gets an error.
+- A process that dies is started again; everyone it owed an answer gets an error. One that says nothing for a time, in
+  its steps or while it loads, is killed.
 """
 
 import asyncio
@@ -15,14 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from starlette.exceptions import HTTPException
-
 from ...core.backend import BackendOptions
 from ...core.console import warn
 from ...core.errors import Failed, ThroughlineError
 from .channel import Ask, Broken, Cancel, Made, Message, Messages, Open, Read, Ready, Turn, Work, pack
+from .limits import ServerLimits, later
 
 FORGETTING = 0.9  # of the running mean of seconds per job
+UNREAD_BYTES = 64 << 20  # that a process which has stopped may leave with us
+PRIORITY_S = 60.0  # by which a step of priority is earlier in the queue
 LONGEST_PAUSE_S = 30.0  # between two attempts to start a process that keeps dying
 
 
@@ -49,12 +51,12 @@ def spawn(connection: socket.socket) -> subprocess.Popen[bytes]:
 class Remote:
     """The other end of one model's process."""
 
-    def __init__(self, name: str, path: str, options: BackendOptions, *, slots: int, queue: int) -> None:
+    def __init__(self, name: str, path: str, options: BackendOptions, limits: ServerLimits) -> None:
         self.name, self.path = name, path
-        self._opening = Open(name, path, slots, options)
-        self._slots, self._queue = slots, queue
+        self._opening = Open(name, path, limits.slots, options)
+        self.limits, self.places = limits, limits.slots + limits.queue
         self.ready = False  # for work
-        self.restarts = 0
+        self.restarts = self.failed = 0  # processes, answers
         self.accepted = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: asyncio.Transport | None = None
@@ -63,18 +65,19 @@ class Remote:
         self._began: set[int] = set()
         self._next = 0
         self._seconds_per_job = 0.1  # running mean, for Retry-After
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        self._silent_s = 0  # of this process's seconds: when it stands still itself, it blames nobody
 
     def watch(self) -> None:
         """Take work from now on, and start the process again whenever it ends."""
         self.ready = True
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = [asyncio.create_task(self._watch()), asyncio.create_task(self._patrol())]
 
     async def close(self) -> None:
         """End the process."""
         self.ready = False
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._watching:
+            task.cancel()
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
@@ -100,14 +103,15 @@ class Remote:
         """Raises HTTPException when this many jobs cannot be taken now: 503 without the model, 429 for a full queue."""
         if not self.ready:
             state = "starting again" if self.restarts else "loading"
-            raise _later(503, f"the model {self.name} is {state}", 5)
-        places = self._queue + self._slots
-        if len(self._waiting) + jobs > places:
+            raise later(503, f"the model {self.name} is {state}", 5)
+        if len(self._waiting) + jobs > self.places:
             wait_s = max(1, min(60, math.ceil(len(self._waiting) * self._seconds_per_job)))
-            why = f"{len(self._waiting)} of {places} places are taken"
-            raise _later(429, f"the queue of {self.name} is full: {why}", wait_s)
+            why = f"{len(self._waiting)} of {self.places} places are taken"
+            raise later(429, f"the queue of {self.name} is full: {why}", wait_s)
+        if self._connection is not None and self._connection.get_write_buffer_size() > UNREAD_BYTES:
+            raise later(503, f"the model {self.name} does not take requests in", 5)
 
-    def submit(self, work: Sequence[Work], hear: Hear) -> range:
+    def submit(self, work: Sequence[Work], hear: Hear, priority: int = 0, tenant: str = "") -> range:
         """Send the work of a request and return the numbers of its answers. Raises as `check_room`."""
         count = sum(one.n for one in work)
         self.check_room(count)
@@ -115,7 +119,8 @@ class Remote:
         numbers = range(self._next, self._next + count)
         self._next = numbers.stop
         self._waiting |= {number: (place, hear) for place, number in enumerate(numbers)}
-        self._connection.write(pack(Ask(numbers.start, list(work))))
+        due_s = time.monotonic() - priority * PRIORITY_S
+        self._connection.write(pack(Ask(numbers.start, list(work), due_s, tenant)))
         self.accepted += count
         return numbers
 
@@ -150,7 +155,15 @@ class Remote:
 
         self._connection, _ = await loop.create_connection(lambda: Messages(take, ended), sock=ours)
         self._connection.write(pack(self._opening))
-        first = await opened
+        try:
+            async with asyncio.timeout(self.limits.load_s):
+                first = await opened
+        except TimeoutError:
+            self._process.kill()
+            why = f"it took more than {self.limits.load_s:g} s"
+            raise Failed(
+                "the model did not load", where=self.path, why=why, fix="see --load-timeout"
+            ) from None
         if first is None:
             code = await asyncio.to_thread(self._process.wait)
             meaning = "killed, perhaps for want of memory" if code == -9 else "what it printed is above"
@@ -176,6 +189,18 @@ class Remote:
                     pause_s = min(2 * pause_s + 1, LONGEST_PAUSE_S)
             warn(f"{self.name}: the model answers again")
 
+    async def _patrol(self) -> None:
+        """Kill a process that has stopped; `_watch` starts it again."""
+        while True:
+            await asyncio.sleep(1)
+            self._silent_s = self._silent_s + 1 if self.ready else 0
+            if self._silent_s > self.limits.hang_s and self._process is not None:
+                warn(
+                    f"{self.name}: the process of the model has said nothing for {self._silent_s} s and is killed"
+                )
+                self._silent_s = 0
+                self._process.kill()
+
     def _lost(self) -> None:
         self.ready = False
         self.restarts += 1
@@ -192,6 +217,7 @@ class Remote:
 
     def _route(self, message: Message) -> None:
         """Hand a message of the process to those who wait for it."""
+        self._silent_s = 0
         if isinstance(message, Turn):
             for made in message.made:
                 self._answer(made.number, made, made.deltas[-1].finish is not None)
@@ -199,6 +225,7 @@ class Remote:
             self._answer(message.number, message, True)
         elif isinstance(message, Broken):
             for number in message.numbers:
+                self.failed += message.kind == "Failed"
                 self._answer(number, message.error(), True)
 
     def _answer(self, number: int, answer: Answer, last: bool) -> None:
@@ -213,7 +240,3 @@ class Remote:
                 took_s = (time.monotonic() - answer.began_s) / max(answer.batch, 1)
                 self._seconds_per_job = FORGETTING * self._seconds_per_job + (1 - FORGETTING) * took_s
         hear((place, answer))
-
-
-def _later(status: int, what: str, wait_s: int) -> HTTPException:
-    return HTTPException(status, f"{what}; try again in {wait_s} s", {"Retry-After": str(wait_s)})

@@ -7,7 +7,6 @@ Everything that a request gets wrong raises WrongUse before anything is queued.
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,36 +14,28 @@ from typing import Any
 import numpy as np
 
 from ...core.backend import BackendOptions
-from ...core.errors import ThroughlineError, WrongUse
+from ...core.errors import Refused, ThroughlineError, WrongUse
 from ...data.tokenizer import Tokenizer
 from ...models.sentence import Sentence
 from ..runtimes.source import no_model
 from .api_types import CompletionBody, Generation
+from .bodies import check_texts
 from .channel import Made, Read, Work
 from .chat import ChatTemplate
-from .encoding import Encoding, Reader, check_ids
+from .encoding import TOKEN_CHARACTERS, Encoding, Reader, check_ids
 from .generation import Job, TextDelta, prompt_ids
+from .limits import ServerLimits
 from .remote import Answer, Remote
 from .telemetry import Watch
 
 Prompt = str | list[int]
+ANSWER_VALUES = 1 << 18  # log-probabilities of one answer, each some 100 bytes until it is sent
+HEARTBEAT_S = 15.0  # below the patience of common proxies
 TOKEN_TEXTS = 1 << 16  # tokens whose text is remembered, some 4 MB
 
 
-@dataclass(frozen=True)
-class ServerLimits:
-    """What a server holds at once, and how long. Beyond `queue` waiting jobs a request is answered with 429."""
-
-    slots: int = 8
-    queue: int = 256
-    body_bytes: int = 4_000_000
-    max_tokens: int | None = None  # generated per answer; None = what fits the context
-    max_n: int = 128
-    request_s: float = 600.0  # from the first byte of a body to the last of the answer
-    body_s: float = 30.0  # for the client to send its body
-
-
-Deltas = AsyncGenerator[tuple[int, TextDelta], None]  # of several answers, each with its number
+# Of several answers, each with its number; None: nothing has come for HEARTBEAT_S.
+Deltas = AsyncGenerator[tuple[int, TextDelta | None], None]
 
 
 class ServedModel:
@@ -63,7 +54,11 @@ class ServedModel:
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, path)
         self.reader = Reader(self.tokenizer, facts["context"], facts["vocab_size"])
         self.facts, self.sentence = facts, Sentence(**facts["sentence"])
-        self.chat = ChatTemplate.find(path.parent, self.tokenizer) if self.causal else None
+        try:
+            self.chat = ChatTemplate.find(path.parent, self.tokenizer) if self.causal else None
+        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise Refused("the chat template cannot be read", where=path.parent, why=why) from error
         self.remote.watch()
 
     @property
@@ -103,43 +98,69 @@ class ServedModel:
         """The `n` answers that a body wants for one prompt. Raises WrongUse."""
         echo = isinstance(body, CompletionBody) and body.echo
         limits = {"n": (body.n, self.limits.max_n), "max_tokens": (max_tokens, self.limits.max_tokens)}
-        for name, (asked_for, most) in limits.items():
+        for name, (asked_for, most) in (limits | {"min_tokens": (body.min_tokens, max_tokens)}).items():
             if most is not None and asked_for > most:
-                why = f"{asked_for} > {most}"
-                raise WrongUse(f"{name} is above this server's limit", where=name, why=why)
+                raise WrongUse(f"{name} is above its limit", where=name, why=f"{asked_for} > {most}")
+        for name, named in (
+            ("logit_bias", [*map(int, body.logit_bias)]),
+            ("stop_token_ids", body.stop_token_ids),
+        ):
+            if named:
+                check_ids(named, self.facts["vocab_size"], name)
+        ids = self._cut(ids, max_tokens, body.truncate_prompt_tokens)
         asked = (logprobs, logprobs if echo else None, body.constraint(), body.n, not body.stream)
-        job = Job(ids, max_tokens, body.sampling(), body.stops(), *asked)
+        ends = (body.min_tokens, body.ignore_eos, tuple(body.stop_token_ids))
+        job = Job(ids, max_tokens, body.sampling(), body.stops(), *asked, *ends)
         job.check(self.facts["context"])
         return job
 
+    def _cut(self, ids: np.ndarray, max_tokens: int, last: int | None) -> np.ndarray:
+        """The last tokens of a prompt, where it asks for that."""
+        if last is None:
+            return ids
+        return ids[max(0, len(ids) - (last if last >= 0 else max(0, self.facts["context"] - max_tokens))) :]
+
     def completion(self, body: CompletionBody) -> list[Job]:
         """A job for each prompt of a completion body."""
-        prompts = as_list(body.prompt)
-        self.check_count(len(prompts) * body.n, "prompt")
-        ids = map(self._prompt_ids, prompts)
+        check_texts(len(body.prompt) * body.n, self.limits.queue, "prompt")
+        cut = body.truncate_prompt_tokens is not None
+        ids = [self._prompt_ids(one, cut) for one in body.prompt]
         return [self.job(body, one, body.max_tokens, body.logprobs) for one in ids]
-
-    def check_count(self, count: int, where: str) -> None:
-        """Refuse more texts in one request than the queue holds."""
-        if count > self.limits.queue:
-            why = f"{count} > {self.limits.queue}"
-            raise WrongUse("too many texts in one request", where=where, why=why, fix="send them in parts")
 
     def room(self, prompt_tokens: int) -> int:
         """New tokens that fit behind a prompt."""
         room = max(self.facts["context"] - prompt_tokens, 1)
         return room if self.limits.max_tokens is None else min(room, self.limits.max_tokens)
 
-    def _prompt_ids(self, prompt: Prompt) -> np.ndarray:
-        if isinstance(prompt, str):
-            return prompt_ids(self.tokenizer, prompt)
-        check_ids(prompt, self.facts["vocab_size"], "prompt")
-        return np.array(prompt, np.int64)
+    def _prompt_ids(self, prompt: Prompt, cut: bool) -> np.ndarray:
+        is_text = isinstance(prompt, str)
+        if cut:
+            prompt = prompt[-self.reader.context * (TOKEN_CHARACTERS if is_text else 1) :]
+        given = self.reader.encode(prompt, "prompt", cut)
+        if is_text:
+            return np.asarray(given) if len(given) else prompt_ids(self.tokenizer, "")
+        check_ids(given, self.facts["vocab_size"], "prompt")
+        return np.array(given, np.int64)
 
     async def generate(self, jobs: Sequence[Job], watch: Watch) -> Deltas:
-        """Deltas of all answers as they come, as (number, delta). Leaving the loop early gives the slots back."""
+        """Deltas of all answers as they come, as (number, delta). Leaving the loop early gives the slots back. Raises
+        WrongUse for more log-probabilities than are held at once.
+        """
+        values = 0
+        for job in jobs if jobs[0].logprobs is not None else ():
+            told = len(job.prompt_ids) * (job.prompt_logprobs is not None) + job.max_tokens * job.whole
+            values += job.n * told * (2 + (job.logprobs or 0))
+        if values > ANSWER_VALUES:
+            why, fix = (
+                f"{values:,} numbers > {ANSWER_VALUES:,}",
+                "stream it, or ask for fewer answers or logprobs",
+            )
+            raise WrongUse("the answer would be too large", where="logprobs", why=why, fix=fix)
         async with aclosing(self._answers(jobs, watch, sum(len(job.prompt_ids) for job in jobs))) as answers:
             async for number, made in answers:
+                if made is None:
+                    yield number, None
+                    continue
                 assert isinstance(made, Made)
                 for delta in made.deltas:
                     watch.token(number, delta.at_s, made.began_s, made.batch, delta.token is not None)
@@ -148,18 +169,19 @@ class ServedModel:
 
     # --- reading ---
 
-    def frames(self, texts: Sequence[Prompt], want: str) -> list[Encoding]:
+    def frames(self, texts: Sequence[Prompt], want: str, truncate: bool = False) -> list[Encoding]:
         """Texts with special tokens, of which this output is wanted. Raises WrongUse."""
-        self.check_count(len(texts), "input")
         framed = self.sentence.text if want.endswith("_embedding") else str
         texts = [framed(text) if isinstance(text, str) else text for text in texts]
-        return [self.reader.frame({"input": text}, want=(want,)) for text in texts]
+        return [self.reader.frame({"input": text}, truncate, want=(want,)) for text in texts]
 
     async def read(self, texts: Sequence[Encoding], watch: Watch) -> list[dict[str, np.ndarray]]:
         """What the encoder says of each text: the named outputs, or for masks the best tokens."""
         found: dict[int, dict[str, np.ndarray]] = {}
         async with aclosing(self._answers(texts, watch, sum(len(text.ids) for text in texts))) as answers:
             async for number, read in answers:
+                if read is None:
+                    continue
                 assert isinstance(read, Read)
                 watch.read(read.began_s, read.ended_s, read.batch)
                 found[number] = read.arrays
@@ -167,29 +189,33 @@ class ServedModel:
 
     async def _answers(
         self, work: Sequence[Work], watch: Watch, tokens: int
-    ) -> AsyncGenerator[tuple[int, Answer], None]:
+    ) -> AsyncGenerator[tuple[int, Answer | None], None]:
         """What the process says of each answer, until all are there; closing this gives the others up."""
         come = asyncio.Queue[tuple[int, Answer]]()
-        numbers = self.remote.submit(work, come.put_nowait)
-        watch.submitted(tokens)
-        left = len(numbers)
+        self.remote.check_room(answers := sum(one.n for one in work))
+        watch.key.take(answers)
+        numbers = range(0)
+        left = answers
         try:
+            tenant = "" if self.limits.share_prefixes else watch.key.digest.hex()
+            numbers = self.remote.submit(work, come.put_nowait, watch.key.priority, tenant)
+            watch.submitted(tokens)
             while left:
-                number, answer = await come.get()
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        number, answer = await come.get()
+                except TimeoutError:
+                    yield 0, None
+                    continue
                 if isinstance(answer, ThroughlineError):
                     raise answer
                 left -= isinstance(answer, Read) or answer.deltas[-1].finish is not None
                 yield number, answer
         finally:
+            watch.key.held -= answers
             if left:
                 watch.cancelled(left)
                 self.remote.cancel(numbers)
-
-
-def as_list(texts: Any) -> list[Prompt]:
-    """One text, one list of ids, or several of either: always a list of prompts."""
-    single = isinstance(texts, str) or isinstance(texts[0], int)
-    return [texts] if single else texts
 
 
 def served_models(specs: Sequence[str], limits: ServerLimits, options: BackendOptions) -> list[ServedModel]:
@@ -207,6 +233,6 @@ def served_models(specs: Sequence[str], limits: ServerLimits, options: BackendOp
             raise WrongUse(f"two models are called {name!r}", where=path, fix="give names: NAME=PATH")
         if not Path(path).exists():
             raise no_model(Path(path))
-        remote = Remote(name, path, options, slots=limits.slots, queue=limits.queue)
+        remote = Remote(name, path, options, limits)
         models[name] = ServedModel(name, remote, limits)
     return list(models.values())

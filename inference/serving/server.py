@@ -21,7 +21,8 @@ from starlette.routing import Route
 from .calls import Endpoint, Server, json_response, openapi, post
 from .completions import chat, completions
 from .guard import ON_ERROR, Guard
-from .readings import classify, detokenize, embeddings, fill_mask, rerank, tokenize
+from .limits import Key
+from .readings import classify, detokenize, embed, embeddings, fill_mask, rank, rerank, score, tokenize
 
 # First come what is asked most: routes are tried in turn.
 ENDPOINTS: dict[str, Endpoint] = {
@@ -31,13 +32,20 @@ ENDPOINTS: dict[str, Endpoint] = {
     "/v1/fill-mask": fill_mask,
     "/v1/classify": classify,
     "/v1/rerank": rerank,
+    "/v1/score": score,
+    "/embed": embed,
+    "/rerank": rank,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
 }
 
 
-def build_app(server: Server, keys: Sequence[str] = (), origins: Sequence[str] = ()) -> Starlette:
-    """The application; models start with it and end with it."""
+def build_app(
+    server: Server, keys: Sequence[Key] = (), origins: Sequence[str] = (), hosts: Sequence[str] = ()
+) -> Starlette:
+    """The application; models start with it and end with it. `origins` are those of web pages that may call, `hosts`
+    the names by which it may be called (none: any).
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -53,7 +61,7 @@ def build_app(server: Server, keys: Sequence[str] = (), origins: Sequence[str] =
         return schema
 
     routes.append(Route("/openapi.json", described))
-    layers = [Middleware(Guard, server, keys)]
+    layers = [Middleware(Guard, server, keys, hosts)]
     if origins:
         allowed: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["GET", "POST"]}
         allowed["allow_headers"] = ["*"]

@@ -9,6 +9,7 @@
 """
 
 import time
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +17,18 @@ from typing import Any
 import numpy as np
 
 from ...core.backend import CausalBackend, Span
+from ...core.errors import Failed
+from ...core.logits import library
 from ..runtimes.sampler import Chooser, Probabilities, beside, choose, probabilities
 from .constrain import Guide
 from .generation import Job, TextDelta, TextStream, Token
+from .prefixes import LEAST_PREFIX, Prefixes, common
 
 CHUNK_TOKENS = 64  # of prompts in a step on a CPU: costs about three decode steps of GPT-2 124M on two cores
 IDLE_CHUNK_TOKENS = 256  # where nobody is decoding
 GPU_CHUNK_TOKENS = 512
-LEAST_PREFIX = 16  # tokens below which looking up and copying saves nothing
 PREFIX_BYTES = 256 << 20  # of finished sequences
+NO_NUMBER = "the model's output is not a number"
 LOGIT_NUMBERS = 1 << 25  # asked for at a time for a prompt's probabilities: 128 MiB
 
 
@@ -36,6 +40,8 @@ class Sequence:
     stream: TextStream
     guide: Guide | None
     chooser: Chooser | None = None  # made with its row: penalties take memory of the vocabulary's size
+    due_s: float = 0.0  # who is due earlier gets a row earlier
+    tenant: str = ""  # whose prompts it may begin with
     owner: Any = None  # whoever submitted it may note something here
     untold: list[TextDelta] = field(default_factory=list)  # and keep what he sends later here
     past: int = 0  # tokens in the cache
@@ -54,10 +60,14 @@ class Sequence:
         answer = self.made[: max(0, self.past - len(self.job.prompt_ids))]
         return np.concatenate((self.job.prompt_ids[: self.past], np.array(answer, np.int64)))
 
+    def ends(self, eos_id: int | None) -> set[int]:
+        """The tokens that end it."""
+        return {*self.job.stop_ids} | (set() if self.job.ignore_eos or eos_id is None else {eos_id})
+
     def accept(self, token: Token, eos_id: int | None) -> TextDelta:
         """Add a token and say what it means for the answer."""
         assert self.chooser is not None
-        if token.id == eos_id:
+        if token.id in self.ends(eos_id):
             return TextDelta(self.stream.finish(), token, "stop")
         self.made.append(token.id)
         self.chooser.accept(token.id)
@@ -69,40 +79,6 @@ class Sequence:
             text += self.stream.finish()
             return TextDelta(text, token, "stop" if complete or self.stream.stopped else "length")
         return TextDelta(text, token)
-
-
-class Prefixes:
-    """Finished sequences whose keys and values are kept, the least recently used dropped first."""
-
-    def __init__(self, backend: CausalBackend, limit_bytes: int) -> None:
-        self._backend, self._limit = backend, limit_bytes
-        self.kept: dict[bytes, tuple[np.ndarray, Any]] = {}  # in the order of use
-
-    def find(self, prompt_ids: np.ndarray) -> tuple[int, Any]:
-        """How many tokens the best entry shares with the prompt, and that entry (its use is noted)."""
-        shared = {key: common(ids, prompt_ids) for key, (ids, _) in self.kept.items()}
-        if not any(shared.values()):
-            return 0, None
-        best = max(shared, key=shared.__getitem__)
-        self.kept[best] = self.kept.pop(best)
-        return shared[best], self.kept[best][1]
-
-    def keep(self, ids: np.ndarray, cache: Any, row: int) -> None:
-        """Save a row, unless an entry holds all of it already; entries that it continues are dropped."""
-        tokens = len(ids)
-        size = self._backend.token_bytes
-        if not size or tokens < LEAST_PREFIX or tokens * size > self._limit:
-            return
-        shares = {key: common(old, ids) for key, (old, _) in self.kept.items()}
-        if any(shared == tokens for shared in shares.values()):
-            return
-        for key, shared in shares.items():
-            if shared == len(self.kept[key][0]):
-                del self.kept[key]
-        while sum(len(old) for old, _ in self.kept.values()) * size + tokens * size > self._limit:
-            del self.kept[next(iter(self.kept))]
-        if (saved := self._backend.save_row(cache, row, tokens)) is not None:
-            self.kept[ids.tobytes()] = (ids, saved)
 
 
 class SlotBatch:
@@ -129,27 +105,22 @@ class SlotBatch:
         self._live: list[Sequence] = []  # row i of the cache is self._live[i]
         self._prefixes = Prefixes(backend, prefix_bytes)
         self.waiting: list[Sequence] = []
+        self.failed: list[tuple[Sequence, Exception]] = []  # what became of those who left with an error
+        self._rows = self.slots  # of one call of the backend
+        self.sick = False  # a step has failed for everybody
 
-    def add(self, job: Job, guide: Guide | None = None) -> Sequence:
+    def add(self, job: Job, guide: Guide | None = None, due_s: float = 0.0, tenant: str = "") -> Sequence:
         """Take a job of one answer in. Raises WrongUse when it cannot fit the model's context."""
         job.check(self.backend.context)
         stream = TextStream(self._decode, job.stop, [int(i) for i in job.prompt_ids[-1:]])
-        sequence = Sequence(job, stream, guide)
-        self.waiting.append(sequence)
+        sequence = Sequence(job, stream, guide, due_s=due_s, tenant=tenant)
+        insort(self.waiting, sequence, key=lambda one: one.due_s)
         return sequence
 
     def drop(self, owners: set[Any]) -> None:
         """Nobody reads these answers any more: their places are given up."""
         self.waiting = [sequence for sequence in self.waiting if sequence.owner not in owners]
         self._leave({id(sequence) for sequence in self._live if sequence.owner in owners})
-
-    def broken(self) -> list[Any]:
-        """After an error in a step: the owners of those who were in it, whose rows are lost; the others begin anew."""
-        lost, self._live = [sequence.owner for sequence in self._live], []
-        self._prefixes.kept.clear()
-        self._cache = None  # before there is another: memory may have been what was missing
-        self._cache = self.backend.new_cache(self.slots)
-        return lost
 
     @property
     def busy(self) -> bool:
@@ -161,7 +132,7 @@ class SlotBatch:
         sequences, spans = self._spans()
         if not spans:
             return []
-        logits_NV = self.backend.step(spans, self._cache)
+        sequences, spans, logits_NV = self._run(sequences, spans)
         ready, lines, at = [], [], 0
         for sequence, span in zip(sequences, spans):
             if sequence.job.prompt_logprobs is not None and span.asked and sequence.filling:
@@ -173,7 +144,37 @@ class SlotBatch:
                 lines.append(at - 1)
         deltas = self._choose(ready, logits_NV, lines)
         self._leave({id(sequence) for sequence, delta in deltas if delta.finish})
+        self._leave({id(sequence) for sequence, _ in self.failed}, keep=False)
+        if self.failed and not self._live:  # nobody knows what an error has left in the cache
+            self._prefixes.kept.clear()
+            self._cache = None  # before there is another: memory may have been what was missing
+            self._cache = self.backend.new_cache(self.slots)
         return deltas
+
+    def _run(self, sequences: list[Sequence], spans: list[Span]) -> tuple[list[Sequence], list[Span], Any]:
+        """One step of these, and its logits. A call that fails is made again in halves, down to the one that breaks it;
+        when memory was missing, later calls are no larger.
+        """
+        done: list[int] = []
+        logits = []
+        starts = range(0, len(spans), self._rows)
+        groups = [range(start, min(start + self._rows, len(spans))) for start in reversed(starts)]
+        while groups:
+            group = groups.pop()
+            try:
+                logits.append(self.backend.step([spans[i] for i in group], self._cache))
+                done += group
+            except Exception as error:
+                if len(group) == 1:
+                    self.failed.append((sequences[group[0]], error))
+                    continue
+                half = len(group) // 2
+                groups += [group[half:], group[:half]]
+                if lacks_memory(error):
+                    self._rows = half
+        self.sick = not logits
+        whole = library(logits[0]).concatenate(logits) if len(logits) > 1 else [*logits, None][0]
+        return [sequences[i] for i in done], [spans[i] for i in done], whole
 
     def _spans(self) -> tuple[list[Sequence], list[Span]]:
         """Who takes part in this step, and with which ids."""
@@ -207,10 +208,14 @@ class SlotBatch:
             if self._worth_waiting(sequence):
                 continue
             self.waiting.remove(sequence)
-            self._live.append(sequence)
             job, sequence.began_s = sequence.job, time.monotonic()
-            sequence.chooser = Chooser(job.sampling, job.prompt_ids, self._vocab_size, self.backend.device)
-            self._reuse(sequence, len(self._live) - 1)
+            try:
+                device = self.backend.device
+                sequence.chooser = Chooser(job.sampling, job.prompt_ids, self._vocab_size, device)
+                self._reuse(sequence, len(self._live))
+                self._live.append(sequence)
+            except Exception as error:
+                self.failed.append((sequence, error))
 
     def _worth_waiting(self, sequence: Sequence) -> bool:
         """Whether somebody is about to read at least `LEAST_PREFIX` more tokens that it begins with, too."""
@@ -218,7 +223,7 @@ class SlotBatch:
         return sequence.job.prompt_logprobs is None and any(
             common(other.job.prompt_ids, prompt[:-1]) - other.past >= LEAST_PREFIX
             for other in self._live
-            if other.filling
+            if other.filling and other.tenant == sequence.tenant
         )
 
     def _reuse(self, sequence: Sequence, row: int) -> None:
@@ -226,9 +231,10 @@ class SlotBatch:
         if sequence.job.prompt_logprobs is not None:
             return
         prompt = np.asarray(sequence.job.prompt_ids)[:-1]
-        shared = [common(other.held(), prompt) for other in self._live[:row]]
+        own = [other.tenant == sequence.tenant for other in self._live]
+        shared = [common(other.held(), prompt) * mine for other, mine in zip(self._live, own)]
         best = int(np.argmax(shared)) if shared else -1
-        kept, saved = self._prefixes.find(prompt)
+        kept, saved = self._prefixes.find(sequence.tenant, prompt)
         reused = max(kept, shared[best] if shared else 0)
         if reused < LEAST_PREFIX:
             return
@@ -256,12 +262,22 @@ class SlotBatch:
         """The next token of every sequence whose prompt is read."""
         if not ready:
             return []
+        numbers = library(logits_NV).isfinite(library(logits_NV).amax(logits_NV, 1)).tolist()
+        sound = []
+        for sequence, line in zip(ready, lines):
+            try:
+                if not numbers[line]:
+                    raise Failed(NO_NUMBER)
+                self._allow(sequence)
+                sound.append((sequence, line))
+            except Exception as error:
+                self.failed.append((sequence, error))
+        ready, lines = [sequence for sequence, _ in sound], [line for _, line in sound]
         if lines != list(range(len(logits_NV))):
-            logits_NV = logits_NV[beside(logits_NV, np.array(lines))]
+            logits_NV = logits_NV[beside(logits_NV, np.array(lines, np.int64))]
         choosers = [sequence.chooser for sequence in ready if sequence.chooser is not None]
-        for sequence, chooser in zip(ready, choosers, strict=True):
-            if sequence.guide is not None:
-                chooser.allowed_V = sequence.guide.allowed()
+        if not choosers:
+            return []
         chosen = choose(logits_NV[:, : self._vocab_size], choosers)
         told = [row for row, sequence in enumerate(ready) if sequence.job.logprobs is not None]
         tokens = [Token(i) for i in chosen.tolist()]
@@ -271,7 +287,23 @@ class SlotBatch:
             found = probabilities(logits_NV[rows], chosen[rows], most)
             for line, row in enumerate(told):
                 tokens[row] = token_of(tokens[row].id, found, line, ready[row].job.logprobs or 0)
-        return [(sequence, self._accept(sequence, token)) for sequence, token in zip(ready, tokens)]
+        deltas = []
+        for sequence, token in zip(ready, tokens):
+            try:
+                deltas.append((sequence, self._accept(sequence, token)))
+            except Exception as error:
+                self.failed.append((sequence, error))
+        return deltas
+
+    def _allow(self, sequence: Sequence) -> None:
+        """Say which tokens may come next, when not all may."""
+        assert sequence.chooser is not None
+        allowed_V = None if sequence.guide is None else sequence.guide.allowed()
+        if len(sequence.made) < sequence.job.min_tokens:
+            others_V = np.ones(self._vocab_size, bool) if allowed_V is None else allowed_V.copy()
+            others_V[[i for i in sequence.ends(self._eos_id) if i < self._vocab_size]] = False
+            allowed_V = others_V if others_V.any() else allowed_V
+        sequence.chooser.allowed_V = allowed_V
 
     def _accept(self, sequence: Sequence, token: Token) -> TextDelta:
         if sequence.made:
@@ -284,12 +316,13 @@ class SlotBatch:
         sequence.prompt = []
         return TextDelta(delta.text, delta.token, delta.finish, prompt, sequence.reused)
 
-    def _leave(self, leaving: set[int]) -> None:
+    def _leave(self, leaving: set[int], keep: bool = True) -> None:
         """Take sequences out of the cache; the last row moves into the gap."""
         for row in reversed(range(len(self._live))):
             if id(self._live[row]) not in leaving:
                 continue
-            self._prefixes.keep(self._live[row].held(), self._cache, row)
+            if keep:
+                self._prefixes.keep(self._live[row].tenant, self._live[row].held(), self._cache, row)
             last = self._live.pop()
             if row < len(self._live):
                 self._live[row] = last
@@ -297,11 +330,10 @@ class SlotBatch:
             self.backend.free_row(self._cache, len(self._live))
 
 
-def common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two sequences share at their beginning."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
-    return int(differ[0]) if len(differ) else length
+def lacks_memory(error: Exception) -> bool:
+    """Whether a smaller batch may do."""
+    said = f"{type(error).__name__} {error}".lower()
+    return any(word in said for word in ("memory", "allocat"))
 
 
 def token_of(token_id: int, found: Probabilities, line: int, most: int | None = None) -> Token:
@@ -332,3 +364,5 @@ def answer(
             return
         for sequence, delta in batch.step():
             yield *sequence.owner, delta
+        for _, error in batch.failed:
+            raise error

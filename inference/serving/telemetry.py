@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from .limits import Key
+
 FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -46,6 +48,7 @@ class Telemetry:
             Gauge(
                 "throughline_restarts_total", "Starts after a death of the process.", **by_model
             ): "restarts",
+            Gauge("throughline_failed_total", "Answers that the model failed to give.", **by_model): "failed",
         }
         # A metric with its labels; remembered, because looking it up costs more than counting.
         self.of = lru_cache(None)(lambda metric, *labels: metric.labels(*labels))
@@ -67,7 +70,7 @@ class Telemetry:
         line: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | said
         line |= {"status": status, "model": watch.model, "ms": round(1000 * took_s, 1)}
         line |= {"prompt_tokens": watch.prompt_tokens, "generated_tokens": watch.made}
-        line |= {"cached_tokens": watch.cached or None, "fault": watch.fault}
+        line |= {"cached_tokens": watch.cached or None, "fault": watch.fault, "key": watch.key.name or None}
         for name, at_s in (("first_ms", watch.first_s), ("queue_ms", watch.began_s)):
             line[name] = None if at_s is None else round(1000 * (at_s - watch.came_s), 1)
         known = {name: value for name, value in line.items() if value is not None}
@@ -80,6 +83,9 @@ class Watch:
     """One request on its way."""
 
     telemetry: Telemetry
+    key: Key = field(default_factory=Key)  # who asks
+    body_read: bool = False  # to its end
+    held: int = 0  # bytes of its body that the budget counts
     came_s: float = field(default_factory=time.monotonic)
     model: str | None = None
     prompt_tokens: int | None = None

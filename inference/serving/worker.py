@@ -21,18 +21,23 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import EncoderBackend
+from ...core.backend import EncoderBackend, Limits
 from ...core.console import warn
 from ...core.errors import Failed, ThroughlineError, WrongUse
 from ...core.logits import log_softmax
 from ...data.tokenizer import Tokenizer
 from ..runtimes.backends import Loaded, open_backend
 from ..runtimes.bench import call_of
-from .channel import Ask, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
+from .channel import Ask, Beat, Broken, Cancel, Inbox, Made, Message, Open, Read, Ready, Turn, Work, pack
 from .constrain import Grammars, Guide
 from .encoding import Encoding, batch_limits, encode_batch, take_batch
-from .slots import SlotBatch
+from .slots import NO_NUMBER, SlotBatch, lacks_memory
 
+BEAT_MS = 1000  # between two signs of life
+TOLD_TOGETHER = 64  # tokens of an answer that nobody sees before it is whole
+TOKEN_S = (
+    0.005  # by which each token that a request asks for delays the request behind those that ask for less
+)
 LOOK_MS = 2  # between two looks at grammars in the making, where there is nothing else to do
 
 
@@ -46,7 +51,7 @@ def serve(connection: socket.socket) -> None:
     inbox = Inbox(connection)
     come: list[Message] = []
     while not come and not inbox.ended:
-        come = inbox.take(None)
+        come = inbox.take(BEAT_MS)
     if inbox.ended:
         return
     opening, *come = come
@@ -57,8 +62,12 @@ def serve(connection: socket.socket) -> None:
         say(Broken.of(error, []))
         return
     say(Ready(model.describe()))
+    beat_s = 0.0
     # One thread reads and works: waking another one costs more than reading does.
     while not inbox.ended:
+        if time.monotonic() - beat_s >= BEAT_MS / 1000:
+            beat_s = time.monotonic()
+            say(Beat())
         for message in come + inbox.take(0 if come else model.patience_ms):
             model.take(message)
         come = []
@@ -70,21 +79,27 @@ def serve(connection: socket.socket) -> None:
 class CausalEngine(SlotBatch):
     """Continuous batching of a GPT; each turn tells what one step made."""
 
-    def submit(self, number: int, work: Work, guide: Guide | None = None) -> None:
+    def submit(self, number: int, work: Work, guide: Guide | None, due_s: float, tenant: str) -> None:
         """Queue an answer. Raises WrongUse when it cannot fit the model's context."""
         assert not isinstance(work, Encoding)
-        self.add(work, guide).owner = number
+        self.add(work, guide, due_s, tenant).owner = number
 
     def turn(self) -> list[Message]:
         """One step of work on what is queued and begun."""
-        made = []
+        turn, many = Turn([]), list[Message]()
         deltas = self.step()
         for sequence, delta in deltas:
             sequence.untold.append(delta)
-            if delta.finish or not sequence.job.whole:
-                made.append(Made(sequence.owner, sequence.began_s, len(deltas), sequence.untold))
+            if delta.finish or not sequence.job.whole or len(sequence.untold) == TOLD_TOGETHER:
+                made = Made(sequence.owner, sequence.began_s, len(deltas), sequence.untold)
+                if len(sequence.untold) == 1:
+                    turn.made.append(made)
+                else:
+                    many.append(Turn([made]))
                 sequence.untold = []
-        return [Turn(made)] if made else []
+        many += [broken(error, [sequence.owner]) for sequence, error in self.failed]
+        self.failed = []
+        return [turn, *many] if turn.made else many
 
 
 class EncoderEngine:
@@ -94,31 +109,51 @@ class EncoderEngine:
         self._backend, self._pad_id, self._vocab_size = backend, pad_id, vocab_size
         self._limits = batch_limits(backend)
         self.queue: dict[int, Encoding] = {}
-        self._batch: list[int] = []
+        self._due_s: dict[int, float] = {}  # by which they are taken
+        self.sick = False  # see `SlotBatch`
 
     @property
     def busy(self) -> bool:
         """Whether a turn would do something."""
         return bool(self.queue)
 
-    def submit(self, number: int, work: Work, guide: Guide | None = None) -> None:
+    def submit(self, number: int, work: Work, guide: Guide | None, due_s: float, tenant: str) -> None:
         """Queue a text."""
         assert isinstance(work, Encoding)
-        self.queue[number] = work
+        self.queue[number], self._due_s[number] = work, due_s
 
     def drop(self, numbers: set[int]) -> None:
         """Nobody reads these answers any more."""
-        self.queue = {number: text for number, text in self.queue.items() if number not in numbers}
+        for number in numbers & self.queue.keys():
+            del self.queue[number], self._due_s[number]
 
     def turn(self) -> list[Message]:
-        """The oldest text with those queued ones that are nearest in length."""
-        self._batch = take_batch(self.queue, self._limits)
-        texts = [self.queue.pop(number) for number in self._batch]
-        began_s = time.monotonic()
-        answers = encode_batch(self._backend, texts, self._pad_id)
-        wanted = [self._wanted(text, answer) for text, answer in zip(texts, answers)]
-        times = began_s, time.monotonic(), len(texts)
-        return [Read(number, arrays, *times) for number, arrays in zip(self._batch, wanted)]
+        """The text that is due with those queued ones that are nearest in length. A batch that fails is tried again in
+        halves, down to the text that breaks it; when memory was missing, later batches are no larger.
+        """
+        batch = take_batch(self.queue, self._limits, min(self._due_s, key=self._due_s.__getitem__))
+        texts = {number: self.queue.pop(number) for number in batch}
+        for number in batch:
+            del self._due_s[number]
+        groups, told, failed = [batch], list[Message](), list[Message]()
+        while groups:
+            group, began_s = groups.pop(), time.monotonic()
+            try:
+                answers = encode_batch(self._backend, [texts[number] for number in group], self._pad_id)
+            except Exception as error:
+                half = len(group) // 2
+                groups += [group[half:], group[:half]] if half else []
+                failed += [] if half else [broken(error, group)]
+                if half and lacks_memory(error):
+                    self._limits = self._limits.within(Limits(rows=half))
+                continue
+            times = began_s, time.monotonic(), len(group)
+            for number, answer in zip(group, answers):
+                arrays = self._wanted(texts[number], answer)
+                sound = all(np.isfinite(array).all() for array in arrays.values())
+                told.append(Read(number, arrays, *times) if sound else broken(Failed(NO_NUMBER), [number]))
+        self.sick = not told
+        return told + failed
 
     def _wanted(self, text: Encoding, answer: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if not text.top_k:
@@ -127,10 +162,6 @@ class EncoderEngine:
         probabilities_NV = np.exp(log_softmax(logits_NV))
         best_NK = np.argsort(-probabilities_NV, kind="stable")[:, : text.top_k]
         return {"ids": best_NK, "probabilities": np.take_along_axis(probabilities_NV, best_NK, 1)}
-
-    def broken(self) -> list[int]:
-        """The answers that an error in a turn has lost."""
-        return self._batch
 
 
 class WorkerModel:
@@ -155,12 +186,13 @@ class WorkerModel:
         self._grammars: Grammars | None = None  # made when somebody asks
         # Reading a vocabulary for the grammars takes a second: answers in the making go on beside it.
         self._beside = ThreadPoolExecutor(1, "grammars")
-        self._preparing: dict[int, tuple[Work, Future[Guide]]] = {}
+        # A grammar in the making, and the answers that wait for it: what `submit` takes, by number.
+        self._preparing: list[tuple[Future[Guide], dict[int, tuple[Work, float, str]]]] = []
 
     @property
-    def patience_ms(self) -> int | None:
-        """How long it may wait for a message: not with work to do, for ever without any."""
-        return 0 if self.engine.busy else LOOK_MS if self._preparing else None
+    def patience_ms(self) -> int:
+        """How long it may wait for a message: not with work to do."""
+        return 0 if self.engine.busy else LOOK_MS if self._preparing else BEAT_MS
 
     def describe(self) -> dict[str, Any]:
         """What the HTTP process must know of the model."""
@@ -181,46 +213,60 @@ class WorkerModel:
     def take(self, message: Message) -> None:
         """Do what a message asks; what is wrong with a job is its answer."""
         if isinstance(message, Cancel):
-            for number in message.numbers:
-                self._preparing.pop(number, None)
+            for future, waiting in self._preparing:
+                for number in message.numbers:
+                    waiting.pop(number, None)
+                if not waiting:
+                    future.cancel()  # unless it is being made
+            self._preparing = [one for one in self._preparing if one[1]]
             self.engine.drop(set(message.numbers))
             return
         assert isinstance(message, Ask)
-        answers = [one for work in message.work for one in work.each()]
-        for number, work in enumerate(answers, message.first):
-            if isinstance(work, Encoding) or work.constraint is None:
-                self._submit(number, work)
-                continue
-            self._preparing[number] = (work, self._beside.submit(self._guide, work.constraint))
+        number, due_s = message.first, message.due_s
+        for work in message.work:
+            answers: dict[int, tuple[Work, float, str]] = {}
+            for one in work.each():
+                answers[number] = (one, due_s, message.tenant)
+                number, due_s = number + 1, due_s + work.cost * TOKEN_S
+            constraint = None if isinstance(work, Encoding) else work.constraint
+            if constraint is None:
+                self._submit(answers)
+            else:
+                self._preparing.append((self._beside.submit(self._guide, constraint), answers))
 
     def begin_prepared(self) -> None:
         """Queue the jobs whose grammars are ready."""
-        ready = {number: one for number, one in self._preparing.items() if one[1].done()}
-        for number, (work, guide) in ready.items():
-            del self._preparing[number]
-            self._submit(number, work, guide)
+        ready = [one for one in self._preparing if one[0].done()]
+        self._preparing = [one for one in self._preparing if one not in ready]
+        for guide, answers in ready:
+            self._submit(answers, guide)
 
     def turn(self) -> None:
         """One turn of the engine, and what it says."""
-        try:
-            messages = self.engine.turn()
-        except Exception as error:  # whatever a backend throws: those who wait must hear of it
-            why = f"{type(error).__name__}: {error}"
-            warn(f"a batch failed: {why}")
-            failure = Failed("the model failed on this batch", why=why)
-            messages = [Broken.of(failure, self.engine.broken())]
-        self._say(*messages)
+        self._say(*self.engine.turn())
+        if self.engine.sick:
+            warm_up(self.loaded)  # it may have been what was asked; if not, another process may do better
 
-    def _submit(self, number: int, work: Work, guide: "Future[Guide] | None" = None) -> None:
-        try:
-            self.engine.submit(number, work, guide.result() if guide else None)
-        except Exception as error:
-            self._say(Broken.of(error, [number]))
+    def _submit(
+        self, answers: "dict[int, tuple[Work, float, str]]", guide: "Future[Guide] | None" = None
+    ) -> None:
+        for number, (work, due_s, tenant) in answers.items():
+            try:
+                self.engine.submit(number, work, guide.result().copy() if guide else None, due_s, tenant)
+            except Exception as error:
+                self._say(broken(error, [number]))
 
     def _guide(self, constraint: dict[str, Any]) -> Guide:
         if self._grammars is None:
             self._grammars = Grammars(self.tokenizer)
         return self._grammars.guide(constraint)
+
+
+def broken(error: Exception, numbers: list[int]) -> Broken:
+    """What is told of answers that an error ends; the log has what clients do not hear."""
+    if not isinstance(error, WrongUse):
+        warn(f"{len(numbers)} answers failed: {type(error).__name__}: {error}")
+    return Broken.of(error, numbers)
 
 
 def warm_up(loaded: Loaded) -> list[str]:

@@ -17,7 +17,8 @@ import uvicorn
 from throughline.core.backend import BackendOptions
 from throughline.inference.serving import listen, remote, worker
 from throughline.inference.serving.channel import Open
-from throughline.inference.serving.served import ServerLimits, served_models
+from throughline.inference.serving.limits import Key, ServerLimits
+from throughline.inference.serving.served import served_models
 from throughline.inference.serving.server import Server, build_app
 from throughline.inference.serving.telemetry import Telemetry
 
@@ -80,7 +81,7 @@ async def running(
     bounds, telemetry = ServerLimits(**limits), Telemetry()
     options = BackendOptions(device="cpu", threads=1)
     server = Server(served_models(specs, bounds, options), bounds, telemetry)
-    app = build_app(server, keys)
+    app = build_app(server, [Key.of(key) for key in keys])
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60)
     async with app.router.lifespan_context(app), client:
         while not all(model.remote.ready for model in server.models) and server.failure is None:

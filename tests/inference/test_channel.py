@@ -61,7 +61,7 @@ def test_an_inbox_gives_what_has_come_and_says_when_the_other_side_has_ended() -
     inbox = Inbox(theirs)
     assert inbox.take(0) == []
     ours.sendall(b"".join(map(pack, SENT)))
-    assert inbox.take(None) == SENT and not inbox.ended
+    assert inbox.take(1000) == SENT and not inbox.ended
     ours.close()
-    assert inbox.take(None) == [] and inbox.ended
+    assert inbox.take(1000) == [] and inbox.ended
     theirs.close()

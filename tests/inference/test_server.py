@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from throughline.core.backend import BackendOptions
 from throughline.core.errors import WrongUse
-from throughline.inference.serving.served import ServerLimits, served_models
+from throughline.inference.serving.limits import ServerLimits
+from throughline.inference.serving.served import served_models
 
 
 async def stream(client: httpx.AsyncClient, **fields) -> list[dict]:

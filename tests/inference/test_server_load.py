@@ -128,9 +128,9 @@ def test_a_grammar_in_preparation_holds_up_nobody(ask, monkeypatch: pytest.Monke
             assert gate.wait(30)
             return usual(constraint)
 
-        def noted(number: int, job: Job, *rest: Any) -> None:
-            begun.append((job.constraint or {}).get("regex", ""))
-            submit(number, job, *rest)
+        def noted(answers: dict[int, tuple[Job, float, str]], *rest: Any) -> None:
+            begun.extend((job.constraint or {}).get("regex", "") for job, *_ in answers.values())
+            submit(answers, *rest)
 
         monkeypatch.setattr(model, "_guide", slow)
         monkeypatch.setattr(model, "_submit", noted)
@@ -182,8 +182,11 @@ def test_a_batch_that_breaks_is_answered_and_the_server_lives_on(
             with monkeypatch.context() as patch:
                 patch.setattr(loaded.causal or loaded.encoder, "step" if loaded.causal else "forward", broken)
                 answer = await found.client.post(f"/v1/{path}", json=fields)
-            assert answer.status_code == 500 and "no memory" in answer.json()["error"]["message"]
-            assert (await found.client.post(f"/v1/{path}", json=fields)).status_code == 200
+            said = answer.json()["error"]["message"]
+            assert answer.status_code == 500 and "failed on this answer" in said and "no memory" not in said
+            async with asyncio.timeout(60):  # it failed on a trial too: another process may have to begin
+                while (await found.client.post(f"/v1/{path}", json=fields)).status_code != 200:
+                    await asyncio.sleep(0.02)
         with monkeypatch.context() as patch:  # between the queue and the batch
             patch.setattr(found.workers["gpt"].engine, "_reuse", broken)
             answer = await found.client.post("/v1/completions", json={"prompt": "x", "model": "gpt"})

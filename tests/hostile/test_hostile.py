@@ -1,0 +1,396 @@
+"""Requests and clients made to hurt: what each costs the HTTP process, in figures (`-s` prints them).
+
+The bounds: no turn of the event loop above 50 ms, no more memory than 300 MB and the budget of bodies, and every client
+has an answer. Everything stays on the loopback interface; the whole takes some minutes.
+"""
+
+import http.client
+import json
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+BIG = 3_990_000
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable, gpt_onnx: Path, bert_onnx: Path, judge_dir: Path) -> Iterator[Any]:
+    with start(f"gpt={gpt_onnx}", f"bert={bert_onnx}", f"judge={judge_dir}") as found:
+        yield found
+
+
+def post(server: Any, path: str, body: bytes | dict, timeout: float = 120) -> tuple[int, bytes]:
+    """Status and body of an answer; 0 when the connection broke."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout)
+    try:
+        connection.request("POST", path, data, JSON)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        return 0, repr(error).encode()
+    finally:
+        connection.close()
+
+
+def judged(server: Any, name: str, bounds: Any) -> None:
+    """Say what was seen, and hold it against the bounds."""
+    slowest_ms = 1000 * max(server.health_s, default=0)
+    took_s = time.monotonic() - server.began_s
+    figures = f"blocked {server.blocked_ms:.0f} ms, peak {server.peak_mb:.0f} MB"
+    print(f"\n{name}: {took_s:.1f} s, {figures}, /health at most {slowest_ms:.0f} ms")
+    assert server.blocked_ms <= bounds.blocked_ms and server.peak_mb <= bounds.peak_mb
+
+
+def filled(begin: str, one: str, end: str) -> bytes:
+    """A body just below what a body may be."""
+    return (begin + ",".join([one] * ((BIG - len(begin) - len(end)) // (len(one) + 1))) + end).encode()
+
+
+WRONG = {
+    "floats": ("/v1/completions", filled('{"model":"gpt","prompt":[', "1.5", "]}")),
+    "empty lists": ("/v1/completions", filled('{"model":"gpt","prompt":[', "[]", "]}")),
+    "nulls": ("/v1/embeddings", filled('{"model":"bert","input":[', "null", "]}")),
+    "letters": ("/v1/embeddings", filled('{"model":"bert","input":[', '"a"', "]}")),
+    "backslashes": ("/v1/embeddings", filled('{"model":"bert","input":[', r'"\\"', "]}")),
+    "ids": ("/v1/completions", filled('{"model":"gpt","prompt":[', "1", "]}")),
+    "lists of one": ("/v1/completions", filled('{"model":"gpt","prompt":[', "[1]", "]}")),
+    "messages": ("/v1/chat/completions", filled('{"messages":[', '{"role":"user"}', "]}")),
+    "tokens": ("/detokenize", filled('{"model":"gpt","tokens":[', "1.5", "]}")),
+    "many tokens": ("/detokenize", filled('{"model":"gpt","tokens":[', "1", "]}")),
+    "biases": (
+        "/v1/completions",
+        json.dumps(
+            {"model": "gpt", "prompt": "x", "logit_bias": {str(i): 1 for i in range(270_000)}}
+        ).encode(),
+    ),
+    "metadata": ("/v1/completions", json.dumps({"metadata": {str(i): "" for i in range(270_000)}}).encode()),
+    "unknown fields": ("/v1/completions", json.dumps({f"a{i}": 0 for i in range(270_000)}).encode()),
+    "a deep schema": ("/v1/completions", b'{"model":"gpt","prompt":"x","guided_json":' + b'{"a":' * 12_000),
+    "a schema": (
+        "/v1/completions",
+        json.dumps(
+            {
+                "model": "gpt",
+                "prompt": "x",
+                "n": 128,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "s", "schema": {"enum": [f"word {i}" for i in range(180_000)]}},
+                },
+            }
+        ).encode(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_body_that_is_wrong_costs_little(server: Any, bounds: Any, name: str) -> None:
+    """S1, S2: bodies just below 4 MB whose parts were once made into objects, or errors, before anybody counted."""
+    path, body = WRONG[name]
+    server.begin()
+    status, told = post(server, path, body)
+    assert status == 400 and len(told) < 4000, (status, told[:200])
+    judged(server, name, bounds)
+
+
+def test_a_grammar_whose_client_has_left_holds_up_nobody(server: Any, bounds: Any) -> None:
+    """S2: the largest schemas, each of its own, by clients that leave; then one who stays is answered soon."""
+    pytest.importorskip("llguidance")
+    server.begin()
+    for number in range(8):
+        schema = {"enum": [f"word {number} {i}" for i in range(3000)]}
+        body = {"model": "gpt", "prompt": "x", "n": 64, "guided_json": schema}
+        with server.connect() as connection:
+            data = json.dumps(body).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+            connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+            time.sleep(0.05)
+    began_s = time.monotonic()
+    status, told = post(server, "/v1/completions", {"model": "gpt", "prompt": "x", "guided_regex": "[ab]{3}"})
+    assert status == 200, told[:300]
+    assert time.monotonic() - began_s < 15  # the one that is being made is finished first
+    judged(server, "grammars", bounds)
+
+
+def test_unread_bodies_hold_no_connection(server: Any, bounds: Any) -> None:
+    """S3: answers that come before their body, and drops of it afterwards."""
+    heads = {
+        "no such path": b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n",
+        "a GET with a body": b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n",
+        "too large": b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000000\r\n\r\nabc",
+    }
+    server.begin()
+    held = {(name, i): server.connect() for name in heads for i in range(30)}
+    for (name, _), connection in held.items():
+        connection.sendall(heads[name])
+    until_s = time.monotonic() + 8
+    while held and time.monotonic() < until_s:
+        for key, connection in list(held.items()):
+            connection.settimeout(0.001)
+            try:
+                connection.sendall(b"1\r\na\r\n")
+                gone = connection.recv(65536) == b""
+            except TimeoutError:
+                gone = False
+            except OSError:
+                gone = True
+            if gone:
+                held.pop(key).close()
+        time.sleep(0.2)
+    left = sorted({name for name, _ in held})
+    for connection in held.values():
+        connection.close()
+    judged(server, f"unread bodies, {len(held)} of 90 held", bounds)
+    assert not held, left
+
+
+def test_unfinished_bodies_stay_within_their_budget(server: Any, bounds: Any) -> None:
+    """S4: 100 bodies of 4 MB of which one byte is missing; small requests are served meanwhile."""
+    server.begin()
+    head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BIG}\r\n"
+    head += "Content-Type: application/json\r\n\r\n"
+    held = [server.connect() for _ in range(100)]
+
+    def send(connection: socket.socket) -> None:
+        with suppress(OSError):  # refused
+            connection.sendall(head.encode() + b" " * (BIG - 1))
+
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(send, held))
+    status, _ = post(server, "/tokenize", {"model": "gpt", "prompt": "x"})
+    assert status == 200
+    for connection in held:
+        connection.close()
+    judged(server, "unfinished bodies", bounds)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "gpt", "prompt": "word " * 198_000}),
+        ("/v1/embeddings", {"model": "bert", "input": "a" * 990_000}),
+        ("/tokenize", {"model": "gpt", "prompt": "word " * 198_000}),
+    ],
+    ids=["prompts", "words", "tokens"],
+)
+def test_long_texts_hold_up_nobody(server: Any, bounds: Any, path: str, body: dict) -> None:
+    """S4, N1, N2: texts of a megabyte, twenty at a time, one word that is one token among them."""
+    server.begin()
+    with ThreadPoolExecutor(20) as pool:
+        found = list(pool.map(lambda _: post(server, path, body), range(40)))
+    assert {status for status, _ in found} <= {200, 400, 503}
+    judged(server, f"40 megabytes to {path}", bounds)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "gpt", "prompt": "x", "n": 128, "max_tokens": 120, "logprobs": 20}),
+        ("/v1/completions", {"model": "gpt", "prompt": "x", "n": 64, "max_tokens": 120, "logprobs": 20}),
+        (
+            "/v1/completions",
+            {
+                "model": "gpt",
+                "prompt": ["a b c d e f g h " * 8] * 40,
+                "max_tokens": 1,
+                "echo": True,
+                "logprobs": 20,
+            },
+        ),
+        ("/v1/embeddings", {"model": "bert", "input": ["A model reads"] * 256}),
+    ],
+    ids=["128 answers", "64 answers", "echoes", "vectors"],
+)
+def test_large_answers_hold_up_nobody(server: Any, bounds: Any, path: str, body: dict) -> None:
+    """S5: answers of megabytes are made beside the event loop, or refused when they would be too large."""
+    server.begin()
+    status, told = post(
+        server, path, body | ({"temperature": 0, "logit_bias": {"0": -100}} if "prompt" in body else {})
+    )
+    assert status == 200 or b"too large" in told, told[:300]
+    judged(server, f"{len(told) / 1e6:.1f} MB, status {status}", bounds)
+
+
+def test_a_long_query_is_read_once_or_not_at_all(server: Any, bounds: Any) -> None:
+    """S6: one word of a megabyte beside 256 documents."""
+    server.begin()
+    body = {"model": "judge", "query": "a" * 990_000, "documents": ["a fox"] * 256}
+    began_s = time.monotonic()
+    status, told = post(server, "/v1/rerank", body)
+    assert status == 400 and b"longer than the model's context" in told
+    assert time.monotonic() - began_s < 2
+    judged(server, "rerank", bounds)
+
+
+def test_idle_and_slow_connections_leave_room(server: Any, bounds: Any) -> None:
+    """500 that say nothing and 500 that send a head by drops: others are served as before."""
+    server.begin()
+    held = [server.connect() for _ in range(1000)]
+    for connection in held[::2]:
+        connection.sendall(b"POST /v1/comp")
+    server.health_s.clear()
+    until_s = time.monotonic() + 5
+    while time.monotonic() < until_s:
+        for connection in held[::2]:
+            connection.sendall(b"l")
+        time.sleep(0.3)
+    share = sorted(server.health_s)[int(len(server.health_s) * 0.99)]
+    for connection in held:
+        connection.close()
+    print(f"\n/health beside 1,000 connections: p99 {1000 * share:.0f} ms of {len(server.health_s)}")
+    judged(server, "1,000 connections", bounds)
+    assert 1000 * share < bounds.health_ms
+
+
+PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/embeddings",
+    "/v1/fill-mask",
+    "/v1/classify",
+    "/v1/rerank",
+)
+PATHS += ("/tokenize", "/detokenize", "/v1/score", "/embed", "/rerank", "/v1/models", "/health")
+FIELDS = (
+    "model",
+    "prompt",
+    "input",
+    "inputs",
+    "messages",
+    "query",
+    "documents",
+    "tokens",
+    "n",
+    "max_tokens",
+    "stop",
+)
+FIELDS += (
+    "temperature",
+    "top_p",
+    "top_k",
+    "logprobs",
+    "echo",
+    "stream",
+    "seed",
+    "logit_bias",
+    "response_format",
+)
+FIELDS += (
+    "guided_regex",
+    "guided_json",
+    "structured_outputs",
+    "min_tokens",
+    "dimensions",
+    "truncate",
+    "text_1",
+    "text_2",
+)
+
+
+def drawn(draw: random.Random, depth: int = 0) -> Any:
+    """Some JSON value."""
+    simple = [
+        None,
+        True,
+        0,
+        -1,
+        1,
+        5,
+        2**63,
+        1e300,
+        0.5,
+        "",
+        "x",
+        "[MASK] a",
+        "gpt",
+        "bert",
+        "judge",
+        "\u0000",
+        "é\ud7ff",
+    ]
+    kind = draw.random()
+    if depth > 2 or kind < 0.7:
+        return draw.choice(simple)
+    if kind < 0.85:
+        return [drawn(draw, depth + 1) for _ in range(draw.randrange(4))]
+    names = ("type", "schema", "json", "role", "content", "json_object", "user", "1", "text")
+    return {draw.choice(names): drawn(draw, depth + 1) for _ in range(draw.randrange(4))}
+
+
+def test_ten_thousand_requests_without_sense_meet_no_fault(server: Any, bounds: Any) -> None:
+    """Fields of ours with values of any kind, bodies cut and changed: 200 or a 4xx that says why, never a 5xx."""
+    server.begin()
+    lock, statuses, faults = threading.Lock(), dict[int, int](), list[Any]()
+
+    def client(seed: int) -> None:
+        draw = random.Random(seed)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+        for _ in range(2500):
+            path = draw.choice(PATHS)
+            body = {draw.choice(FIELDS): drawn(draw) for _ in range(draw.randrange(5))}
+            body |= (
+                {"model": draw.choice(["gpt", "bert", "judge"]), "max_tokens": 2}
+                if draw.random() < 0.7
+                else {}
+            )
+            data = bytearray(json.dumps(body).encode())
+            if draw.random() < 0.2:
+                data[draw.randrange(len(data))] = draw.randrange(256)
+            connection.request("POST", path, bytes(data), JSON)
+            answer = connection.getresponse()
+            told = answer.read()
+            with lock:
+                statuses[answer.status] = statuses.get(answer.status, 0) + 1
+                if answer.status >= 500:
+                    faults.append((path, bytes(data), told))
+        connection.close()
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    judged(server, f"10,000 requests, {statuses}", bounds)
+    assert sum(statuses.values()) == 10_000 and not faults, faults[:3]
+
+
+def test_a_worker_that_stops_is_replaced_and_everybody_is_answered(
+    start: Callable, gpt_onnx: Path, bounds: Any
+) -> None:
+    """S7: the model's process is stopped, as a deadlock stops it. Its clients hear of it within the limit and what a
+    new process takes to load; what they send meanwhile stays bounded.
+    """
+    limit_s = 3
+    with start(f"gpt={gpt_onnx}", "--hang-timeout", str(limit_s)) as server:
+        (worker,) = server.workers()
+        worker.send_signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        body = {"model": "gpt", "prompt": "x", "max_tokens": 50, "logit_bias": {"0": -100}, "temperature": 0}
+        large = body | {"prompt": "word " * 2000}
+        with ThreadPoolExecutor(32) as pool:
+            leaving = [pool.submit(post, server, "/v1/completions", large, 0.2) for _ in range(200)]
+            found = list(pool.map(lambda _: post(server, "/v1/completions", body), range(20)))
+        took_s = time.monotonic() - began_s
+        assert [status for status, _ in found] == [500] * 20 or {status for status, _ in found} <= {
+            500,
+            503,
+            200,
+        }
+        assert took_s < limit_s + 10 and all(one.done() for one in leaving)
+        while post(server, "/v1/completions", body)[0] != 200:
+            assert time.monotonic() - began_s < 60
+            time.sleep(0.2)
+        assert worker.pid not in [one.pid for one in server.workers()]
+        judged(server, f"a stopped worker, its clients told after {took_s:.1f} s", bounds)

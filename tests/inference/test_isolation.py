@@ -1,0 +1,306 @@
+"""An error belongs to the answer that causes it, and a place to the key that may have it."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from throughline.core.backend import BackendOptions
+from throughline.core.errors import WrongUse
+from throughline.inference.runtimes.backends import open_backend
+from throughline.inference.runtimes.sampling import Sampling
+from throughline.inference.serving import remote, served
+from throughline.inference.serving.generation import Job, TextStream
+from throughline.inference.serving.limits import ServerLimits, find_key, read_keys
+from throughline.inference.serving.server import Server, build_app
+from throughline.inference.serving.slots import SlotBatch
+from throughline.inference.serving.telemetry import Telemetry
+
+BAD = 77  # a token that breaks whatever reads it
+
+
+class Breaking:
+    """A backend that fails on some rows, or on more rows than it has memory for, or computes no numbers."""
+
+    def __init__(self, backend: Any, most: int = 99, poison: bool = False) -> None:
+        self._backend, self._most, self._poison, self.calls = backend, most, poison, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def step(self, spans: list, cache: Any) -> Any:
+        self.calls.append(len(spans))
+        if len(spans) > self._most:
+            raise RuntimeError("CUDA out of memory")
+        bad = [BAD in span.ids for span in spans]
+        if any(bad) and not self._poison:
+            raise ValueError("a secret of the library")
+        logits = self._backend.step(spans, cache)
+        asked = np.repeat(bad, [span.asked for span in spans])
+        logits[asked] = np.nan
+        return logits
+
+
+def run(
+    backend: Any, prompts: list[list[int]], slots: int = 8
+) -> tuple[dict[int, list[int]], dict[int, Exception]]:
+    """Tokens of those who were answered, and what became of the others."""
+    batch = SlotBatch(backend, lambda ids: "", slots)
+    for number, prompt in enumerate(prompts):
+        batch.add(Job(np.array(prompt), 6)).owner = number
+    made: dict[int, list[int]] = {}
+    while batch.busy:
+        for sequence, delta in batch.step():
+            made.setdefault(sequence.owner, []).append(delta.token.id)
+    return made, {sequence.owner: error for sequence, error in batch.failed}
+
+
+@pytest.fixture(scope="module", params=["torch", "onnxruntime"])
+def backend(request: Any, gpt_dir: Path, gpt_onnx: Path) -> Any:
+    path = gpt_dir if request.param == "torch" else gpt_onnx
+    return open_backend(path, BackendOptions(device="cpu", threads=1)).causal
+
+
+@pytest.mark.parametrize("poison", [False, True], ids=["raises", "no numbers"])
+def test_a_row_that_breaks_a_step_leaves_alone(backend: Any, poison: bool) -> None:
+    """The others get, token for token, what they get without it."""
+    prompts = [[5, 6, 7], [9, BAD, 3], [8, 1], [2, 3, 4, 5]]
+    expected, _ = run(backend, [prompts[0], prompts[2], prompts[3]])
+    made, failed = run(Breaking(backend, poison=poison), prompts)
+    assert [made[0], made[2], made[3]] == list(expected.values()) and 1 not in made
+    assert list(failed) == [1] and ("not a number" in str(failed[1])) == poison
+
+
+def test_where_memory_is_missing_batches_become_smaller(backend: Any) -> None:
+    prompts = [[i, i + 1, i + 2] for i in range(1, 9)]
+    expected, _ = run(backend, prompts)
+    small = Breaking(backend, most=3)
+    made, failed = run(small, prompts)
+    assert made == expected and not failed
+    assert sum(calls > 3 for calls in small.calls) <= 3, "learned once"
+
+
+def test_what_breaks_on_everybody_is_told_everybody(backend: Any) -> None:
+    """Whoever runs the batch may then try whether the backend does anything at all."""
+    made, failed = run(Breaking(backend, most=0), [[5, 6], [7, 8]])
+    assert not made and sorted(failed) == [0, 1]
+
+
+def test_an_encoder_that_breaks_on_one_text_reads_the_others(
+    bert_onnx: Path, in_thread: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that raises and one whose vector is no number, in one batch with three others."""
+
+    async def body(found: Any) -> None:
+        encoder = found.workers["bert"].loaded.encoder
+        ids = {name: found.server.models[0].tokenizer.encode(name)[0] for name in ("fox", "dog")}
+        forward = encoder.forward
+
+        def broken(given: np.ndarray, *rest: Any) -> dict[str, np.ndarray]:
+            if (given == ids["fox"]).any():
+                raise RuntimeError("a secret of the library")
+            outputs = dict(forward(given, *rest))
+            outputs["sentence_embedding"] = outputs["sentence_embedding"].copy()
+            outputs["sentence_embedding"][(given == ids["dog"]).any(1)] = np.nan
+            return outputs
+
+        monkeypatch.setattr(encoder, "forward", broken)
+        texts = ["a model", "fox", "next", "dog", "word"]
+        asked = [found.client.post("/v1/embeddings", json={"input": text}) for text in texts]
+        answers = await asyncio.gather(*asked)
+        assert [answer.status_code for answer in answers] == [200, 500, 200, 500, 200]
+        assert all("secret" not in answer.text for answer in answers)
+        page = (await found.client.get("/metrics")).text
+        assert 'throughline_failed_total{model="bert"} 2.0' in page
+
+    in_thread.run_with(monkeypatch, [f"bert={bert_onnx}"], body)
+
+
+def test_prefixes_are_known_to_their_own_tenant(backend: Any) -> None:
+    prompt = np.arange(1, 60)
+    batch = SlotBatch(backend, lambda ids: "", 4)
+
+    def reused(tenant: str) -> int:
+        batch.add(Job(prompt, 2), tenant=tenant)
+        found = 0
+        while batch.busy:
+            found += sum(delta.cached_tokens or 0 for _, delta in batch.step())
+        return found
+
+    assert [reused(tenant) for tenant in ("a", "b", "a", "b")] == [0, 0, 58, 58]
+
+
+def test_who_is_due_earlier_begins_earlier(backend: Any) -> None:
+    batch = SlotBatch(backend, lambda ids: "", 1)
+    for due_s in (3.0, 1.0, 2.0, 1.0):
+        batch.add(Job(np.array([5]), 1), due_s=due_s).owner = due_s, len(batch.waiting)
+    order = []
+    while batch.busy:
+        order += [sequence.owner for sequence, _ in batch.step()]
+    assert order == [(1.0, 1), (1.0, 3), (2.0, 2), (3.0, 0)]
+
+
+def test_min_tokens_stop_tokens_and_no_end(backend: Any) -> None:
+    """The end-of-text token is the most probable one throughout: it comes when it may, and ends what it may end."""
+    sampling = Sampling(temperature=0.0, logit_bias=((0, 100.0), (9, 90.0)))
+
+    def answer(**fields: Any) -> list[int]:
+        batch = SlotBatch(backend, lambda ids: "", 1, eos_id=0)
+        batch.add(Job(np.array([5, 6]), 6, sampling, **fields))
+        tokens = []
+        while batch.busy:
+            tokens += [delta.token.id for _, delta in batch.step()]
+        return tokens
+
+    assert answer() == [0]
+    assert answer(min_tokens=3) == [9, 9, 9, 0]
+    assert answer(ignore_eos=True) == [0] * 6
+    assert answer(min_tokens=2, stop_ids=(9,))[2:] == [0] and 9 not in answer(min_tokens=2, stop_ids=(9,))
+
+
+def test_bytes_that_are_no_text_cost_no_more_than_their_number() -> None:
+    """Decoded together they would be read again with each that comes."""
+    lengths = []
+
+    def decode(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return "\ufffd" * len(ids)
+
+    stream = TextStream(decode)
+    text = "".join(stream.push(1) for _ in range(2000)) + stream.finish()
+    assert text == "\ufffd" * 2000 and max(lengths) < 100
+
+
+# --- keys ---
+
+
+def test_a_key_file_says_who_may_do_how_much(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nsesame name=alice priority=2 places=3\n\nopen per_minute=2\n")
+    keys = read_keys(file, "third", 64)
+    assert [(key.name, key.priority, key.places) for key in keys] == [
+        ("", 0, 32),
+        ("alice", 2, 3),
+        ("", 0, 32),
+    ]
+    assert find_key(keys, "Bearer sesame") is keys[1] and find_key(keys, "Basic sesame") is None
+    keys[1].take(3)
+    for refused in (lambda: keys[1].take(1), lambda: [keys[2].begin() for _ in range(3)]):
+        with pytest.raises(Exception, match="this key") as told:
+            refused()
+        assert told.value.status_code == 429 and int(told.value.headers["Retry-After"]) >= 1
+    for wrong in ("a places=0", "a b", "a colour=red", "# none"):
+        file.write_text(wrong)
+        with pytest.raises(WrongUse, match="key"):
+            read_keys(file, None, 64)
+
+
+def test_one_key_cannot_take_the_places_of_another(
+    gpt_onnx: Path, in_thread: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(found: Any) -> None:
+        request = {"prompt": "x", "max_tokens": 100, "temperature": 0, "logit_bias": {"0": -100}, "n": 4}
+
+        async def ask(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            return (await found.client.post("/v1/completions", json=request, headers=headers)).status_code
+
+        greedy = [asyncio.create_task(ask("one")) for _ in range(4)]
+        while not found.remote().waiting:
+            await asyncio.sleep(0.002)
+        assert await ask("two") == 200
+        assert sorted([await task for task in greedy]) == [200, 200, 429, 429]
+        assert await ask("one") == 200  # its places are its own again
+
+    usual = in_thread.Key.of
+    monkeypatch.setattr(in_thread.Key, "of", lambda text: usual(text, places="8"))
+    in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body, keys=("one", "two"), slots=2, queue=14)
+
+
+def test_a_name_that_is_not_ours_is_refused_and_head_is_answered() -> None:
+    """DNS rebinding: a page of evil.example, whose name leads to this machine, asks with its own name."""
+
+    async def ask() -> list[int]:
+        app = build_app(Server([], ServerLimits(), Telemetry()), hosts=("localhost", "127.0.0.1", "[::1]"))
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost:81"
+        ) as client:
+            hosts = (
+                "localhost:81",
+                "LOCALHOST",
+                "[::1]:80",
+                "127.0.0.1:9",
+                "evil.example",
+                "localhost.evil.example",
+                "",
+            )
+            found = [await client.get("/health", headers={"Host": host}) for host in hosts]
+            return [answer.status_code for answer in [*found, await client.head("/health")]]
+
+    assert asyncio.run(ask()) == [200] * 4 + [403] * 3 + [200]
+
+
+# --- starting and stopping ---
+
+
+def test_a_template_that_cannot_be_read_ends_the_start(
+    gpt_dir: Path, in_thread: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def body(found: Any) -> None:
+        assert found.server.failure is not None and "chat template" in str(found.server.failure)
+
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in gpt_dir.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    for name, content in (
+        ("chat_template.jinja", b"\xff"),
+        ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "default"}]}).encode()),
+    ):
+        (model / name).write_bytes(content)
+        in_thread.run_with(monkeypatch, [f"gpt={model}"], body)
+        (model / name).unlink()
+
+
+def test_a_model_that_does_not_load_is_given_up(
+    gpt_onnx: Path, in_thread: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(found: Any) -> None:
+        assert "did not load" in str(found.server.failure)
+
+    class Silent(in_thread.ThreadProcess):
+        def _serve(self) -> None:
+            pass
+
+    monkeypatch.setattr(in_thread, "ThreadProcess", Silent)
+    in_thread.run_with(monkeypatch, [f"gpt={gpt_onnx}"], body, load_s=0.2)
+
+
+def test_streams_say_that_they_go_on(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a queue a stream begins without its first token, so that no proxy gives it up."""
+    import time
+
+    monkeypatch.setattr(served, "HEARTBEAT_S", 0.05)
+
+    async def body(found: Any) -> None:
+        backend = found.workers["gpt"].loaded.causal
+        step = backend.step
+        monkeypatch.setattr(backend, "step", lambda *given: time.sleep(0.2) or step(*given))
+        request = {"model": "gpt", "prompt": "x", "max_tokens": 3, "stream": True, "logit_bias": {"0": -100}}
+        text = (await found.client.post("/v1/completions", json=request)).text
+        assert text.startswith(": the answer goes on\n\n") and text.count(": the answer") >= 3
+        assert text.count("data: {") == 3 and text.endswith("data: [DONE]\n\n")
+
+    ask(body)
+
+
+def test_a_process_that_takes_nothing_in_gets_nothing(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(found: Any) -> None:
+        monkeypatch.setattr(remote, "UNREAD_BYTES", -1)
+        answer = await found.client.post("/v1/completions", json={"model": "gpt", "prompt": "x"})
+        assert answer.status_code == 503 and "does not take" in answer.json()["error"]["message"]
+
+    ask(body)
