@@ -7,6 +7,7 @@
 | documents | a CPU without dropout | `attention_cpu.py`, by their bounds |
 | documents | CUDA | `attention_cuda.py`, by their bounds |
 | documents | else | as with a dense mask |
+| any | scores with a soft cap, which no fused kernel of torch has | plain products, S x P scores in float32 |
 
 torch's fused one is, on a GPU in 16 bits without a mask, cuDNN's from Hopper on and FlashAttention on Ampere and Ada,
 the order that torch prefers; with a mask, in 32 bits or before Ampere the memory-efficient kernel.
@@ -99,12 +100,16 @@ def scaled_dot_product(
     mask: Mask | None = None,
     is_causal: bool = False,
     dropout: float = 0.0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Softmax attention (B, A, S, D).
 
     `mask` broadcasts to (B, A, S, P): True (or 0.0) where a query may look, False (or -inf) where not; or it is the
     documents of the rows. With `is_causal` and no dense mask nothing is computed to the right of the diagonal.
+    `softcap` c, without dropout: scores x become c tanh(x / c) first.
     """
+    if softcap:
+        return _attend_capped(q_BASD, k_BGPD, v_BGPD, mask, is_causal, softcap)
     if isinstance(mask, Documents):
         return mask.attend(q_BASD, k_BGPD, v_BGPD, is_causal, dropout)
     if _is_short(q_BASD, k_BGPD):
@@ -148,3 +153,19 @@ def _attend_short(
         shares = softmax_of_scores(q[:, here], k[:, seen], bias.to(q.dtype))
         parts.append(F.dropout(shares, dropout) @ v[:, seen])
     return (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).unflatten(0, (batch, heads))
+
+
+def _attend_capped(
+    q_BASD: Tensor, k_BGPD: Tensor, v_BGPD: Tensor, mask: Mask | None, is_causal: bool, softcap: float
+) -> Tensor:
+    (rows, _, length, size), groups = q_BASD.shape, k_BGPD.shape[1]
+    if isinstance(mask, Documents):
+        mask = mask.mask(rows, length, is_causal)
+    elif mask is None and is_causal:
+        mask = torch.ones(length, k_BGPD.shape[2], dtype=torch.bool, device=q_BASD.device).tril()
+    q, k, v = q_BASD.unflatten(1, (groups, -1)), k_BGPD[:, :, None], v_BGPD[:, :, None]
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))  # (B, G, A / G, S, P)
+    scores = torch.tanh(scores / (math.sqrt(size) * softcap)) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~(mask[:, None] if mask.dim() == 4 else mask), -math.inf)
+    return (scores.softmax(-1).to(v.dtype) @ v).flatten(1, 2)

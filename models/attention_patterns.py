@@ -29,7 +29,7 @@ blocks, C tokens of a block, R query blocks computed together, M key blocks that
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -123,14 +123,21 @@ def make_attend(pattern: AttentionPattern, causal: bool, layer: int = 0) -> Call
         mask: Mask | None = None,
         is_causal: bool = False,
         dropout: float = 0.0,
+        softcap: float = 0.0,
     ) -> Tensor:
         length = q_BASD.shape[2]
+        if softcap and length == k_BGTD.shape[2]:
+            places = torch.arange(length, device=q_BASD.device)
+            seen = pattern.sees(places[:, None], places, causal, length, layer)
+            mask = mask.mask(len(q_BASD), length, is_causal) if isinstance(mask, Documents) else mask
+            mask = seen if mask is None else mask & seen
+            return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, softcap=softcap)
         if length != k_BGTD.shape[2]:
             assert causal and isinstance(mask, Tensor), (
                 "only a decoder's cache asks for other keys than queries"
             )
             mask = _cached_mask(pattern, mask, layer)
-            return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, dropout=dropout)
+            return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, dropout=dropout, softcap=softcap)
         if pattern.kind == "sliding" and length <= pattern.window:  # everything is near: the dense kernel
             return scaled_dot_product(q_BASD, k_BGTD, v_BGTD, mask=mask, is_causal=is_causal, dropout=dropout)
         banded = pattern.kind == "sliding" and not pattern.global_blocks and not pattern.random_blocks
@@ -218,8 +225,10 @@ def _group_mask(group: _Group, mask: Tensor | None, batch: int) -> Tensor:
     return seen.expand(batch, *seen.shape[1:]).flatten(0, 1)
 
 
-def apply_pattern(blocks: nn.ModuleDict, pattern: AttentionPattern, causal: bool) -> None:
-    """Let every block of a model attend by the pattern: its weights, names and inputs stay what they are."""
+def apply_pattern(
+    blocks: nn.ModuleDict | Mapping[str, nn.Module], pattern: AttentionPattern, causal: bool
+) -> None:
+    """Let blocks, by their layer, attend by the pattern: their weights, names and inputs stay what they are."""
     for layer, block in blocks.items():
         cast(Block, block).attention.attend = make_attend(
             pattern, causal, int(layer) if pattern.random_blocks else 0

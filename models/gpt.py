@@ -1,13 +1,15 @@
-"""GPT: a causal decoder. GPT-2's shape by default; the config's switches make it a Llama.
+"""GPT: a causal decoder. GPT-2's shape by default; the config's fields make it a Llama, a Qwen, a Gemma, a NeoX.
 
 What differs from the GPT-2 paper: dropout is off unless asked for, and query, key and value are one matrix
 ordered by head (see `Attention`). Everything else is GPT-2: learned positions, a norm before each branch and
-at the end, tied output matrix.
+at the end, tied output matrix. What a field turns on costs nothing where it is off: modules are made, and
+branches taken, by the config.
 
 Shape letters: B batch, S positions, W width, V vocabulary; `hidden` (B, S, W) is written hidden_BSH in the
 contracts.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,7 +20,8 @@ from .attention import Documents, Mask
 from .attention_patterns import apply_pattern
 from .cache import KeyValueCache
 from .config import GPTConfig
-from .layers import Block, make_norm, rotary_table
+from .layers import Block, make_norm
+from .rotary import Rotary, rotary_table
 
 
 class GPT(nn.Module):
@@ -32,14 +35,15 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.token_table = nn.Embedding(config.vocab_size, config.width)
-        self.position_table = (
-            nn.Embedding(config.sequence_length, config.width) if config.positions == "learned" else None
-        )
+        rows = config.sequence_length + config.position_offset
+        self.position_table = nn.Embedding(rows, config.width) if config.positions == "learned" else None
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
-        if config.attention_pattern is not None:
-            apply_pattern(self.blocks, config.attention_pattern, causal=True)
+        if (pattern := config.attention_pattern) is not None:
+            near = {layer: block for layer, block in self.blocks.items() if config.pattern_of(int(layer))}
+            apply_pattern(near, pattern, causal=True)
         self.norm = make_norm(config)
-        self.output = None if config.tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        shape = (config.width, config.vocab_size)
+        self.output = None if config.tied else nn.Linear(*shape, bias=config.output_bias)
         self.product: Callable[..., Tensor] = F.linear  # of the head
 
     def forward(
@@ -77,8 +81,13 @@ class GPT(nn.Module):
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Ids (B, S) and positions (S,) or (B, S) -> (B, S, W)."""
         x_BSW = self.token_table(input_ids)
+        if self.config.scaled_embeddings:  # by a number of the model's dtype, as Gemma was trained
+            x_BSW = x_BSW * torch.full(
+                (), math.sqrt(self.config.width), dtype=x_BSW.dtype, device=x_BSW.device
+            )
         if self.position_table is not None:
-            x_BSW = x_BSW + self.position_table(positions)
+            places = positions + self.config.position_offset if self.config.position_offset else positions
+            x_BSW = x_BSW + self.position_table(places)
         return F.dropout(x_BSW, self.config.dropout, self.training) if self.config.dropout else x_BSW
 
     def encode(
@@ -102,22 +111,35 @@ class GPT(nn.Module):
             mask = causal_document_mask(document_ids)
         elif document_bounds is not None:
             mask = Documents(document_bounds, min(positions.shape[-1], self.config.sequence_length))
-        rotary = None
-        if self.config.positions == "rotary":
-            rotary = rotary_table(positions, self.config.head_size, self.config.rope_theta, x_BSW.dtype)
+        tables = self._rotary(positions, x_BSW.dtype)
         is_causal = mask is None or isinstance(mask, Documents)
         for layer, block in self.blocks.items():
             memory = cache.layer(int(layer)) if cache is not None else None
-            x_BSW = block(x_BSW, mask, is_causal, rotary, memory)
+            x_BSW = block(x_BSW, mask, is_causal, tables.get(self.config.kind_of(int(layer))), memory)
         return self.norm(x_BSW)
+
+    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> dict[str, Rotary]:
+        """Cosines and sines by the kind of layer; none where nothing is turned."""
+        config = self.config
+        if config.positions != "rotary":
+            return {}
+        usual = rotary_table(config, positions, dtype)
+        local = rotary_table(config, positions, dtype, local=True) if config.rope_local_theta else usual
+        return {"g": usual, "l": local}
 
     def head(self, hidden_BSW: Tensor) -> Tensor:
         """(..., W) -> logits (..., V)."""
-        return self.product(hidden_BSW, self.output_weight())
+        logits_BSV = self.product(hidden_BSW, self.output_weight(), self.output_bias())
+        cap = self.config.logit_softcap
+        return torch.tanh(logits_BSV / cap) * cap if cap else logits_BSV
 
     def output_weight(self) -> Tensor:
         """The matrix (V, W) of the head: for a loss that computes the logits in pieces."""
         return self.token_table.weight if self.output is None else self.output.weight
+
+    def output_bias(self) -> Tensor | None:
+        """The bias (V,) of the head, if it has one."""
+        return None if self.output is None else self.output.bias
 
 
 def causal_document_mask(document_ids: Tensor) -> Tensor:

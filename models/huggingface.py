@@ -1,4 +1,4 @@
-"""Weights in and out of the Hugging Face layouts of GPT-2, Llama and BERT.
+"""Weights in and out of the Hugging Face layouts of the families (`families.toml`) and of BERT.
 
 A table says which of their tensors make up each of ours; the same table is read in both directions, and both
 are exact. Only safetensors files are read: a pickle can run code.
@@ -22,15 +22,16 @@ from .init import empty_model
 
 State = dict[str, Tensor]
 IGNORED = re.compile(
-    r"(\.attn\.(masked_)?bias|position_ids|rotary_emb\.inv_freq|^bert\.pooler\.dense\.(weight|bias)|^lm_head\.weight|decoder\.(weight|bias))$"
+    r"(\.(attn|attention)\.(masked_)?bias|position_ids|rotary_emb\.inv_freq|^bert\.pooler\.dense\.(weight|bias)"
+    r"|^lm_head\.weight|decoder\.(weight|bias))$"
 )
 
 
 def to_huggingface(model: GPT | BERT) -> tuple[dict[str, Any], State]:
     """The `config.json` fields and the tensors of a model, in the layout that its shape has at Hugging Face.
 
-    A GPT with learned positions becomes GPT-2 (absent biases are written as zeros: the same function), a
-    rotary one Llama, a post-norm BERT with an MLM transform BERT. Raises `Refused` for a shape that none of
+    A GPT becomes the family that its config names or the first that has its shape (GPT-2's absent biases are written
+    as zeros: the same function), a post-norm BERT with an MLM transform BERT. Raises `Refused` for a shape that none of
     them can express.
     """
     config = model.config
@@ -39,7 +40,7 @@ def to_huggingface(model: GPT | BERT) -> tuple[dict[str, Any], State]:
     for name, parameter in empty_model(target).named_parameters():
         if name not in state:  # only the biases of a bias-free GPT-2
             state[name] = torch.zeros(parameter.shape, dtype=model.token_table.weight.dtype)
-    theirs = outward(state, list(pairs(target)), config.head_size)
+    theirs = outward(state, list(pairs(target, fields["model_type"])), config.head_size)
     fields["torch_dtype"] = str(model.token_table.weight.dtype).removeprefix("torch.")
     return fields, theirs
 
@@ -54,7 +55,7 @@ def from_huggingface(directory: str | Path, dtype: torch.dtype = torch.float32) 
     fields, state = read_directory(directory)
     config = read_config(fields, state, str(directory / "config.json"))
     model = empty_model(config, "cpu", dtype)
-    fill(model, list(pairs(config)), config.head_size, state, directory)
+    fill(model, list(pairs(config, fields["model_type"])), config.head_size, state, directory)
     return model
 
 
@@ -89,7 +90,7 @@ def fill(
     used: set[str] = set()
     with torch.no_grad():
         for pair in table:
-            value = _inward([state[name] for name in pair.theirs], pair, head_size)
+            value = _inward(_theirs(state, pair), pair, head_size)
             if value.shape != ours[pair.ours].shape:
                 why = (
                     f"it has shape {tuple(value.shape)}, config.json asks for {tuple(ours[pair.ours].shape)}"
@@ -106,9 +107,19 @@ def fill(
 def outward(state: State, table: Sequence[Pair], head_size: int) -> State:
     """Our tensors under their names and in their shapes."""
     theirs: State = {}
+    stacked: dict[str, dict[int, Tensor]] = {}  # the rows of a tensor of theirs that several of ours make up
     for pair in table:
-        theirs.update(zip(pair.theirs, _outward(state[pair.ours], pair, head_size), strict=True))
-    return theirs
+        for place, part in enumerate(_outward(state[pair.ours], pair, head_size)):
+            if pair.rows:
+                stacked.setdefault(pair.theirs[place], {})[pair.rows[place][0]] = part
+            else:
+                theirs[pair.theirs[place]] = part
+    return theirs | {name: torch.cat([parts[i] for i in sorted(parts)]) for name, parts in stacked.items()}
+
+
+def _theirs(state: Mapping[str, Tensor], pair: Pair) -> list[Tensor]:
+    values = [state[name] for name in pair.theirs]
+    return [value[first:last] for value, (first, last) in zip(values, pair.rows)] if pair.rows else values
 
 
 def _outward(value: Tensor, pair: Pair, head_size: int) -> list[Tensor]:
@@ -119,6 +130,8 @@ def _outward(value: Tensor, pair: Pair, head_size: int) -> list[Tensor]:
     count = len(pair.theirs) if pair.how == "split" else 3
     rest = value.shape[1:]
     parts = [part.reshape(-1, *rest) for part in value.view(-1, count, head_size, *rest).unbind(1)]
+    if pair.neighbours:
+        parts[:2] = [_reordered(part, head_size, (2, pair.neighbours // 2)) for part in parts[:2]]
     return parts if pair.how == "split" else [torch.cat(parts).t().contiguous()]  # t() leaves a bias as it is
 
 
@@ -129,8 +142,19 @@ def _inward(values: list[Tensor], pair: Pair, head_size: int) -> Tensor:
         return values[0].t()
     if pair.how == "conv_qkv":
         values = list(values[0].t().chunk(3))
+    if pair.neighbours:
+        values[:2] = [_reordered(value, head_size, (pair.neighbours // 2, 2)) for value in values[:2]]
     rest = values[0].shape[1:]
     return torch.stack([value.reshape(-1, head_size, *rest) for value in values], dim=1).flatten(0, 2)
+
+
+def _reordered(value: Tensor, head_size: int, square: tuple[int, int]) -> Tensor:
+    """The rows of every head that are turned, as a square of this shape, transposed: pairs (i, i + D/2), of a square
+    of 2 rows, become (2i, 2i + 1), or of 2 columns the other way.
+    """
+    heads = value.unflatten(0, (-1, head_size))
+    turned, rest = heads.tensor_split((square[0] * square[1],), 1)
+    return torch.cat((turned.unflatten(1, square).transpose(1, 2).flatten(1, 2), rest), 1).flatten(0, 1)
 
 
 class _Tensors(Mapping[str, Tensor]):

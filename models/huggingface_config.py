@@ -1,139 +1,203 @@
-"""`config.json` of GPT-2, Llama and BERT at Hugging Face: from our configs and to them."""
+"""`config.json` of the families at Hugging Face: from our configs and to them, by the tables of `families.toml`."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ..core.errors import Failed, Refused
 from .config import BERTConfig, GPTConfig, ModelConfig
+from .families import IGNORED, Family, families
 
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
+Fields = dict[str, Any]
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu"}
 THEIR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 THEIR_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh"}
-SIZES = {  # of Llama and BERT alike
+BERT_FIELDS = {
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "sequence_length",
+    "type_vocab_size": "token_types",
     "hidden_size": "width",
     "intermediate_size": "mlp_width",
     "num_hidden_layers": "layers",
     "num_attention_heads": "heads",
+    "hidden_act": "activation",
+    "layer_norm_eps": "norm_epsilon",
+    "hidden_dropout_prob": "dropout",
 }
-FIELDS = {  # our field for each of theirs, by their `model_type`, in the order of their file
-    "gpt2": {
-        "vocab_size": "vocab_size",
-        "n_positions": "sequence_length",
-        "n_embd": "width",
-        "n_layer": "layers",
-        "n_head": "heads",
-        "n_inner": "mlp_width",
-        "activation_function": "activation",
-        "layer_norm_epsilon": "norm_epsilon",
-        "tie_word_embeddings": "tied",
-        "resid_pdrop": "dropout",
-    },
-    "llama": {
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "sequence_length",
-        **SIZES,
-        "num_key_value_heads": "kv_heads",
-        "head_dim": "head_width",
-        "hidden_act": "activation",
-        "rms_norm_eps": "norm_epsilon",
-        "rope_theta": "rope_theta",
-    },
-    "bert": {
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "sequence_length",
-        "type_vocab_size": "token_types",
-        **SIZES,
-        "hidden_act": "activation",
-        "layer_norm_eps": "norm_epsilon",
-        "hidden_dropout_prob": "dropout",
-    },
-}
-USUAL: dict[str, dict[str, Any]] = {  # what an absent field of theirs means; the others must be there
-    "gpt2": {"n_positions": 1024, "n_inner": None, "activation_function": "gelu_new"}
-    | {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "resid_pdrop": 0.1},
-    "llama": {"num_key_value_heads": None, "head_dim": None, "hidden_act": "silu"}
-    | {"rms_norm_eps": 1e-6, "rope_theta": 10000.0},
-    "bert": {"type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1},
-}
+BERT_USUAL = {"type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1}
+BERT_MUST: dict[str, Collection[Any]] = {"position_embedding_type": ("absolute",), "is_decoder": (False,)}
+BERT_MUST |= {"tie_word_embeddings": (True,), "add_cross_attention": (False,)}
 WHOLE = {"mlp_width": "feed_forward_size", "kv_heads": "key_value_heads", "head_width": "head_size"}
+# our field and its usual value for each of theirs, by the kind of scaled rope
+SCALINGS: dict[str, dict[str, tuple[str, float]]] = {
+    "linear": {"factor": ("rope_factor", 1.0)},
+    "dynamic": {"factor": ("rope_factor", 1.0)},
+    "yarn": {
+        "factor": ("rope_factor", 1.0),
+        "original_max_position_embeddings": ("rope_original_length", 0),
+        "beta_slow": ("rope_low", 1.0),
+        "beta_fast": ("rope_high", 32.0),
+        "attention_factor": ("rope_magnitude", 0.0),
+    },
+    "llama3": {
+        "factor": ("rope_factor", 1.0),
+        "original_max_position_embeddings": ("rope_original_length", 0),
+        "low_freq_factor": ("rope_low", 1.0),
+        "high_freq_factor": ("rope_high", 4.0),
+    },
+}
+WINDOWS = {  # the fields by which a family says which layers have a window
+    "": (),
+    "all": ("sliding_window",),
+    "from": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    "types": ("sliding_window", "layer_types", "sliding_window_pattern", "rope_local_base_freq"),
+    "nope": ("no_rope_layers", "no_rope_layer_interval"),
+}
+LAYER_TYPES = {"g": "full_attention", "l": "sliding_attention"}
 
 
-def describe(config: ModelConfig) -> tuple[dict[str, Any], ModelConfig]:
+def describe(config: ModelConfig) -> tuple[Fields, ModelConfig]:
     """Their config fields for a shape, and the shape that they imply: GPT-2 always has biases."""
-    if config.attention_pattern is not None:
-        what = "a model with an attention pattern has no Hugging Face layout of ours"
-        why = "GPT-2, Llama and BERT there look at the whole sequence"
-        raise Refused(what, where="attention_window", why=why)
     if isinstance(config, BERTConfig):
         return _describe_bert(config), config
-    if config.positions == "rotary":
-        return _describe_llama(config), config
-    one_to_one = config.kv_heads in (0, config.heads) and not config.head_width
-    if config.norm != "layernorm" or config.gated or not one_to_one:
-        why = "GPT-2 there has layer norms, a plain MLP, and one key head of width / heads per head"
-        raise Refused("this shape has no Hugging Face layout of ours", why=why)
-    fields = _written(config, "gpt2", "GPT2LMHeadModel")
-    fields |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
-    return fields, dataclasses.replace(config, bias=True)
+    kind = family_of_shape(config)
+    return _write(config, kind), _as_family(config, kind)
 
 
-def _written(config: ModelConfig, kind: str, architecture: str) -> dict[str, Any]:
-    fields: dict[str, Any] = {"architectures": [architecture], "model_type": kind}
-    for theirs, ours in FIELDS[kind].items():
-        value = getattr(config, WHOLE.get(ours, ours))
-        fields[theirs] = ACTIVATIONS[value] if ours == "activation" else value
+def family_of_shape(config: GPTConfig) -> str:
+    """The `model_type` that a decoder is written as. Raises `Refused`, with what is in the way, where there is none."""
+    kinds = [kind for kind in (config.huggingface, *families()) if kind in families()]
+    for kind in kinds:
+        if not _differences(config, kind):
+            return kind
+    nearest = min(kinds, key=lambda kind: len(_differences(config, kind)))
+    differing = _differences(config, nearest)
+    why = f"the nearest, {families()[nearest].architecture}, has another {', '.join(differing)}"
+    raise Refused("this shape has no Hugging Face layout of ours", where="model", why=why)
+
+
+def _as_family(config: GPTConfig, kind: str) -> GPTConfig:
+    return dataclasses.replace(config, bias=True) if kind == "gpt2" else config
+
+
+def _differences(config: GPTConfig, kind: str) -> list[str]:
+    """Our fields that are others once the config is written as a family and read again."""
+    wanted = dataclasses.asdict(_as_family(config, kind))
+    wanted |= {ours: 0 for ours, size in _usual_sizes(wanted).items() if wanted[ours] == size}
+    found = dataclasses.asdict(_read(_write(config, kind), families()[kind], ""))
+    return [name for name, value in wanted.items() if name != "huggingface" and found[name] != value]
+
+
+def _usual_sizes(fields: Fields) -> dict[str, int]:
+    """What 0 stands for: a shape has one way to be written."""
+    sizes = {"mlp_width": 4 * fields["width"], "kv_heads": fields["heads"], "rope_original_length": 0}
+    sizes["head_width"] = fields["width"] // fields["heads"]
+    sizes["rope_width"] = sizes["query_scalar"] = fields.get("head_width") or sizes["head_width"]
+    return sizes
+
+
+def _write(config: GPTConfig, kind: str) -> Fields:
+    family = families()[kind]
+    fields = _written(config, family.fields, kind, family.architecture)
+    fields |= {name: values[0] for name, values in family.must.items()}
+    if kind == "gpt2":
+        fields |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
+    if kind not in ("gpt2", "llama"):  # theirs is an id of the published vocabulary, which a small one lacks
+        fields["pad_token_id"] = None
+    if family.biased:
+        fields[family.biased] = config.has_bias("qkv")
+    if "sliding_window" in WINDOWS[family.windows]:
+        fields["sliding_window"] = config.attention_window or None
+    if "use_sliding_window" in WINDOWS[family.windows]:
+        fields["use_sliding_window"] = config.attention_window > 0
+    if "layer_types" in WINDOWS[family.windows]:
+        fields["layer_types"] = [
+            LAYER_TYPES.get(config.kind_of(i), "full_attention") for i in range(config.layers)
+        ]
+    if family.windows == "nope":
+        fields["no_rope_layers"] = [int(config.kind_of(layer) != "n") for layer in range(config.layers)]
+    if config.positions == "rotary" and family.theta[0]:
+        fields |= _write_rope(config, family)
     return fields
 
 
-def _describe_llama(config: GPTConfig) -> dict[str, Any]:
-    if config.norm != "rmsnorm" or not config.gated or config.bias or config.dropout:
-        why = "a rotary model there has RMS norms, a gated MLP, and neither biases nor dropout"
-        raise Refused("this shape has no Hugging Face layout of ours", why=why)
-    return _written(config, "llama", "LlamaForCausalLM") | {
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "tie_word_embeddings": config.tied,
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+def _written(config: ModelConfig, table: Mapping[str, str], kind: str, architecture: str) -> Fields:
+    fields: Fields = {"architectures": [architecture], "model_type": kind}
+    for theirs, ours in table.items():
+        value = getattr(config, WHOLE.get(ours, ours))
+        if ours == "activation":
+            value = ACTIVATIONS[value]
+        elif ours == "residual":
+            value = value == "parallel"
+        elif ours in ("attention_softcap", "logit_softcap"):
+            value = value or None
+        elif ours in ("query_scalar", "rope_width"):
+            value = value or config.head_size
+        fields[theirs] = value
+    return fields
 
 
-def _describe_bert(config: BERTConfig) -> dict[str, Any]:
+def _write_rope(config: GPTConfig, family: Family) -> Fields:
+    names = SCALINGS.get(config.rope_scaling, {})
+    rope = {theirs: getattr(config, ours) for theirs, (ours, _) in names.items() if getattr(config, ours)}
+    if "original_max_position_embeddings" in names:
+        rope.setdefault("original_max_position_embeddings", config.sequence_length)
+    rope |= {"rope_type": "default" if config.rope_scaling == "none" else config.rope_scaling}
+    fields: Fields = {family.theta[0]: config.rope_theta, "rope_scaling": rope if names else None}
+    rope = rope | {"rope_theta": config.rope_theta}
+    if family.part[0]:
+        fields[family.part[0]] = rope["partial_rotary_factor"] = config.rotary_size / config.head_size
+        fields["rope_scaling"] = rope if names else None
+    if family.windows == "types":
+        fields["rope_local_base_freq"] = config.rope_local_theta or config.rope_theta
+        local = {"rope_type": "default", "rope_theta": fields["rope_local_base_freq"]}
+        nested = {"full_attention": rope, "sliding_attention": local}
+        return fields | (
+            {"rope_parameters": nested} if family.theta[1] != 10000.0 else {"rope_parameters": rope}
+        )
+    return fields | {"rope_parameters": rope}
+
+
+def _describe_bert(config: BERTConfig) -> Fields:
     one_to_one = config.key_value_heads == config.heads
     plain = config.norm == "layernorm" and config.bias and not config.gated and one_to_one
     parts = config.mlm_transform and config.token_types and not config.relative_buckets
-    if not plain or not parts or config.norm_first:
-        why = "BERT there is post-norm, with biases, a segment table, an MLM transform and no relative positions"
+    if not plain or not parts or config.norm_first or config.attention_pattern is not None:
+        why = "BERT there is post-norm, with biases, a segment table, an MLM transform, no relative positions, no window"
         fix = "export it to ONNX, or train a post-norm one (model.overrides.norm_first = false)"
         raise Refused("this shape has no Hugging Face layout of ours", why=why, fix=fix)
-    fields = _written(config, "bert", "BertForPreTraining" if config.nsp else "BertForMaskedLM")
+    kind = "BertForPreTraining" if config.nsp else "BertForMaskedLM"
+    fields = _written(config, BERT_FIELDS, "bert", kind)
     return fields | {"attention_probs_dropout_prob": config.dropout, "tie_word_embeddings": True}
 
 
-def read_config(fields: dict[str, Any], state: Mapping[str, Tensor], where: str) -> ModelConfig:
+def read_config(fields: Fields, state: Mapping[str, Tensor], where: str) -> ModelConfig:
     """The config for their fields; `state` says which heads are there. Raises `Refused` for another kind."""
     kind = fields.get("model_type")
     try:
-        if kind == "gpt2":
-            config: ModelConfig = _read_gpt2(fields, where)
-        elif kind == "llama":
-            config = _read_llama(fields, where)
-        elif kind == "bert":
-            config = _read_bert(fields, where, nsp="cls.seq_relationship.weight" in state)
+        if kind == "bert":
+            _refuse_others(fields, where, {*BERT_FIELDS, *BERT_MUST}, BERT_MUST)
+            found = _read_table(fields, where, BERT_FIELDS, BERT_USUAL)
+            config: ModelConfig = BERTConfig(**found, nsp="cls.seq_relationship.weight" in state)
+        elif kind in families():
+            config = _read(fields, families()[kind], where)
         else:
-            raise Refused(
-                f"models of type {kind!r} cannot be read", where=where, fix="GPT-2, Llama and BERT can"
-            )
+            opening = "; ".join(family.models for family in families().values())
+            what = f"models of type {kind!r} cannot be read"
+            raise Refused(what, where=where, fix=f"these can (docs/models.md): {opening}; BERT")
     except KeyError as error:
         raise Failed(f"config.json has no field {error}", where=where) from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise Failed("config.json holds a value of the wrong kind", where=where, why=str(error)) from error
     if problems := config.validate():
         raise Failed(
             "config.json describes a model that cannot be built", where=where, why="\n".join(problems)
         )
+    if isinstance(config, GPTConfig) and family_of_shape(config) != kind:
+        config = dataclasses.replace(config, huggingface=kind)
     return config
 
 
@@ -142,47 +206,126 @@ def unlike_ours(where: str, why: str) -> Refused:
     return Refused("this model uses something that ours do not have", where=where, why=why)
 
 
-def _allow(fields: dict[str, Any], where: str, name: str, usual: Any, *others: Any) -> Any:
-    """The value of a field, `usual` when absent; refused unless it is the usual one or one of the others."""
-    value = fields.get(name, usual)
-    if value not in (usual, *others):
-        raise unlike_ours(where, f"{name} = {value!r}")
-    return value
+def _refuse_others(
+    fields: Fields, where: str, known: Collection[str], must: Mapping[str, Collection[Any]]
+) -> None:
+    """Refuse, by name, what is set and not known, and what is known and cannot be."""
+    for name, value in fields.items():
+        if name in must and value is not None and value not in must[name]:
+            raise unlike_ours(where, f"{name} = {value!r}")
+        if name not in known and name not in IGNORED and value is not None:
+            raise unlike_ours(where, f"{name} = {value!r}, a field that may change the numbers")
 
 
-def _read(fields: dict[str, Any], where: str, kind: str) -> dict[str, Any]:
+def _read(fields: Fields, family: Family, where: str) -> GPTConfig:
+    known = {*family.fields, *family.must, *family.ignored, *WINDOWS[family.windows], family.biased}
+    known |= {family.theta[0], family.part[0], "rope_parameters", "rope_scaling", "add_cross_attention"}
+    _refuse_others(fields, where, known, family.must | {"add_cross_attention": (False,)})
+    found = family.shape | _read_table(fields, where, family.fields, family.usual)
+    if family.biased:
+        biased, usual = fields.get(family.biased, found.get("bias", True)), found.get("bias", True)
+        if biased is not None and biased != usual:
+            found["linear_bias"] = "attention" if biased else "mlp"
+    if found.get("positions") == "rotary" and family.theta[0]:
+        found |= _read_rope(fields, family, where, found)
+    if family.windows:
+        found |= _read_windows(fields, family, found)
+    width = found["head_width"] if found.get("head_width") else found["width"] // found["heads"]
+    for name in ("rope_width", "query_scalar"):
+        found[name] = 0 if found.get(name) in (None, width) else found[name]
+    return GPTConfig(**found)
+
+
+def _read_table(fields: Fields, where: str, table: Mapping[str, str], usual: Fields) -> Fields:
     """Our fields; a size that is the usual one or absent is 0, so that a shape has one way to be written."""
-    usual = USUAL[kind]
-    found: dict[str, Any] = {}
-    for theirs, ours in FIELDS[kind].items():
+    found: Fields = {}
+    for theirs, ours in table.items():
+        value = fields.get(theirs, usual.get(theirs)) if theirs in usual or ours in found else fields[theirs]
         if ours == "activation":
-            found[ours] = THEIR_ACTIVATIONS[_allow(fields, where, theirs, usual[theirs], *THEIR_ACTIVATIONS)]
-        else:
-            found[ours] = fields.get(theirs, usual[theirs]) if theirs in usual else fields[theirs]
-    sizes = {"mlp_width": 4 * found["width"], "kv_heads": found["heads"]}
-    if "head_width" in found:
-        sizes["head_width"] = found["width"] // found["heads"]
-    return found | {name: 0 for name, size in sizes.items() if found.get(name) in (None, size)}
+            if value not in THEIR_ACTIVATIONS:
+                raise unlike_ours(where, f"{theirs} = {value!r}")
+            value = THEIR_ACTIVATIONS[value]
+        elif ours == "residual":
+            value = "parallel" if value else "sequential"
+        elif ours in ("attention_softcap", "logit_softcap"):
+            value = value or 0.0
+        if ours in found and value not in (None, found[ours]):  # a second name of theirs for one of ours
+            raise unlike_ours(where, f"{theirs} = {value!r}")
+        found.setdefault(ours, value)
+    sizes = {name: size for name, size in _usual_sizes(found).items() if name in WHOLE}
+    return found | {name: 0 for name, size in sizes.items() if name in found and found[name] in (None, size)}
 
 
-def _read_gpt2(fields: dict[str, Any], where: str) -> GPTConfig:
-    _allow(fields, where, "scale_attn_by_inverse_layer_idx", False)
-    _allow(fields, where, "scale_attn_weights", True)
-    return GPTConfig(**_read(fields, where, "gpt2"))
-
-
-def _read_llama(fields: dict[str, Any], where: str) -> GPTConfig:
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
+def _read_rope(fields: Fields, family: Family, where: str, found: Fields) -> Fields:
+    given: Any = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    rope: Fields = given.get("full_attention") or given
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" and kind not in SCALINGS:
         raise unlike_ours(where, f"scaled rope: {rope}")
-    _allow(fields, where, "attention_bias", False)
-    _allow(fields, where, "mlp_bias", False)
-    found = _read(fields, where, "llama")
-    found["rope_theta"] = float(rope.get("rope_theta", found["rope_theta"]))
-    found["tied"] = fields.get("tie_word_embeddings", False)
-    return GPTConfig(**found, gated=True, norm="rmsnorm", bias=False, positions="rotary")
+    names = SCALINGS.get(kind, {})
+    plain = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+    plain |= {"truncate"} if rope.get("truncate", True) else set()
+    plain |= {"original_max_position_embeddings"} if kind in ("default", "dynamic", "linear") else set()
+    if other := {name for name in rope if rope[name] is not None} - plain - set(names):
+        raise unlike_ours(where, f"scaled rope with {', '.join(sorted(other))}: {rope}")
+    ours = {ours: rope.get(theirs) or usual for theirs, (ours, usual) in names.items()}
+    if ours.get("rope_original_length") == found["sequence_length"]:
+        ours["rope_original_length"] = 0
+    if kind == "yarn" and math.isclose(
+        ours["rope_magnitude"], 0.1 * math.log(ours["rope_factor"]) + 1.0, rel_tol=1e-15
+    ):
+        ours["rope_magnitude"] = 0.0  # the usual one, told
+    ours = {name: float(value) if name != "rope_original_length" else value for name, value in ours.items()}
+    theta: Any = fields.get("rope_theta", fields.get(family.theta[0], family.theta[1]))
+    ours |= {"rope_scaling": "none" if kind == "default" else kind}
+    ours["rope_theta"] = float(rope.get("rope_theta") or theta)
+    if family.part[0]:
+        share = rope.get("partial_rotary_factor") or fields.get(family.part[0]) or family.part[1]
+        ours["rope_width"] = int((found.get("head_width") or found["width"] // found["heads"]) * share)
+    if "rope_local_base_freq" in WINDOWS[family.windows] and found.get("qk_norm") == "head":  # Gemma 3
+        local: Any = given.get("sliding_attention") or {}
+        ours["rope_local_theta"] = float(
+            local.get("rope_theta") or fields.get("rope_local_base_freq") or 10000.0
+        )
+    return ours
 
 
-def _read_bert(fields: dict[str, Any], where: str, nsp: bool) -> BERTConfig:
-    _allow(fields, where, "position_embedding_type", "absolute")
-    return BERTConfig(**_read(fields, where, "bert"), nsp=nsp)
+def _read_windows(fields: Fields, family: Family, found: Fields) -> Fields:
+    """The window and the letters of the layers, as few of them as repeat."""
+    layers, window, style = found["layers"], fields.get("sliding_window", 4096), family.windows
+    if style == "nope":
+        interval, given = fields.get("no_rope_layer_interval", 4), fields.get("no_rope_layers")
+        turned = [(layer + 1) % interval for layer in range(layers)] if given is None else given
+        letters = ["g" if turn else "n" for turn in turned[:layers]]
+    elif style == "all":
+        if family.architecture != "MistralForCausalLM":  # whose absent window is one of 4,096
+            window = fields.get("sliding_window")
+        letters = ["l"] * layers
+    else:
+        types = fields.get("layer_types")
+        if style == "from":
+            window = window if fields.get("use_sliding_window", False) else None
+            first = fields.get("max_window_layers", 28)
+            letters = ["l" if layer >= first else "g" for layer in range(layers)]
+        else:
+            turn = fields.get("sliding_window_pattern", 6 if found.get("qk_norm") == "head" else 2)
+            letters = ["l" if (layer + 1) % turn else "g" for layer in range(layers)]
+        if types is not None:
+            letters = [{theirs: ours for ours, theirs in LAYER_TYPES.items()}[kind] for kind in types]
+    if not window or style == "nope":
+        letters = ["g" if letter == "l" else letter for letter in letters]
+    pattern = shortest_repeat("".join(letters))
+    near = "l" in pattern
+    others = {} if near else {"rope_local_theta": 0.0}
+    return others | {
+        "attention_window": window if near else 0,
+        "layer_pattern": "" if pattern in ("g", "l") else pattern,
+    }
+
+
+def shortest_repeat(letters: str) -> str:
+    """The fewest letters of which these are repetitions, the last one perhaps cut."""
+    for size in range(1, len(letters)):
+        if all(letter == letters[i % size] for i, letter in enumerate(letters)):
+            return letters[:size]
+    return letters

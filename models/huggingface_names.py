@@ -1,9 +1,10 @@
-"""Our parameters' names in the Hugging Face layouts of GPT-2, Llama and BERT, read both ways. No torch."""
+"""Our parameters' names in the Hugging Face layouts of the families and of BERT, read both ways. No torch."""
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .config import BERTConfig, GPTConfig, ModelConfig
+from .families import Names, families
 
 
 class Pair(NamedTuple):
@@ -12,66 +13,69 @@ class Pair(NamedTuple):
     ours: str
     theirs: tuple[str, ...]
     how: Literal["same", "transposed", "split", "conv_qkv"] = "same"
+    rows: tuple[tuple[int, int], ...] = ()  # of each of theirs that is ours; (): all
+    neighbours: int = 0  # numbers of a query or key head that are turned as pairs (2i, 2i + 1) there
 
 
-def pairs(config: ModelConfig) -> Iterator[Pair]:
-    """Every parameter of ours with the names that it has in the Hugging Face layout."""
+def pairs(config: ModelConfig, kind: str = "") -> Iterator[Pair]:
+    """Every parameter of ours with the names that it has in the Hugging Face layout of this `model_type`, or of the
+    one that the config is written as.
+    """
     if isinstance(config, BERTConfig):
         yield from _bert_pairs(config)
-    elif config.positions == "rotary":
-        yield from _llama_pairs(config)
-    else:
-        yield from _gpt2_pairs(config)
+        return
+    if not kind:
+        from .huggingface_config import family_of_shape
+
+        kind = family_of_shape(config)
+    yield from _decoder_pairs(config, families()[kind].names)
 
 
-def _both(ours: str, theirs: str) -> Iterator[Pair]:
-    for kind in ("weight", "bias"):
-        yield Pair(f"{ours}.{kind}", (f"{theirs}.{kind}",))
+def _both(ours: str, theirs: str, bias: bool = True, **more: Any) -> Iterator[Pair]:
+    for kind in ("weight", "bias") if bias else ("weight",):
+        yield Pair(f"{ours}.{kind}", (f"{theirs}.{kind}",), **more)
 
 
-def _gpt2_pairs(config: GPTConfig) -> Iterator[Pair]:
-    yield Pair("token_table.weight", ("transformer.wte.weight",))
-    yield Pair("position_table.weight", ("transformer.wpe.weight",))
+def _decoder_pairs(config: GPTConfig, names: Names) -> Iterator[Pair]:
+    bias = config.bias and config.norm == "layernorm"
+    yield Pair("token_table.weight", (f"{names.token}.weight",))
+    if names.position:
+        yield Pair("position_table.weight", (f"{names.position}.weight",))
+    wide = config.feed_forward_size
+    stacked = {"mlp.gate": ((0, wide),), "mlp.up": ((wide, 2 * wide),)} if names.how == "stacked" else {}
     for layer in range(config.layers):
-        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
-        yield from _both(f"{ours}.attention_norm", f"{theirs}.ln_1")
-        yield from _both(f"{ours}.mlp_norm", f"{theirs}.ln_2")
-        for kind in ("weight", "bias"):
-            yield Pair(f"{ours}.attention.qkv.{kind}", (f"{theirs}.attn.c_attn.{kind}",), "conv_qkv")
-        for mine, name in (
-            ("attention.out", "attn.c_proj"),
-            ("mlp.up", "mlp.c_fc"),
-            ("mlp.down", "mlp.c_proj"),
-        ):
-            yield Pair(f"{ours}.{mine}.weight", (f"{theirs}.{name}.weight",), "transposed")
-            yield Pair(f"{ours}.{mine}.bias", (f"{theirs}.{name}.bias",))
-    yield from _both("norm", "transformer.ln_f")
+        ours, theirs = f"blocks.{layer}", f"{names.layer}.{layer}"
+        for mine, name in names.norms.items():
+            yield from _both(f"{ours}.{mine}", f"{theirs}.{name}", bias)
+        yield from _qkv_pairs(config, names, f"{ours}.attention", theirs)
+        for mine, name in names.matrices.items():
+            biased = config.has_bias("mlp" if mine.startswith("mlp") else "out")
+            for pair in _both(f"{ours}.{mine}", f"{theirs}.{name}", biased, rows=stacked.get(mine, ())):
+                turned = names.how == "conv" and pair.ours.endswith("weight")
+                yield pair._replace(how="transposed") if turned else pair
+    yield from _both("norm", names.norm, bias)
     if not config.tied:
-        yield Pair("output.weight", ("lm_head.weight",))
+        yield from _both("output", names.output, config.output_bias)
 
 
-def _llama_pairs(config: GPTConfig) -> Iterator[Pair]:
-    yield Pair("token_table.weight", ("model.embed_tokens.weight",))
-    for layer in range(config.layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        q, k, v = (f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv")
-        if config.key_value_heads == config.heads:
-            yield Pair(f"{ours}.attention.qkv.weight", (q, k, v), "split")
+def _qkv_pairs(config: GPTConfig, names: Names, ours: str, theirs: str) -> Iterator[Pair]:
+    """Query, key and value: one matrix of ours, or one and another."""
+    fused = config.key_value_heads == config.heads
+    size = config.head_size
+    ends = [0, config.heads * size, (config.heads + config.key_value_heads) * size]
+    stacked = list(zip(ends, [*ends[1:], 2 * ends[2] - ends[1]])) if names.how == "stacked" else []
+    for kind in ("weight", "bias") if config.has_bias("qkv") else ("weight",):
+        found = tuple(f"{theirs}.{name}.{kind}" for name in names.qkv)
+        if names.how in ("same", "conv"):
+            yield Pair(f"{ours}.qkv.{kind}", found, "same" if names.how == "same" else "conv_qkv")
+            continue
+        three = found * 3 if stacked else found
+        turned = config.rotary_size if names.how == "neighbours" else 0
+        if fused:
+            yield Pair(f"{ours}.qkv.{kind}", three, "split", tuple(stacked), turned)
         else:
-            yield Pair(f"{ours}.attention.q.weight", (q,))
-            yield Pair(f"{ours}.attention.kv.weight", (k, v), "split")
-        for mine, name in (
-            ("attention_norm", "input_layernorm"),
-            ("attention.out", "self_attn.o_proj"),
-            ("mlp_norm", "post_attention_layernorm"),
-            ("mlp.up", "mlp.up_proj"),
-            ("mlp.gate", "mlp.gate_proj"),
-            ("mlp.down", "mlp.down_proj"),
-        ):
-            yield Pair(f"{ours}.{mine}.weight", (f"{theirs}.{name}.weight",))
-    yield Pair("norm.weight", ("model.norm.weight",))
-    if not config.tied:
-        yield Pair("output.weight", ("lm_head.weight",))
+            yield Pair(f"{ours}.q.{kind}", three[:1], "same", tuple(stacked[:1]))
+            yield Pair(f"{ours}.kv.{kind}", three[1:], "split", tuple(stacked[1:]))
 
 
 def _bert_pairs(config: BERTConfig) -> Iterator[Pair]:

@@ -35,11 +35,12 @@ def initial_values(
 
     Matrices are normal with std 0.02; where the norm comes first, those that write into the residual stream
     are divided by sqrt(2 L), so that the sum of L layers keeps its variance (Radford et al. 2019, section
-    2.3). Biases are 0, norm scales 1.
+    2.3). Biases are 0, norm scales 1 (their weights 0 where the norm adds 1).
     """
     if name.endswith("bias") or len(shape) == 1:
         size = shape if part is None else torch.empty(shape, device="meta")[part].shape
-        return torch.zeros(size) if name.endswith("bias") else torch.ones(size)
+        from_one = isinstance(config, GPTConfig) and config.norm_from_one
+        return torch.zeros(size) if name.endswith("bias") or from_one else torch.ones(size)
     scaled = name.endswith(RESIDUAL) and (isinstance(config, GPTConfig) or config.norm_first)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     key = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")

@@ -7,6 +7,7 @@ Shape letters: B batch, S query positions, T key positions, W width, A heads, G 
 F feed-forward width.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -16,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Mask, scaled_dot_product
-from .config import BERTConfig, TransformerConfig
-
-Rotary = tuple[Tensor, Tensor]  # cos and sin, each (1 or B, 1, S, D)
+from .config import BERTConfig, GPTConfig, TransformerConfig
+from .rotary import Rotary, rotate
 
 
 class LayerMemory(Protocol):
@@ -27,38 +27,27 @@ class LayerMemory(Protocol):
     def extend(self, key_BGSD: Tensor, value_BGSD: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-def rotary_table(positions: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines of rotary positions (Su et al. 2021), for the layout that pairs i with i + D/2 (as
-    Llama's weights do).
+class NormFromOne(nn.RMSNorm):
+    """An RMS norm that scales by 1 + weight, so that weight decay pulls the scale to 1 (Gemma)."""
 
-    `positions` (S,) or (B, S). Angles are float32 whatever the model's dtype: they reach thousands, and bf16
-    has 8 bits.
-    """
-    steps = torch.arange(0, head_size, 2, device=positions.device).float() / head_size
-    angles = positions[..., None].float() * (1.0 / theta**steps)  # (S, D/2) or (B, S, D/2)
-    angles = torch.cat((angles, angles), dim=-1)
-    angles = angles[None, None] if positions.dim() == 1 else angles[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
 
 
-def rotate(x_BASD: Tensor, rotary: Rotary) -> Tensor:
-    """Each pair (i, i + D/2) turned by its angle."""
-    cos, sin = rotary
-    first, second = x_BASD.chunk(2, dim=-1)
-    return x_BASD * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def make_norm(config: TransformerConfig) -> nn.Module:
-    """The norm that the config names, over the last dim."""
+def make_norm(config: TransformerConfig, size: int = 0) -> nn.Module:
+    """The norm that the config names, over the last dim: of the width, or of another size."""
+    size = size or config.width
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.width, eps=config.norm_epsilon)
-    return nn.LayerNorm(config.width, eps=config.norm_epsilon, bias=config.bias)
+        from_one = isinstance(config, GPTConfig) and config.norm_from_one
+        return (NormFromOne if from_one else nn.RMSNorm)(size, eps=config.norm_epsilon)
+    return nn.LayerNorm(size, eps=config.norm_epsilon, bias=config.bias)
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     """The activation that a config names."""
-    if name == "silu":
-        return F.silu
+    if name in ("silu", "relu"):
+        return F.silu if name == "silu" else F.relu
     approximate = "tanh" if name == "gelu_tanh" else "none"
     return lambda x: F.gelu(x, approximate=approximate)
 
@@ -86,12 +75,26 @@ class Attention(nn.Module):
         self.head_size = size
         self.dropout = config.dropout
         self.fused = heads == kv_heads
+        bias = config.has_bias("qkv")
         if self.fused:
-            self.qkv = nn.Linear(config.width, heads * 3 * size, bias=config.bias)
+            self.qkv = nn.Linear(config.width, heads * 3 * size, bias=bias)
         else:
-            self.q = nn.Linear(config.width, heads * size, bias=config.bias)
-            self.kv = nn.Linear(config.width, kv_heads * 2 * size, bias=config.bias)
-        self.out = nn.Linear(heads * size, config.width, bias=config.bias)
+            self.q = nn.Linear(config.width, heads * size, bias=bias)
+            self.kv = nn.Linear(config.width, kv_heads * 2 * size, bias=bias)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        self.scale = 1.0  # of queries, beside the kernels' 1 / root of D
+        self.settled: dict[str, float] = {}  # what `attend` is told besides, the same in every call
+        if isinstance(config, GPTConfig):
+            self.whole_norm = config.qk_norm == "whole"
+            if config.qk_norm != "none":
+                self.q_norm = make_norm(config, heads * size if self.whole_norm else size)
+                self.k_norm = make_norm(config, kv_heads * size if self.whole_norm else size)
+            if config.query_scalar:
+                self.scale = math.sqrt(size / config.query_scalar)
+            if config.attention_softcap:
+                self.settled = {"softcap": config.attention_softcap}
+        self.out = nn.Linear(heads * size, config.width, bias=config.has_bias("out"))
         self.attend: Callable[..., Tensor] = scaled_dot_product
 
     def project(self, x_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,6 +105,10 @@ class Attention(nn.Module):
             q, kv = products(x_BSW, self.q, self.kv)
             q = q.unflatten(-1, (-1, self.head_size))
             k, v = kv.unflatten(-1, (-1, 2, self.head_size)).unbind(3)
+        if self.q_norm is not None and self.k_norm is not None:
+            if self.whole_norm:
+                q, k = (x.flatten(2) for x in (q, k))
+            q, k = (x.view(*v.shape[:2], -1, self.head_size) for x in (self.q_norm(q), self.k_norm(k)))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(
@@ -116,10 +123,12 @@ class Attention(nn.Module):
         q, k, v = self.project(x_BSW)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
+        if self.scale != 1.0:
+            q = q * self.scale
         if memory is not None:
             k, v = memory.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        heads_BASD = self.attend(q, k, v, mask=mask, is_causal=is_causal, dropout=dropout)
+        heads_BASD = self.attend(q, k, v, mask=mask, is_causal=is_causal, dropout=dropout, **self.settled)
         return self.out(heads_BASD.transpose(1, 2).flatten(2))
 
 
@@ -144,9 +153,10 @@ class FeedForward(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         size = config.feed_forward_size
-        self.up = nn.Linear(config.width, size, bias=config.bias)
-        self.gate = nn.Linear(config.width, size, bias=config.bias) if config.gated else None
-        self.down = nn.Linear(size, config.width, bias=config.bias)
+        bias = config.has_bias("mlp")
+        self.up = nn.Linear(config.width, size, bias=bias)
+        self.gate = nn.Linear(config.width, size, bias=bias) if config.gated else None
+        self.down = nn.Linear(size, config.width, bias=bias)
         self.activation = activation_function(config.activation)
 
     def forward(self, x_BSW: Tensor) -> Tensor:
@@ -157,16 +167,26 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each a residual branch, the norm before it (GPT) or after the sum (BERT)."""
+    """Attention and feed-forward, each a residual branch, with the norms where the config places them.
+
+    Before each branch (GPT), after each sum (BERT), on what a branch gives (OLMo 2), or on both ends of it (Gemma 2).
+    With a parallel residual both branches read the block's input (Wang and Komatsuzaki 2021, GPT-J).
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.norm_first = not isinstance(config, BERTConfig) or config.norm_first
+        self.way = "before" if isinstance(config, BERTConfig) and config.norm_first else "sum"
+        if isinstance(config, GPTConfig):
+            self.way = config.norm_place if config.residual == "sequential" else config.residual
         self.dropout = config.dropout
         self.attention_norm = make_norm(config)
         self.attention = Attention(config)
-        self.mlp_norm = make_norm(config)
+        if self.way == "around":
+            self.attention_after_norm = make_norm(config)
+        self.mlp_norm = nn.Identity() if self.way == "shared" else make_norm(config)
         self.mlp = FeedForward(config)
+        if self.way == "around":
+            self.mlp_after_norm = make_norm(config)
 
     def forward(
         self,
@@ -176,12 +196,23 @@ class Block(nn.Module):
         rotary: Rotary | None = None,
         memory: LayerMemory | None = None,
     ) -> Tensor:
-        if self.norm_first:
-            attended = self.attention(self.attention_norm(x_BSW), mask, is_causal, rotary, memory)
-            x_BSW = x_BSW + self.drop(attended)
+        how = (mask, is_causal, rotary, memory)
+        if self.way == "before":
+            x_BSW = x_BSW + self.drop(self.attention(self.attention_norm(x_BSW), *how))
             return x_BSW + self.drop(self.mlp(self.mlp_norm(x_BSW)))
-        x_BSW = self.attention_norm(x_BSW + self.drop(self.attention(x_BSW, mask, is_causal, rotary, memory)))
-        return self.mlp_norm(x_BSW + self.drop(self.mlp(x_BSW)))
+        if self.way == "sum":
+            x_BSW = self.attention_norm(x_BSW + self.drop(self.attention(x_BSW, *how)))
+            return self.mlp_norm(x_BSW + self.drop(self.mlp(x_BSW)))
+        if self.way == "after":
+            x_BSW = x_BSW + self.drop(self.attention_norm(self.attention(x_BSW, *how)))
+            return x_BSW + self.drop(self.mlp_norm(self.mlp(x_BSW)))
+        if self.way == "around":
+            attended = self.attention(self.attention_norm(x_BSW), *how)
+            x_BSW = x_BSW + self.drop(self.attention_after_norm(attended))
+            return x_BSW + self.drop(self.mlp_after_norm(self.mlp(self.mlp_norm(x_BSW))))
+        read_BSW = self.attention_norm(x_BSW)
+        also_BSW = read_BSW if self.way == "shared" else self.mlp_norm(x_BSW)
+        return x_BSW + self.drop(self.attention(read_BSW, *how)) + self.drop(self.mlp(also_BSW))
 
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x

@@ -29,7 +29,7 @@ Placement = Literal[0, 1, "partial", "same"]
 
 TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
     ("token_table.weight", 0),
-    ("output.weight", 0),
+    ("output.*", 0),
     ("mlm_bias", 0),
     ("relative_bias.table.weight", 1),
     ("blocks.*.attention.qkv.*", 0),
@@ -139,39 +139,52 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     width, bert = config.width, config if isinstance(config, BERTConfig) else None
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def linear(name: str, outer: int, inner: int = width) -> None:
+    def linear(name: str, outer: int, inner: int = width, bias: bool = config.bias) -> None:
         shapes[f"{name}.weight"] = (outer, inner)
-        if config.bias:
+        if bias:
             shapes[f"{name}.bias"] = (outer,)
 
-    def norm(name: str) -> None:
-        shapes[f"{name}.weight"] = (width,)
+    def norm(name: str, size: int = width) -> None:
+        shapes[f"{name}.weight"] = (size,)
         if config.bias and config.norm == "layernorm":
-            shapes[f"{name}.bias"] = (width,)
+            shapes[f"{name}.bias"] = (size,)
 
     if bert and config.bias:
         shapes["mlm_bias"] = (config.vocab_size,)
     shapes["token_table.weight"] = (config.vocab_size, width)
-    if bert or config.positions == "learned":  # type: ignore[union-attr]
-        shapes["position_table.weight"] = (config.sequence_length, width)
+    if isinstance(config, BERTConfig) or config.positions == "learned":
+        offset = config.position_offset if isinstance(config, GPTConfig) else 0
+        shapes["position_table.weight"] = (config.sequence_length + offset, width)
     if bert and bert.token_types:
         shapes["type_table.weight"] = (bert.token_types, width)
     if bert and bert.relative_buckets:
         shapes["relative_bias.table.weight"] = (bert.relative_buckets, config.heads)
     heads, keys = config.heads * config.head_size, config.key_value_heads * config.head_size
+    gpt, wide = config if isinstance(config, GPTConfig) else None, config.feed_forward_size
+    qkv, out, mlp = (config.has_bias(part) for part in ("qkv", "out", "mlp"))
+    around = gpt is not None and gpt.norm_place == "around"
     for block in (f"blocks.{layer}" for layer in range(config.layers)):
         norm(f"{block}.attention_norm")
         if heads == keys:
-            linear(f"{block}.attention.qkv", 3 * heads)
+            linear(f"{block}.attention.qkv", 3 * heads, bias=qkv)
         else:
-            linear(f"{block}.attention.q", heads)
-            linear(f"{block}.attention.kv", 2 * keys)
-        linear(f"{block}.attention.out", width, heads)
-        norm(f"{block}.mlp_norm")
-        linear(f"{block}.mlp.up", config.feed_forward_size)
+            linear(f"{block}.attention.q", heads, bias=qkv)
+            linear(f"{block}.attention.kv", 2 * keys, bias=qkv)
+        if gpt and gpt.qk_norm != "none":
+            whole = gpt.qk_norm == "whole"
+            norm(f"{block}.attention.q_norm", heads if whole else config.head_size)
+            norm(f"{block}.attention.k_norm", keys if whole else config.head_size)
+        linear(f"{block}.attention.out", width, heads, bias=out)
+        if around:
+            norm(f"{block}.attention_after_norm")
+        if not gpt or gpt.residual != "shared":
+            norm(f"{block}.mlp_norm")
+        linear(f"{block}.mlp.up", wide, bias=mlp)
         if config.gated:
-            linear(f"{block}.mlp.gate", config.feed_forward_size)
-        linear(f"{block}.mlp.down", width, config.feed_forward_size)
+            linear(f"{block}.mlp.gate", wide, bias=mlp)
+        linear(f"{block}.mlp.down", width, wide, bias=mlp)
+        if around:
+            norm(f"{block}.mlp_after_norm")
     norm("norm")
     if bert and bert.mlm_transform:
         linear("mlm_transform", width)
@@ -179,8 +192,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if bert and bert.nsp:
         linear("pooler", width)
         linear("nsp", 2)
-    if not bert and not is_tied(config):
-        shapes["output.weight"] = (config.vocab_size, width)
+    if gpt and not gpt.tied:
+        linear("output", config.vocab_size, bias=gpt.output_bias)
     return shapes
 
 

@@ -342,8 +342,9 @@ def test_what_knows_no_pattern_refuses_it(tmp_path) -> None:
     it.
     """
     config = GPTConfig(vocab_size=50, sequence_length=64, layers=1, width=32, heads=4, attention_window=8)
-    with pytest.raises(Refused, match="attention pattern"):
+    with pytest.raises(Refused, match="no Hugging Face layout") as caught:
         to_huggingface(GPT(config))
+    assert caught.value.why.endswith("has another attention_window")
     with pytest.raises(Refused, match="attention pattern"):
         write_graph(GPT(config), tmp_path / "model.onnx", {})
     (problem,) = layout_problems(Layout(context=2), config, 64, 4, 4)

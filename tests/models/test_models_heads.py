@@ -94,7 +94,7 @@ def test_a_directory_without_a_head_is_read_as_before(tmp_path):
     [
         ({"problem_type": "regression"}, Refused),
         ({"id2label": {"1": "a", "2": "b", "3": "c"}}, Failed),
-        ({"hidden_act": "relu"}, Refused),
+        ({"hidden_act": "mish"}, Refused),
     ],
 )
 def test_what_our_heads_cannot_express_is_refused(change, error, tmp_path):

@@ -1,5 +1,8 @@
-"""The models compute what transformers' models compute: loss and every gradient in float64, and weights
+"""The models compute what transformers' models compute: logits and every gradient in float64, and weights
 through files.
+
+A row of `DECODERS` is a tiny model of a family: texts of 24 tokens are longer than its windows and than the
+length that its rope was trained for.
 """
 
 import json
@@ -8,21 +11,75 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from throughline.core.errors import Failed, Refused, WrongUse
+from throughline.models.cache import KeyValueCache
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.huggingface import from_huggingface, to_huggingface
-from throughline.models.huggingface_names import pairs
 from throughline.models.init import build
 from throughline.models.presets import preset
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 GPT2 = GPTConfig(vocab_size=96, sequence_length=24, layers=3, width=48, heads=4)
-LLAMA = preset("llama-toy", vocab_size=96)
-MHA_LLAMA = preset("llama-toy", vocab_size=96, kv_heads=0, head_width=24, tied=True)
 BERT_ = BERTConfig(vocab_size=96, sequence_length=24, layers=3, width=48, heads=4)
-FAMILIES = {
-    "gpt2": GPT2,
-    "llama": LLAMA,
-    "llama-mha": MHA_LLAMA,
+TINY = {"vocab_size": 96, "sequence_length": 24, "layers": 3, "width": 48, "heads": 4}
+SMALL = {
+    "mlp_width": 80,
+    "kv_heads": 2,
+    "activation": "silu",
+    "gated": True,
+    "norm": "rmsnorm",
+    "bias": False,
+}
+LIKE_LLAMA = TINY | SMALL | {"positions": "rotary", "tied": False}
+YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 6, "rope_high": 32.0}
+LLAMA3 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 12}
+WINDOW = {"attention_window": 5}
+GEMMA = {"activation": "gelu_tanh", "tied": True, "head_width": 16, "query_scalar": 24, "norm_from_one": True}
+GEMMA |= {"norm_place": "around", "scaled_embeddings": True, "logit_softcap": 2.0}
+NEOX = TINY | {"positions": "rotary", "activation": "gelu", "tied": False, "rope_width": 4}
+DECODERS = {  # our fields, and the `model_type` there
+    "gpt2": (TINY, "gpt2"),
+    "llama": (LIKE_LLAMA, "llama"),
+    "llama-mha": (LIKE_LLAMA | {"kv_heads": 0, "head_width": 24, "tied": True}, "llama"),
+    "llama-3.1": (LIKE_LLAMA | LLAMA3 | {"rope_theta": 50.0}, "llama"),
+    "llama-linear": (LIKE_LLAMA | {"rope_scaling": "linear", "rope_factor": 3.0}, "llama"),
+    "llama-dynamic": (
+        LIKE_LLAMA | {"sequence_length": 16, "rope_scaling": "dynamic", "rope_factor": 3.0},
+        "llama",
+    ),
+    "llama-biased": (LIKE_LLAMA | {"linear_bias": "attention"}, "llama"),
+    "qwen2": (LIKE_LLAMA | {"linear_bias": "qkv"}, "qwen2"),
+    "qwen2-window": (LIKE_LLAMA | WINDOW | YARN | {"linear_bias": "qkv", "layer_pattern": "gll"}, "qwen2"),
+    "qwen3": (LIKE_LLAMA | YARN | {"qk_norm": "head", "head_width": 16, "rope_magnitude": 1.3}, "qwen3"),
+    "qwen3-mha": (LIKE_LLAMA | {"qk_norm": "head", "kv_heads": 0, "tied": True}, "qwen3"),
+    "mistral": (LIKE_LLAMA | WINDOW | {"head_width": 16}, "mistral"),
+    "olmo2": (LIKE_LLAMA | {"qk_norm": "whole", "norm_place": "after"}, "olmo2"),
+    "olmo2-mha": (LIKE_LLAMA | {"qk_norm": "whole", "norm_place": "after", "kv_heads": 0}, "olmo2"),
+    "smollm3": (LIKE_LLAMA | {"layer_pattern": "gn", "tied": True, "rope_theta": 2e6}, "smollm3"),
+    "phi3": (LIKE_LLAMA | WINDOW | {"huggingface": "phi3"}, "phi3"),
+    "phi3-mha": (LIKE_LLAMA | {"kv_heads": 0, "rope_width": 6}, "phi3"),
+    "gemma2": (
+        LIKE_LLAMA | WINDOW | GEMMA | {"layer_pattern": "lg", "attention_softcap": 1.5},
+        "gemma2",
+    ),
+    "gemma3": (
+        LIKE_LLAMA
+        | WINDOW
+        | GEMMA
+        | {"layers": 4, "layer_pattern": "llg", "qk_norm": "head", "rope_theta": 400.0}
+        | {"rope_local_theta": 30.0, "rope_scaling": "linear", "rope_factor": 8.0},
+        "gemma3_text",
+    ),
+    "neox": (NEOX | {"residual": "parallel"}, "gpt_neox"),
+    "neox-sequential": (NEOX | {"linear_bias": "mlp"}, "gpt_neox"),
+    "gptj": (
+        NEOX | {"residual": "shared", "linear_bias": "mlp", "output_bias": True, "rope_width": 8},
+        "gptj",
+    ),
+    "opt": (TINY | {"activation": "relu", "position_offset": 2, "mlp_width": 80}, "opt"),
+    "starcoder2": (TINY | WINDOW | {"positions": "rotary", "kv_heads": 2, "mlp_width": 80}, "starcoder2"),
+}
+FAMILIES = {name: GPTConfig.from_dict(fields) for name, (fields, _) in DECODERS.items()} | {
     "bert": BERT_,
     "bert-mlm": BERTConfig(vocab_size=96, sequence_length=24, layers=2, width=48, heads=4, nsp=False),
 }
@@ -62,11 +119,13 @@ def theirs(model, directory):
     return loaded.eval()
 
 
-def gradients_in_our_layout(their_model, config, directory):
-    """Their gradients, carried into our names and shapes by the importer."""
-    named = dict(their_model.named_parameters())
-    state = {name: named[name].grad for pair in pairs(config) for name in pair.theirs}
-    save_file({name: value.contiguous() for name, value in state.items()}, directory / "model.safetensors")
+def gradients_in_our_layout(their_model, model, directory):
+    """Their gradients, saved as they save weights and carried into our names and shapes by the importer."""
+    with torch.no_grad():
+        for parameter in their_model.parameters():
+            parameter.copy_(parameter.grad)
+    their_model.save_pretrained(directory)
+    assert from_huggingface(directory).config == model.config  # as transformers writes it
     return dict(from_huggingface(directory, dtype=torch.float64).named_parameters())
 
 
@@ -78,31 +137,51 @@ def assert_same_gradients(model, reference):
         assert difference <= 1e-10 * max(1.0, reference[name].abs().max()), (name, difference)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-mha"])
-def test_gpt_loss_and_gradients(name, tmp_path, monkeypatch):
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+class InFull(TorchFunctionMode):
+    """transformers rounds norms and softmaxes to float32 on the way, which hides everything below 1e-8; here they
+    stay in float64.
+    """
 
-    def norm_in_full(self, x):  # theirs rounds to float32 on the way, which hides everything below 1e-8
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float or (func is torch.Tensor.to and args[1:] == (torch.float32,)):
+                return args[0]
+            if func is F.softmax:
+                kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
+        return func(*args, **kwargs)
 
-    monkeypatch.setattr(LlamaRMSNorm, "forward", norm_in_full)
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoder_logits_and_gradients(name, tmp_path):
     config = FAMILIES[name]
     model = scattered(config)
     reference = theirs(model, tmp_path)
+    assert reference.config.model_type == DECODERS[name][1]
+    if name == "gptj":  # its angles are float64 when the model is, ours are float32
+        from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
+
+        for block in reference.transformer.h:
+            block.attn.embed_positions = create_sinusoidal_positions(24, config.rope_width)
     ids = torch.randint(0, config.vocab_size, (3, 24))
     labels = ids.clone()
     labels[0, 5:9] = -100
-    loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    expected = reference(input_ids=ids, labels=labels).loss
-    # transformers computes cross-entropy in float32; the same logits are therefore scored in float64 as well
-    expected_64 = F.cross_entropy(
-        reference(input_ids=ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    )
-    assert abs(loss.item() - expected.item()) < 1e-5
-    assert abs(loss.item() - expected_64.item()) < 1e-10
-    loss.backward()
-    expected_64.backward()
-    assert_same_gradients(model, gradients_in_our_layout(reference, config, tmp_path))
+    with InFull():
+        expected = reference(input_ids=ids, use_cache=False).logits
+    logits = model(ids)
+    assert (logits - expected).abs().max() < 1e-10 * expected.abs().max()
+    for scores in (logits, expected):
+        F.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+    assert_same_gradients(model, gradients_in_our_layout(reference, model, tmp_path))
+
+    length = min(24, config.sequence_length)  # dynamic scaling turns the keys of a longer text again
+    cache, found = KeyValueCache(config, 3, dtype=torch.float64), []
+    with torch.no_grad():
+        for start, stop in [(0, 9), *((i, i + 1) for i in range(9, 12)), (12, length)]:
+            found.append(model(ids[:, start:stop], cache=cache))
+            cache.advance(stop - start)
+        whole = model(ids[:, :length])
+    assert (torch.cat(found, 1) - whole).abs().max() < 1e-12 * whole.abs().max()
 
 
 def test_bert_loss_and_gradients(tmp_path):
@@ -125,7 +204,7 @@ def test_bert_loss_and_gradients(tmp_path):
     assert abs(loss.item() - expected.item()) < 1e-10
     loss.backward()
     expected.backward()
-    assert_same_gradients(model, gradients_in_our_layout(reference, BERT_, tmp_path))
+    assert_same_gradients(model, gradients_in_our_layout(reference, model, tmp_path))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -191,7 +270,8 @@ def test_what_cannot_be_read_is_said(tmp_path):
     save_file(state, tmp_path / "model.safetensors")
     for change, error, text in (
         ({"model_type": "mamba"}, Refused, "'mamba' cannot be read"),
-        ({"activation_function": "relu"}, Refused, "activation_function = 'relu'"),
+        ({"activation_function": "mish"}, Refused, "activation_function = 'mish'"),
+        ({"residual_multiplier": 0.2}, Refused, "residual_multiplier = 0.2, a field that may change"),
         ({"n_embd": 96}, Failed, "does not fit"),
         ({"n_layer": 4}, Failed, "tensors are missing"),
         ({"n_layer": 2}, Refused, "parts that ours do not"),
@@ -215,7 +295,7 @@ def test_shapes_without_a_layout_are_refused():
     for config in (
         preset("bert-toy", norm_first=True),
         preset("gpt-toy", gated=True),
-        preset("gpt-toy", positions="rotary"),
+        preset("gpt-toy", positions="rotary", norm="rmsnorm"),
     ):
         with pytest.raises(Refused, match="no Hugging Face layout"):
             to_huggingface(build(config))

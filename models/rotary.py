@@ -1,0 +1,80 @@
+"""Rotary positions (Su et al. 2021), for the layout that pairs i with i + D/2 (as Llama's weights do), and the ways in
+which they are scaled to texts longer than those that were trained.
+
+| rope_scaling | what it does to the frequencies | source |
+|---|---|---|
+| linear | divides all by the factor | Chen et al. 2023 |
+| dynamic | raises the base once a text is longer than the trained length | NTK-aware, as transformers has it |
+| yarn | divides the slow ones, leaves the fast ones, a ramp over their numbers; magnifies cos and sin | Peng et al. 2023, 3.2 |
+| llama3 | divides the slow ones, leaves the fast ones, a ramp over their turns | Llama 3.1's own code |
+
+Everything is float32 whatever the model's dtype, operation by operation as in transformers: angles reach thousands,
+where another rounding of a frequency is another angle.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .config import GPTConfig
+
+Rotary = tuple[Tensor, Tensor]  # cos and sin, each (1 or B, 1, S, D), D numbers of a head that are turned
+
+
+def rotary_table(config: GPTConfig, positions: Tensor, dtype: torch.dtype, local: bool = False) -> Rotary:
+    """Cosines and sines at `positions` (S,) or (B, S); `local`: of the layers that have a base of their own."""
+    angles = positions[..., None].float() * frequencies(config, positions, local)  # (S, D/2) or (B, S, D/2)
+    angles = torch.cat((angles, angles), dim=-1)
+    angles = angles[None, None] if positions.dim() == 1 else angles[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    if config.rope_scaling == "yarn" and not local:
+        size = config.rope_magnitude or 0.1 * math.log(config.rope_factor) + 1.0
+        cos, sin = cos * size, sin * size
+    return cos.to(dtype), sin.to(dtype)
+
+
+def frequencies(config: GPTConfig, positions: Tensor, local: bool = False) -> Tensor:
+    """Radians for each step of position, (D/2,) float32. Only `dynamic` looks at what the positions are."""
+    size, device = config.rotary_size, positions.device
+    steps = torch.arange(0, size, 2, device=device).float() / size
+    theta = config.rope_local_theta if local else config.rope_theta
+    length = config.rope_original_length or config.sequence_length
+    factor = config.rope_factor
+    if local or config.rope_scaling == "none":
+        return 1.0 / theta**steps
+    if config.rope_scaling == "linear":
+        return 1.0 / theta**steps / factor
+    if config.rope_scaling == "dynamic":
+        longest = (positions.max() + 1).clamp(min=length)
+        base = theta * (factor * longest / length - (factor - 1)) ** (size / (size - 2))
+        return 1.0 / base**steps
+    if config.rope_scaling == "yarn":
+        kept = 1 - _ramp(config, size, length).to(device)
+        return 1.0 / (factor * theta**steps) * (1 - kept) + 1.0 / theta**steps * kept
+    whole = 1.0 / theta**steps
+    turn = 2 * math.pi / whole  # positions until it is back
+    slow, fast = turn > length / config.rope_low, turn < length / config.rope_high
+    share = (length / turn - config.rope_low) / (config.rope_high - config.rope_low)
+    between = (1 - share) * whole / factor + share * whole
+    return torch.where(slow, whole / factor, torch.where(fast, whole, between))
+
+
+def _ramp(config: GPTConfig, size: int, length: int) -> Tensor:
+    """From 0 at the last frequency that yarn leaves alone to 1 at the first that it divides, (D/2,)."""
+
+    def place(turns: float) -> float:  # of the frequency that turns so often in the trained length
+        return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low, high = max(math.floor(place(config.rope_high)), 0), min(math.ceil(place(config.rope_low)), size - 1)
+    return ((torch.arange(size // 2).float() - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+
+
+def rotate(x_BASD: Tensor, rotary: Rotary) -> Tensor:
+    """Each pair (i, i + D/2) of the first D numbers of a head turned by its angle."""
+    cos, sin = rotary
+    if cos.shape[-1] < x_BASD.shape[-1]:
+        turned, rest = x_BASD.tensor_split((cos.shape[-1],), -1)
+        return torch.cat((rotate(turned, rotary), rest), dim=-1)
+    first, second = x_BASD.chunk(2, dim=-1)
+    return x_BASD * cos + torch.cat((-second, first), dim=-1) * sin
