@@ -33,11 +33,12 @@ def token_logprobs(
     targets: np.ndarray,
     *,
     ranks: bool = False,
+    softcap: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each target id (T,) at position `lines` (T,) of `hidden`: log-probability float32, whether it is
     the arg-max (the first of equals), and with `ranks` how many tokens are more probable (else zeros).
 
-    A position asked for several targets has its logits computed once.
+    A position asked for several targets has its logits computed once. `softcap`: see `GPTConfig.logit_softcap`.
     """
     places, which = np.unique(lines, return_inverse=True)
     logprobs, greedy, above = (
@@ -53,7 +54,7 @@ def token_logprobs(
         asked = order[first:last]
         rows = which[asked] - piece * LINES
         hidden_NW = hidden_SW[torch.from_numpy(filled).to(hidden_SW.device)]
-        part = _Chunk(weight_VW, bias_V, hidden_NW, rows, targets[asked])
+        part = _Chunk(weight_VW, bias_V, hidden_NW, rows, targets[asked], softcap)
         logprobs[asked], greedy[asked] = part.scores()
         if ranks:
             above[asked] = part.ranks()
@@ -69,6 +70,7 @@ class _Chunk:
     hidden: Tensor
     rows: np.ndarray
     targets: np.ndarray
+    softcap: float
 
     def __post_init__(self) -> None:
         self.size = PIECE.get(self.hidden.device.type, PIECE["cpu"])
@@ -77,9 +79,9 @@ class _Chunk:
     def logits(self, start: int) -> Tensor:
         """(N, PIECE) float32: logits of the tokens from `start` on."""
         stop = start + self.size
-        return linear(
-            self.hidden, self.weight[start:stop], None if self.bias is None else self.bias[start:stop]
-        ).float()
+        bias = None if self.bias is None else self.bias[start:stop]
+        logits = linear(self.hidden, self.weight[start:stop], bias).float()
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
     def scores(self) -> tuple[np.ndarray, np.ndarray]:
         device = self.hidden.device

@@ -74,11 +74,14 @@ class ModuleTrees(ModuleReader):
         packed[1, :tokens] = np.concatenate([tree.positions for tree in trees])
         ids, positions = torch.from_numpy(packed).to(self.device)
         weight_VW = self.model.output_weight()
-        attend = TreeAttention(trees, self.device, weight_VW.dtype, self.model.config.attention_pattern)
+        config, place = self.model.config, (trees, self.device, weight_VW.dtype)
+        near = TreeAttention(*place, config.attention_pattern)
+        whole = TreeAttention(*place) if config.layer_pattern else near
         modules = (module for module in self.model.modules() if isinstance(module, Attention))
-        with attending(modules, attend.of_layer):
+        with attending(modules, lambda i: (near if config.pattern_of(i) else whole).of_layer(i)):
             hidden_SW = self.model.hidden(ids[None], positions[None])[0]
-        return token_logprobs(weight_VW, None, hidden_SW, lines, targets)[:2]
+        head = weight_VW, self.model.output_bias(), hidden_SW
+        return token_logprobs(*head, lines, targets, softcap=config.logit_softcap)[:2]
 
 
 class ModuleRows(ModuleReader):

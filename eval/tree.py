@@ -105,14 +105,17 @@ class TreeAttention:
         pattern = self._made_of[3]
         return self if pattern is None or not pattern.random_blocks else TreeAttention(*self._made_of, layer)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0, **_: Any) -> Tensor:
         """q (1, A, S, D), k and v (1, G, S, D) -> (1, A, S, D); lines behind the last row are zero."""
         out = q.new_empty(1, q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
         out[:, :, self.tokens :] = 0
         for first, stop, seen, mask in self.calls:
             asked, given = slice(first, stop), slice(seen, stop)
             out[:, :, asked] = scaled_dot_product(
-                q[:, :, asked], k[:, :, given], v[:, :, given], mask=mask, is_causal=mask is None
+                *(q[:, :, asked], k[:, :, given], v[:, :, given]),
+                mask=mask,
+                is_causal=mask is None,
+                softcap=softcap,
             )
         return out
 

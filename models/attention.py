@@ -167,5 +167,6 @@ def _attend_capped(
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))  # (B, G, A / G, S, P)
     scores = torch.tanh(scores / (math.sqrt(size) * softcap)) * softcap
     if mask is not None:
-        scores = scores.masked_fill(~(mask[:, None] if mask.dim() == 4 else mask), -math.inf)
+        mask = mask[:, :, None] if mask.dim() == 4 else mask
+        scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
     return (scores.softmax(-1).to(v.dtype) @ v).flatten(1, 2)

@@ -1,9 +1,13 @@
 """The model families of `families.toml`, in its order, and what no family needs to say. No torch."""
 
 import tomllib
+from collections.abc import Collection
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
+
+from ..core.errors import Refused
+from .config import GPTConfig, ModelConfig
 
 # Fields of any config.json that change no number of the model. Dropout is a run's own decision.
 IGNORED = frozenset(
@@ -79,3 +83,11 @@ def _family(row: dict[str, Any]) -> Family:
     absent = {name: None for name in row.pop("optional", [])}
     row = row | {"usual": absent | row["usual"], "names": Names(**row["names"])}
     return Family(**row)
+
+
+def refuse_beyond(config: ModelConfig, known: Collection[str], who: str) -> None:
+    """Raise Refused where a decoder has fields set, beyond those of a GPT-2 and a Llama, that `who` does not know."""
+    if isinstance(config, GPTConfig) and (unknown := config.beyond(known)):
+        why = ", ".join(f"{name} = {getattr(config, name)!r}" for name in unknown)
+        fix = "docs/models.md has the table of what each family can do; torch generates, evaluates and serves it"
+        raise Refused(f"{who} does not know this model", where=f"model.{unknown[0]}", why=why, fix=fix)

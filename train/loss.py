@@ -65,7 +65,8 @@ def pad_vocabulary(model: Model, device: torch.device) -> None:
     """Give the matrix of the head, and its bias, whole tiles of rows. The model, perhaps cut, is on the meta device:
     whoever fills it makes the rows below its words 0.
     """
-    owners = (model.token_table, "weight"), (getattr(model, "output", None), "weight"), (model, "mlm_bias")
+    output = getattr(model, "output", None)
+    owners = (model.token_table, "weight"), (output, "weight"), (output, "bias"), (model, "mlm_bias")
     for owner, name in owners:
         parameter = getattr(owner, name, None)
         if parameter is not None and (missing := -len(parameter) % COLUMNS[device.type]):
@@ -119,21 +120,23 @@ def head_loss_sum(
     targets_N: Tensor,
     words: Words | None = None,
     smoothing: float = 0.0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Sum over the targets that are not IGNORED of the cross-entropies of `hidden @ weight + bias`.
 
     `words` are those of the matrix, by default all of its rows. `smoothing` of the target's weight goes to all
-    words alike (Szegedy et al. 2016, section 7).
+    words alike (Szegedy et al. 2016, section 7). `softcap` c: logits x are c tanh(x / c) instead (Gemma 2).
     """
     words = words or Words(len(weight_AW))
     if words.axis.group is None and not smoothing and words.size < LARGE_VOCABULARY:
         logits_NA = linear(hidden_NW, weight_AW, bias_A)
+        logits_NA = torch.tanh(logits_NA / softcap) * softcap if softcap else logits_NA
         whole = words.count == logits_NA.shape[1]  # backward of a slice would copy
         return cross_entropy_sum(logits_NA if whole else logits_NA[:, : words.count], targets_N)
     if not torch.is_grad_enabled():
         hidden_NW, weight_AW = hidden_NW.detach(), weight_AW.detach()
         bias_A = None if bias_A is None else bias_A.detach()
-    return _HeadLoss.apply(hidden_NW, weight_AW, bias_A, targets_N, words, smoothing)
+    return _HeadLoss.apply(hidden_NW, weight_AW, bias_A, targets_N, words, smoothing, softcap)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -146,6 +149,7 @@ class _HeadLoss(torch.autograd.Function):
         targets_N: Tensor,
         words: Words,
         smoothing: float,
+        softcap: float,
     ) -> Tensor:
         ctx.dtypes = hidden_NW.dtype, weight_AW.dtype, None if bias_A is None else bias_A.dtype
         wanted = any(ctx.needs_input_grad[:3])
@@ -156,7 +160,11 @@ class _HeadLoss(torch.autograd.Function):
         sums: list[Tensor | None] = [None, None]
         for hidden, targets in zip(hidden_NW.split(rows), targets_N.split(rows)):
             gradient = linear(hidden, weight_AW, bias_A)  # the logits; 0 below the words
+            bent = torch.tanh(gradient / softcap) if softcap else None
+            gradient = gradient if bent is None else bent * softcap
             total = total + softmax_loss(gradient[:, : words.count], targets, words, wanted, smoothing)
+            if bent is not None:
+                gradient.mul_(1 - bent * bent)
             if ctx.whole:
                 ctx.save_for_backward(gradient if wanted else None, hidden_NW, weight_AW)
             elif wanted:
@@ -181,7 +189,7 @@ class _HeadLoss(torch.autograd.Function):
         for place, (x, factor, dtype) in enumerate(zip(results, factors, ctx.dtypes)):
             if x is not None:
                 results[place] = (x if factor is None else x * factor.to(x.dtype)).to(dtype)
-        return *results, None, None, None
+        return *results, None, None, None, None
 
 
 def _products(
@@ -206,7 +214,8 @@ def gpt_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tens
     hidden_BSW = hidden_BPW if axis.group is None else gather_rows(hidden_BPW, axis)
     hidden_NW, targets_N = hidden_BSW.flatten(0, 1), batch["targets"].flatten()
     words = Words(model.config.vocab_size, axis)
-    return head_loss_sum(hidden_NW, model.output_weight(), None, targets_N, words).view(1)
+    head, softcap = (model.output_weight(), model.output_bias()), model.config.logit_softcap
+    return head_loss_sum(hidden_NW, *head, targets_N, words, softcap=softcap).view(1)
 
 
 def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis, smoothing: float = 0.0) -> Tensor:

@@ -1,15 +1,17 @@
-"""A model as one GGUF file, the format of llama.cpp and of the tools built on it: GPT-2, Llama and BERT, with
-tokenizer and metadata.
+"""A model as one GGUF file, the format of llama.cpp and of the tools built on it: the families of `WRITTEN` and BERT,
+with tokenizer and metadata.
 
 Layouts, as llama.cpp's loaders expect them:
 
 - matrices are (out, in); GPT-2's query, key and value are one matrix, one after another;
-- Llama's query and key rows are reordered, because ggml rotates neighbours where Hugging Face rotates halves;
+- Llama's query and key rows are reordered, because ggml rotates neighbours where Hugging Face rotates halves (those of
+  the other families are not: there it rotates halves too); Llama 3's scaled rope is a tensor of divisors;
 - BERT's first row of token types is all that is ever used; its heads are not stored;
 - vectors and positions are f32. Of the matrices in q4_0 the output is q8_0, as llama.cpp keeps it finer.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +21,8 @@ from ...core.errors import Refused, WrongUse
 from ...data.tokenizer import TURN_ENDS, Tokenizer, chat_template
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
 from ...models.sentence import MEAN, Sentence
+from ...models.families import refuse_beyond
+from ...models.huggingface_config import family_of_shape
 from ..runtimes.llama_backend import INSTALL
 
 if TYPE_CHECKING:
@@ -27,14 +31,37 @@ if TYPE_CHECKING:
 
 GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
 HEADS = ("cls.", "bert.pooler")  # of pretraining, which llama.cpp has no place for
+# llama.cpp's name of a family, and the fields beyond a Llama's that it computes
+WRITTEN = {
+    "gpt2": "gpt2",
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "olmo2": "olmo2",
+}
+SCALED = ("rope_scaling", "rope_factor", "rope_original_length", "rope_low", "rope_high")
+KNOWN = (*SCALED, "linear_bias", "qk_norm", "norm_place")
 
 
 def architecture_of(config: ModelConfig) -> str:
     """The name that llama.cpp has for this shape. Raises Refused for one that it computes differently."""
     if isinstance(config, BERTConfig):
         return "bert"
-    if config.positions == "rotary":
-        return "llama"
+    kind = family_of_shape(config)
+    if kind not in WRITTEN:
+        why, fix = f"this one is {kind}", "docs/models.md has the table of what each family can do"
+        raise Refused(f"GGUF is written of {', '.join(WRITTEN)} and bert", where="model", why=why, fix=fix)
+    refuse_beyond(config, KNOWN, "GGUF")
+    if config.attention_pattern is not None:
+        raise Refused(
+            "GGUF is written without windows", where="attention_window", fix="export to Hugging Face"
+        )
+    if config.rope_scaling == "dynamic" or (kind == "llama" and config.linear_bias != "usual"):
+        why = f"rope_scaling = {config.rope_scaling!r}, linear_bias = {config.linear_bias!r}"
+        raise Refused("llama.cpp computes this model otherwise", where="model", why=why)
+    if kind != "gpt2":
+        return WRITTEN[kind]
     if config.activation != "gelu_tanh":
         why, fix = f"this model has {config.activation}", "export to ONNX or Hugging Face"
         raise Refused("llama.cpp computes GPT-2 with tanh-GELU alone", where="activation", why=why, fix=fix)
@@ -99,11 +126,31 @@ def _describe(writer: Any, config: ModelConfig, precision: GGUFPrecision) -> Non
         writer.add_key_length(config.head_size)
         writer.add_value_length(config.head_size)
         writer.add_rope_freq_base(config.rope_theta)
+        _describe_scaling(writer, config)
     else:
         writer.add_layer_norm_eps(config.norm_epsilon)
     if isinstance(config, BERTConfig):
         writer.add_causal_attention(False)
         writer.add_token_type_count(config.token_types)
+
+
+def _describe_scaling(writer: Any, config: GPTConfig) -> None:
+    """How rope is scaled; Llama 3's way is a tensor of what each frequency is divided by."""
+    import gguf
+
+    if config.rope_scaling in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(config.rope_scaling))
+        writer.add_rope_scaling_factor(config.rope_factor)
+    if config.rope_scaling == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(config.rope_original_length or config.sequence_length)
+    if config.rope_scaling == "llama3":
+        import torch
+
+        from ...models.rotary import frequencies
+
+        none = torch.zeros(1)
+        plain = frequencies(replace(config, rope_scaling="none", rope_factor=1.0), none)
+        writer.add_tensor("rope_freqs.weight", (plain / frequencies(config, none)).numpy())
 
 
 def _tensors(

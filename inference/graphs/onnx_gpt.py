@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...models.config import GPTConfig
-from ...models.layers import rotary_table
+from ...models.families import refuse_beyond
+from ...models.rotary import rotary_table
 from ..runtimes.onnx_causal import ONE_PROMPT
 from .graph_options import PLAIN, GraphOptions
 from .onnx_blocks import AttentionCore, Blocks
@@ -32,9 +33,15 @@ if TYPE_CHECKING:
     from ...models.gpt import GPT
 
 
+# fields beyond a Llama's that a graph has: rope is a table, whatever scaled it, and a linear layer has the bias that it has
+KNOWN = ("rope_scaling", "rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude")
+KNOWN += ("linear_bias",)
+
+
 def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
-    """The graph of this model."""
+    """The graph of this model. Raises Refused for one with fields that a graph does not have."""
     config = model.config
+    refuse_beyond(config, KNOWN, "an ONNX graph")
     parts = Blocks(model, config, options)
     graph = parts.graph
     ids = graph.input("input_ids", INT64, ["batch", "sequence"])
@@ -204,5 +211,5 @@ def _rotary_tables(config: GPTConfig) -> list[np.ndarray]:
     import torch
 
     places, half = torch.arange(config.sequence_length), config.head_size // 2
-    tables = rotary_table(places, config.head_size, config.rope_theta, torch.float32)
+    tables = rotary_table(config, places, torch.float32)
     return [table[0, 0, :, :half].numpy() for table in tables]

@@ -86,7 +86,9 @@ class Packed:
         """The attention of one layer, with the signature of `Attention.attend`."""
         keys, values = self.cache.keys_LBGTD[layer], self.cache.values_LBGTD[layer]
 
-        def attend(q_1ATD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, **_: object) -> Tensor:
+        def attend(
+            q_1ATD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, softcap: float = 0.0, **_: object
+        ) -> Tensor:
             for store, new in ((keys, k_1GTD), (values, v_1GTD)):
                 store[self.rows_T, :, self.places_1T[0]] = new[0].transpose(0, 1).to(store.dtype)
             found = []
@@ -95,10 +97,13 @@ class Packed:
                 k, v = keys[rows, :, : part.seen], values[rows, :, : part.seen]
                 q = q_1ATD[:, :, part.start : part.stop]
                 if part.stop - part.start == part.rows:  # a token of each row
-                    heads = scaled_dot_product(q.permute(2, 1, 0, 3), k, v, mask=part.mask)
+                    heads = scaled_dot_product(q.permute(2, 1, 0, 3), k, v, mask=part.mask, softcap=softcap)
                     found.append(heads.permute(2, 1, 0, 3))
                 else:
-                    found.append(scaled_dot_product(q, k, v, mask=part.mask, is_causal=part.mask is None))
+                    causal = part.mask is None
+                    found.append(
+                        scaled_dot_product(q, k, v, mask=part.mask, is_causal=causal, softcap=softcap)
+                    )
             return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
         return attend

@@ -46,13 +46,32 @@ SHAPES = {
     ),
     "bert": BERTConfig(vocab_size=97, sequence_length=64, layers=2, width=64, heads=4),
 }
+FAMILIES = {  # on a Llama
+    "llama3": {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 16, "rope_theta": 200.0},
+    "qwen2": {"linear_bias": "qkv"},
+    "qwen2-yarn": {
+        "linear_bias": "qkv",
+        "rope_scaling": "yarn",
+        "rope_factor": 4.0,
+        "rope_original_length": 16,
+    }
+    | {"rope_high": 32.0},
+    "qwen3": {"qk_norm": "head", "head_width": 32, "tied": True},
+    "olmo2": {"qk_norm": "whole", "norm_place": "after"},
+}
+SHAPES |= {name: dataclasses.replace(SHAPES["llama"], **fields) for name, fields in FAMILIES.items()}
 
 
-@pytest.mark.parametrize("precision", ["f32", "q8_0", "q4_0"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((name, precision) for name in ("gpt2", "llama", "bert") for precision in ("f32", "q8_0", "q4_0")),
+        *((name, "f32") for name in FAMILIES),
+    ],
+)
 def test_llama_cpp_computes_what_torch_computes(name: str, precision: str, tmp_path: Path) -> None:
     model = opinionated_model(SHAPES[name])
-    assert architecture_of(model.config) == name
+    assert architecture_of(model.config) == name.replace("llama3", "llama").removesuffix("-yarn")
     fields, state = to_huggingface(model)
     (tmp_path / "model").mkdir()
     save_file({key: value.contiguous() for key, value in state.items()}, tmp_path / "model/model.safetensors")
@@ -68,6 +87,14 @@ def test_llama_cpp_computes_what_torch_computes(name: str, precision: str, tmp_p
 def test_what_llama_cpp_computes_otherwise_is_refused() -> None:
     with pytest.raises(Refused, match="tanh-GELU"):
         architecture_of(dataclasses.replace(SHAPES["gpt2"], activation="gelu"))
+    for fields, said in (
+        ({"rope_scaling": "dynamic", "rope_factor": 2.0}, "otherwise"),
+        ({"attention_window": 8}, "without windows"),
+        ({"layer_pattern": "gn"}, "is written of gpt2"),
+        ({"logit_softcap": 3.0, "qk_norm": "head"}, "no Hugging Face layout"),
+    ):
+        with pytest.raises(Refused, match=said):
+            architecture_of(dataclasses.replace(SHAPES["llama"], **fields))
 
 
 def test_an_artifact_tokenises_generates_and_shares_prompts(gpt_dir: Path, tmp_path: Path) -> None:
