@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.errors import Failed, Refused
 from .config import BERTConfig, GPTConfig, ModelConfig
-from .families import IGNORED, Family, families
+from .families import Family, families, ignored
 
 Fields = dict[str, Any]
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu"}
@@ -53,7 +53,8 @@ WINDOWS = {  # the fields by which a family says which layers have a window
     "": (),
     "all": ("sliding_window",),
     "from": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-    "types": ("sliding_window", "layer_types", "sliding_window_pattern", "rope_local_base_freq"),
+    "types": ("sliding_window", "layer_types"),
+    "bases": ("sliding_window", "layer_types", "sliding_window_pattern", "rope_local_base_freq"),
     "nope": ("no_rope_layers", "no_rope_layer_interval"),
 }
 LAYER_TYPES = {"g": "full_attention", "l": "sliding_attention"}
@@ -113,6 +114,7 @@ def _write(config: GPTConfig, kind: str) -> Fields:
         fields["sliding_window"] = config.attention_window or None
     if "use_sliding_window" in WINDOWS[family.windows]:
         fields["use_sliding_window"] = config.attention_window > 0
+        fields["max_window_layers"] = config.layers - config.windowed_layers
     if "layer_types" in WINDOWS[family.windows]:
         fields["layer_types"] = [
             LAYER_TYPES.get(config.kind_of(i), "full_attention") for i in range(config.layers)
@@ -151,13 +153,9 @@ def _write_rope(config: GPTConfig, family: Family) -> Fields:
     if family.part[0]:
         fields[family.part[0]] = rope["partial_rotary_factor"] = config.rotary_size / config.head_size
         fields["rope_scaling"] = rope if names else None
-    if family.windows == "types":
-        fields["rope_local_base_freq"] = config.rope_local_theta or config.rope_theta
-        local = {"rope_type": "default", "rope_theta": fields["rope_local_base_freq"]}
-        nested = {"full_attention": rope, "sliding_attention": local}
-        return fields | (
-            {"rope_parameters": nested} if family.theta[1] != 10000.0 else {"rope_parameters": rope}
-        )
+    if family.windows == "bases":
+        fields["rope_local_base_freq"] = base = config.rope_local_theta or config.rope_theta
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
     return fields | {"rope_parameters": rope}
 
 
@@ -166,7 +164,8 @@ def _describe_bert(config: BERTConfig) -> Fields:
     plain = config.norm == "layernorm" and config.bias and not config.gated and one_to_one
     parts = config.mlm_transform and config.token_types and not config.relative_buckets
     if not plain or not parts or config.norm_first or config.attention_pattern is not None:
-        why = "BERT there is post-norm, with biases, a segment table, an MLM transform, no relative positions, no window"
+        why = "BERT there is post-norm, with biases, a segment table, an MLM transform, and neither relative positions "
+        why += "nor a window"
         fix = "export it to ONNX, or train a post-norm one (model.overrides.norm_first = false)"
         raise Refused("this shape has no Hugging Face layout of ours", why=why, fix=fix)
     kind = "BertForPreTraining" if config.nsp else "BertForMaskedLM"
@@ -213,7 +212,7 @@ def _refuse_others(
     for name, value in fields.items():
         if name in must and value is not None and value not in must[name]:
             raise unlike_ours(where, f"{name} = {value!r}")
-        if name not in known and name not in IGNORED and value is not None:
+        if name not in known and name not in ignored() and value is not None:
             raise unlike_ours(where, f"{name} = {value!r}, a field that may change the numbers")
 
 
@@ -282,7 +281,7 @@ def _read_rope(fields: Fields, family: Family, where: str, found: Fields) -> Fie
     if family.part[0]:
         share = rope.get("partial_rotary_factor") or fields.get(family.part[0]) or family.part[1]
         ours["rope_width"] = int((found.get("head_width") or found["width"] // found["heads"]) * share)
-    if "rope_local_base_freq" in WINDOWS[family.windows] and found.get("qk_norm") == "head":  # Gemma 3
+    if family.windows == "bases":
         local: Any = given.get("sliding_attention") or {}
         ours["rope_local_theta"] = float(
             local.get("rope_theta") or fields.get("rope_local_base_freq") or 10000.0
@@ -308,7 +307,7 @@ def _read_windows(fields: Fields, family: Family, found: Fields) -> Fields:
             first = fields.get("max_window_layers", 28)
             letters = ["l" if layer >= first else "g" for layer in range(layers)]
         else:
-            turn = fields.get("sliding_window_pattern", 6 if found.get("qk_norm") == "head" else 2)
+            turn = fields.get("sliding_window_pattern", 6) if style == "bases" else 2
             letters = ["l" if (layer + 1) % turn else "g" for layer in range(layers)]
         if types is not None:
             letters = [{theirs: ours for ours, theirs in LAYER_TYPES.items()}[kind] for kind in types]

@@ -5,7 +5,7 @@ which they are scaled to texts longer than those that were trained.
 |---|---|---|
 | linear | divides all by the factor | Chen et al. 2023 |
 | dynamic | raises the base once a text is longer than the trained length | NTK-aware, as transformers has it |
-| yarn | divides the slow ones, leaves the fast ones, a ramp over their numbers; magnifies cos and sin | Peng et al. 2023, 3.2 |
+| yarn | divides the slow ones, leaves the fast ones, a ramp between; larger cos and sin | Peng et al. 2023 |
 | llama3 | divides the slow ones, leaves the fast ones, a ramp over their turns | Llama 3.1's own code |
 
 Everything is float32 whatever the model's dtype, operation by operation as in transformers: angles reach thousands,

@@ -94,8 +94,10 @@ def casts(inputs: Number, outputs: Number, software: Software) -> Iterator[Kerne
 def attention(config: ModelConfig, share: Share, software: Software) -> Iterator[Kernel]:
     """The attention core. Fused kernels skip the masked half of a causal square; batched products do not."""
     size, heads = software.precision.activation, config.heads / share.tensor
-    pattern = config.attention_pattern
-    seen = pattern.widest(int(np.max(share.length))) if pattern else share.length
+    pattern, seen = config.attention_pattern, share.length
+    if pattern is not None:  # the mean of the layers
+        near = config.windowed_layers / config.layers
+        seen = near * pattern.widest(int(np.max(share.length))) + (1 - near) * share.length
     scores = share.tokens * seen * heads
     flops = 4.0 * scores * config.head_size
     inputs = 4.0 * size * share.tokens * heads * config.head_size

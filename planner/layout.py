@@ -167,6 +167,8 @@ def _tensor_rules(layout: Layout, config: ModelConfig, sequence_length: int) -> 
     for name, size in (("heads", config.heads), ("kv_heads", keys), ("mlp_width", config.feed_forward_size)):
         text = f"{size} {name} cannot be shared by {tensor} processes"
         yield size % tensor, "tensor", text, f"a divisor of {size}"
+    text = "qk_norm = whole is a norm over the heads of all processes"
+    yield getattr(config, "qk_norm", "") == "whole", "tensor", text, "tensor = 1"
     text = f"{tensor} processes for a vocabulary of {config.vocab_size}: some would hold no row"
     yield config.vocab_size < tensor, "tensor", text, ""
     text = f"{tokens} tokens of a row cannot be shared by {tensor} processes"
@@ -184,6 +186,8 @@ def _context_rules(layout: Layout, config: ModelConfig, sequence_length: int) ->
     yield config.dropout, "context", text, "context = 1, or dropout = 0"
     text = "a pattern of attention needs whole sequences"
     yield config.attention_pattern is not None, "context", text, "context = 1, or attention_window = 0"
+    text = "no kernel merges parts of a row under an attention_softcap"
+    yield getattr(config, "attention_softcap", 0), "context", text, "context = 1"
     text = "the relative position bias needs whole sequences"
     yield _is_relative(config), "context", text, "context = 1, or relative_buckets = 0"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...core.artifact import Draft, Input, check_free, create_artifact, input_record
 from ...core.backend import BackendOptions
-from ...core.errors import Refused, WrongUse
+from ...core.errors import WrongUse
 from ...models.config import GPTConfig, family_of
 from ...models.sentence import MEAN, Sentence, read_sentence
 from ..graphs.calibration import calibrate, read_calibration
@@ -260,15 +260,13 @@ def genai_config(config: GPTConfig, special: Mapping[str, int]) -> Report:
 
 
 def write_graph(model: Any, path: Path, metadata: dict[str, str], options: GraphOptions = PLAIN) -> int:
-    """Write the graph of a GPT, a BERT or a BERT with a head to `path`; returns the number of nodes."""
+    """Write the graph of a GPT, a BERT or a BERT with a head to `path`; returns the number of nodes.
+
+    Raises Refused, by name, for a model with something that the graphs do not have.
+    """
     from ..graphs.onnx_bert import bert_graph
     from ..graphs.onnx_gpt import gpt_graph
 
-    if model.config.attention_pattern is not None:
-        what = "a model with an attention pattern has no ONNX graph yet"
-        why = "the graphs look at the whole sequence, and the model was trained to look at a part"
-        fix = "evaluate, generate and serve it with the torch backend"
-        raise Refused(what, where="attention_window", why=why, fix=fix)
     writer: Any = gpt_graph if isinstance(model.config, GPTConfig) else bert_graph
     return writer(model, options).save(path, metadata)
 

@@ -4,8 +4,9 @@ with tokenizer and metadata.
 Layouts, as llama.cpp's loaders expect them:
 
 - matrices are (out, in); GPT-2's query, key and value are one matrix, one after another;
-- Llama's query and key rows are reordered, because ggml rotates neighbours where Hugging Face rotates halves (those of
-  the other families are not: there it rotates halves too); Llama 3's scaled rope is a tensor of divisors;
+- Llama's and SmolLM 3's query and key rows are reordered, because ggml rotates neighbours where Hugging Face rotates
+  halves; in the other families it rotates halves too. Llama 3's scaled rope is a tensor of divisors;
+- norms that scale by 1 + weight are stored with the 1;
 - BERT's first row of token types is all that is ever used; its heads are not stored;
 - vectors and positions are f32. Of the matrices in q4_0 the output is q8_0, as llama.cpp keeps it finer.
 """
@@ -20,9 +21,8 @@ import numpy as np
 from ...core.errors import Refused, WrongUse
 from ...data.tokenizer import TURN_ENDS, Tokenizer, chat_template
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
-from ...models.sentence import MEAN, Sentence
-from ...models.families import refuse_beyond
 from ...models.huggingface_config import family_of_shape
+from ...models.sentence import MEAN, Sentence
 from ..runtimes.llama_backend import INSTALL
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
 HEADS = ("cls.", "bert.pooler")  # of pretraining, which llama.cpp has no place for
-# llama.cpp's name of a family, and the fields beyond a Llama's that it computes
+# llama.cpp's name of a family
 WRITTEN = {
     "gpt2": "gpt2",
     "llama": "llama",
@@ -40,8 +40,23 @@ WRITTEN = {
     "qwen3": "qwen3",
     "olmo2": "olmo2",
 }
-SCALED = ("rope_scaling", "rope_factor", "rope_original_length", "rope_low", "rope_high")
-KNOWN = (*SCALED, "linear_bias", "qk_norm", "norm_place")
+WRITTEN |= {"smollm3": "smollm3", "phi3": "phi3", "gemma2": "gemma2", "gemma3_text": "gemma3"}
+# what its code takes for granted: of any family, and otherwise of some
+GRANTED: dict[str, Any] = {
+    "activation": "silu",
+    "layer_pattern": "",
+    "linear_bias": "usual",
+    "query_scalar": 0.0,
+}
+GRANTED |= {"rope_local_theta": 0.0, "rope_magnitude": 0.0, "rope_width": 0, "attention_window": 0}
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "gpt2": {"activation": "gelu_tanh"},
+    "qwen2": {"linear_bias": "qkv"},
+    "smollm3": {"layer_pattern": "gggn"},
+    "gemma2": {"activation": "gelu_tanh", "layer_pattern": "lg"},
+    "gemma3": {"activation": "gelu_tanh", "layer_pattern": "lllllg", "rope_local_theta": 10000.0}
+    | {"logit_softcap": 0.0},
+}
 
 
 def architecture_of(config: ModelConfig) -> str:
@@ -52,20 +67,17 @@ def architecture_of(config: ModelConfig) -> str:
     if kind not in WRITTEN:
         why, fix = f"this one is {kind}", "docs/models.md has the table of what each family can do"
         raise Refused(f"GGUF is written of {', '.join(WRITTEN)} and bert", where="model", why=why, fix=fix)
-    refuse_beyond(config, KNOWN, "GGUF")
-    if config.attention_pattern is not None:
-        raise Refused(
-            "GGUF is written without windows", where="attention_window", fix="export to Hugging Face"
-        )
-    if config.rope_scaling == "dynamic" or (kind == "llama" and config.linear_bias != "usual"):
-        why = f"rope_scaling = {config.rope_scaling!r}, linear_bias = {config.linear_bias!r}"
-        raise Refused("llama.cpp computes this model otherwise", where="model", why=why)
-    if kind != "gpt2":
-        return WRITTEN[kind]
-    if config.activation != "gelu_tanh":
-        why, fix = f"this model has {config.activation}", "export to ONNX or Hugging Face"
-        raise Refused("llama.cpp computes GPT-2 with tanh-GELU alone", where="activation", why=why, fix=fix)
-    return "gpt2"
+    name = WRITTEN[kind]
+    granted = GRANTED | OTHERWISE.get(name, {})
+    if name.startswith("gemma"):
+        del granted["attention_window"]
+    differing = [field for field, value in granted.items() if getattr(config, field) != value]
+    differing += ["rope_scaling"] if config.rope_scaling == "dynamic" else []
+    if differing:
+        why = ", ".join(f"{field} is {getattr(config, field)!r}" for field in differing)
+        fix = "export to ONNX or Hugging Face"
+        raise Refused(f"llama.cpp computes {name} otherwise", where=f"model.{differing[0]}", why=why, fix=fix)
+    return name
 
 
 def write_gguf(
@@ -127,6 +139,12 @@ def _describe(writer: Any, config: ModelConfig, precision: GGUFPrecision) -> Non
         writer.add_value_length(config.head_size)
         writer.add_rope_freq_base(config.rope_theta)
         _describe_scaling(writer, config)
+        if config.attention_pattern is not None:
+            writer.add_sliding_window(config.attention_window)
+        if config.attention_softcap:
+            writer.add_attn_logit_softcapping(config.attention_softcap)
+        if config.logit_softcap:
+            writer.add_final_logit_softcapping(config.logit_softcap)
     else:
         writer.add_layer_norm_eps(config.norm_epsilon)
     if isinstance(config, BERTConfig):
@@ -170,8 +188,10 @@ def _tensors(
         if architecture == "gpt2" and ".h." in name and values.ndim == 2:
             values = values.T  # Hugging Face stores GPT-2's matrices (in, out)
         for part, heads in ((".attn_q.", config.heads), (".attn_k.", config.key_value_heads)):
-            if architecture == "llama" and part in mine:
+            if architecture in ("llama", "smollm3") and part in mine:
                 values = _neighbours(values, heads)
+        if isinstance(config, GPTConfig) and config.norm_from_one and mine.endswith("norm.weight"):
+            values = values + 1
         yield mine, np.ascontiguousarray(values, np.float32)
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...core.errors import Refused
 from ...models.config import GPTConfig, TransformerConfig
+from ...models.families import refuse_beyond
 from .graph_options import GraphOptions
 from .onnx_products import Products, int8_by_output
 from .onnx_writer import CONTRIB, Graph
@@ -22,6 +24,41 @@ if TYPE_CHECKING:
 # heads x head)
 AttentionCore = Callable[[str, str, str], str]
 HIDDEN_BY_MASK = -30000.0  # as good as -inf after softmax and, unlike finfo.min, finite in float16
+
+
+# Fields beyond a Llama's that a graph has: rope is a table, whatever scaled it; biases are where there are weights.
+KNOWN = (
+    *(
+        "rope_scaling",
+        "rope_factor",
+        "rope_original_length",
+        "rope_low",
+        "rope_high",
+        "rope_magnitude",
+        "rope_width",
+    ),
+    *(
+        "layer_pattern",
+        "linear_bias",
+        "output_bias",
+        "qk_norm",
+        "norm_from_one",
+        "residual",
+        "position_offset",
+    ),
+    *("norm_place", "activation"),
+)
+
+
+def refuse_unknown(config: TransformerConfig) -> None:
+    """Raise Refused, by name, for a model with something that the graphs do not have."""
+    around = isinstance(config, GPTConfig) and config.norm_place == "around"
+    refuse_beyond(config, [name for name in KNOWN if name != "norm_place" or not around], "an ONNX graph")
+    if config.attention_pattern is not None:
+        what = "a model with an attention pattern has no ONNX graph yet"
+        why = "the graphs look at the whole sequence, and the model was trained to look at a part"
+        fix = "evaluate, generate and serve it with the torch backend"
+        raise Refused(what, where="attention_window", why=why, fix=fix)
 
 
 def grouped(config: TransformerConfig, options: GraphOptions) -> bool:
@@ -37,12 +74,15 @@ class Blocks:
     """Writes parts of a model into a graph; `x` is always (batch, sequence, width)."""
 
     def __init__(self, model: "nn.Module", config: TransformerConfig, options: GraphOptions) -> None:
+        refuse_unknown(config)
         self.config, self.options = config, options
         self.graph = Graph(options.opset, options.half)
         self.products = Products(self.graph, options)
         self.state = {
             name: value.detach().float().cpu().numpy() for name, value in model.state_dict().items()
         }
+        if isinstance(config, GPTConfig):
+            _fold(self.state, config)
         self.fused = options.variant in ("onnxruntime", "cuda") and config.norm == "layernorm"
         self.grouped = grouped(config, options)
 
@@ -98,6 +138,8 @@ class Blocks:
         graph = self.graph
         if self.config.activation == "silu":
             return graph.node("Mul", x, graph.node("Sigmoid", x))
+        if self.config.activation == "relu":
+            return graph.node("Relu", x)
         tanh = self.config.activation == "gelu_tanh"
         if graph.opset >= 20:
             return graph.node("Gelu", x, approximate="tanh" if tanh else "none")
@@ -118,22 +160,38 @@ class Blocks:
         for a BERT (9 kernels a layer against 10 or 11), a split for a GPT with its cache (8 against 10). ONNX
         Runtime runs both equally fast.
         """
-        heads, groups, size = self.config.heads, self.config.key_value_heads, self.config.head_size
+        heads, groups = self.config.heads, self.config.key_value_heads
         if f"{name}.qkv.weight" in self.state:
             query, key, value = self._projected(x, f"{name}.qkv", heads, 3)
-            return query, key, value
-        key, value = self._projected(x, f"{name}.kv", groups, 2)
-        query = self.linear(x, f"{name}.q")
-        return query if self.grouped else self.graph.split_heads(query, heads, size), key, value
+        else:
+            key, value = self._projected(x, f"{name}.kv", groups, 2)
+            query = self.linear(x, f"{name}.q")
+            if not isinstance(self.config, GPTConfig):
+                return self.graph.split_heads(query, heads, self.config.head_size), key, value
+        if isinstance(self.config, GPTConfig):
+            query = self._heads(query, heads, f"{name}.q_norm")
+            key, value = self._heads(key, groups, f"{name}.k_norm"), self._heads(value, groups)
+        return query, key, value
+
+    def _heads(self, x: str, heads: int, norm: str = "") -> str:
+        """(batch, sequence, heads * D) as the attention core takes it, through the heads' norm if they have one."""
+        graph, size, scale = self.graph, self.config.head_size, self.state.get(f"{norm}.weight")
+        if scale is not None and len(scale) == size:
+            x = self.norm(graph.node("Reshape", x, graph.ints(0, 0, heads, size)), norm)
+            if not self.grouped:
+                return graph.node("Transpose", x, perm=[0, 2, 1, 3])
+            return graph.node("Reshape", x, graph.ints(0, 0, heads * size))
+        x = x if scale is None else self.norm(x, norm)
+        return x if self.grouped else graph.split_heads(x, heads, size)
 
     def _projected(self, x: str, name: str, heads: int, parts: int) -> list[str]:
+        """The parts of a projection: of a GPT (batch, sequence, heads * D), of a BERT (batch, heads, sequence, D)."""
         graph, size = self.graph, self.config.head_size
         flat = self.products.linear(x, name, *self.reordered(name, heads, parts))
         if isinstance(self.config, GPTConfig):
             more: dict[str, Any] = {"num_outputs": parts} if graph.opset >= 18 else {}
             first = graph.node("Split", flat, outputs=parts, axis=-1, **more)
-            names = [first, *(f"{first}:{i}" for i in range(1, parts))]
-            return names if self.grouped else [graph.split_heads(part, heads, size) for part in names]
+            return [first, *(f"{first}:{i}" for i in range(1, parts))]
         apart = graph.node("Reshape", flat, graph.ints(0, 0, parts, heads, size))
         stacked = graph.node("Transpose", apart, perm=[2, 0, 3, 1, 4])  # (parts, batch, heads, sequence, D)
         return [graph.node("Gather", stacked, graph.scalar(i), axis=0) for i in range(parts)]
@@ -193,7 +251,20 @@ class Blocks:
         """
         graph, name, out = self.graph, f"blocks.{layer}", f"hidden.{layer}"
         graph.scope = f"{name}/"
-        if norm_first:
+        gpt = self.config if isinstance(self.config, GPTConfig) else None
+        if gpt and gpt.residual != "sequential":
+            read = also = self.norm(x, f"{name}.attention_norm")
+            if gpt.residual == "parallel":
+                also = self.norm(x, f"{name}.mlp_norm")
+            x = graph.node("Add", x, self.attention(read, f"{name}.attention", core))
+            x = graph.node("Add", x, self.feed_forward(also, f"{name}.mlp"), out=out)
+        elif gpt and gpt.norm_place == "after":
+            attended = self.attention(x, f"{name}.attention", core)
+            x = graph.node("Add", x, self.norm(attended, f"{name}.attention_norm"))
+            x = graph.node(
+                "Add", x, self.norm(self.feed_forward(x, f"{name}.mlp"), f"{name}.mlp_norm"), out=out
+            )
+        elif norm_first:
             attended = self.attention(self.norm(x, f"{name}.attention_norm"), f"{name}.attention", core)
             x = graph.node("Add", x, attended)
             branch = self.feed_forward(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
@@ -222,3 +293,14 @@ class Blocks:
         shape = graph.node("Concat", graph.node("Shape", at), graph.ints(config.vocab_size), axis=0)
         logits = graph.node("Reshape", logits, shape, allowzero=1)  # nothing asked gives (batch, 0, V)
         graph.result(logits, out, ["batch", "asked", config.vocab_size])
+
+
+def _fold(state: dict[str, np.ndarray], config: GPTConfig) -> None:
+    """Put into the weights what a graph need not compute: the 1 of norms that have one, the rows of positions that are
+    before position 0.
+    """
+    for name in state if config.norm_from_one else ():
+        if name.endswith("norm.weight"):
+            state[name] = state[name] + 1
+    if config.position_offset:
+        state["position_table.weight"] = state["position_table.weight"][config.position_offset :]

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...models.config import GPTConfig
-from ...models.families import refuse_beyond
 from ...models.rotary import rotary_table
 from ..runtimes.onnx_causal import ONE_PROMPT
 from .graph_options import PLAIN, GraphOptions
@@ -33,15 +32,9 @@ if TYPE_CHECKING:
     from ...models.gpt import GPT
 
 
-# fields beyond a Llama's that a graph has: rope is a table, whatever scaled it, and a linear layer has the bias that it has
-KNOWN = ("rope_scaling", "rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude")
-KNOWN += ("linear_bias",)
-
-
 def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
-    """The graph of this model. Raises Refused for one with fields that a graph does not have."""
+    """The graph of this model."""
     config = model.config
-    refuse_beyond(config, KNOWN, "an ONNX graph")
     parts = Blocks(model, config, options)
     graph = parts.graph
     ids = graph.input("input_ids", INT64, ["batch", "sequence"])
@@ -52,15 +45,17 @@ def gpt_graph(model: "GPT", options: GraphOptions = PLAIN) -> Graph:
         x = graph.node("Add", x, graph.node("Gather", table, memory.positions))
     rotary = _rotary_tables(config) if config.positions == "rotary" else None
     for layer in range(config.layers):
+        turned = None if config.kind_of(layer) == "n" else rotary
         if isinstance(memory, _Slots) and parts.grouped:
-            core = _grouped(parts, memory, layer, rotary)
+            core = _grouped(parts, memory, layer, turned)
         else:
-            core = _cached(parts, memory, layer, rotary)
+            core = _cached(parts, memory, layer, turned)
         x = parts.block(x, layer, norm_first=True, core=core)
     if memory.ask:
         x = graph.take(x, memory.ask)  # norm and head only where logits are asked for
     table = "token_table.weight" if config.tied else "output.weight"
-    parts.vocabulary_logits(parts.norm(x, "norm"), memory.ask or ids, table, bias="", out="logits")
+    bias = "output.bias" if config.output_bias else ""
+    parts.vocabulary_logits(parts.norm(x, "norm"), memory.ask or ids, table, bias, out="logits")
     for name in memory.presents:
         graph.output(name, graph.kind, memory.shape())
     return graph
@@ -173,8 +168,11 @@ def _grouped(parts: Blocks, memory: _Slots, layer: int, rotary: list[np.ndarray]
     def core(query: str, key: str, value: str) -> str:
         if rotary is not None:
             tables = [parts.products.constant(f"rotary.{name}", t) for name, t in zip(("cos", "sin"), rotary)]
+            part: dict[str, Any] = {"rotary_embedding_dim": config.rope_width} if config.rope_width else {}
             query, key = (
-                graph.node("RotaryEmbedding", x, memory.positions, *tables, domain=CONTRIB, num_heads=count)
+                graph.node(
+                    "RotaryEmbedding", x, memory.positions, *tables, domain=CONTRIB, num_heads=count, **part
+                )
                 for x, count in ((query, heads), (key, groups))
             )
         names = [f"{layer}.{kind}" for kind in ("key", "value")]
@@ -190,10 +188,13 @@ def _grouped(parts: Blocks, memory: _Slots, layer: int, rotary: list[np.ndarray]
 
 def _rotate(parts: Blocks, x: str, positions: str, tables: list[np.ndarray]) -> str:
     """Rotary positions of x (batch, heads, sequence, D)."""
-    graph, size = parts.graph, parts.config.head_size
+    graph, config = parts.graph, parts.config
+    assert isinstance(config, GPTConfig)
+    size = config.rotary_size
     cos, sin = (parts.products.constant(f"rotary.{name}", t) for name, t in zip(("cos", "sin"), tables))
     if graph.opset >= 23:
-        return graph.node("RotaryEmbedding", x, cos, sin, positions)
+        part: dict[str, Any] = {"rotary_embedding_dim": size} if config.rope_width else {}
+        return graph.node("RotaryEmbedding", x, cos, sin, positions, **part)
     found = [graph.node("Gather", table, positions) for table in (cos, sin)]  # (batch, sequence, D / 2)
     cos, sin = (graph.node("Unsqueeze", part, graph.ints(1)) for part in found)
     ends = (graph.ints(0), graph.ints(size // 2), graph.ints(size))
@@ -203,13 +204,18 @@ def _rotate(parts: Blocks, x: str, positions: str, tables: list[np.ndarray]) -> 
         graph.node("Sub", graph.node("Mul", first, cos), graph.node("Mul", second, sin)),
         graph.node("Add", graph.node("Mul", second, cos), graph.node("Mul", first, sin)),
     )
-    return graph.node("Concat", *turned, axis=-1)
+    rest = (
+        graph.node("Slice", x, ends[2], graph.ints(config.head_size), graph.ints(3))
+        if config.rope_width
+        else ""
+    )
+    return graph.node("Concat", *turned, *([rest] if rest else []), axis=-1)
 
 
 def _rotary_tables(config: GPTConfig) -> list[np.ndarray]:
     """Cosines and sines (sequence_length, D / 2), the model's own, whose halves are equal."""
     import torch
 
-    places, half = torch.arange(config.sequence_length), config.head_size // 2
+    places, half = torch.arange(config.sequence_length), config.rotary_size // 2
     tables = rotary_table(config, places, torch.float32)
     return [table[0, 0, :, :half].numpy() for table in tables]

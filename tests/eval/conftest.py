@@ -73,11 +73,14 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
     return spread(GPT(GPTConfig(layers=2, width=64, heads=4, sequence_length=64, **shape)), 0)
 
 
-@pytest.fixture(scope="session", params=["sliding", "fixed", "random"])
+@pytest.fixture(scope="session", params=["sliding", "fixed", "random", "some layers", "capped"])
 def windowed_gpt(request: pytest.FixtureRequest) -> GPT:
     pattern = {"attention_window": 8, "attention_block": 4, "attention_global_blocks": 1}
     if request.param == "random":
         pattern |= {"attention_random_blocks": 1}
+    elif request.param in ("some layers", "capped"):
+        near = {"attention_window": 8, "layer_pattern": "lg"} if request.param == "some layers" else {}
+        pattern = LLAMA | near | {"attention_softcap": 2.0, "logit_softcap": 5.0, "qk_norm": "head"}
     else:
         pattern |= {"attention_kind": request.param}
     return spread(GPT(GPTConfig(layers=2, width=64, heads=4, sequence_length=64, **pattern)), 5)

@@ -46,6 +46,8 @@ SHAPES = {
     ),
     "bert": BERTConfig(vocab_size=97, sequence_length=64, layers=2, width=64, heads=4),
 }
+GEMMA = {"activation": "gelu_tanh", "norm_from_one": True, "norm_place": "around", "scaled_embeddings": True}
+GEMMA |= {"tied": True, "head_width": 32, "attention_window": 16}
 FAMILIES = {  # on a Llama
     "llama3": {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 16, "rope_theta": 200.0},
     "qwen2": {"linear_bias": "qkv"},
@@ -58,6 +60,12 @@ FAMILIES = {  # on a Llama
     | {"rope_high": 32.0},
     "qwen3": {"qk_norm": "head", "head_width": 32, "tied": True},
     "olmo2": {"qk_norm": "whole", "norm_place": "after"},
+    "smollm3": {"layers": 4, "layer_pattern": "gggn", "tied": True},
+    "phi3": {"huggingface": "phi3"},
+    "gemma2": GEMMA | {"layer_pattern": "lg", "attention_softcap": 5.0, "logit_softcap": 4.0},
+    "gemma3": GEMMA
+    | {"layers": 7, "layer_pattern": "lllllg", "qk_norm": "head", "rope_local_theta": 10000.0}
+    | {"rope_theta": 500.0, "rope_scaling": "linear", "rope_factor": 4.0},
 }
 SHAPES |= {name: dataclasses.replace(SHAPES["llama"], **fields) for name, fields in FAMILIES.items()}
 
@@ -85,12 +93,13 @@ def test_llama_cpp_computes_what_torch_computes(name: str, precision: str, tmp_p
 
 
 def test_what_llama_cpp_computes_otherwise_is_refused() -> None:
-    with pytest.raises(Refused, match="tanh-GELU"):
+    with pytest.raises(Refused, match="computes gpt2 otherwise"):
         architecture_of(dataclasses.replace(SHAPES["gpt2"], activation="gelu"))
     for fields, said in (
         ({"rope_scaling": "dynamic", "rope_factor": 2.0}, "otherwise"),
-        ({"attention_window": 8}, "without windows"),
-        ({"layer_pattern": "gn"}, "is written of gpt2"),
+        ({"attention_window": 8}, "llama otherwise"),
+        ({"layer_pattern": "gn"}, "smollm3 otherwise"),
+        (GEMMA | {"layer_pattern": "llg", "attention_softcap": 5.0}, "gemma2 otherwise"),
         ({"logit_softcap": 3.0, "qk_norm": "head"}, "no Hugging Face layout"),
     ):
         with pytest.raises(Refused, match=said):

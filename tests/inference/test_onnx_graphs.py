@@ -17,6 +17,8 @@ from throughline.inference.graphs.parity import compare, require
 from throughline.inference.runtimes.backends import run_graph, torch_backend
 from throughline.models.init import build
 
+QWEN3 = {"qk_norm": "head", "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 16}
+
 
 @pytest.mark.parametrize(
     "switches",
@@ -26,8 +28,14 @@ from throughline.models.init import build
         {"kv_heads": 2, "head_width": 12, "mlp_width": 40},
         LLAMA,
         {**LLAMA, "kv_heads": 1, "rope_theta": 500.0},
+        {**LLAMA, **QWEN3, "kv_heads": 2, "layer_pattern": "gn", "linear_bias": "qkv"},
+        {**LLAMA, "qk_norm": "whole", "norm_place": "after", "kv_heads": 2, "norm_from_one": True},
+        {"positions": "rotary", "rope_width": 4, "residual": "parallel", "activation": "relu"},
+        {"positions": "rotary", "rope_width": 4, "residual": "shared", "linear_bias": "mlp"}
+        | {"output_bias": True, "tied": False, "kv_heads": 2},
+        {"position_offset": 2},
     ],
-    ids=["gpt2", "untied", "grouped", "llama", "llama-multi-query"],
+    ids=["gpt2", "untied", "grouped", "llama", "llama-multi-query", "qwen3", "olmo2", "neox", "gptj", "opt"],
 )
 def test_gpt_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
     model = opinionated_model(dataclasses.replace(GPT, **switches))

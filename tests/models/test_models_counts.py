@@ -1,11 +1,13 @@
 """Every preset has the parameters and costs the FLOPs that its config says, and those that were published."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from throughline.core.errors import WrongUse
 from throughline.models.config import BERTConfig, GPTConfig, family_of
+from throughline.models.huggingface_config import read_config
 from throughline.models.init import empty_model
 from throughline.models.presets import preset, preset_names
 from torch.utils.flop_counter import FlopCounterMode
@@ -30,11 +32,31 @@ def test_count_equals_the_built_model(name):
         ("llama-7b", 6_738_415_616),
         ("llama-8b", 8_030_261_248),
         ("llama-70b", 70_553_706_496),
+        ("llama3.2-1b", 1_235_814_400),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen3-0.6b", 596_049_920),
+        ("mistral-7b", 7_241_732_096),
+        ("olmo2-1b", 1_484_916_736),
+        ("smollm3-3b", 3_075_098_624),
+        ("phi3-mini-4k", 3_821_079_552),
+        ("gemma2-2b", 2_614_341_888),
+        ("gemma3-1b", 999_885_952),
+        ("pythia-160m", 162_322_944),
+        ("gptj-6b", 6_050_882_784),
+        ("opt-125m", 125_239_296),
+        ("starcoder2-3b", 3_030_371_328),
         ("gpt-shakespeare", 804_096),  # nanoGPT prints 0.80M, positions left out
     ],
 )
 def test_released_models(name, count):
     assert preset(name).parameter_count() == count
+
+
+def test_published_config_files_are_these_presets():
+    """Every field of the config.json of a released model is known: read, or ignored by a table."""
+    files = json.loads(Path(__file__).with_name("published_configs.json").read_text())
+    for name, fields in files.items():
+        assert read_config(fields, {}, name) == preset(name)
 
 
 def published(shared, name):

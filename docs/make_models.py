@@ -1,0 +1,110 @@
+"""The page of the model families, docs/models.md: what opens, and what can be done with it, asked of the program."""
+
+import dataclasses
+from collections.abc import Callable
+
+from throughline.core.errors import Refused
+from throughline.inference.exports.gguf_writer import architecture_of
+from throughline.inference.graphs.onnx_blocks import refuse_unknown
+from throughline.models.config import ModelConfig
+from throughline.models.families import families
+from throughline.models.presets import preset
+from throughline.planner.layout import Layout, layout_problems
+
+SHOWN = {  # a model of each family, of its own proportions
+    "gpt2": "gpt2-124m",
+    "llama": "llama3.2-1b",
+    "qwen2": "qwen2.5-0.5b",
+    "qwen3": "qwen3-0.6b",
+    "mistral": "mistral-7b",
+    "olmo2": "olmo2-1b",
+    "smollm3": "smollm3-3b",
+    "phi3": "phi3-mini-4k",
+    "gemma2": "gemma2-2b",
+    "gemma3_text": "gemma3-1b",
+    "gpt_neox": "pythia-160m",
+    "gptj": "gptj-6b",
+    "opt": "opt-125m",
+    "starcoder2": "starcoder2-3b",
+}
+HEAD = """# Models
+
+Made by `make reference` from the program; a test checks that it is current.
+
+`throughline generate`, `eval`, `serve`, `export`, `finetune` and `train --init-from` open a Hugging Face directory of any family below, and
+`throughline export hf` writes it back as the family that it came from. A family is no class: it is a row of `models/families.toml` that says which
+fields of one config (`models/config.py`) make it and what its tensors are called, and `models/gpt.py` has one forward for all. So every field
+can be set in a recipe too (`model.overrides`), and a preset is a starting point (`model.preset`).
+
+Logits and the gradient of every parameter equal those of `transformers` in float64 to 1e-10 for a tiny random model of each
+row, texts longer than its windows and than what its rope was trained for, read from files that `transformers` wrote and written to files that it reads;
+decoding with a cache equals the whole forward (`tests/models/test_models_transformers.py`).
+"""
+TAIL = """
+What the columns say: *tensor*, *context*: the layouts with these axes, proven equal to one process by rows of `tests/layouts.toml` and refused by name
+where not; data, sharded and pipeline processes go with every family. *ONNX* is also what TensorRT, OpenVINO and Triton get. A `no` is a refusal by name
+before anything is computed; torch trains, evaluates, generates and serves every family. Models with windows in some layers are served row by row
+instead of packed in one line. `throughline plan` counts every field: parameters and products exactly, the norms of queries and keys
+and soft caps as free.
+
+## What config.json may say
+
+Every field is read, ignored knowingly (the lists `everywhere` and `ignored` in `families.toml`: ids of special tokens, generation, dropout, which is a
+run's own decision), or refused by its name: an unknown field may change the numbers. Scaled rope is linear, dynamic, YaRN or Llama 3's; LongRoPE
+(Phi-3's 128k models) and a YaRN with `mscale` are refused. Keys of dynamic scaling are not turned again when a cached text outgrows the trained length.
+
+## A family that is not here
+
+1. Its fields: whatever is new in its forward becomes a field of `GPTConfig` with its count of parameters (`models/config.py`, `planner/tables.py`) and
+   a line in `models/layers.py` or `models/gpt.py`; most families need none.
+2. Its row: a section of `models/families.toml`, `like` the nearest one.
+3. Its proof: a line of `DECODERS` in `tests/models/test_models_transformers.py`. Until it is there, nothing says that the row is right.
+4. Its layouts, graphs and GGUF: new fields are refused by name until `KNOWN` in `inference/graphs/onnx_blocks.py` lists them, and the family until `WRITTEN`
+   in `inference/exports/gguf_writer.py` does; a row of `tests/layouts.toml` proves a layout.
+"""
+
+
+def models_page() -> str:
+    """The page as text."""
+    lines = [
+        HEAD,
+        "| `model_type` | models | read and written | train | tensor | context | ONNX | GGUF | serve, eval |",
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    for kind, family in families().items():
+        config = preset(SHOWN[kind])
+        cells = [
+            "yes",
+            "yes",
+            _layout(config, Layout(tensor=_parts(config))),
+            _layout(config, Layout(context=2)),
+            _known(lambda config=config: refuse_unknown(config)),
+            _known(lambda config=config: architecture_of(config)),
+            "yes" if config.attention_pattern is None else "yes, row by row",
+        ]
+        lines.append(f"| `{kind}` | {family.models} | {' | '.join(cells)} |")
+    lines += ["| `bert` | BERT | yes | yes | yes | yes | yes | yes | yes |"]
+    return "\n".join(lines) + "\n" + TAIL
+
+
+def _parts(config: ModelConfig) -> int:
+    """A tensor degree that divides its heads, so that only what the family is can be in the way."""
+    return next(
+        parts
+        for parts in (2, 7, 1)
+        if parts == 1 or not (config.heads % parts or config.key_value_heads % parts)
+    )
+
+
+def _layout(config: ModelConfig, layout: Layout) -> str:
+    problems = layout_problems(layout, dataclasses.replace(config, dropout=0.0), 64, 4, 4)
+    return "no: " + problems[0].text if problems else "yes"
+
+
+def _known(ask: Callable[[], object]) -> str:
+    try:
+        ask()
+    except Refused as refused:
+        field = refused.where.removeprefix("model").removeprefix(".")
+        return f"no (`{field}`)" if field else "no"
+    return "yes"
