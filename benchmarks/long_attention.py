@@ -17,9 +17,10 @@ import torch
 from common import Claim, claim, finish, paired, parser
 from throughline.models.attention import scaled_dot_product
 from throughline.models.attention_patterns import apply_pattern, make_attend
-from throughline.models.config import AttentionPattern, GPTConfig
+from throughline.models.config import GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.init import initialise
+from throughline.models.pattern import AttentionPattern
 
 LENGTHS = (1024, 2048, 4096, 8192)
 BEYOND = (16384, 32768)  # extrapolated: a pass of dense attention over 32,768 tokens takes minutes of a CPU

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.scorer import Question
 from ..models.attention import scaled_dot_product
-from ..models.config import AttentionPattern
+from ..models.pattern import AttentionPattern
 
 ONE_CALL_TOKENS = 64  # up to this length one masked attention call beats a causal and a masked one
 

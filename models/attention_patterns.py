@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Documents, Mask, knows_windows, scaled_dot_product
-from .config import AttentionPattern
 from .layers import Block
+from .pattern import AttentionPattern
 
 
 def block_table(pattern: AttentionPattern, length: int, causal: bool, layer: int = 0) -> Tensor:

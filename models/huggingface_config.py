@@ -87,6 +87,7 @@ def _as_family(config: GPTConfig, kind: str) -> GPTConfig:
 def _differences(config: GPTConfig, kind: str) -> list[str]:
     """Our fields that are others once the config is written as a family and read again."""
     wanted = dataclasses.asdict(_as_family(config, kind))
+    wanted["layer_pattern"] = _pattern([config.kind_of(layer) for layer in range(config.layers)])
     wanted |= {ours: 0 for ours, size in _usual_sizes(wanted).items() if wanted[ours] == size}
     found = dataclasses.asdict(_read(_write(config, kind), families()[kind], ""))
     return [name for name, value in wanted.items() if name != "huggingface" and found[name] != value]
@@ -313,18 +314,13 @@ def _read_windows(fields: Fields, family: Family, found: Fields) -> Fields:
             letters = [{theirs: ours for ours, theirs in LAYER_TYPES.items()}[kind] for kind in types]
     if not window or style == "nope":
         letters = ["g" if letter == "l" else letter for letter in letters]
-    pattern = shortest_repeat("".join(letters))
-    near = "l" in pattern
+    near = "l" in letters
     others = {} if near else {"rope_local_theta": 0.0}
-    return others | {
-        "attention_window": window if near else 0,
-        "layer_pattern": "" if pattern in ("g", "l") else pattern,
-    }
+    return others | {"attention_window": window if near else 0, "layer_pattern": _pattern(letters)}
 
 
-def shortest_repeat(letters: str) -> str:
-    """The fewest letters of which these are repetitions, the last one perhaps cut."""
-    for size in range(1, len(letters)):
-        if all(letter == letters[i % size] for i, letter in enumerate(letters)):
-            return letters[:size]
-    return letters
+def _pattern(letters: list[str]) -> str:
+    """The fewest letters of which these are repetitions, the last one perhaps cut; "" where all are g or all l."""
+    sizes = range(1, len(letters) + 1)
+    size = next(n for n in sizes if all(letter == letters[i % n] for i, letter in enumerate(letters)))
+    return "" if letters[:size] in (["g"], ["l"]) else "".join(letters[:size])

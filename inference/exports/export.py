@@ -17,7 +17,7 @@ from typing import Any
 
 from ...core.artifact import Draft, Input, check_free, create_artifact, input_record
 from ...core.backend import BackendOptions
-from ...core.errors import WrongUse
+from ...core.errors import Refused, WrongUse
 from ...models.config import GPTConfig, family_of
 from ...models.sentence import MEAN, Sentence, read_sentence
 from ..graphs.calibration import calibrate, read_calibration

@@ -158,6 +158,7 @@ def _cached(
 def _grouped(parts: Blocks, memory: _Slots, layer: int, rotary: list[np.ndarray] | None) -> AttentionCore:
     """The attention of one layer over its cache as one operator, which also writes the cache."""
     graph, config = parts.graph, parts.config
+    assert isinstance(config, GPTConfig)
     heads, groups = config.heads, config.key_value_heads
     graph.metadata[ONE_PROMPT] = "true"
     if not memory.ends:

@@ -120,7 +120,7 @@ def test_local_files_ask_what_the_harness_is_asked(shared: Path) -> None:
     """Each task over the shared files as they are: the questions that its hub form gives, which the parity
     tests compare.
     """
-    spec = importlib.util.spec_from_file_location("eval_hub", Path(__file__).with_name("hub.py"))
+    spec = importlib.util.spec_from_file_location("eval_hub", Path(__file__).parents[1] / "eval" / "hub.py")
     hub = importlib.util.module_from_spec(spec)
     sys.modules["eval_hub"] = hub
     spec.loader.exec_module(hub)

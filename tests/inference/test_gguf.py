@@ -99,7 +99,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused() -> None:
         ({"rope_scaling": "dynamic", "rope_factor": 2.0}, "otherwise"),
         ({"attention_window": 8}, "llama otherwise"),
         ({"layer_pattern": "gn"}, "smollm3 otherwise"),
-        (GEMMA | {"layer_pattern": "llg", "attention_softcap": 5.0}, "gemma2 otherwise"),
+        (GEMMA | {"layers": 3, "layer_pattern": "llg", "attention_softcap": 5.0}, "gemma2 otherwise"),
         ({"logit_softcap": 3.0, "qk_norm": "head"}, "no Hugging Face layout"),
     ):
         with pytest.raises(Refused, match=said):

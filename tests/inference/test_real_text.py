@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from throughline.core.artifact import Input, read_manifest, verify_artifact
+from throughline.core.backend import Limits
 from throughline.core.errors import Refused, WrongUse
 from throughline.inference.exports.export import Judging, export_onnx
 from throughline.inference.graphs.calibration import best_clip, calibrate, read_calibration, write_calibration
@@ -128,7 +129,7 @@ def test_numbers_of_the_text_report(gpt_dir: Path, text: Path) -> None:
     rows = read_rows(text, opened.tokenizer, 160)
 
     class Fixed:
-        name, vocab_size, context = "fixed", 304, 160
+        name, vocab_size, context, limits = "fixed", 304, 160, Limits()
 
         def __init__(self, shift: float) -> None:
             self.shift = shift

@@ -13,10 +13,11 @@ from throughline.models import attention_patterns
 from throughline.models.attention_patterns import apply_pattern, block_table, make_attend
 from throughline.models.bert import BERT
 from throughline.models.cache import KeyValueCache
-from throughline.models.config import AttentionPattern, BERTConfig, GPTConfig
+from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
 from throughline.models.huggingface import to_huggingface
 from throughline.models.init import initialise
+from throughline.models.pattern import AttentionPattern
 from throughline.planner.layout import Layout, layout_problems
 from torch.nn import functional as F
 
