@@ -60,14 +60,19 @@ class Reader:
         """The ids of a text, or ids as they are. Raises WrongUse for more than the context takes; what cannot fit is
         not tokenised, which takes most of a second for a megabyte. `truncate`: the beginning of more is enough.
         """
-        if isinstance(text, str) and len(text) > TOKEN_CHARACTERS * self.context and not truncate:
-            raise self._longer(f"{len(text):,} characters for {self.context:,} tokens", where)
+        if isinstance(text, str) and not truncate:
+            self.check_characters(text, where)
         ids = (
             self.tokenizer.encode(text[: TOKEN_CHARACTERS * self.context]) if isinstance(text, str) else text
         )
         if len(ids) > self.context and not truncate:
             raise self._longer(f"{len(ids)} tokens > {self.context}", where)
         return ids
+
+    def check_characters(self, text: str, where: str) -> None:
+        """Refuse a text that no tokenizer could bring into the context."""
+        if len(text) > TOKEN_CHARACTERS * self.context:
+            raise self._longer(f"{len(text):,} characters for {self.context:,} tokens", where)
 
     @staticmethod
     def _longer(why: str, where: str) -> WrongUse:

@@ -151,13 +151,16 @@ async def tokenize(call: Call, body: TokenizeBody) -> dict[str, Any]:
     """The ids of a text."""
     model = call.model
 
-    def ids() -> list[int]:
+    def ids() -> tuple[msgspec.Raw, int]:
+        model.reader.check_characters(body.prompt, "prompt")
         if body.add_special_tokens and not model.causal:
-            return model.reader.frame({"prompt": body.prompt}).ids.tolist()
-        return model.tokenizer.encode(body.prompt).tolist()
+            found = model.reader.frame({"prompt": body.prompt}).ids
+        else:
+            found = model.tokenizer.encode(body.prompt)
+        return msgspec.Raw(msgspec.json.encode(found.tolist())), len(found)
 
-    tokens = await call.beside(len(body.prompt), ids)
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": model.facts["context"]}
+    tokens, count = await call.beside(len(body.prompt), ids)
+    return {"tokens": tokens, "count": count, "max_model_len": model.facts["context"]}
 
 
 async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:

@@ -178,6 +178,8 @@ class Remote:
         while True:
             await self._ended.wait()
             self._lost()
+            assert self._process is not None
+            await asyncio.to_thread(self._process.wait)
             pause_s = 0.1
             while not self.ready:
                 try:

@@ -254,15 +254,20 @@ def test_idle_and_slow_connections_leave_room(server: Any, bounds: Any) -> None:
     assert 1000 * share < bounds.health_ms
 
 
-PATHS = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/embeddings",
-    "/v1/fill-mask",
-    "/v1/classify",
-    "/v1/rerank",
-)
-PATHS += ("/tokenize", "/detokenize", "/v1/score", "/embed", "/rerank", "/v1/models", "/health")
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "gpt", "prompt": "The quick", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/embeddings": {"model": "bert", "input": ["A fox", "a dog"]},
+    "/v1/fill-mask": {"model": "bert", "input": "a [MASK]"},
+    "/v1/classify": {"model": "judge", "input": "a fox"},
+    "/v1/rerank": {"model": "judge", "query": "a", "documents": ["b", "c"]},
+    "/v1/score": {"model": "judge", "text_1": "a", "text_2": ["b"]},
+    "/embed": {"model": "bert", "inputs": "a fox"},
+    "/rerank": {"model": "judge", "query": "a", "texts": ["b"]},
+    "/tokenize": {"model": "gpt", "prompt": "a"},
+    "/detokenize": {"model": "gpt", "tokens": [5]},
+    "/health": {},
+}
 FIELDS = (
     "model",
     "prompt",
@@ -338,13 +343,9 @@ def test_ten_thousand_requests_without_sense_meet_no_fault(server: Any, bounds: 
         draw = random.Random(seed)
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
         for _ in range(2500):
-            path = draw.choice(PATHS)
-            body = {draw.choice(FIELDS): drawn(draw) for _ in range(draw.randrange(5))}
-            body |= (
-                {"model": draw.choice(["gpt", "bert", "judge"]), "max_tokens": 2}
-                if draw.random() < 0.7
-                else {}
-            )
+            path = draw.choice([*VALID])
+            ours = FIELDS if draw.random() < 0.5 else ["n", "stop", "stream", "seed", *VALID[path]]
+            body = VALID[path] | {draw.choice(ours): drawn(draw) for _ in range(draw.randrange(3))}
             data = bytearray(json.dumps(body).encode())
             if draw.random() < 0.2:
                 data[draw.randrange(len(data))] = draw.randrange(256)
