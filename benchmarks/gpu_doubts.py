@@ -255,7 +255,7 @@ def cuda_graph(device: torch.device) -> str:
 
     with torch.inference_mode():
         run()
-        replay = captured(run)
+        replay = captured(run, torch.cuda.Stream())
         ids.random_(0, 1000)
         replay()
         expected = model(ids)
