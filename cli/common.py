@@ -187,6 +187,19 @@ def pretraining_recipe(source: str, overrides: Sequence[str]) -> "Recipe":
     return resolve(load_recipe(source, Recipe, overrides, RULES))
 
 
+def with_weights(overrides: Sequence[str], init_from: str | None) -> tuple[str, ...]:
+    """The overrides, with --init-from as one of them."""
+    return (*overrides, *([] if init_from is None else [f"model.init_from={init_from}"]))
+
+
+init_from_option = click.option(
+    "--init-from",
+    type=click.Path(),
+    help="Weights to begin with: a run, checkpoint, model or Hugging Face directory; for train a nanoGPT "
+    "or Megatron-LM checkpoint too.",
+)
+
+
 def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The RECIPE argument and the repeatable --set (as `overrides`) of every command that takes a recipe."""
     function = click.option(

@@ -5,17 +5,20 @@ from pathlib import Path
 import click
 
 from ..core import console
-from .common import recipe_options, throughline_command
+from .common import init_from_option, recipe_options, throughline_command, with_weights
 
 
 @click.command()
 @recipe_options
+@init_from_option
 @click.option(
     "--out", type=click.Path(), help="Directory of the model (default: models/<name of the recipe>)."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the model that is already at --out.")
 @throughline_command
-def command(recipe: str, overrides: tuple[str, ...], out: str | None, overwrite: bool) -> None:
+def command(
+    recipe: str, overrides: tuple[str, ...], init_from: str | None, out: str | None, overwrite: bool
+) -> None:
     """Fine-tune a model by RECIPE (a file or the name of a shipped one); the result is a model artifact.
 
     Tasks: classification, token-classification, question-answering and retrieval with a BERT, instruction with
@@ -23,13 +26,13 @@ def command(recipe: str, overrides: tuple[str, ...], out: str | None, overwrite:
     learning check.
 
     \b
-    Example:  throughline finetune finetune-classification --set model=runs/my-bert --set data.train=my/labels.tsv
+    Example:  throughline finetune finetune-classification --init-from runs/my-bert --set data.train=my/labels.tsv
               throughline export models/finetune-classification --to onnx --out onnx/classifier
     """
     from ..core.recipe import find_recipe, load_recipe
     from ..train.finetune.recipe import RULES, FinetuneRecipe, resolve
 
-    resolved = resolve(load_recipe(recipe, FinetuneRecipe, overrides, RULES))
+    resolved = resolve(load_recipe(recipe, FinetuneRecipe, with_weights(overrides, init_from), RULES))
     target = Path(out) if out else Path("models") / find_recipe(recipe).stem
     from ..train.finetune.run import figures_text, finetune
 

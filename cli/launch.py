@@ -11,7 +11,7 @@ import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from .common import pretraining_recipe, throughline_command
+from .common import pretraining_recipe, throughline_command, with_weights
 
 LAUNCHED = (
     "train RECIPE, finetune RECIPE, study RECIPE, eval PATH, data tokenize INPUTS..., serve (for Kubernetes), "
@@ -106,7 +106,10 @@ def _devices() -> int:
 def _given(arguments: Sequence[str]) -> dict[str, Any]:
     """The command's options, checked as it checks them itself."""
     command = import_module(f".{arguments[0]}", __package__).command
-    return command.make_context(arguments[0], list(arguments[1:]), click.get_current_context()).params
+    given = command.make_context(arguments[0], list(arguments[1:]), click.get_current_context()).params
+    if given.get("init_from"):
+        given["overrides"] = with_weights(given["overrides"], given["init_from"])
+    return given
 
 
 def _train_job(nproc: int | None, arguments: tuple[str, ...]) -> Launched:

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from ..core import console
-from .common import pretraining_recipe, recipe_options, throughline_command
+from .common import init_from_option, pretraining_recipe, recipe_options, throughline_command, with_weights
 
 
 @click.command()
@@ -13,12 +13,7 @@ from .common import pretraining_recipe, recipe_options, throughline_command
 @click.option(
     "--run-dir", type=click.Path(), help="Directory of the run (default: runs/<name of the recipe>)."
 )
-@click.option(
-    "--init-from",
-    type=click.Path(),
-    help="Weights to begin with: a run, checkpoint, model or Hugging Face directory, or a nanoGPT "
-    "or Megatron-LM checkpoint.",
-)
+@init_from_option
 @click.option(
     "--resume",
     type=click.Choice(["auto", "never"]),
@@ -43,18 +38,22 @@ def command(
     dry_run: bool,
     show_layout: bool,
 ) -> None:
-    """Train a model from RECIPE (a file or the name of a shipped one).
+    """Train a model from RECIPE (a file or the name of a shipped one), or a small GPT on a bare text, for which a
+    recipe is picked.
 
     \b
-    Example:  throughline train gpt-shakespeare --set data.train=tokens/shakespeare
+    Example:  throughline train my.txt
+              throughline train gpt-shakespeare --set data.train=tokens/shakespeare
               throughline train gpt-shakespeare --set data.train=my.txt --set data.tokenizer=tok
     The same command continues a run that was stopped or killed.
     """
-    from ..core.recipe import find_recipe
+    from ..train.recipes.own_text import is_text, recipe_for_text
 
-    if init_from is not None:
-        overrides = (*overrides, f"model.init_from={init_from}")
-    resolved = pretraining_recipe(recipe, overrides)
+    directory = Path(run_dir) if run_dir else Path("runs") / Path(recipe).stem
+    if is_text(recipe):
+        recipe, *given = recipe_for_text(recipe, directory, bool(init_from))
+        overrides = (*given, *overrides)
+    resolved = pretraining_recipe(recipe, with_weights(overrides, init_from))
     from ..train.parallel.mesh import running_processes, started_again  # not before: torch takes seconds
 
     if show_layout:
@@ -71,7 +70,7 @@ def command(
         if running_processes()[0] == 0:
             console.result(*layout_facts(resolved, model_config(resolved, facts.get("vocab_size"))))
         return
-    directory = Path(run_dir) if run_dir else Path("runs") / find_recipe(recipe).stem
+    from ..eval.inloop import TaskEvaluator, TextSample
     from ..train.build import plan_run
     from ..train.evaluate import Validation
     from ..train.logs.report import figure_name, figure_text
@@ -83,9 +82,9 @@ def command(
             console.result(plan.summary(), plan.lines())
         return
     evaluators: list[Evaluator] = [Validation(plan)] if plan.corpus.validation else []
+    if TextSample.suits(plan):
+        evaluators.append(TextSample(plan, directory))
     if resolved.evaluation.tasks:
-        from ..eval.inloop import TaskEvaluator
-
         evaluators.append(TaskEvaluator(plan))
     resume = "auto" if started_again() else resume  # a run that is there is then the one that was to be begun
     summary = train(plan, directory, resume=resume, evaluators=evaluators, profile=profile)

@@ -1,18 +1,28 @@
-"""Task scores inside a training run: an evaluator for `train(..., evaluators=[...])`, which cli hands to the
-loop.
+"""Task scores and samples of text inside a training run: evaluators for `train(..., evaluators=[...])`, which cli
+hands to the loop.
 
 The figures are those of `throughline eval` on the checkpoint of the same step: the same questions of the same
 weights, with nothing kept between two evaluations, so that a resumed run has the curve of one that was never
 stopped.
 """
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import WrongUse
+import numpy as np
+from msgspec.structs import replace
+
+from ..core.errors import ThroughlineError, WrongUse
 from ..core.scorer import Scorer
+from ..inference.runtimes.sampling import Sampling
+from ..inference.runtimes.torch_backend import TorchCausal
+from ..inference.serving.generation import Job
+from ..inference.serving.slots import answer
 from ..models.config import family_of
 from ..models.init import empty_model
+from ..train.logs.report import SAMPLES
 from ..train.whole_model import whole_model
 from .asked import Settings
 from .opening import scorer_of
@@ -22,6 +32,41 @@ from .task import find_tasks
 if TYPE_CHECKING:
     from ..train.build import RunPlan
     from ..train.engine import Engine
+
+
+PROMPT, CONTINUED = 16, 48  # tokens of a sample
+
+
+class TextSample:
+    """Called with the engine and the step; has a GPT continue the beginning of the held-out text, for the report. Every
+    step draws alike, by numbers of its own: the run's are not touched.
+    """
+
+    def __init__(self, plan: "RunPlan", run_dir: Path) -> None:
+        self.file, self.tokenizer = run_dir / SAMPLES, plan.corpus.tokenizer
+        ids = plan.corpus.validation[0].read(0, min(PROMPT, plan.recipe.train.sequence_length // 2))
+        self.job = Job(ids.astype(np.int64), CONTINUED, Sampling(0.8, seed=0), ignore_eos=True)
+
+    @staticmethod
+    def suits(plan: "RunPlan") -> bool:
+        """Whether the run has one: a GPT on one process, with held-out text."""
+        alone = plan.recipe.parallel.layout().world == 1
+        return plan.family == "gpt" and alone and bool(plan.corpus.validation and plan.corpus.tokenizer)
+
+    def __call__(self, engine: "Engine", step: int) -> dict[str, float]:
+        """Adds a line to the run's samples."""
+        model, tokenizer = whole_model(engine), self.tokenizer
+        assert model is not None and tokenizer is not None
+        room = model.config.sequence_length - len(self.job.prompt_ids)
+        job = replace(self.job, max_tokens=min(CONTINUED, room))
+        said = ""
+        with suppress(ThroughlineError):  # of weights that are no longer finite
+            deltas = answer(TorchCausal(model), [job], tokenizer.decode, None, tokenizer.vocab_size, 1)
+            said = "".join(delta.text for _, _, delta in deltas)
+            with open(self.file, "a", encoding="utf-8") as file:
+                sample = {"step": step, "prompt": tokenizer.decode(job.prompt_ids), "text": said}
+                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        return {}
 
 
 class TaskEvaluator:

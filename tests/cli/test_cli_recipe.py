@@ -143,7 +143,8 @@ def test_a_new_recipe_from_weights_has_their_shape(tmp_path: Path) -> None:
         (["train", "gpt-shakespeare"], "train.learning_rate", "it is optimizer.learning_rate here"),
         (["train", "gpt-shakespeare"], "model.layers", "model.overrides.layers"),
         (["train", "gpt-shakespeare"], "train.step", "did you mean steps?"),
-        (["finetune", "finetune-search"], "optimizer.learning_rate", "it is train.learning_rate here"),
+        (["finetune", "finetune-search"], "train.learning_rate", "it is optimizer.learning_rate here"),
+        (["finetune", "finetune-search"], "model", "it has model.init_from"),
     ],
 )
 def test_a_field_of_another_section_is_named_with_it(command: list[str], key: str, said: str) -> None:

@@ -118,10 +118,12 @@ def recipe_for(task: str, bases: dict[str, Path], records: Path, **more: Any) ->
     """For rows of 32 tokens; `more` of `train`, and whole sections as dicts."""
     _, family, fields, _, _ = CASES[task]
     sections = {name: more.pop(name) for name in list(more) if isinstance(more[name], dict)}
+    if rate := more.pop("learning_rate", None):
+        sections["optimizer"] = {"learning_rate": rate}
     train = {"batch_rows": 16, "sequence_length": 32} | more
     tree = {
         "task": task,
-        "model": str(bases[family]),
+        "model": {"init_from": str(bases[family])},
         "data": {"train": str(records), **fields},
         "train": train,
     }
@@ -215,7 +217,7 @@ def test_a_loss_that_is_not_finite_ends_it(bases: dict[str, Path], tmp_path: Pat
 
 def test_the_command_says_what_it_measured(bases: dict[str, Path], tmp_path: Path) -> None:
     records = write_records("classification", tmp_path, 60)
-    settings = [f"model={bases['bert']}", f"data.train={records}", "data.text_field=text"]
+    settings = [f"model.init_from={bases['bert']}", f"data.train={records}", "data.text_field=text"]
     settings += ["train.epochs=1", "train.sequence_length=32"]
     arguments = ["finetune", "finetune-classification", "--out", str(tmp_path / "out"), "--json"]
     for setting in settings:
@@ -345,7 +347,7 @@ def test_embeddings_trained_are_embeddings_given(
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     tree = {
         "task": "retrieval",
-        "model": str(base),
+        "model": {"init_from": str(base)},
         "train": {"epochs": 1, "batch_rows": 4, "sequence_length": 32},
     }
     tree |= {"data": {"train": str(tmp_path / "records.jsonl"), "pair_field": "passage"}}
@@ -412,9 +414,10 @@ def test_learning_check_on_sst2(shared: Path, tmp_path: Path) -> None:
     write_model(build(shape), tokenizer, (tmp_path / "tokenizer.json").read_bytes(), base)
     tree = {
         "task": "classification",
-        "model": str(base),
+        "model": {"init_from": str(base)},
         "data": {"train": str(shared / "data" / "sst2" / "test.tsv"), "text_field": "sentence"},
-        "train": {"epochs": 6, "sequence_length": 64, "learning_rate": 1e-3},
+        "train": {"epochs": 6, "sequence_length": 64},
+        "optimizer": {"learning_rate": 1e-3},
     }
     facts = finetune(build_recipe(tree, FinetuneRecipe, RULES), tmp_path / "out")
     assert facts["records"]["train"] + facts["records"]["validation"] == 872

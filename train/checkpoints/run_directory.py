@@ -122,6 +122,8 @@ def environment(plan: RunPlan, peak: float | None, peak_source: str) -> dict[str
         "cpu": here.cpu.name,
         "gpus": [gpu.name for gpu in here.gpus],
         "threads": torch.get_num_threads(),
+        "data": [Path(source.path).name for source in plan.recipe.data.sources()],
+        "training_tokens": sum(store.tokens for store in plan.corpus.train),
         "parameters": plan.config.parameter_count(),
         "predicted_memory": plan.memory,
         "peak_flops": peak,

@@ -32,8 +32,31 @@ class RecordsSection(Section):
     """Field of the label; a list, one for each word, for token-classification; the response for instruction."""
 
 
+class StartSection(Section):
+    """What is fine-tuned."""
+
+    init_from: str = ""
+    """Trained model to begin with: a run, a checkpoint, a model artifact or a Hugging Face directory."""
+
+
+class AdamWSection(Section):
+    """How the weights move."""
+
+    learning_rate: float = Field(default=3e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay of matrices."""
+
+
+class WarmupSection(Section):
+    """How the learning rate moves: a linear warm-up, then a linear decay to 0."""
+
+    warmup_fraction: Fraction = 0.1
+    """Share of the steps in which the learning rate rises."""
+
+
 class FinetuneTrainSection(Section):
-    """How the weights move: AdamW, linear warm-up, linear decay to 0."""
+    """How long, how much at a time, in which arithmetic."""
 
     epochs: int = Field(default=3, gt=0)
     """Passes over the records."""
@@ -41,12 +64,6 @@ class FinetuneTrainSection(Section):
     """Records in one step."""
     sequence_length: int = Field(default=128, gt=2)
     """Most tokens of a record; longer ones are cut, contexts of questions become several windows."""
-    learning_rate: float = Field(default=3e-5, gt=0)
-    """Peak learning rate."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay of matrices."""
-    warmup_fraction: Fraction = 0.1
-    """Share of the steps in which the learning rate rises."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0 = not clipped."""
     micro_batch_rows: int | None = Field(default=None, gt=0)
@@ -78,10 +95,11 @@ class FinetuneRecipe(Section):
     """What is learnt: labels of texts, labels of words, spans that answer questions, embeddings of queries and
     passages, or (GPT) responses to prompts.
     """
-    model: str = ""
-    """Trained model to start from: a run, a checkpoint, a model artifact or a Hugging Face directory."""
+    model: StartSection = StartSection()
     data: RecordsSection = RecordsSection()
     train: FinetuneTrainSection = FinetuneTrainSection()
+    optimizer: AdamWSection = AdamWSection()
+    schedule: WarmupSection = WarmupSection()
     parallel: ParallelSection = ParallelSection()
     window_stride: int = Field(default=64, gt=0)
     """question-answering: tokens that consecutive windows of a context share."""
@@ -93,8 +111,8 @@ class FinetuneRecipe(Section):
 
 def inputs_rule(recipe: FinetuneRecipe) -> Iterable[Problem]:
     """There is a model and there are records."""
-    if not recipe.model:
-        yield Problem("model", "no model to start from", "--set model=runs/my-bert")
+    if not recipe.model.init_from:
+        yield Problem("model.init_from", "no model to begin with", "--init-from runs/my-bert")
     if not recipe.data.train:
         yield Problem("data.train", "no records", "--set data.train=my/records.jsonl")
     if not recipe.data.validation and not recipe.data.validation_fraction:
@@ -130,14 +148,14 @@ def training_recipe(recipe: FinetuneRecipe, records: int) -> Recipe:
     given = recipe.train
     epoch = math.ceil(records / given.batch_rows)
     steps = given.epochs * epoch
-    # of other sections there, or counted
-    own = {"epochs", "learning_rate", "weight_decay", "warmup_fraction"}
-    rate = {"learning_rate": given.learning_rate, "weight_decay": given.weight_decay}
-    warmup = max(round(steps * given.warmup_fraction), 1)
+    warmup = max(round(steps * recipe.schedule.warmup_fraction), 1)
     tree: dict[str, Any] = {
         "data": {"train": [{"path": recipe.data.train}], "validation": recipe.data.validation},
-        "model": {"family": "gpt" if recipe.task == "instruction" else "bert", "init_from": recipe.model},
-        "train": given.model_dump(exclude=own)
+        "model": {
+            "family": "gpt" if recipe.task == "instruction" else "bert",
+            "init_from": recipe.model.init_from,
+        },
+        "train": given.model_dump(exclude={"epochs"})
         | {
             "steps": steps,
             "micro_batch_rows": given.micro_batch_rows or given.batch_rows // recipe.parallel.data,
@@ -145,7 +163,7 @@ def training_recipe(recipe: FinetuneRecipe, records: int) -> Recipe:
             # fp16 finds its scale by steps that are skipped; a loss that is not finite, no scale mends
             "stop_after_skipped": 20 if given.precision == "fp16" else 1,
         },
-        "optimizer": {"beta2": 0.999} | rate,
+        "optimizer": {"beta2": 0.999} | recipe.optimizer.model_dump(),
         "schedule": {"kind": "linear", "warmup_steps": warmup, "final_fraction": 0.0},
         "checkpoint": {"save_every_steps": epoch, "keep": 1},
         "parallel": recipe.parallel.model_dump(),
@@ -168,4 +186,5 @@ def resolve(recipe: FinetuneRecipe) -> FinetuneRecipe:
     train = recipe.train
     if train.precision == "auto":
         train = train.model_copy(update={"precision": usual_precision(train.device)})
-    return recipe.model_copy(update={"model": absolute(recipe.model), "data": data, "train": train})
+    model = StartSection(init_from=absolute(recipe.model.init_from))
+    return recipe.model_copy(update={"model": model, "data": data, "train": train})

@@ -149,10 +149,10 @@ class TaskBatches:
 def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
     """Open and check everything that a recipe names."""
     device = own_device(pick_device(recipe.train.device, recipe.train.precision))
-    opened, tokenizer_file = open_weights(recipe.model)
+    opened, tokenizer_file = open_weights(recipe.model.init_from)
     if tokenizer_file is None:
         fix = "put one beside the weights"
-        raise WrongUse("this model has no tokenizer.json", where=recipe.model, fix=fix)
+        raise WrongUse("this model has no tokenizer.json", where=recipe.model.init_from, fix=fix)
     tokenizer = Tokenizer.load(tokenizer_file)
     task, base = _task(recipe, opened, tokenizer), _plain(opened)
     learnt, measured = _split(recipe)
@@ -162,7 +162,7 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
     run, config = training_recipe(recipe, len(groups)), base.config
     batch = run.train.sequence_length, run.train.rows_per_step, run.train.rows_per_micro_batch
     require_world(run.parallel.layout(), running_processes()[1], config, *batch, lambda *_: True)
-    named = (recipe.model, recipe.data.train, recipe.data.validation)
+    named = (recipe.model.init_from, recipe.data.train, recipe.data.validation)
     inputs = [input_record(path) for path in named if path]
     return TaskPlan(
         recipe=run,
@@ -189,17 +189,17 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
 def _task(recipe: FinetuneRecipe, base: nn.Module, tokenizer: Tokenizer) -> Task:
     task = TASKS[recipe.task](recipe, tokenizer)
     if recipe.task == "retrieval":
-        task.sentence = read_sentence(Path(recipe.model))
+        task.sentence = read_sentence(Path(recipe.model.init_from))
         if isinstance(base, BERTWithHead) and not base.head.labels:
             task.head = base.head
     config: Any = base.config
     if (task.family == "gpt") != isinstance(base, GPT):
-        raise WrongUse(f"{recipe.task} needs a {task.family.upper()}", where=recipe.model)
+        raise WrongUse(f"{recipe.task} needs a {task.family.upper()}", where=recipe.model.init_from)
     if recipe.train.sequence_length > config.sequence_length:
         why = f"{recipe.train.sequence_length} is more than the model's {config.sequence_length} positions"
         raise WrongUse("the rows are too long for the model", where="train.sequence_length", why=why)
     if task.family == "bert" and (tokenizer.cls_id is None or tokenizer.sep_id is None):
-        raise WrongUse("the tokenizer has no [CLS] and [SEP]", where=recipe.model)
+        raise WrongUse("the tokenizer has no [CLS] and [SEP]", where=recipe.model.init_from)
     describe(_plain(base).config)  # Refused for a shape that could not be saved
     return task
 

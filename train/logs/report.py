@@ -1,5 +1,7 @@
-"""`report.html` of a run: curves, memory, environment and recipe in one file that needs no network."""
+"""`report.html` of a run: curves, samples, memory, environment and recipe in one file that needs no network."""
 
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,10 @@ from ...core.workspace import read_records
 from .metrics import FILE, flat, read_metrics
 
 TASKS_IN_A_CHART = 8  # as many as there are colours
-UNSHOWN = ("checkpoint", "finished", "running", "evaluation")  # events
+UNSHOWN = ("started", "checkpoint", "finished", "running", "evaluation")  # events
+SAMPLES = "samples.jsonl"  # of text, as an evaluator wrote them
+MOST_SAMPLES = 6
+FOLDERS = re.compile(r'"/(?:[^"/\n]*/)+(?=[^"\n])')  # of an absolute path: a page is shown to others
 MEDIANS: dict[str, tuple[str, Callable[[float], str]]] = {  # of the steps, by figure
     "tokens_per_s": ("tokens/s without padding, median step", "{:,.0f}".format),
     "sequences_per_s": ("sequences/s, median step", "{:,.1f}".format),
@@ -45,16 +50,36 @@ def write_report(run: Path | str) -> Path:
     records, events = read_metrics(run), list(read_records(run / "events.jsonl"))
     # moved since, it makes the same page again
     places = [event["run"] for event in events if event["event"] == "finished"]
-    recipe = run / "recipe.toml"
+    recipe, samples = run / "recipe.toml", run / SAMPLES
+    said = {each["step"]: each for each in (read_records(samples) if samples.is_file() else ())}
+    chosen = list(said.values())[:: -(-len(said) // MOST_SAMPLES) or 1]
     parts = [
         Part(rows=summary_rows(records, events)),
+        Part(
+            "Samples",
+            rows=[(f"step {each['step']:,}", each["prompt"] + " | " + each["text"]) for each in chosen],
+            note="The beginning of the held-out text, and after the bar what the model makes of it.",
+        ),
         Part("Curves", charts=curves(records)),
         Part("Environment", rows=environment_rows(events)),
         Part("Events", rows=[_event_row(event) for event in events if event["event"] not in UNSHOWN]),
-        Part("Recipe", text=recipe.read_text(encoding="utf-8") if recipe.is_file() else ""),
+        Part("Recipe", text=FOLDERS.sub('"', recipe.read_text(encoding="utf-8")) if recipe.is_file() else ""),
     ]
-    write_atomic(run / "report.html", page(Path(places[-1]).name if places else run.resolve().name, parts))
+    title = Path(places[-1]).name if places else run.resolve().name
+    write_atomic(run / "report.html", page(title, parts, _where_and_when(events)))
     return run / "report.html"
+
+
+def _where_and_when(events: list[dict[str, Any]]) -> str:
+    """The note of the page: when the run last started, where, and on what."""
+    started = [event for event in events if event["event"] in ("started", "resumed")]
+    if not started:
+        return ""
+    facts = started[-1]
+    words = [time.strftime("%Y-%m-%d", time.gmtime(facts["time"])), ", ".join(facts["gpus"]) or facts["cpu"]]
+    if facts.get("data"):
+        words.append(f"trained on {', '.join(facts['data'])} ({facts['training_tokens']:,} tokens)")
+    return ", ".join(words)
 
 
 def _event_row(event: dict[str, Any]) -> tuple[str, str]:
@@ -94,7 +119,7 @@ def _finished_rows(event: dict[str, Any]) -> list[tuple[str, str]]:
             f"{near['mlm_accuracy']} at a batch of {near['batch']:,}"
         )
         rows.append((f"target {figure_name(aim['figure']).replace('_', ' ')} {aim['value']:g}", text))
-    rows.append(("time of the last stretch", duration(event["seconds"])))
+    rows.append(("time since the last start", duration(event["seconds"])))
     for title, pair, text_of in (
         ("memory", event["memory_bytes"], lambda size: amount(size, "B")),
         ("a step", event.get("step_seconds"), duration),
@@ -112,7 +137,9 @@ def figure_name(name: str) -> str:
 
 def figure_text(value: float | None) -> str:
     """A figure for people."""
-    return "not finite" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:,.4f}"
+    return "not finite" if value is None else f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"
 
 
 def environment_rows(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
