@@ -1,24 +1,25 @@
 """`throughline export PATH --to ...`: hand a model over, compared with the original."""
 
 import shlex
+from pathlib import Path
 from typing import Any, get_args
 
 import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from ..inference.graphs.graph_options import OPSETS, GraphOptions, Names, Pooling, Precision
+from ..inference.graphs.graph_options import OPSETS, GraphOptions, Names, Outputs, Pooling, Precision
 from .common import PATH, throughline_command
 
 _JUDGED = "precision text tasks limit bench device"
 _ENGINE = f"{_JUDGED} calibration pooling batches lengths"
 USED = {  # of the options below by each target; another one that is given is refused
-    "onnx": f"{_JUDGED} calibration variant opset names pooling",
+    "onnx": f"{_JUDGED} calibration variant opset names pooling outputs",
     "huggingface": f"{_JUDGED} pooling",
     "gguf": _JUDGED,
     "tensorrt": f"{_ENGINE} timing_cache",
     "tensorrt-rtx": f"{_ENGINE} capability",
-    "triton": f"{_JUDGED} calibration variant opset pooling",
+    "triton": f"{_JUDGED} calibration variant opset pooling outputs",
     "calibration": "text device",
 }
 PRECISIONS = {"huggingface": ("fp32", "fp16", "bf16"), "gguf": ("fp32", "fp16", "int8", "int4")}
@@ -61,6 +62,12 @@ PRECISIONS = {"huggingface": ("fp32", "fp16", "bf16"), "gguf": ("fp32", "fp16", 
     type=click.Choice(get_args(Pooling)),
     help="How a BERT's sentence embedding is made of its tokens (default: as the directory's modules.json says, else "
     "the mean).",
+)
+@click.option(
+    "--outputs",
+    type=click.Choice(get_args(Outputs)),
+    help="Outputs of a BERT's graph: all, or embedding, without the logits of its heads (default: all; of a pretrained "
+    "BERT for Triton embedding).",
 )
 @click.option(
     "--text",
@@ -167,7 +174,8 @@ def command(
         write = export_triton if target == "triton" else export_onnx
         report = write(path, out, GraphOptions(**given), judging, overwrite)
     lines = [*_lines(report), f"written: {out}"]
-    if target not in ("triton", "tensorrt-rtx"):  # another program's, and for a GPU that may not be here
+    # another program's (optimum's graphs of a GPT too), and for a GPU that may not be here
+    if target not in ("triton", "tensorrt-rtx") and not Path(out, "genai_config.json").exists():
         lines.append(f"try it:  throughline serve {shlex.quote(out)}")
     console.result({"path": str(out), "to": target, **report}, lines)
 

@@ -227,8 +227,8 @@ def _from_pydantic(items: Iterable[Any], model: type[Section]) -> Iterable[Probl
         elif wrong[0]["type"] == "missing":
             yield Problem(key, "missing")
         elif wrong[0]["type"] == "model_type" and section:
-            names = [f"{key}.{name}" for name in section.model_fields]
-            yield Problem(key, f"a section, not {wrong[0]['input']!r}", f"it has {', '.join(names)}")
+            fields = ", ".join(f"{key}.{name}" for name in section.model_fields)
+            yield Problem(key, f"a section, not {wrong[0]['input']!r}", f"it has {fields}")
         else:
             texts = dict.fromkeys(f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in wrong)
             yield Problem(key, f"{' or '.join(texts)}, not {wrong[0]['input']!r}")

@@ -75,6 +75,18 @@ class Export:
         """The torch model in float32 on the device of the comparison."""
         return reference_of(self.opened.model.to(self.device), self.tokenizer, self.opened.input, pooling)
 
+    def leave_heads_out(self) -> None:
+        """The encoder alone, for embeddings. Raises WrongUse for a GPT."""
+        from ...models.bert import BERT
+        from ...models.heads import BERTWithHead, Head, build_with_head
+
+        model: Any = self.opened.model
+        encoder = model.encoder if isinstance(model, BERTWithHead) else model
+        if not isinstance(encoder, BERT):
+            raise WrongUse("a GPT has no embedding", where="--outputs", fix="leave it out")
+        bare = build_with_head(encoder, Head("embedding", ())).eval()
+        self.opened = self.opened._replace(model=bare)
+
     def keep_sentence(self) -> None:
         """What becomes of a text before the model, beside the export."""
         if self.sentence != MEAN:
@@ -158,6 +170,8 @@ def export_onnx(
 
 def write_judged(export: Export, options: GraphOptions) -> int:
     """Write model.onnx with what describes it and judge it; returns its number of nodes."""
+    if options.outputs == "embedding":
+        export.leave_heads_out()
     opened, graph = export.opened, export.folder / "model.onnx"
     config = opened.model.config
     options = dataclasses.replace(

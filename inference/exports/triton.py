@@ -8,10 +8,12 @@ Only a BERT is handed over: Triton batches requests that have no state, and the 
 goes to vLLM as a Hugging Face directory. The server was not run; a schema check in the tests reads the file.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import WrongUse
+from ...models.bert import BERT
 from ...models.config import GPTConfig
 from ..graphs.graph_options import GraphOptions
 from .export import ALONE, Judging, Report, exporting, write_judged
@@ -55,6 +57,10 @@ def export_triton(
             why = "Triton batches requests without state, and the cache of a GPT is state"
             fix = "--to huggingface, and serve it with vLLM"
             raise WrongUse("a GPT has no Triton repository", why=why, fix=fix)
+        if options.outputs is None and isinstance(
+            export.opened.model, BERT
+        ):  # ids of 30,522 words to each vector
+            options = dataclasses.replace(options, outputs="embedding")
         write_judged(export, options)
         folder, graph = export.folder, export.folder / "model.onnx"
         place = folder / MODEL / "1"

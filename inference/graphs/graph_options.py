@@ -10,6 +10,7 @@ from ...models.sentence import Pooling
 Variant = Literal["portable", "onnxruntime", "cuda", "tensorrt"]
 Precision = Literal["fp32", "fp16", "int8", "int4"]  # of graphs
 Names = Literal["throughline", "optimum"]
+Outputs = Literal["all", "embedding"]
 OPSETS = range(17, 25)  # 17 brought LayerNormalization; 24 has TensorScatter
 
 
@@ -21,7 +22,7 @@ class GraphOptions:
     for which ONNX Runtime has CUDA kernels, int8 and int4 as weights of float16 products. tensorrt: the form that
     it fuses best, every type written out (strong typing). Names: `throughline` has a slot cache; `optimum` has the
     inputs and outputs that optimum and onnxruntime-genai look for, with a cache that grows. Opset 0: the newest that
-    the readers of these names know (Triton's and TEI's containers lag).
+    the readers of these names know (Triton's and TEI's containers lag). Outputs: `embedding` leaves a BERT's heads out.
     """
 
     variant: Variant = "portable"
@@ -29,6 +30,7 @@ class GraphOptions:
     opset: int = 0
     names: Names = "throughline"
     pooling: Pooling | None = None  # as the directory says, else the mean
+    outputs: Outputs | None = None
     ranges: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from throughline.core.errors import Refused
 from throughline.data.tokenizer import Tokenizer, copy_chat
 from throughline.inference.exports import export, export_engine, gguf_export, handover, triton
 from throughline.inference.graphs import calibration
+from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.source import find_model, open_model
 from throughline.inference.serving.chat import ChatTemplate
 
@@ -24,6 +25,7 @@ VALUES = {
     "opset": "21",
     "names": "optimum",
     "pooling": "cls",
+    "outputs": "embedding",
     "text": "my.txt",
     "calibration": "ranges",
     "capability": "8.9",
@@ -36,6 +38,37 @@ VALUES = {
     "device": "cuda:0",
 }
 LOSES = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "gpt --to onnx",
+        "gpt --to onnx --names optimum",
+        "gpt --to huggingface",
+        "bert --to onnx",
+        "bert --to onnx --names optimum",
+        "bert --to onnx --outputs embedding",
+        "bert --to huggingface",
+        "bert --to triton",
+    ],
+)
+def test_what_an_export_says_to_try_works(words: str, gpt_dir: Path, bert_dir: Path, tmp_path: Path) -> None:
+    """The command parses and the server's first act on it, opening the model, is done; where there is none to try
+    here, none is named.
+    """
+    family, *options = words.split()
+    source, out = str({"gpt": gpt_dir, "bert": bert_dir}[family]), str(tmp_path / "out")
+    done = CliRunner().invoke(main, ["export", source, *options, "--out", out, "--no-bench"])
+    assert done.exit_code == 0, done.output
+    lines = [line.partition("try it:")[2].split() for line in done.output.splitlines() if "try it:" in line]
+    served = "triton" not in words and words != "gpt --to onnx --names optimum"
+    assert bool(lines) == served
+    for program, verb, *rest in lines:
+        assert program == "throughline"
+        command = main.get_command(None, verb)
+        given = command.make_context(verb, rest).params
+        assert open_backend(given["paths"][0]).family == family
 
 
 @pytest.mark.parametrize("target", cli.USED)

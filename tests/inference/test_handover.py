@@ -67,7 +67,8 @@ def test_a_triton_repository(bert_dir: Path, tmp_path: Path) -> None:
     """Every input and output of the graph is in config.pbtxt with its type and without its batch dim."""
     import onnxruntime
 
-    export_triton(bert_dir, tmp_path / "out", GraphOptions(opset=20, names="optimum"), QUIET)
+    options = GraphOptions(opset=20, names="optimum", outputs="all")
+    export_triton(bert_dir, tmp_path / "out", options, QUIET)
     verify_artifact(tmp_path / "out")
     text = (tmp_path / "out" / "bert" / "config.pbtxt").read_text()
     session = onnxruntime.InferenceSession(tmp_path / "out" / "bert" / "1" / "model.onnx")
@@ -87,6 +88,26 @@ def test_a_triton_repository(bert_dir: Path, tmp_path: Path) -> None:
     ids = np.array([[3, 4, 5]])
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
     assert session.run(["logits"], feeds)[0].shape[:2] == (1, 3)
+
+
+def test_an_embedding_service_has_no_logits(bert_dir: Path, tmp_path: Path) -> None:
+    """A pretrained BERT's repository gives vectors alone unless asked, equal to those of the graph with its heads."""
+    import onnxruntime
+
+    outputs = {}
+    for name in ("all", None):
+        options = GraphOptions(names="optimum", outputs=name)
+        export_triton(bert_dir, tmp_path / str(name), options, QUIET)
+        session = onnxruntime.InferenceSession(tmp_path / str(name) / "bert" / "1" / "model.onnx")
+        ids = np.array([[3, 4, 5]])
+        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+        names = [output.name for output in session.get_outputs()]
+        outputs[name] = dict(zip(names, session.run(names, feeds)))
+    assert "logits" in outputs["all"] and not [key for key in outputs[None] if "logits" in key]
+    text = (tmp_path / "None" / "bert" / "config.pbtxt").read_text()
+    assert "logits" not in text and "sentence_embedding" in text
+    vectors = [outputs[name]["sentence_embedding"] for name in outputs]
+    np.testing.assert_allclose(*vectors, atol=1e-6)
 
 
 def test_a_gpt_has_no_triton_repository(gpt_dir: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 from throughline.cli.main import main
-from throughline.core.hardware import machine
 from throughline.core.recipe import load_recipe
 from throughline.data.tokenizer import Tokenizer
 from throughline.train.recipes import own_text
@@ -42,9 +41,13 @@ def test_the_longest_recipe_that_the_text_feeds(
 def test_a_text_trains_and_its_report_has_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time the same run goes on: its tokenizer is there. The page names no absolute path."""
     monkeypatch.chdir(tmp_path)
-    assert machine().cpu.name
     Path("my.txt").write_text("".join(f"It is said that {n} is a number of things.\n\n" for n in range(4000)))
-    small = "train.steps=4 train.eval_every_steps=2 schedule.warmup_steps=1 model.overrides.width=32".split()
+    small = [
+        "train.steps=4",
+        "train.eval_every_steps=2",
+        "schedule.warmup_steps=1",
+        "model.overrides.width=32",
+    ]
     small += ["model.overrides.layers=1", "model.overrides.heads=2", "train.sequence_length=32"]
     words = ["train", "my.txt", *(word for one in small for word in ("--set", one))]
     for said in ("report: runs/my/report.html", "already trained"):
