@@ -4,28 +4,27 @@ python benchmarks/search.py [--quick]
 
 Runs the page's commands, then asks the 596 questions of the odd-numbered XQuAD paragraphs, none of which was
 in the training pairs, over all 240 paragraphs; the same fine-tuning without pretraining is a row too.
-Embeddings are those of `throughline embed`. BM25 (Robertson and Zaragoza 2009, k1 = 1.5, b = 0.75) is written
-here over lower-case words. A question is right when its paragraph is among the first five. The BERT has seen
-a few novels and no web: that it loses to BM25 is no surprise, and stays in the table. `--quick` has the page's commands
-read one novel and the first 40 paragraphs and pairs, train as `walk.py --quick` does, and asks 40 questions.
+Embeddings are those of `throughline embed`. BM25 is the library bm25s, as in `throughline search`, and so is the
+score of both. A question is right when its paragraph is among the first five. The BERT has seen a few novels and
+no web: that it loses to BM25 is no surprise, and stays in the table. `--quick` has the page's commands read one
+novel and the first 40 paragraphs and pairs, train as `walk.py --quick` does, and asks 40 questions.
 """
 
 import json
-import math
 import os
 import re
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 from common import claim, finish, parser, settings, throughline
+from throughline.eval.search import by_words, fused
 from walk import ROOT, script, walk
 
 DOCUMENTS = ROOT / "recipes" / "samples" / "xquad-en"
 FIRST = 5
-K1, B = 1.5, 0.75
+WEIGHT = 0.3  # of the embeddings in the score of both, as of `throughline search`
 QUICK_LINES = 40  # of paragraphs, pairs and questions
 QUICK_NOVEL = "Stevenson_Treasure_1883.txt.bz2"
 UNTRAINED = {"train.steps": 1, "schedule.warmup_steps": 0, "optimizer.learning_rate": 1e-12}  # first values
@@ -50,23 +49,9 @@ def cut_samples(place: Path) -> Path:
     return documents
 
 
-def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
 def bm25(queries: list[str], passages: list[str]) -> np.ndarray:
     """Scores (queries, passages)."""
-    counts = [Counter(words(text)) for text in passages]
-    lengths = np.array([sum(count.values()) for count in counts])
-    seen = Counter(word for count in counts for word in count)
-    scores = np.zeros((len(queries), len(passages)))
-    for place, query in enumerate(queries):
-        for word in words(query):
-            found = seen[word]
-            rarity = math.log(1 + (len(passages) - found + 0.5) / (found + 0.5))
-            times = np.array([count[word] for count in counts])
-            scores[place] += rarity * times * (K1 + 1) / (times + K1 * (1 - B + B * lengths / lengths.mean()))
-    return scores
+    return np.stack([*map(by_words(passages), queries)])
 
 
 def cosines(model: Path, queries: list[str], passages: list[str], place: Path, quick: bool) -> np.ndarray:
@@ -112,7 +97,10 @@ def main() -> int:
         made = place / "runs" / "search"
         given = settings({"data.train": str(made / "tokens")} | UNTRAINED)
         throughline("train", "bert-novels-phase1", *given, "--run-dir", place / "untrained")
-        again = finetuning(options.quick) | {"model": place / "untrained", "data.train": made / "pairs.jsonl"}
+        again = finetuning(options.quick) | {
+            "model.init_from": place / "untrained",
+            "data.train": made / "pairs.jsonl",
+        }
         changed = [word for name, value in again.items() for word in ("--set", f"{name}={value}")]
         throughline("finetune", "finetune-search", *changed, "--out", place / "fine-tuned")
         models = {
@@ -121,11 +109,13 @@ def main() -> int:
             "pretrained": made / "bert",
             "untrained": place / "untrained",
         }
-        found = {
-            name: recall(cosines(path, queries, passages, place, options.quick), right)
-            for name, path in models.items()
+        scores = {
+            name: cosines(path, queries, passages, place, options.quick) for name, path in models.items()
         }
-    found["BM25"] = recall(bm25(queries, passages), right)
+    scores["BM25"] = bm25(queries, passages)
+    pairs = zip(scores["BM25"], scores["fine-tuned"])
+    scores["BM25 and fine-tuned"] = np.stack([fused(*pair, WEIGHT) for pair in pairs])
+    found = {name: recall(each, right) for name, each in scores.items()}
     print(f"recall@{FIRST} of {len(queries)} questions over {len(passages)} paragraphs: {found}")
     how = {"unit": f"recall@{FIRST}", "better": "higher"}
     claims = [

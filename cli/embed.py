@@ -31,11 +31,22 @@ RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files of records, e
     is_flag=True,
     help="Embed the beginning of texts that are longer than the model's context (default: refuse them).",
 )
+@click.option("--chunk", is_flag=True, help="Cut longer texts of a file of records into overlapping rows.")
+@click.option(
+    "--prompt", help="Text before every text, or the name of one of the model's (default: the model's own)."
+)
 @click.option("--field", default="text", help="Field or column of a file of records that holds the text.")
 @backend_options
 @throughline_command
 def command(
-    path: str, file: str, out: str | None, truncate: bool, field: str, options: "BackendOptions"
+    path: str,
+    file: str,
+    out: str | None,
+    truncate: bool,
+    chunk: bool,
+    prompt: str | None,
+    field: str,
+    options: "BackendOptions",
 ) -> None:
     """Embed every line of FILE (- = standard input) with the BERT at PATH, which is a run, checkpoint, model
     directory, ONNX artifact, engine or .gguf file. The result is one JSON object per line, {"text", "embedding"}.
@@ -60,13 +71,14 @@ def command(
             "embeddings are not written in this form", where=out, fix=f"name it {', '.join(FORMS)}"
         )
     check_no_markup(file)
+    how: Any = {"truncate": truncate, "prompt": prompt}
     if (suffix := Path(file).suffix) in RECORDS:
         if out is None:
             raise WrongUse(f"a {suffix} file is answered in a file", where=file, fix="give --out FILE")
         from ..inference.serving.offline import embed_file
 
         lines = Path(out if form == ".jsonl" else f"{out}.jsonl")
-        facts = embed_file(path, Path(file), lines, options, truncate=truncate, field=field)
+        facts = embed_file(path, Path(file), lines, options, **how, chunk=chunk, field=field)
         check_answered(facts, lines)
         if form != ".jsonl":
             _write(Path(out), [row for _, row in json_lines(lines)])
@@ -81,7 +93,7 @@ def command(
         raise WrongUse("there is no text to embed", where=file, fix="give a file with one text per line")
     rows = [
         {"text": line, "embedding": vector.tolist()}
-        for line, vector in zip(texts, embed_texts(path, texts, options, truncate=truncate))
+        for line, vector in zip(texts, embed_texts(path, texts, options, **how))
     ]
     if out is not None:
         _write(Path(out), rows)

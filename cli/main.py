@@ -20,6 +20,7 @@ VERBS = {
     "export": ("export", "Write a checkpoint as ONNX or as a Hugging Face directory, with a parity report."),
     "generate": ("generate", "Continue text with a GPT."),
     "embed": ("embed", "Embed texts with a BERT."),
+    "search": ("search", "Score search by words, by embeddings and by both."),
     "serve": ("serve", "Serve models over HTTP (OpenAI-compatible)."),
     "bench": ("bench", "Measure the latency of your own artifact, or load on your own server."),
     "prove": ("prove", "Show on this CPU that a recipe's layout trains the same model as one process."),

@@ -11,7 +11,7 @@ A directory without modules.json has the mean. `embed` and the server scale ever
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ class Sentence:
     longest: int | None = None  # tokens of a text with the special ones; None: the model's context
     lowercase: bool = False
     prompt: str = ""
+    prompts: dict[str, str] = field(default_factory=dict)  # by name, as "query" and "document"
     inside: bool = False  # in a graph, whose `sentence_embedding` is of this pooling and of no other
 
     @property
@@ -46,6 +47,15 @@ class Sentence:
         pooling: Any
         pooling, _, normalised = (name or self.name).partition("-")
         return replace(self, pooling=pooling, normalised=bool(normalised))
+
+    def prompted(self, asked: str | None, named: bool = False) -> "Sentence":
+        """The same with one of its prompts, or with a text before every text. Raises WrongUse where it must be `named`
+        and is not.
+        """
+        if named and asked and asked not in self.prompts:
+            known = ", ".join(self.prompts) or "none: put it before your texts"
+            raise WrongUse(f"no prompt {asked!r}", where="prompt_name", fix=f"the model's: {known}")
+        return self if asked is None else replace(self, prompt=self.prompts.get(asked, asked))
 
     def output(self, asked: str | None = None) -> str:
         """The output of an encoder that is the vector of a text, by this pooling or the one asked for. Raises WrongUse
@@ -75,7 +85,8 @@ class Sentence:
             f"pooling_mode_{mode}": POOLINGS[mode] == self.pooling for mode in ("cls_token", "mean_tokens")
         }
         texts = {"max_seq_length": self.context(context), "do_lower_case": self.lowercase}
-        prompts = {"default": self.prompt} if self.prompt else {}
+        chosen = next((name for name, text in self.prompts.items() if text == self.prompt), "default")
+        prompts = self.prompts | ({chosen: self.prompt} if self.prompt else {})
         files: dict[str, Any] = {
             MODULES: [
                 {"idx": i, "name": str(i), "path": place, "type": kind}
@@ -83,7 +94,7 @@ class Sentence:
             ],
             "1_Pooling/config.json": {"word_embedding_dimension": width} | modes,
             "sentence_bert_config.json": texts,
-            PROMPTS: {"prompts": prompts, "default_prompt_name": "default" if prompts else None},
+            PROMPTS: {"prompts": prompts, "default_prompt_name": chosen if self.prompt else None},
         }
         for place in places:
             (folder / place).mkdir(exist_ok=True)
@@ -114,7 +125,7 @@ def read_sentence(folder: Path) -> Sentence:
     if prompt and not modes.get("include_prompt", True):
         raise _lacking(pooling, "the prompt's tokens are left out of its mean")
     longest, lowercase = given.get("max_seq_length"), bool(given.get("do_lower_case"))
-    return Sentence(_pooling(modes, pooling), "Normalize" in places, longest, lowercase, prompt)
+    return Sentence(_pooling(modes, pooling), "Normalize" in places, longest, lowercase, prompt, prompts)
 
 
 def _pooling(modes: dict[str, Any], where: Path) -> Literal["mean", "cls"]:

@@ -32,6 +32,9 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Biases = Annotated[dict[TokenId, Bias], Meta(max_length=1024, description="By token id, added to the logit.")]
 Last = Annotated[int, Meta(ge=-1, description="Keep so many at the end; -1 = what the context takes.")]
 First = Annotated[int, Meta(ge=1, description="The first ones of each vector (Matryoshka).")]
+Prompt = Annotated[
+    str, Meta(max_length=100, description="Which of the model's prompts stands before each text.")
+]
 Cut = Annotated[bool, Meta(description="Read the beginning of what is too long.")]
 
 
@@ -206,6 +209,7 @@ class EmbeddingBody(Body, kw_only=True):
     input: Texts
     dimensions: First | None = None
     truncate: Cut = False
+    prompt_name: Prompt | None = None
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Pooling | None = None
     normalize: Annotated[bool, Meta(description="Scale each vector to length 1.")] = True
@@ -218,6 +222,7 @@ class EmbedBody(Body, kw_only=True):
     dimensions: First | None = None
     normalize: bool = True
     truncate: Cut = False
+    prompt_name: Prompt | None = None
 
 
 class FillMaskBody(Body, kw_only=True):

@@ -5,6 +5,7 @@ Letters: B texts, S tokens with [CLS] and [SEP], N positions asked for, H width.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -102,6 +103,21 @@ class Reader:
             raise self._longer(f"{len(ids)} tokens with the special ones > {self.context}", where)
         first = ends[0] if len(ends) > 1 else None
         return Encoding(np.array(ids, np.int64), first_tokens=first, **asked)
+
+    def chunks(self, text: str, prompt: str = "") -> list[str]:
+        """The text in pieces that fit behind the prompt, cut between words; each begins with the end of the one before,
+        an eighth of it. A text that fits is one piece.
+        """
+        words = re.findall(r"\S{1,8}\s*", text) or [text]  # of a script without spaces some letters
+        room = self.context - 2 - len(self.tokenizer.encode(prompt))
+        ends = np.cumsum(self.tokenizer.encode_batch(words)[1])
+        pieces, start, stop = [], 0, 0
+        while stop < len(words):
+            read = ends[start - 1] if start else 0
+            stop = max(int(np.searchsorted(ends, read + room, "right")), start + 1)
+            pieces.append("".join(words[start:stop]).strip())
+            start = max(int(np.searchsorted(ends, ends[stop - 1] - room // 8, "right")), start + 1)
+        return pieces
 
     def masked(self, text: str, top_k: int) -> Encoding:
         """A text in which the mask token's name stands for missing words, to be filled with the `top_k` most

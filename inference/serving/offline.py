@@ -5,9 +5,11 @@ stopped, and the last step puts them in order as OUT. A line that cannot be answ
 context) gets an "error" and stops nobody else.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +33,7 @@ from .texts import open_text_model, text_job
 SLOTS, GPU_SLOTS = 8, 64
 EMBEDDED_TOGETHER = 256  # texts, sorted by length among themselves
 Record = tuple[int, dict[str, Any]]
+Cut = Callable[[str], list[str]] | None  # a text into pieces
 
 
 def generate_file(
@@ -56,16 +59,26 @@ def embed_file(
     *,
     truncate: bool = False,
     field: str = "text",
+    prompt: str | None = None,
+    chunk: bool = False,
 ) -> dict[str, Any]:
     """Embed this field of every record with the BERT at `path`: the record with "embedding", of length 1.
 
-    `truncate` embeds the beginning of what is longer than the model's context, which is refused without it.
+    `truncate` embeds the beginning of what is longer than the model's context, which is refused without it; `chunk`
+    makes records of its pieces, each with its number as "chunk". `prompt`: one of the model's, or a text.
     Returns counts and raises as `generate_file` does.
     """
     loaded, tokenizer = open_text_model(path, "bert", options)
-    given = {"model": loaded.input.hash, "field": field} | ({"truncate": True} if truncate else {})
-    how = truncate, field
-    return _run(source, out, given, field, lambda records: _embed(loaded, tokenizer, records, *how))
+    loaded = dataclasses.replace(loaded, sentence=loaded.sentence.prompted(prompt))
+    assert loaded.encoder is not None
+    reader = Reader(tokenizer, loaded.sentence.context(loaded.encoder.context), loaded.encoder.vocab_size)
+    given: dict[str, Any] = {"model": loaded.input.hash, "field": field} | (
+        {"truncate": True} if truncate else {}
+    )
+    given |= {"prompt": prompt, "chunk": chunk} if chunk or prompt else {}
+    cut = partial(reader.chunks, prompt=loaded.sentence.prompt) if chunk else None
+    how = truncate or chunk, field
+    return _run(source, out, given, field, lambda records: _embed(loaded, reader, records, *how), cut)
 
 
 def _run(
@@ -74,10 +87,11 @@ def _run(
     settings: dict[str, Any],
     field: str,
     answer: Callable[[Iterator[Record]], Iterator[Record]],
+    cut: Cut = None,
 ) -> dict[str, Any]:
     if out.exists():
         raise WrongUse("there is a file already", where=out, fix="choose another --out, or remove it")
-    total = sum(1 for _ in _records(source, field))  # every line is checked before the first is answered
+    total = sum(1 for _ in _records(source, field, cut))  # every line is checked before the first is answered
     if total == 0:
         fix = f'give lines like {{"{field}": "..."}}'
         raise WrongUse("there is nothing to answer", where=source, fix=fix)
@@ -86,7 +100,7 @@ def _run(
         out.parent.mkdir(parents=True, exist_ok=True)
     places = _resume(partial, sha256_json([settings, sha256_file(source)]))
     before, errors = set(places), []
-    todo = (record for record in _records(source, field) if record[0] not in places)
+    todo = (record for record in _records(source, field, cut) if record[0] not in places)
     with progress(out.name, total, " lines") as bar, open(partial, "ab") as file:
         bar.start_at(len(before))
         for number, row in answer(todo):
@@ -110,19 +124,23 @@ def _run(
     return {"lines": total, "resumed": len(before), "errors": len(errors), "first_error": (errors or [""])[0]}
 
 
-def _records(source: Path, field: str) -> Iterator[Record]:
-    """Numbered lines. Raises Failed for one that is no JSON object, WrongUse for one without this field."""
+def _records(source: Path, field: str, cut: Cut = None) -> Iterator[Record]:
+    """Numbered lines, or their pieces. Raises Failed for what is no JSON object, WrongUse without this field."""
     lines = (
         json_lines(source)
         if source.suffix == ".jsonl"
         else ((record.where, record.data) for record in read_records([source]))
     )
-    for number, (place, record) in enumerate(lines):
+    number = 0
+    for place, record in lines:
         if not isinstance(record.get(field), str):
             why = f"it has: {', '.join(map(str, record))}"
             fix = f'write {{"{field}": "..."}}, or name the field that holds the text'
             raise WrongUse(f'this line has no text "{field}"', where=place, why=why, fix=fix)
-        yield number, record
+        pieces = [record] if cut is None else [record | {field: each} for each in cut(record[field])]
+        for chunk, piece in enumerate(pieces):
+            yield number, piece if cut is None else piece | {"chunk": chunk}
+            number += 1
 
 
 def _resume(partial: Path, identity: str) -> dict[int, int]:
@@ -199,11 +217,9 @@ def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], l
 
 
 def _embed(
-    loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], truncate: bool, field: str
+    loaded: Loaded, reader: Reader, records: Iterator[Record], truncate: bool, field: str
 ) -> Iterator[Record]:
     assert loaded.encoder is not None
-    context = loaded.sentence.context(loaded.encoder.context)
-    reader = Reader(tokenizer, context, loaded.encoder.vocab_size)
     while group := list(islice(records, EMBEDDED_TOGETHER)):
         rows, kept = [], []
         for number, record in group:
@@ -213,6 +229,6 @@ def _embed(
             except ThroughlineError as error:
                 yield number, record | {"error": str(error)}
         if kept:
-            vectors = embed(loaded.encoder, rows, tokenizer.pad_id or 0, loaded.sentence.output())
+            vectors = embed(loaded.encoder, rows, reader.tokenizer.pad_id or 0, loaded.sentence.output())
             for (number, record), vector in zip(kept, vectors):
                 yield number, record | {"embedding": vector.tolist()}

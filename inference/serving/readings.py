@@ -54,7 +54,7 @@ async def _embedded(
     call: Call, given: list[Any], body: EmbeddingBody | EmbedBody
 ) -> tuple[list[Encoding], list[np.ndarray]]:
     want = call.model.sentence.output(body.pooling if isinstance(body, EmbeddingBody) else None)
-    texts, answers = await _read_all(call, given, want, body.truncate)
+    texts, answers = await _read_all(call, given, want, body.truncate, body.prompt_name)
     vectors = [answer[want][: body.dimensions] for answer in answers]
     if body.dimensions is not None and body.dimensions > len(answers[0][want]):
         why = f"{body.dimensions} > {len(answers[0][want])}"
@@ -170,9 +170,11 @@ async def detokenize(call: Call, body: DetokenizeBody) -> dict[str, Any]:
     return {"prompt": await call.beside(len(body.tokens), lambda: call.model.tokenizer.decode(body.tokens))}
 
 
-async def _read_all(call: Call, texts: list[Any], want: str, truncate: bool = False) -> Read:
+async def _read_all(
+    call: Call, texts: list[Any], want: str, truncate: bool = False, prompt: str | None = None
+) -> Read:
     """The texts of a body, and this output of the model for each."""
-    return await _read(call, sum(map(len, texts)), lambda: call.model.frames(texts, want, truncate))
+    return await _read(call, sum(map(len, texts)), lambda: call.model.frames(texts, want, truncate, prompt))
 
 
 async def _read(call: Call, characters: int, make: Callable[[], list[Encoding]]) -> Read:

@@ -169,9 +169,11 @@ class ServedModel:
 
     # --- reading ---
 
-    def frames(self, texts: Sequence[Prompt], want: str, truncate: bool = False) -> list[Encoding]:
+    def frames(
+        self, texts: Sequence[Prompt], want: str, truncate: bool = False, prompt: str | None = None
+    ) -> list[Encoding]:
         """Texts with special tokens, of which this output is wanted. Raises WrongUse."""
-        framed = self.sentence.text if want.endswith("_embedding") else str
+        framed = self.sentence.prompted(prompt, named=True).text if want.endswith("_embedding") else str
         texts = [framed(text) if isinstance(text, str) else text for text in texts]
         return [self.reader.frame({"input": text}, truncate, want=(want,)) for text in texts]
 

@@ -42,7 +42,12 @@ def continue_text(
 
 
 def embed_texts(
-    path: Path | str, texts: Sequence[str], options: BackendOptions = AUTO, *, truncate: bool = False
+    path: Path | str,
+    texts: Sequence[str],
+    options: BackendOptions = AUTO,
+    *,
+    truncate: bool = False,
+    prompt: str | None = None,
 ) -> np.ndarray:
     """Embeddings of the texts with the BERT at `path`, each of length 1, float32 (texts, width).
 
@@ -50,13 +55,12 @@ def embed_texts(
     """
     loaded, tokenizer = open_text_model(path, "bert", options)
     assert loaded.encoder is not None
-    context = loaded.sentence.context(loaded.encoder.context)
+    sentence = loaded.sentence.prompted(prompt)
+    context = sentence.context(loaded.encoder.context)
     reader = Reader(tokenizer, context, loaded.encoder.vocab_size)
-    named = {
-        f"text {number}: {text[:60]}": loaded.sentence.text(text) for number, text in enumerate(texts, 1)
-    }
+    named = {f"text {number}: {text[:60]}": sentence.text(text) for number, text in enumerate(texts, 1)}
     rows = [reader.frame({name: text}, truncate) for name, text in named.items()]
-    return embed(loaded.encoder, rows, tokenizer.pad_id or 0, loaded.sentence.output())
+    return embed(loaded.encoder, rows, tokenizer.pad_id or 0, sentence.output())
 
 
 def open_text_model(path: Path | str, family: str, options: BackendOptions) -> tuple[Loaded, Tokenizer]:

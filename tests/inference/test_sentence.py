@@ -89,7 +89,9 @@ def test_length_case_and_prompt_are_the_directorys(sentence_dir) -> None:
         sentence_bert_config={"max_seq_length": 12, "do_lower_case": True},
         config_sentence_transformers={"prompts": {"query": "again: "}, "default_prompt_name": "query"},
     )
-    assert read_sentence(folder) == Sentence(longest=12, lowercase=True, prompt="again: ")
+    assert read_sentence(folder) == Sentence(
+        longest=12, lowercase=True, prompt="again: ", prompts={"query": "again: "}
+    )
     long = "Over the Dog " * 20
     with pytest.raises(WrongUse, match="longer than the model's context") as refused:
         embed_texts(folder, [long], CPU)

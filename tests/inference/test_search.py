@@ -1,0 +1,96 @@
+"""Search: metrics against a library and by hand, chunks that lose nothing, prompts, and a folder in BEIR's form."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from sklearn.metrics import ndcg_score
+from throughline.cli.main import main
+from throughline.data.tokenizer import Tokenizer
+from throughline.eval.search import BOTH, VECTORS, WORDS, by_words, fused, metrics
+from throughline.inference.serving.encoding import Reader
+from throughline.inference.serving.texts import embed_texts
+
+DRAW = np.random.default_rng(0)
+
+
+def test_the_metrics_are_the_field_s() -> None:
+    """nDCG at 10 of graded answers as scikit-learn has it, recall as a share of the answers."""
+    for _ in range(20):
+        grades, scores = DRAW.integers(0, 4, 30), DRAW.random(30)
+        names = [str(number) for number in range(30)]
+        order = [names[place] for place in np.argsort(-scores)]
+        found = metrics(order, dict(zip(names, grades.tolist())))
+        assert found["nDCG@10"] == pytest.approx(ndcg_score(grades[None], scores[None], k=10))
+        answers = {name for name, grade in zip(names, grades) if grade}
+        assert found["recall@5"] == pytest.approx(len(answers & set(order[:5])) / len(answers))
+        assert found["recall@100"] == 1.0
+
+
+def test_both_lie_between_their_parts() -> None:
+    words, vectors = DRAW.random(20), DRAW.random(20)
+    assert (np.argsort(fused(words, vectors, 0.0)) == np.argsort(words)).all()
+    assert (np.argsort(fused(words, vectors, 1.0)) == np.argsort(vectors)).all()
+    assert fused(np.zeros(3), np.array([1.0, 3, 2]), 0.3).argmax() == 1  # no word of the query is anywhere
+
+
+def test_the_rarer_word_decides() -> None:
+    pytest.importorskip("bm25s")
+    scores = by_words(["the house and the garden", "the moor at night", "the town"])("the moor")
+    assert scores.argmax() == 1 and scores.min() > 0  # "the" counts a little
+
+
+@pytest.mark.parametrize(
+    "text", ["the cat sees a dog and a moon " * 40, "cat", "".join(DRAW.choice([*"abcdefgh"], 900))]
+)
+def test_chunks_hold_the_whole_text_and_fit(text: str, bert_dir: Path) -> None:
+    """Every piece fits behind its prompt, and together with overlaps they hold every word in its order."""
+    tokenizer = Tokenizer.load(bert_dir)
+    reader = Reader(tokenizer, 24, tokenizer.vocab_size)
+    pieces = reader.chunks(text, "say: ")
+    for piece in pieces:
+        reader.frame({"text": "say: " + piece})
+    held, place = text.strip(), 0
+    for piece in pieces:
+        found = held.find(piece, max(place - len(piece), 0))
+        assert 0 <= found <= place
+        place = found + len(piece) + 1
+    assert place >= len(held) and (len(pieces) == 1) == (text == "cat")
+
+
+def test_a_folder_is_searched_by_words_by_embeddings_and_by_both(bert_dir: Path, tmp_path: Path) -> None:
+    """A query that is its document is found first by each; a split and a document that are not there are named."""
+    pytest.importorskip("bm25s")
+    texts = ["the cat sees a dog", "a moon over the house " * 30, "my king is in the garden"]
+    (tmp_path / "qrels").mkdir()
+
+    def put(name: str, rows: list[dict]) -> None:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    put("corpus.jsonl", [{"_id": f"d{i}", "title": "", "text": text} for i, text in enumerate(texts)])
+    put("queries.jsonl", [{"_id": f"q{i}", "text": text} for i, text in enumerate(texts)])
+    lines = "".join(f"q{i}\td{i}\t1\n" for i in range(3))
+    (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + lines)
+    done = CliRunner().invoke(main, ["search", str(tmp_path), "--model", str(bert_dir), "--json", "-q"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["queries"] == found["documents"] == 3 and set(found["scores"]) == {WORDS, VECTORS, BOTH}
+    assert all(each["nDCG@10"] == pytest.approx(1.0) for each in found["scores"].values())
+    done = CliRunner().invoke(main, ["search", str(tmp_path), "--split", "dev"])
+    assert done.exit_code == 2 and "dev.tsv" in done.output
+
+
+def test_chunks_and_prompts_are_embedded(bert_dir: Path, tmp_path: Path) -> None:
+    """A row for each chunk, whose vector is that of its text behind the prompt."""
+    rows = [{"id": 7, "text": "a moon over the house " * 40}, {"id": 8, "text": "cat"}]
+    source, out = tmp_path / "texts.jsonl", tmp_path / "vectors.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["embed", str(bert_dir), str(source), "--out", str(out), "--chunk", "--prompt", "the "]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["chunk"] for row in found if row["id"] == 7] == list(range(len(found) - 1)) and len(found) > 3
+    vectors = embed_texts(bert_dir, ["the " + row["text"] for row in found])
+    np.testing.assert_allclose([row["embedding"] for row in found], vectors, atol=1e-5)
