@@ -2,8 +2,7 @@
 server use.
 
 - Ids come from the host as numpy. `step` leaves its logits where they were computed, as a NumPy array on the CPU
-  and a torch tensor on a GPU, so that sampling happens there and only chosen ids travel; `forward` brings them
-  to the host, for comparison and scoring.
+  and a torch tensor on a GPU, so that sampling happens there and only chosen ids travel.
 - A cache is rows of memory; a row is one sequence with its own length, and costs what its own tokens cost.
 
 Shapes: B rows, S tokens given, N positions asked for, V vocabulary, H width.
@@ -107,18 +106,6 @@ class CausalBackend(Protocol):
 
         Parts of prompts and single tokens of answers go together. What one row gets does not depend on the
         others, up to the rounding of a matrix product of another height.
-        """
-
-    def forward(
-        self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: Cache, first_row: int = 0
-    ) -> np.ndarray:
-        """Append `ids` (int64) to cache rows `first_row` … `first_row + B` and return float32 logits (B, N,
-        V) on the host.
-
-        Row b already holds `past[b]` tokens; its logits are those after the tokens `ids[b, ask[b]]`. Prefill
-        is S > 1, decode S = 1, both with ragged `past`. A row with fewer than S tokens is filled up with any
-        id on the right: what lies behind its real length is never attended to by its real tokens and
-        overwritten by its next call.
         """
 
     def copy_row(self, cache: Cache, source: int, target: int, tokens: int) -> None:

@@ -5,7 +5,9 @@ Everything that a user can cause raises one of these. The command line prints th
 """
 
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 EXIT_FAILED = 1
 EXIT_WRONG_USE = 2
@@ -95,6 +97,14 @@ class MissingExtra(WrongUse):
             "[" in install
         )
         super().__init__(f"{needed_for} needs the package {package}, which is not installed", fix=fix)
+
+
+def extra(module: str, needed_for: str, name: str) -> Any:
+    """A module of the extra of this name. Raises MissingExtra where it is not installed."""
+    try:
+        return import_module(module)
+    except (ImportError, OSError) as error:
+        raise MissingExtra(module, needed_for, f"'throughline[{name}]'") from error
 
 
 class Refused(ThroughlineError):

@@ -15,6 +15,11 @@ def library(array: Array) -> Any:
     return np if isinstance(array, np.ndarray) else sys.modules["torch"]
 
 
+def on_host(array: Array) -> np.ndarray:
+    """An array that was left on its device, here."""
+    return array if isinstance(array, np.ndarray) else array.cpu().numpy()
+
+
 def log_sum(logits: Array) -> Array:
     """The logarithm of the sum of exponentials over the last axis, which stays with length 1."""
     xp = library(logits)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..core.backend import CausalBackend, EncoderBackend, Limits, Span, batches
-from ..core.logits import log_sum
+from ..core.logits import log_sum, on_host
 from ..core.version import programs
 from .tree import Tree
 
@@ -111,11 +111,6 @@ class BackendRows(BackendReader):
             found.append((*predicted(logits_TV, targets[part]), above))
         logprobs, greedy, larger = (np.concatenate(parts) for parts in zip(*found))
         return logprobs, greedy, larger
-
-
-def on_host(array: Any) -> np.ndarray:
-    """An array that a step left on its device, here."""
-    return array if isinstance(array, np.ndarray) else array.cpu().numpy()
 
 
 def predicted(logits_TV: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

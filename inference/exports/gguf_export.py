@@ -15,7 +15,6 @@ from ..graphs.parity import BOUNDS as BY_PRECISION
 from ..graphs.parity import Case
 from ..graphs.reference import Adapted, Outputs
 from ..runtimes.backends import run_gguf
-from ..runtimes.llama_backend import INSTALL
 from ..runtimes.loaded import Loaded
 from .export import ALONE, Judging, Report, copy_tokenizer, exporting, judge, write_json
 from .gguf_writer import GGUFPrecision, write_gguf
@@ -55,7 +54,7 @@ def export_gguf(
         export.keep_sentence()
         export.draft.facts |= {"precision": precision, "pooling": export.sentence.pooling}
         if importlib.util.find_spec("llama_cpp") is None:
-            warn(f"not compared with torch: llama-cpp-python is not installed ({INSTALL})")
+            warn("not compared with torch: llama-cpp-python is not installed (the extra llamacpp)")
             return export.report
         reference = export.reference()
         if reference.encoder is not None:

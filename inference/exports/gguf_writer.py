@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ...core.errors import Refused, WrongUse
+from ...core.errors import Refused, extra
 from ...data.tokenizer import TURN_ENDS, Tokenizer, chat_template
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
 from ...models.huggingface_config import family_of_shape
 from ...models.sentence import MEAN, Sentence
-from ..runtimes.llama_backend import INSTALL
+from ..runtimes.llama_backend import EXTRA
 
 if TYPE_CHECKING:
     from ...models.bert import BERT
@@ -32,23 +32,12 @@ if TYPE_CHECKING:
 GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
 HEADS = ("cls.", "bert.pooler")  # of pretraining, which llama.cpp has no place for
 # llama.cpp's name of a family
-WRITTEN = {
-    "gpt2": "gpt2",
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "olmo2": "olmo2",
-}
-WRITTEN |= {"smollm3": "smollm3", "phi3": "phi3", "gemma2": "gemma2", "gemma3_text": "gemma3"}
+WRITTEN = {name: name for name in ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2")}
+WRITTEN |= {"mistral": "llama", "gemma3_text": "gemma3"}
 # what its code takes for granted: of any family, and otherwise of some
-GRANTED: dict[str, Any] = {
-    "activation": "silu",
-    "layer_pattern": "",
-    "linear_bias": "usual",
-    "query_scalar": 0.0,
-}
-GRANTED |= {"rope_local_theta": 0.0, "rope_magnitude": 0.0, "rope_width": 0, "attention_window": 0}
+GRANTED: dict[str, Any] = {"activation": "silu", "layer_pattern": "", "linear_bias": "usual"}
+GRANTED |= dict.fromkeys(("query_scalar", "rope_local_theta", "rope_magnitude"), 0.0)
+GRANTED |= dict.fromkeys(("rope_width", "attention_window"), 0)
 OTHERWISE: dict[str, dict[str, Any]] = {
     "gpt2": {"activation": "gelu_tanh"},
     "qwen2": {"linear_bias": "qkv"},
@@ -90,10 +79,7 @@ def write_gguf(
     """Write the model to `path`; `sentence` says how a BERT embeds. Raises WrongUse without the gguf library, Refused
     for a model that llama.cpp does not compute.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise WrongUse("the gguf library is not installed", fix=INSTALL) from error
+    gguf = extra("gguf", "writing a GGUF file", EXTRA)
     from ...models.huggingface import to_huggingface
 
     config = model.config

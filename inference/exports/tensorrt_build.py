@@ -44,9 +44,6 @@ class Profile:
 
 def buckets(config: TransformerConfig, batches: Sequence[int], lengths: Sequence[int]) -> list[Profile]:
     """A profile for each batch and length bucket, and for a GPT one of decode steps for each batch."""
-    if bad := [length for length in lengths if not 1 <= length <= config.sequence_length]:
-        why = f"the model's longest input is {config.sequence_length} tokens"
-        raise WrongUse(f"a bucket of {bad[0]} tokens", where="--lengths", why=why)
     profiles = []
     for batch, smaller in zip(batches, (0, *batches)):
         if isinstance(config, GPTConfig):

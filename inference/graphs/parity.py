@@ -6,7 +6,7 @@ most a bound times the scale of the reference. Logits are compared in pieces of 
 8,192 tokens of a 128,256-word vocabulary need no more memory than 65.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from ...core.backend import ALL, CausalBackend, EncoderBackend, Limits, Span
 from ...core.errors import Refused
-from ...core.logits import divergence
+from ...core.logits import divergence, on_host
 from ..runtimes.backends import Loaded
 
 GREEDY_TOKENS = 128
@@ -129,33 +129,28 @@ def _causal_outputs(
     """Logits of real tokens: of one call, of calls with a piece each, and with ragged pasts token by token."""
     batch, length = case.ids_BS.shape
     most = max(1, PIECE_NUMBERS // (batch * backends[0].vocab_size))
-    zeros = np.zeros(batch, np.int64)
+    texts = [ids[:real] for ids, real in zip(case.ids_BS, case.lengths_B)]
     if length <= AT_ONCE_TOKENS:
-        asked = np.unique(np.linspace(0, length - 1, min(most, length)).astype(np.int64))
-        ask = np.tile(asked, (batch, 1))
-        real = ask < case.lengths_B[:, None]
-        ours, theirs = (b.forward(case.ids_BS, zeros, ask, b.new_cache(batch))[real] for b in backends)
+        spans = [Span(row, 0, ids, min(most, len(ids))) for row, ids in enumerate(texts)]
+        ours, theirs = (on_host(b.step(spans, b.new_cache(batch))) for b in backends)
         yield "logits at once", ours, theirs
     if length == 1:
         return
     caches = [b.new_cache(batch) for b in backends]
     step = min(most, length // 2)
+
+    def both(starts: Sequence[int], tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        parts = [ids[start : start + tokens] for ids, start in zip(texts, starts)]
+        spans = [Span(row, starts[row], ids, len(ids)) for row, ids in enumerate(parts) if len(ids)]
+        ours, theirs = (on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
+        return ours, theirs
+
     for start in range(0, length, step):
-        ids = case.ids_BS[:, start : start + step]
-        ask = np.tile(np.arange(ids.shape[1]), (batch, 1))
-        real = start + ask < case.lengths_B[:, None]
-        ours, theirs = (b.forward(ids, zeros + start, ask, c)[real] for b, c in zip(backends, caches))
-        if real.any():
-            yield "logits in pieces", ours, theirs
+        yield "logits in pieces", *both([start] * batch, step)
     # Two single tokens of each row on top of its own past, which the pieces above have left in the caches.
-    past = np.maximum(case.lengths_B - 2, 0)
     for number in range(min(2, int(case.lengths_B.min()))):
-        at = (past + number)[:, None]
-        ids = np.take_along_axis(case.ids_BS, at, 1)
-        ours, theirs = (
-            b.forward(ids, past + number, np.zeros_like(at), c)[:, 0] for b, c in zip(backends, caches)
-        )
-        yield "logits of ragged decode", ours, theirs
+        starts = np.maximum(case.lengths_B - 2, 0) + number
+        yield "logits of ragged decode", *both(starts.tolist(), 1)
 
 
 def _encoder_outputs(backend: EncoderBackend, case: Case) -> Outputs:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from ...core.backend import Span
 from ...core.errors import WrongUse
 from ...core.files import sha256_file
-from ...core.logits import log_softmax
+from ...core.logits import log_softmax, on_host
 from ..runtimes.backends import Loaded
 from .parity import PIECE_NUMBERS, Bounds, Tally
 
@@ -146,8 +147,9 @@ def _predictions(reference: Loaded, candidate: Loaded, rows: TextRows) -> Iterat
 
 
 def _next_tokens(backends: tuple[Any, Any], ids: np.ndarray) -> Predictions:
-    ask, past = np.tile(np.arange(ids.shape[1] - 1), (len(ids), 1)), np.zeros(len(ids), np.int64)
-    ours, theirs = (b.forward(ids, past, ask, b.new_cache(len(ids))) for b in backends)
+    spans = [Span(row, 0, line, len(line)) for row, line in enumerate(ids)]
+    ours, theirs = (on_host(b.step(spans, b.new_cache(len(ids)))) for b in backends)
+    ours, theirs = (logits.reshape(*ids.shape, -1)[:, :-1] for logits in (ours, theirs))
     return _lines(ours), _lines(theirs), ids[:, 1:].reshape(-1)
 
 

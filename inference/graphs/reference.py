@@ -1,16 +1,15 @@
 """The torch side of a parity report, and what brings exports with other names or poolings onto its terms."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...core.artifact import Input
-from ...core.backend import EncoderBackend, Ids, OneCall, Want
+from ...core.backend import ALL, EncoderBackend, Ids, OneCall, Span, Want
 from ...models.config import GPTConfig
 from ..runtimes.backends import Loaded, torch_backend
-from ..runtimes.spans import StepsByForward
 from .graph_options import Pooling
 
 Outputs = dict[str, np.ndarray]
@@ -54,15 +53,14 @@ class Adapted(OneCall):
         self._encoder, self._adapt, self._one_type = encoder, adapt, one_type
 
     def forward(self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None) -> Outputs:
-        """See `core.backend.EncoderBackend.forward`."""
         types_BS = np.zeros_like(types_BS) if self._one_type else types_BS
         return self._adapt(self._encoder.forward(ids_BS, types_BS, mask_BS, ask_BN), ask_BN)
 
 
-class OptimumCausal(StepsByForward):
-    """A GPT graph under optimum's names as a `core.backend.CausalBackend`, row by row: enough to compare it."""
+class OptimumCausal:
+    """A GPT graph under optimum's names, row by row: of `core.backend.CausalBackend` enough to compare it."""
 
-    name, device, dtype = "onnxruntime", "cpu", "fp32"
+    name, device, dtype, limits = "onnxruntime", "cpu", "fp32", ALL
 
     def __init__(self, session: Any, config: GPTConfig) -> None:
         self.session = session
@@ -77,19 +75,16 @@ class OptimumCausal(StepsByForward):
         """What each row has read."""
         return [dict(self._empty) for _ in range(rows)]
 
-    def forward(  # type: ignore[override]
-        self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: Any, first_row: int = 0
-    ) -> np.ndarray:
-        """See `core.backend.CausalBackend.forward`."""
+    def step(self, spans: Sequence[Span], cache: list[dict[str, np.ndarray]]) -> np.ndarray:
         found = []
         names = [output.name for output in self.session.get_outputs()]
-        for line, (ids, past, ask) in enumerate(zip(ids_BS, past_B, ask_BN)):
-            kept = cache[first_row + line]
-            feeds = {name: value[:, :, :past] for name, value in kept.items()}
-            feeds["input_ids"] = ids[None]
-            feeds["position_ids"] = (past + np.arange(len(ids)))[None]
-            feeds["attention_mask"] = np.ones((1, past + len(ids)), np.int64)
+        for span in spans:
+            kept, new = cache[span.row], len(span.ids)
+            feeds = {name: value[:, :, : span.past] for name, value in kept.items()}
+            feeds["input_ids"] = span.ids[None]
+            feeds["position_ids"] = (span.past + np.arange(new))[None]
+            feeds["attention_mask"] = np.ones((1, span.past + new), np.int64)
             values = dict(zip(names, self.session.run(names, feeds)))
-            found.append(values["logits"][0, ask])
+            found.append(values["logits"][0, new - span.asked :])
             kept |= {name: values[name.replace("past_key_values", "present")] for name in kept}
-        return np.stack(found)
+        return np.concatenate(found)

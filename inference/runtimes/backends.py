@@ -107,15 +107,20 @@ def _open_export(path: Path, kind: str, options: BackendOptions) -> Loaded:
 
 def on_engine(session: Any, config: ModelConfig, precision: str) -> Any:
     """An engine behind the protocol of its family, with what its profiles take as limits."""
-    from .onnx_cuda import CudaCausal, CudaEncoder
-
-    kind: Any = CudaCausal if isinstance(config, GPTConfig) else CudaEncoder
-    backend = kind(session, config, precision, session.device)
+    backend = _on_gpu(session, config, precision, session.device)
     backend.name, backend.limits = "tensorrt", session.limits
     if not isinstance(config, GPTConfig):  # a text is read at once
         backend.limits = Limits(session.limits.rows)
         backend.context = min(backend.context, session.limits.tokens)
     return backend
+
+
+def _on_gpu(session: Any, config: ModelConfig, precision: str, device: str) -> Any:
+    """A session of ONNX Runtime's or an engine's behind the protocol of its family, on memory of the device."""
+    from .onnx_cuda import CudaCausal, CudaEncoder
+
+    kind: Any = CudaCausal if isinstance(config, GPTConfig) else CudaEncoder
+    return kind(session, config, precision, device)
 
 
 def _has_cuda_kernels(facts: Mapping[str, Any]) -> bool:
@@ -190,30 +195,15 @@ def run_graph(
         return _run_openvino(graph, config, options, precision)
     device = pick_onnx_device(options.device)
     session = open_session(graph, options.threads, device, options.runtime == "tensorrt")
-    lanes = (options.threads or usable_cores()) if device == "cpu" else 1
-    return on_session(session, config, precision, device, lanes, partial(open_session, graph, 1))
-
-
-def on_session(
-    session: Any,
-    config: ModelConfig,
-    precision: str,
-    device: str = "cpu",
-    lanes: int = 1,
-    open_lane: Any = None,
-) -> Any:
-    """A session on the device, ONNX Runtime's or an engine's, behind the protocol of its family."""
     if device != "cpu":
-        from .onnx_cuda import CudaCausal, CudaEncoder
-
-        kind: Any = CudaCausal if isinstance(config, GPTConfig) else CudaEncoder
-        return kind(session, config, precision, device)
+        return _on_gpu(session, config, precision, device)
     from .onnx_causal import OnnxCausal
     from .onnx_encoder import OnnxEncoder
 
     if isinstance(config, GPTConfig):
         return OnnxCausal(session, config, precision)
-    return OnnxEncoder(session, config, precision, device, lanes, open_lane)
+    lanes = options.threads or usable_cores()
+    return OnnxEncoder(session, config, precision, device, lanes, partial(open_session, graph, 1))
 
 
 def _run_openvino(graph: Path, config: ModelConfig, options: BackendOptions, precision: str) -> Any:

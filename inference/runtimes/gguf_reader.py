@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-from ...core.errors import Refused, WrongUse
+from ...core.errors import Refused, extra
 from ...data.tokenizer import CONFIG, FILE
 from ...models.config import BERTConfig, GPTConfig, ModelConfig
 from ...models.sentence import Sentence
-from .llama_backend import INSTALL
+from .llama_backend import EXTRA
 from .source import no_model
 
 PRECISIONS = {0: "f32", 1: "f16", 2: "q4_0", 7: "q8_0"}  # by llama.cpp's number of the file type
@@ -35,10 +35,7 @@ def read_gguf(path: Path) -> tuple[ModelConfig, str, Path | None, Sentence]:
     """
     if not path.is_file():
         raise no_model(path)
-    try:
-        import gguf
-    except ImportError as error:
-        raise WrongUse("the gguf library is not installed", where=path, fix=INSTALL) from error
+    gguf = extra("gguf", "reading a GGUF file", EXTRA)
     try:
         reader = gguf.GGUFReader(path)
         given = {name: field.contents() for name, field in reader.fields.items()}

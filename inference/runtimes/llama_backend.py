@@ -7,26 +7,24 @@ can be copied and cut: a step is one call of its C interface.
 import ctypes
 import functools
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...core.backend import Ids, OneCall, Span, Want
-from ...core.errors import Refused, WrongUse
+from ...core.backend import Ids, Limits, OneCall, Span, Want
+from ...core.errors import Refused, WrongUse, extra
 from ...models.config import BERTConfig, GPTConfig
-from .spans import StepsByForward
 
-INSTALL = "pip install 'throughline[llamacpp]'"
+EXTRA = "llamacpp"
 BATCH_TOKENS = 512  # most tokens of one call, and of one matrix product
 
 
 def open_model(path: Path, device: str) -> tuple[Any, Any]:
     """The library and the model. Raises WrongUse without the library or its GPU, Refused for a bad file."""
-    try:
-        import llama_cpp
-    except ImportError as error:
-        raise WrongUse("llama-cpp-python is not installed", fix=INSTALL) from error
+    llama_cpp = extra("llama_cpp", "running a GGUF file", EXTRA)
     on_gpu = device != "cpu"
     if on_gpu and not llama_cpp.llama_supports_gpu_offload():
         fix = "build llama-cpp-python with CUDA (CMAKE_ARGS=-DGGML_CUDA=on), or --device cpu"
@@ -45,11 +43,7 @@ def open_model(path: Path, device: str) -> tuple[Any, Any]:
 
 def has_gpu() -> bool:
     """Whether llama.cpp is installed and was built for GPUs."""
-    try:
-        import llama_cpp
-    except ImportError:
-        return False
-    return bool(llama_cpp.llama_supports_gpu_offload())
+    return bool(find_spec("llama_cpp") and import_module("llama_cpp").llama_supports_gpu_offload())
 
 
 @functools.cache
@@ -108,10 +102,12 @@ class LlamaContext:
             self.library.llama_free(self.pointer)
 
 
-class LlamaCausal(StepsByForward):
+class LlamaCausal:
     """A GPT in a GGUF file (`core.backend.CausalBackend`)."""
 
     name = "llamacpp"
+    token_bytes = 0
+    limits = Limits()
 
     def __init__(
         self, path: Path, config: GPTConfig, threads: int, device: str = "cpu", dtype: str = "f16"
@@ -148,24 +144,12 @@ class LlamaCausal(StepsByForward):
             return found[0]
         return np.concatenate(found) if found else np.zeros((0, self.vocab_size), np.float32)
 
-    def forward(  # type: ignore[override]
-        self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: Any, first_row: int = 0
-    ) -> np.ndarray:
-        """See `core.backend.CausalBackend.forward`: rows one after another, all positions."""
-        spans = [
-            Span(first_row + line, int(past), ids, len(ids))
-            for line, (ids, past) in enumerate(zip(ids_BS, past_B))
-        ]
-        logits = self.step(spans, cache).reshape(*ids_BS.shape, self.vocab_size)
-        return np.take_along_axis(logits, ask_BN[..., None], 1)
-
     def copy_row(self, cache: LlamaContext, source: int, target: int, tokens: int) -> None:
         """See `core.backend.CausalBackend.copy_row`; the cells are shared, not copied."""
         self.library.llama_memory_seq_rm(cache.memory, target, -1, -1)
         self.library.llama_memory_seq_cp(cache.memory, source, target, 0, tokens)
 
     def free_row(self, cache: LlamaContext, row: int) -> None:
-        """See `core.backend.CausalBackend.free_row`."""
         self.library.llama_memory_seq_rm(cache.memory, row, -1, -1)
 
 

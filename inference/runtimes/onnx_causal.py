@@ -87,10 +87,6 @@ class OnnxCausal:
     def written(self) -> None:
         """What runs before a call, when its inputs have been written."""
 
-    def on_host(self, array: Any) -> np.ndarray:
-        """A copy of an array in host memory."""
-        return array.copy()
-
     def new_cache(self, rows: int) -> OnnxCache:
         """An empty cache whose capacity follows its longest row."""
         shape = (rows, self._shape[0], self._room(1), self._shape[1])
@@ -102,7 +98,6 @@ class OnnxCausal:
         return self._fixed or min(-(-tokens // CAPACITY_STEP) * CAPACITY_STEP, self.context)
 
     def step(self, spans: Sequence[Span], cache: OnnxCache) -> Any:
-        """See `core.backend.CausalBackend.step`."""
         if self.limits.tokens and max(len(span.ids) for span in spans) > self.limits.tokens:
             return in_pieces(self.step, spans, cache, self.limits.tokens)
         calls = rectangles(spans, self.context, lambda row: int(cache.lengths[row]), self.limits.rows)
@@ -116,12 +111,6 @@ class OnnxCausal:
         for span in spans:
             cache.lengths[span.row] = span.past + len(span.ids)
         return scatter_logits(spans, calls, found)
-
-    def forward(
-        self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: OnnxCache, first_row: int = 0
-    ) -> np.ndarray:
-        """See `core.backend.CausalBackend.forward`."""
-        return self.on_host(self._run(ids_BS, past_B, ask_BN, cache, first_row))
 
     def _run(
         self, ids_BS: np.ndarray, past_B: np.ndarray, ask_BN: np.ndarray, cache: OnnxCache, first_row: int
@@ -175,7 +164,6 @@ class OnnxCausal:
         return Bound(binding, list(inputs.values()), logits)
 
     def copy_row(self, cache: OnnxCache, source: int, target: int, tokens: int) -> None:
-        """See `core.backend.CausalBackend.copy_row`."""
         self.load_row(cache, target, [store[source] for store in cache.stores.values()], tokens)
 
     def free_row(self, cache: OnnxCache, row: int) -> None:
@@ -190,11 +178,9 @@ class OnnxCausal:
             cache.resize(room)
 
     def save_row(self, cache: OnnxCache, row: int, tokens: int) -> list[Any]:
-        """See `core.backend.CausalBackend.save_row`."""
         return [copy_of(store[row, :, :tokens]) for store in cache.stores.values()]
 
     def load_row(self, cache: OnnxCache, row: int, saved: list[Any], tokens: int) -> None:
-        """See `core.backend.CausalBackend.load_row`."""
         if tokens > cache.capacity:
             cache.resize(self._room(tokens))
         for store, kept in zip(cache.stores.values(), saved):

@@ -41,22 +41,15 @@ class CudaCausal(OnnxCausal):
         self._spare = torch.zeros(1, device=device)  # empty tensors have no address, and one is asked for
 
     def zeros(self, shape: tuple[int, ...], kind: Any) -> Any:
-        """See `OnnxCausal.zeros`."""
         import torch
 
         return torch.zeros(shape, dtype=getattr(torch, np.dtype(kind).name), device=self.device)
 
     def address(self, array: Any) -> int:
-        """See `OnnxCausal.address`."""
         return int(array.data_ptr() or self._spare.data_ptr())
 
     def written(self) -> None:
-        """See `OnnxCausal.written`."""
         wait(self.device)
-
-    def on_host(self, array: Any) -> np.ndarray:
-        """See `OnnxCausal.on_host`."""
-        return array.cpu().numpy()
 
 
 @dataclass
@@ -81,7 +74,6 @@ class CudaEncoder(OnnxEncoder):
     def forward(
         self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
     ) -> dict[str, np.ndarray]:
-        """See `core.backend.EncoderBackend.forward`."""
         length = ids_BS.shape[1]
         more = ((0, 0), (0, min(-length % BUCKET, self.context - length)))
         ids, types, mask = (np.pad(given, more) for given in (ids_BS, types_BS, mask_BS))

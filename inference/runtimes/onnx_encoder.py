@@ -45,7 +45,6 @@ class OnnxEncoder:
     def forward(
         self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
     ) -> dict[str, np.ndarray]:
-        """See `core.backend.EncoderBackend.forward`."""
         names = wanted(self._outputs, want)
         return dict(
             zip(names, self.run(names, encoder_feeds(ids_BS, types_BS, mask_BS, ask_BN, self._inputs)))

@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from ...core.backend import Ids, OneCall, Want
-from ...core.errors import Refused, WrongUse
+from ...core.errors import Refused, extra
 from ...models.config import BERTConfig
 from .onnx_encoder import encoder_feeds
 
-INSTALL = "pip install 'throughline[openvino]'"
 OUTPUTS = {"last_hidden_state", "mlm_logits", "sentence_embedding", "pooler_output", "nsp_logits"}
 OUTPUTS |= {"cls_embedding", "logits", "start_logits", "end_logits"}  # of our writer's graphs
 
@@ -19,10 +18,7 @@ def compile_graph(path: Path | str, threads: int | None) -> Any:
     """A compiled OpenVINO model on the CPU. Raises WrongUse without the library, Refused for a graph that it cannot
     compile.
     """
-    try:
-        import openvino
-    except ImportError as error:
-        raise WrongUse("OpenVINO is not installed", where="--backend openvino", fix=INSTALL) from error
+    openvino = extra("openvino", "--backend openvino", "openvino")
     settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     if threads:
         settings["INFERENCE_NUM_THREADS"] = threads

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...core.backend import Span
 from ...models.attention import scaled_dot_product
 from ...models.cache import KeyValueCache
+from ...models.config import GPTConfig
 from ...models.gpt import GPT
 from ...models.layers import Attention, attending
 
@@ -42,8 +43,8 @@ class Part:
 class Packed:
     """The layout of one step: where each token stands and what it may look at."""
 
-    def __init__(self, spans: Sequence[Span], cache: KeyValueCache) -> None:
-        self.cache = cache
+    def __init__(self, spans: Sequence[Span], cache: KeyValueCache, config: GPTConfig) -> None:
+        self.cache, self._config = cache, config
         device = cache.lengths.device
         order = sorted(range(len(spans)), key=lambda i: (len(spans[i].ids) > 1, spans[i].row))
         line = [spans[i] for i in order]
@@ -85,6 +86,8 @@ class Packed:
     def attend_in(self, layer: int) -> Callable[..., Tensor]:
         """The attention of one layer, with the signature of `Attention.attend`."""
         keys, values = self.cache.keys_LBGTD[layer], self.cache.values_LBGTD[layer]
+        pattern = self._config.pattern_of(layer)
+        places = torch.arange(self.cache.places, device=keys.device)
 
         def attend(
             q_1ATD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, softcap: float = 0.0, **_: object
@@ -95,15 +98,18 @@ class Packed:
             for part in self.parts:
                 rows = slice(part.row, part.row + part.rows)
                 k, v = keys[rows, :, : part.seen], values[rows, :, : part.seen]
-                q = q_1ATD[:, :, part.start : part.stop]
-                if part.stop - part.start == part.rows:  # a token of each row
-                    heads = scaled_dot_product(q.permute(2, 1, 0, 3), k, v, mask=part.mask, softcap=softcap)
+                q, mask = q_1ATD[:, :, part.start : part.stop], part.mask
+                single = part.stop - part.start == part.rows  # a token of each row
+                if pattern is not None:
+                    own = self.places_1T[0, part.start : part.stop, None]
+                    mask = pattern.sees(own, places[: part.seen], True, layer=layer)
+                    mask = mask[:, None, None] if single else mask
+                if single:
+                    heads = scaled_dot_product(q.permute(2, 1, 0, 3), k, v, mask=mask, softcap=softcap)
                     found.append(heads.permute(2, 1, 0, 3))
                 else:
-                    causal = part.mask is None
-                    found.append(
-                        scaled_dot_product(q, k, v, mask=part.mask, is_causal=causal, softcap=softcap)
-                    )
+                    causal = mask is None
+                    found.append(scaled_dot_product(q, k, v, mask=mask, is_causal=causal, softcap=softcap))
             return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
         return attend
@@ -113,7 +119,7 @@ def packed_logits(
     model: GPT, modules: Sequence[Attention], spans: Sequence[Span], cache: KeyValueCache
 ) -> Tensor:
     """Run a step; the logits asked for, float32 (N, V), span after span."""
-    packed = Packed(spans, cache)
+    packed = Packed(spans, cache, model.config)
     with attending(modules, packed.attend_in):
         hidden_1TW = model.hidden(packed.ids_1T, packed.places_1T)
     return model.head(hidden_1TW[0, packed.wanted_N]).float()

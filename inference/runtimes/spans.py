@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.backend import Limits, Span
+from ...core.backend import Span
 from ...core.logits import library
 from .sampler import copy_of
 
@@ -123,21 +123,3 @@ def in_pieces(step: Callable[..., Any], spans: Sequence[Span], cache: Any, most:
             found.append(behind[then : then + more])
             then += more
     return library(before).concatenate(found)
-
-
-class StepsByForward:
-    """`step` for a backend that has `forward` alone; no row of it is saved, as `token_bytes` says."""
-
-    context: int
-    token_bytes = 0
-    limits = Limits()
-    forward: Callable[..., np.ndarray]
-
-    def step(self, spans: Sequence[Span], cache: Any) -> Any:
-        """See `core.backend.CausalBackend.step`."""
-        calls = rectangles(spans, self.context)
-        found = [self.forward(*call.arguments, cache, call.first_row) for call in calls]
-        return scatter_logits(spans, calls, found)
-
-    def free_row(self, cache: Any, row: int) -> None:
-        """See `core.backend.CausalBackend.free_row`."""

@@ -65,7 +65,6 @@ class Binding:
         self.context: Any = None
 
     def bind_input(self, name: str, kind: str, number: int, element: Any, shape: Any, address: int) -> None:
-        """As ONNX Runtime's."""
         self.places[name] = (tuple(shape), address)
 
     bind_output = bind_input
@@ -112,7 +111,6 @@ class EngineSession:
         return [self._described(name) for name in self._inputs]
 
     def get_outputs(self) -> list[Any]:
-        """As ONNX Runtime's."""
         return [self._described(name) for name in self._outputs]
 
     def _described(self, name: str) -> Any:
@@ -120,11 +118,9 @@ class EngineSession:
         return SimpleNamespace(name=name, type=np.dtype(self._types[name]).name, shape=shape)
 
     def get_modelmeta(self) -> Any:
-        """As ONNX Runtime's."""
         return SimpleNamespace(custom_metadata_map={})
 
     def io_binding(self) -> Binding:
-        """As ONNX Runtime's."""
         return Binding()
 
     def run_with_iobinding(self, binding: Binding) -> None:

@@ -4,24 +4,19 @@ one library version and one compute capability.
 
 import re
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ...core.artifact import Manifest
-from ...core.errors import MissingExtra, Refused, WrongUse
+from ...core.errors import Refused, WrongUse, extra
 from ...core.hardware import machine
 
 LEAST = (10, 15)  # strong typing, Attention, TensorScatter and RotaryEmbedding in the parser
-EXTRAS = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}
 
 
 def load_library(name: str) -> Any:
     """The module `tensorrt` or `tensorrt_rtx`. Raises MissingExtra, WrongUse for a version that is too old."""
-    try:
-        library = import_module(name)
-    except (ImportError, OSError) as error:
-        raise MissingExtra(name, "building an engine", f"throughline[{EXTRAS[name]}]") from error
+    library = extra(name, "building an engine", name.replace("_", "-"))
     version = tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2])
     if name == "tensorrt" and version < LEAST:
         raise WrongUse(

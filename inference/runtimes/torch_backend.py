@@ -13,7 +13,6 @@ from ...models.gpt import GPT
 from ...models.heads import BERTWithHead
 from ...models.layers import Attention
 from .packed import packed_logits
-from .spans import rectangles, scatter_logits
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
@@ -36,7 +35,6 @@ class TorchCausal:
         self._filled: WeakKeyDictionary[KeyValueCache, dict[int, int]] = (
             WeakKeyDictionary()
         )  # places of each row
-        self._packs = config.attention_pattern is None  # a pattern has an attention of its own
 
     def new_cache(self, rows: int) -> KeyValueCache:
         """Room for whole contexts; memory that no token has reached is not touched."""
@@ -44,45 +42,12 @@ class TorchCausal:
 
     @torch.inference_mode()
     def step(self, spans: Sequence[Span], cache: KeyValueCache) -> torch.Tensor | np.ndarray:
-        """See `core.backend.CausalBackend.step`."""
         filled = self._filled.setdefault(cache, {})
         filled |= {span.row: max(filled.get(span.row, 0), span.past + len(span.ids)) for span in spans}
-        if self._packs:
-            logits_NV = packed_logits(self.model, self._attentions, spans, cache)
-        else:
-            calls = rectangles(spans, self.context)
-            found = [self._logits(*call.arguments, cache, call.first_row) for call in calls]
-            logits_NV = scatter_logits(spans, calls, found)
+        logits_NV = packed_logits(self.model, self._attentions, spans, cache)
         return logits_NV.numpy() if self.device == "cpu" else logits_NV
 
-    def forward(
-        self,
-        ids_BS: np.ndarray,
-        past_B: np.ndarray,
-        ask_BN: np.ndarray,
-        cache: KeyValueCache,
-        first_row: int = 0,
-    ) -> np.ndarray:
-        """See `core.backend.CausalBackend.forward`."""
-        return self._logits(ids_BS, past_B, ask_BN, cache, first_row).cpu().numpy()
-
-    @torch.inference_mode()
-    def _logits(
-        self,
-        ids_BS: np.ndarray,
-        past_B: np.ndarray,
-        ask_BN: np.ndarray,
-        cache: KeyValueCache,
-        first_row: int,
-    ) -> torch.Tensor:
-        rows = cache.take(first_row, first_row + len(ids_BS))
-        rows.lengths.copy_(torch.from_numpy(past_B))
-        hidden_BSH = self.model.hidden(self._tensor(ids_BS), cache=rows)
-        at_BN1 = self._tensor(ask_BN)[..., None]
-        return self.model.head(hidden_BSH.take_along_dim(at_BN1, dim=1)).float()
-
     def copy_row(self, cache: KeyValueCache, source: int, target: int, tokens: int) -> None:
-        """See `core.backend.CausalBackend.copy_row`."""
         for store in (cache.keys_LBGTD, cache.values_LBGTD):
             store[:, target, :, :tokens] = store[:, source, :, :tokens]
 
@@ -95,16 +60,11 @@ class TorchCausal:
             store[:, row, :, :filled] = 0
 
     def save_row(self, cache: KeyValueCache, row: int, tokens: int) -> list[torch.Tensor]:
-        """See `core.backend.CausalBackend.save_row`."""
         return [store[:, row, :, :tokens].clone() for store in (cache.keys_LBGTD, cache.values_LBGTD)]
 
     def load_row(self, cache: KeyValueCache, row: int, saved: list[torch.Tensor], tokens: int) -> None:
-        """See `core.backend.CausalBackend.load_row`."""
         for store, kept in zip((cache.keys_LBGTD, cache.values_LBGTD), saved):
             store[:, row, :, :tokens] = kept[:, :, :tokens]
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._like.device)
 
 
 class TorchEncoder(OneCall):
@@ -129,7 +89,6 @@ class TorchEncoder(OneCall):
     def forward(
         self, ids_BS: Ids, types_BS: Ids, mask_BS: Ids, ask_BN: Ids, want: Want = None
     ) -> dict[str, np.ndarray]:
-        """See `core.backend.EncoderBackend.forward`."""
         arrays = (ids_BS, types_BS, mask_BS, ask_BN)
         ids, types, mask, ask = (torch.from_numpy(np.ascontiguousarray(x)).to(self._device) for x in arrays)
         hidden = self._hidden(ids, types if self._encoder.type_table is not None else None, mask)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.errors import Failed, MissingExtra, WrongUse
+from ...core.errors import Failed, WrongUse, extra
 from ...data.tokenizer import Tokenizer
 
 GRAMMARS = 32  # that are remembered
@@ -16,10 +16,7 @@ class Grammars:
     """Grammars over one tokenizer's vocabulary. Raises MissingExtra and WrongUse."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        try:
-            import llguidance
-        except ImportError as error:
-            raise MissingExtra("llguidance", "constrained output", "'throughline[constrained]'") from error
+        llguidance = extra("llguidance", "constrained output", "constrained")
         self._library, self._vocab_size = llguidance, tokenizer.vocab_size
         try:
             self._tokens = llguidance.LLTokenizer(

@@ -40,7 +40,6 @@ class Encoding(msgspec.Struct, frozen=True, eq=False, tag="read"):
     n: ClassVar[int] = 1  # answers
 
     def each(self) -> list["Encoding"]:
-        """See `generation.Job.each`."""
         return [self]
 
     @property

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from throughline.core.backend import BackendOptions, Span
+from throughline.core.logits import on_host
 from throughline.inference.runtimes.sampling import GREEDY, Sampling
 from throughline.inference.runtimes.torch_backend import TorchCausal, TorchEncoder
 from throughline.inference.serving.generation import Job
@@ -44,12 +45,12 @@ def test_ragged_batches_and_greedy_tokens_equal_the_cpu() -> None:
     cpu, cuda = (TorchCausal(model) for model in pair(GPT_SHAPE))
     rng = np.random.default_rng(0)
     ids, past = rng.integers(0, 512, (3, 40)), np.array([0, 7, 30])
-    ask = np.tile(np.arange(10), (3, 1))
     logits = []
     for backend in (cpu, cuda):
         cache = backend.new_cache(5)
-        backend.forward(ids[:, :30], np.zeros(3, np.int64), ask[:, :0], cache, first_row=1)
-        logits.append(backend.forward(ids[:, :10], past, ask, cache, first_row=1))
+        backend.step([Span(1 + row, 0, line[:30], 0) for row, line in enumerate(ids)], cache)
+        spans = [Span(1 + row, int(past[row]), line[:10], 10) for row, line in enumerate(ids)]
+        logits.append(on_host(backend.step(spans, cache)))
     assert np.abs(logits[0] - logits[1]).max() <= BOUND * np.abs(logits[0]).max()
     requests = [Job(rng.integers(0, 512, length), 64) for length in (1, 20, 64)]
     answers = [

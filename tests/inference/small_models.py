@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from throughline.core.artifact import Input
-from throughline.core.backend import BackendOptions
+from throughline.core.backend import BackendOptions, Span
+from throughline.core.logits import on_host
 from throughline.inference.graphs.graph_options import PLAIN, GraphOptions
 from throughline.inference.graphs.onnx_bert import bert_graph
 from throughline.inference.graphs.onnx_gpt import gpt_graph
@@ -45,3 +47,12 @@ def exported(model, path: Path, options: GraphOptions = PLAIN, **saving) -> Load
     graph.save(path / "model.onnx", {}, **saving)
     backend = run_graph(path / "model.onnx", model.config, BackendOptions("cpu", threads=1))
     return Loaded(model.config, None, NOWHERE, backend)
+
+
+def read(backend, ids_BS, past_B, ask_BN, cache, first_row: int = 0) -> np.ndarray:
+    """Logits (B, N, V) of a GPT after the tokens asked for, in a step of rows that hold so many tokens each."""
+    spans = [
+        Span(first_row + row, int(past), ids, len(ids)) for row, (ids, past) in enumerate(zip(ids_BS, past_B))
+    ]
+    logits = on_host(backend.step(spans, cache)).reshape(*ids_BS.shape, -1)
+    return np.take_along_axis(logits, np.asarray(ask_BN)[..., None], 1)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from small_models import BERT, GPT, LLAMA, NOWHERE, exported, opinionated_model
+from small_models import BERT, GPT, LLAMA, NOWHERE, exported, opinionated_model, read
 from throughline.core.backend import BackendOptions, Span
 from throughline.core.errors import Refused
 from throughline.inference.exports.export import write_graph
@@ -109,7 +109,7 @@ def test_a_model_above_two_gibibytes(tmp_path: Path) -> None:
     ids, ask = np.array([[5, 189_999, 7]]), np.array([[0, 1, 2]])
     backends = (torch_backend(model, None, NOWHERE).causal, loaded.causal)
     ours, theirs = (
-        backend.forward(ids, np.zeros(1, np.int64), ask, backend.new_cache(1)) for backend in backends
+        read(backend, ids, np.zeros(1, np.int64), ask, backend.new_cache(1)) for backend in backends
     )
     np.testing.assert_allclose(ours, theirs, atol=1e-4)  # fp32 sums of 2,048 terms, see parity.BOUND
 
@@ -130,7 +130,7 @@ def test_cache_is_written_in_place_and_grows(tmp_path: Path) -> None:
     cache = backend.new_cache(3)
     before = {name: store.ctypes.data for name, store in cache.stores.items()}
     ids, one = np.arange(40)[None] % 97, np.zeros(1, np.int64)
-    backend.forward(ids, one, np.zeros((1, 1), np.int64), cache, first_row=1)
+    read(backend, ids, one, np.zeros((1, 1), np.int64), cache, first_row=1)
     assert {name: store.ctypes.data for name, store in cache.stores.items()} == before
     for store in cache.stores.values():
         assert (
@@ -140,7 +140,7 @@ def test_cache_is_written_in_place_and_grows(tmp_path: Path) -> None:
             and not store[2].any()
         )
     kept = {name: store[1, :, :40].copy() for name, store in cache.stores.items()}
-    backend.forward(np.arange(200)[None] % 97, one + 40, np.zeros((1, 0), np.int64), cache, first_row=1)
+    read(backend, np.arange(200)[None] % 97, one + 40, np.zeros((1, 0), np.int64), cache, first_row=1)
     assert cache.capacity == 256
     for name, store in cache.stores.items():
         np.testing.assert_array_equal(store[1, :, :40], kept[name])

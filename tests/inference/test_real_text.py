@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from throughline.core.artifact import Input, read_manifest, verify_artifact
-from throughline.core.backend import Limits
+from throughline.core.backend import Limits, Span
 from throughline.core.errors import Refused, WrongUse
 from throughline.inference.exports.export import Judging, export_onnx
 from throughline.inference.graphs.calibration import best_clip, calibrate, read_calibration, write_calibration
@@ -137,17 +137,18 @@ def test_numbers_of_the_text_report(gpt_dir: Path, text: Path) -> None:
         def new_cache(self, rows: int) -> None:
             return None
 
-        def forward(self, ids, past, ask, cache, first_row=0):
-            found = np.random.default_rng(int(ids.sum())).normal(size=(*ask.shape, 304)).astype(np.float32)
+        def step(self, spans, cache):
+            ids = np.concatenate([span.ids for span in spans])
+            found = np.random.default_rng(int(ids.sum())).normal(size=(len(ids), 304)).astype(np.float32)
             found[..., 7] += self.shift
             return found
 
     both = [Loaded(opened.model.config, None, Input("", "", ""), Fixed(s)) for s in (0.0, 0.5)]
     report = compare_on_text(*both, rows, BOUNDS["int8"])
-    ids, ask = rows.judging, np.zeros((len(rows.judging), 127))
-    one, two = (
-        torch.tensor(b.causal.forward(ids, None, ask, None)).log_softmax(-1).flatten(0, 1) for b in both
-    )
+    ids = rows.judging
+    spans = [Span(row, 0, line, len(line)) for row, line in enumerate(ids)]
+    logits = (torch.tensor(b.causal.step(spans, None)).unflatten(0, (len(ids), -1)) for b in both)
+    one, two = (each[:, :-1].log_softmax(-1).flatten(0, 1) for each in logits)
     expected = torch.nn.functional.kl_div(two, one, log_target=True, reduction="batchmean")
     assert report["kl"] == pytest.approx(float(expected), rel=1e-4)  # float32 against float32
     assert report["top1_agreement"] == float((one.argmax(-1) == two.argmax(-1)).double().mean())

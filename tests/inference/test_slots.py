@@ -7,13 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_models import opinionated_model, read
 from throughline.core.backend import BackendOptions, CausalBackend, Span
 from throughline.core.logits import log_softmax
 from throughline.inference.runtimes.backends import open_backend
 from throughline.inference.runtimes.sampling import Sampling
+from throughline.inference.runtimes.torch_backend import TorchCausal
 from throughline.inference.serving.constrain import Guide
 from throughline.inference.serving.generation import Job, TextDelta
 from throughline.inference.serving.slots import SlotBatch, common
+from throughline.models.config import GPTConfig
 
 CPU = BackendOptions(device="cpu", threads=1)
 
@@ -79,13 +82,13 @@ def test_a_step_of_many_rows_equals_each_row_alone(backend: CausalBackend) -> No
     for span in spans:
         ids = texts[span.row][None]
         ask = np.arange(ids.shape[1])[None, ids.shape[1] - span.asked :]
-        expected.append(backend.forward(ids, np.zeros(1, np.int64), ask, backend.new_cache(1))[0])
+        expected.append(read(backend, ids, np.zeros(1, np.int64), ask, backend.new_cache(1))[0])
     whole = np.concatenate(expected)
     assert found.shape == whole.shape == (22, backend.vocab_size)
     # fp32 sums in another order, as inference/graphs/parity.py explains
     np.testing.assert_allclose(found, whole, atol=1e-4 * np.abs(whole).max())
     late = backend.step([Span(1, 2, texts[1][2:], 1)], cache)  # row 1 took no part, and lost nothing
-    alone = backend.forward(texts[1][None], np.zeros(1, np.int64), np.array([[2]]), backend.new_cache(1))[0]
+    alone = read(backend, texts[1][None], np.zeros(1, np.int64), np.array([[2]]), backend.new_cache(1))[0]
     np.testing.assert_allclose(late, alone, atol=1e-4 * np.abs(alone).max())
 
 
@@ -141,7 +144,7 @@ def test_prompts_have_probabilities(backend: CausalBackend, asked: int) -> None:
     """Of a prompt longer than a chunk, beside others, and though its prefix is known: equal to the logits."""
     rng = np.random.default_rng(4)
     prompt = rng.integers(0, 300, 120)
-    logits = backend.forward(prompt[None], np.zeros(1, np.int64), np.arange(120)[None], backend.new_cache(1))
+    logits = read(backend, prompt[None], np.zeros(1, np.int64), np.arange(120)[None], backend.new_cache(1))
     expected = log_softmax(logits[0].astype(np.float64))
     batch = SlotBatch(backend, nothing, 3)
     run(batch, Job(prompt, 1))
@@ -210,3 +213,28 @@ def test_half_precision_weights_stay_so(gpt_dir: Path) -> None:
     cache = backend.new_cache(1)
     assert cache.keys_LBGTD.dtype == torch.bfloat16
     assert backend.step([Span(0, 0, np.arange(4), 1)], cache).dtype == np.float32
+
+
+@pytest.mark.parametrize("kind", ["sliding", "fixed"])
+def test_a_pattern_is_kept_in_a_step_of_many(kind: str) -> None:
+    """Parts of prompts and single tokens together, of a model with windows in every second layer: as read whole."""
+    window = {"attention_window": 8, "attention_kind": kind, "attention_block": 4, "layer_pattern": "lg"}
+    model = opinionated_model(
+        GPTConfig(vocab_size=97, sequence_length=64, layers=3, width=32, heads=4, **window)
+    )
+    backend, rng = TorchCausal(model), np.random.default_rng(0)
+    texts = rng.integers(0, 97, (4, 40))
+    cache = backend.new_cache(4)
+    for past, tokens in (
+        ((0, 0, 0, 0), (20, 7, 33, 1)),
+        ((20, 7, 33, 1), (1, 30, 1, 1)),
+        ((21, 37, 34, 2), (1,) * 4),
+    ):
+        spans = [Span(row, past[row], texts[row, past[row] : past[row] + tokens[row]]) for row in range(4)]
+        found = backend.step(spans, cache)
+        for span, logits in zip(spans, found):
+            with torch.inference_mode():
+                whole = model.head(
+                    model.hidden(torch.from_numpy(texts[span.row, None, : span.past + len(span.ids)]))
+                )
+            np.testing.assert_allclose(logits, whole[0, -1], atol=1e-4 * float(whole.abs().max()))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from small_models import read
 from throughline.cli.main import main
 from throughline.core.artifact import chain, create_artifact
 from throughline.core.errors import Refused, WrongUse
@@ -67,7 +68,7 @@ def test_run_checkpoint_and_exports_are_one_model(trained_run: Path, tmp_path: P
     for path in (trained_run, checkpoint, tmp_path / "model", tmp_path / "onnx"):
         loaded = open_backend(path)
         backend = loaded.causal
-        logits.append(backend.forward(ids, np.zeros(1, np.int64), ask, backend.new_cache(1)))
+        logits.append(read(backend, ids, np.zeros(1, np.int64), ask, backend.new_cache(1)))
         assert loaded.tokenizer is not None
     for other in logits[1:]:
         np.testing.assert_allclose(
