@@ -2,197 +2,15 @@
 
 No torch here: recipes, the planner and `throughline show` read these on any machine. The counts are tested
 against the built models and against the published ones.
-
-Letters: L layers, W width, A heads, G key-value heads, D head width, F feed-forward width, V vocabulary, S
-sequence.
 """
 
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Literal
 
-from ..core.errors import WrongUse, did_you_mean
 from .pattern import AttentionPattern
-
-SHAPING = ("attention_kind", "attention_block", "attention_global_blocks", "attention_random_blocks")
-
-
-def _wrong_kind(field: dataclasses.Field, value: Any) -> str:
-    """What is wrong with the kind of a field's value, "" if nothing: no "12" for 12, no 1 for true, no inf."""
-    if allowed := get_args(field.type):
-        return (
-            "" if value in allowed else f"{field.name} is {value!r}; it must be one of {', '.join(allowed)}"
-        )
-    if field.type is bool:
-        right, wanted = isinstance(value, bool), "true or false"
-    elif field.type is str:
-        right, wanted = isinstance(value, str), "a text"
-    else:
-        whole = field.type is int
-        right = (
-            isinstance(value, int if whole else int | float)
-            and not isinstance(value, bool)
-            and abs(value) < float("inf")
-        )
-        wanted = "a whole number" if whole else "a number"
-    return "" if right else f"{field.name} is {value!r}; it must be {wanted}"
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """What a GPT and a BERT share. Zero in `kv_heads`, `head_width` or `mlp_width` means the usual size."""
-
-    vocab_size: int = 50257
-    sequence_length: int = 1024  # the longest sequence, and the rows of a learned position table
-    layers: int = 12
-    width: int = 768
-    heads: int = 12
-    kv_heads: int = 0  # 0: one per head; fewer: grouped-query attention; 1: multi-query
-    head_width: int = 0  # 0: width / heads
-    mlp_width: int = 0  # 0: 4 x width
-    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = "gelu_tanh"
-    gated: bool = False  # down(activation(gate(x)) * up(x)): SwiGLU, GeGLU and their kin
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_epsilon: float = 1e-5
-    bias: bool = True  # in the linear layers and in the layer norms; an RMS norm has a scale only
-    dropout: float = 0.0  # on embeddings, attention probabilities and both residual branches
-    attention_window: int = 0  # 0: every token sees all (before it); else see AttentionPattern
-    attention_kind: Literal["sliding", "fixed"] = "sliding"
-    attention_block: int = 256
-    attention_global_blocks: int = 0
-    attention_random_blocks: int = 0
-
-    @property
-    def key_value_heads(self) -> int:
-        return self.kv_heads or self.heads
-
-    @property
-    def head_size(self) -> int:
-        return self.head_width or self.width // self.heads
-
-    @property
-    def feed_forward_size(self) -> int:
-        return self.mlp_width or 4 * self.width
-
-    @property
-    def attention_pattern(self) -> AttentionPattern | None:
-        """What of the sequence a token sees where it does not see all of it; None: it sees all in every layer."""
-        if not self.attention_window:
-            return None
-        kind, window, block = self.attention_kind, self.attention_window, self.attention_block
-        return AttentionPattern(
-            kind, window, block, self.attention_global_blocks, self.attention_random_blocks
-        )
-
-    def pattern_of(self, layer: int) -> AttentionPattern | None:
-        """What of the sequence a token sees in this layer; None: all of it."""
-        return self.attention_pattern
-
-    @property
-    def windowed_layers(self) -> int:
-        """How many layers see a part of the sequence."""
-        return sum(self.pattern_of(layer) is not None for layer in range(self.layers))
-
-    def has_bias(self, part: Literal["qkv", "out", "mlp"]) -> bool:
-        """Whether the linear layers of this part of a block have biases."""
-        return self.bias
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every field, as plain values for JSON or TOML."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """The config with these fields, the others at their defaults.
-
-        Raises `WrongUse` on a field that does not exist (naming the nearest one) and on a shape that cannot
-        be built.
-        """
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in fields:
-            if key not in known:
-                fix = did_you_mean(key, known, "the fields are: " + ", ".join(known))
-                raise WrongUse(f"{cls.__name__} has no field {key!r}", where=f"model.{key}", fix=fix)
-        config = cls(**fields)
-        if problems := config.validate():
-            raise WrongUse(f"this {cls.__name__} cannot be built", where="model", why="\n".join(problems))
-        return config
-
-    def validate(self) -> list[str]:
-        """Everything that is wrong with this shape, one sentence each; empty when it can be built."""
-        if problems := [
-            text
-            for field in dataclasses.fields(self)
-            if (text := _wrong_kind(field, getattr(self, field.name)))
-        ]:
-            return problems
-        problems = [
-            f"{name} is {getattr(self, name)}; it must be at least 1"
-            for name in ("vocab_size", "sequence_length", "layers", "width", "heads")
-            if getattr(self, name) < 1
-        ]
-        problems += [
-            f"{name} is {getattr(self, name)}; it must be 0 (the usual size) or more"
-            for name in ("kv_heads", "head_width", "mlp_width")
-            if getattr(self, name) < 0
-        ]
-        if problems:
-            return problems
-        if not self.head_width and self.width % self.heads:
-            problems.append(f"width {self.width} is not a multiple of heads {self.heads} (or set head_width)")
-        if self.heads % self.key_value_heads:
-            problems.append(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
-        if not 0.0 <= self.dropout < 1.0:
-            problems.append(f"dropout is {self.dropout}; it must be in [0, 1)")
-        if self.norm_epsilon <= 0:
-            problems.append(f"norm_epsilon is {self.norm_epsilon}; it must be above 0")
-        if (pattern := self.attention_pattern) is not None:
-            problems += pattern.validate()
-        else:
-            fields = (field for field in dataclasses.fields(self) if field.name in SHAPING)
-            shaping = [field.name for field in fields if getattr(self, field.name) != field.default]
-            problems += [
-                f"{name} shapes a pattern, and attention_window is 0: there is none" for name in shaping
-            ]
-        return problems
-
-    def parameter_count(self) -> int:
-        raise NotImplementedError
-
-    def norm_parameters(self) -> int:
-        return self.width * (2 if self.bias and self.norm == "layernorm" else 1)
-
-    def block_matrix_parameters(self) -> int:
-        """Weights of one block that multiply every token: query, key, value, output, feed-forward matrices."""
-        attention = 2 * self.width * self.head_size * (self.heads + self.key_value_heads)
-        return attention + (3 if self.gated else 2) * self.width * self.feed_forward_size
-
-    def block_parameters(self) -> int:
-        """All parameters of one block: its matrices, their biases and its norms."""
-        biases = self.head_size * (self.heads + 2 * self.key_value_heads) * self.has_bias("qkv")
-        biases += self.width * self.has_bias("out")
-        wide = (2 if self.gated else 1) * self.feed_forward_size
-        biases += (wide + self.width) * self.has_bias("mlp")
-        return self.block_matrix_parameters() + biases + self.block_norm_parameters()
-
-    def block_norm_parameters(self) -> int:
-        return 2 * self.norm_parameters()
-
-    def blocks_flops_per_token(self, sequence_length: int) -> int:
-        """Forward and backward through all blocks, for one token of a sequence of this length.
-
-        Forward: 2 FLOPs per weight, and 2 S A D each for the scores and for the weighted sum; backward: twice
-        that. Attention is counted over the whole square (of a pattern: over the band that it leaves), causal
-        or not, as the published figures do (Narayanan et al. 2021, section 5.1 and appendix, without the
-        recomputed forward; the same convention as Chowdhery et al. 2022, appendix B).
-        """
-        keys, pattern = self.layers * sequence_length, self.attention_pattern
-        if pattern is not None:
-            near = self.windowed_layers
-            keys = near * pattern.widest(sequence_length) + (self.layers - near) * sequence_length
-        attention = 2 * 2 * keys * self.heads * self.head_size
-        return 3 * (2 * self.layers * self.block_matrix_parameters() + attention)
+from .transformer import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -233,6 +51,23 @@ class GPTConfig(TransformerConfig):
     scaled_embeddings: bool = False  # by the root of the width
     attention_softcap: float = 0.0  # scores x become c tanh(x / c); 0: they stay
     logit_softcap: float = 0.0
+    experts: int = (
+        0  # feed-forwards of which a token goes through a few, see models/experts.py; 0: one, dense
+    )
+    experts_per_token: int = 2
+    expert_width: int = 0  # of each; 0: `mlp_width`
+    shared_experts: int = 0  # that every token goes through besides, as one of so many times the width
+    dense_layers: int = 0  # the first ones, without experts
+    expert_every: int = 1  # of every so many layers the last has experts
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    router_normalised: bool = True  # the scores of the experts that are chosen add up to 1
+    router_scale: float = 1.0  # what they are multiplied by
+    router_groups: int = 1  # of neighbouring experts, of which a token chooses among
+    router_groups_per_token: int = 1  # so many: those of the two best scores together
+    balance_bias: bool = False  # added to scores in the choice alone; training moves it to even the load
+    balance_rate: float = 0.001  # by this much a step
+    balance_loss: float = 0.0  # coefficients of the losses of train/loss.py that keep a router even
+    router_z_loss: float = 0.0  # and its logits small
     huggingface: str = (
         ""  # model_type there that it is written as, where its shape has several; "": the first
     )
@@ -248,6 +83,13 @@ class GPTConfig(TransformerConfig):
     def has_bias(self, part: Literal["qkv", "out", "mlp"]) -> bool:
         parts = {"qkv": ("qkv",), "attention": ("qkv", "out"), "mlp": ("mlp",)}
         return self.bias if self.linear_bias == "usual" else part in parts[self.linear_bias]
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
+
+    @property
+    def expert_size(self) -> int:
+        return self.expert_width or self.feed_forward_size
 
     @property
     def rotary_size(self) -> int:
@@ -302,6 +144,33 @@ class GPTConfig(TransformerConfig):
             problems.append("attention_softcap and logit_softcap must be 0 (off) or above")
         if self.attention_softcap and self.dropout:
             problems.append("attention_softcap has no kernel with dropout")
+        return problems + self._expert_problems()
+
+    def _expert_problems(self) -> list[str]:
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        names = list(fields)[list(fields).index("experts_per_token") : list(fields).index("huggingface")]
+        if not self.experts:
+            said = [name for name in names if getattr(self, name) != fields[name]]
+            return [f"{name} is of experts, and there are none" for name in said]
+        numbers = [name for name in ("experts", *names) if not isinstance(fields[name], str | bool)]
+        problems = [
+            f"{name} is {getattr(self, name)}; it must be 0 or more"
+            for name in numbers
+            if getattr(self, name) < 0
+        ]
+        if not 1 <= self.experts_per_token <= self.experts:
+            problems.append(f"experts_per_token is {self.experts_per_token}; it must be 1 to {self.experts}")
+        groups, chosen = max(self.router_groups, 1), self.router_groups_per_token
+        if self.experts % groups or not 1 <= chosen <= groups or self.experts < 2 * groups > 2:
+            problems.append(
+                f"{self.experts} experts cannot be {groups} groups of two and more, {chosen} for each token"
+            )
+        elif chosen * (self.experts // groups) < self.experts_per_token:
+            problems.append(f"{chosen} groups have fewer than {self.experts_per_token} experts for a token")
+        if self.expert_every < 1 or not self.expert_layers:
+            problems.append("dense_layers and expert_every leave no layer with experts")
+        if self.has_bias("mlp"):
+            problems.append("experts have no biases: set bias = false, or linear_bias")
         return problems
 
     def block_norm_parameters(self) -> int:
@@ -315,7 +184,27 @@ class GPTConfig(TransformerConfig):
         tables += self.vocab_size * self.output_bias
         if self.positions == "learned":
             tables += (self.sequence_length + self.position_offset) * self.width
-        return tables + self.layers * self.block_parameters() + self.norm_parameters()
+        blocks = self.layers * self.block_parameters() + self.expert_parameters()
+        return tables + blocks + self.norm_parameters()
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        return sum(self.has_experts(layer) for layer in range(self.layers))
+
+    def expert_parameters(self, active: bool = False) -> int:
+        if not self.experts:
+            return 0
+        through = self.experts_per_token if active else self.experts
+        size = (through + self.shared_experts) * self.expert_size - self.feed_forward_size
+        router = self.experts * (self.width + (self.balance_bias and not active))
+        return self.expert_layers * (self.feed_forward_parameters(size) + router)
+
+    def active_parameter_count(self) -> int:
+        """Of the parameters those that a token goes through: all but the experts that were not chosen for it."""
+        idle = self.experts - self.experts_per_token
+        unused = self.expert_layers * self.feed_forward_parameters(idle * self.expert_size)
+        return self.parameter_count() - (unused if self.experts else 0)
 
     def flops_per_token(self, sequence_length: int | None = None) -> int:
         """Model FLOPs of forward and backward for one token, with logits for every token.

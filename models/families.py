@@ -7,7 +7,8 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from ..core.errors import Refused
-from .config import GPTConfig, TransformerConfig
+from .config import GPTConfig
+from .transformer import TransformerConfig
 
 
 class Names(NamedTuple):
@@ -21,6 +22,8 @@ class Names(NamedTuple):
     norm: str
     output: str = "lm_head"
     position: str = ""
+    router: str = ""
+    experts: dict[str, str] = {}
     how: str = "split"
 
 

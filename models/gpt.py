@@ -37,7 +37,7 @@ class GPT(nn.Module):
         self.token_table = nn.Embedding(config.vocab_size, config.width)
         rows = config.sequence_length + config.position_offset
         self.position_table = nn.Embedding(rows, config.width) if config.positions == "learned" else None
-        self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.layers)})
         if (pattern := config.attention_pattern) is not None:
             near = {layer: block for layer, block in self.blocks.items() if config.pattern_of(int(layer))}
             apply_pattern(near, pattern, causal=True)

@@ -127,6 +127,8 @@ def _outward(value: Tensor, pair: Pair, head_size: int) -> list[Tensor]:
         return [value]
     if pair.how == "transposed":
         return [value.t().contiguous()]
+    if pair.how == "stacked":
+        return [one.clone() for one in value]  # a file has no tensors that share memory
     count = len(pair.theirs) if pair.how == "split" else 3
     rest = value.shape[1:]
     parts = [part.reshape(-1, *rest) for part in value.view(-1, count, head_size, *rest).unbind(1)]
@@ -140,6 +142,8 @@ def _inward(values: list[Tensor], pair: Pair, head_size: int) -> Tensor:
         return values[0]
     if pair.how == "transposed":
         return values[0].t()
+    if pair.how == "stacked":
+        return torch.stack(values)
     if pair.how == "conv_qkv":
         values = list(values[0].t().chunk(3))
     if pair.neighbours:

@@ -31,6 +31,8 @@ BERT_USUAL = {"type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-1
 BERT_MUST: dict[str, Collection[Any]] = {"position_embedding_type": ("absolute",), "is_decoder": (False,)}
 BERT_MUST |= {"tie_word_embeddings": (True,), "add_cross_attention": (False,)}
 WHOLE = {"mlp_width": "feed_forward_size", "kv_heads": "key_value_heads", "head_width": "head_size"}
+WHOLE |= {"expert_width": "expert_size"}
+NOT_THEIRS = ("huggingface", "balance_loss", "router_z_loss", "balance_rate")  # a run's own decisions
 # our field and its usual value for each of theirs, by the kind of scaled rope
 SCALINGS: dict[str, dict[str, tuple[str, float]]] = {
     "linear": {"factor": ("rope_factor", 1.0)},
@@ -90,12 +92,13 @@ def _differences(config: GPTConfig, kind: str) -> list[str]:
     wanted["layer_pattern"] = _pattern([config.kind_of(layer) for layer in range(config.layers)])
     wanted |= {ours: 0 for ours, size in _usual_sizes(wanted).items() if wanted[ours] == size}
     found = dataclasses.asdict(_read(_write(config, kind), families()[kind], ""))
-    return [name for name, value in wanted.items() if name != "huggingface" and found[name] != value]
+    return [name for name, value in wanted.items() if name not in NOT_THEIRS and found[name] != value]
 
 
 def _usual_sizes(fields: Fields) -> dict[str, int]:
     """What 0 stands for: a shape has one way to be written."""
     sizes = {"mlp_width": 4 * fields["width"], "kv_heads": fields["heads"], "rope_original_length": 0}
+    sizes["expert_width"] = fields.get("mlp_width") or sizes["mlp_width"]
     sizes["head_width"] = fields["width"] // fields["heads"]
     sizes["rope_width"] = sizes["query_scalar"] = fields.get("head_width") or sizes["head_width"]
     return sizes
@@ -249,9 +252,10 @@ def _read_table(fields: Fields, where: str, table: Mapping[str, str], usual: Fie
             value = "parallel" if value else "sequential"
         elif ours in ("attention_softcap", "logit_softcap"):
             value = value or 0.0
-        if ours in found and value not in (None, found[ours]):  # a second name of theirs for one of ours
+        if found.get(ours) is None:
+            found[ours] = value
+        elif value not in (None, found[ours]):  # a second name of theirs for one of ours
             raise unlike_ours(where, f"{theirs} = {value!r}")
-        found.setdefault(ours, value)
     sizes = {name: size for name, size in _usual_sizes(found).items() if name in WHOLE}
     return found | {name: 0 for name, size in sizes.items() if name in found and found[name] in (None, size)}
 

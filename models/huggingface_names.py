@@ -12,7 +12,7 @@ class Pair(NamedTuple):
 
     ours: str
     theirs: tuple[str, ...]
-    how: Literal["same", "transposed", "split", "conv_qkv"] = "same"
+    how: Literal["same", "transposed", "split", "conv_qkv", "stacked"] = "same"
     rows: tuple[tuple[int, int], ...] = ()  # of each of theirs that is ours; (): all
     neighbours: int = 0  # numbers of a query or key head that are turned as pairs (2i, 2i + 1) there
 
@@ -48,7 +48,11 @@ def _decoder_pairs(config: GPTConfig, names: Names) -> Iterator[Pair]:
         for mine, name in names.norms.items():
             yield from _both(f"{ours}.{mine}", f"{theirs}.{name}", bias)
         yield from _qkv_pairs(config, names, f"{ours}.attention", theirs)
-        for mine, name in names.matrices.items():
+        matrices = names.matrices
+        if config.has_experts(layer):
+            matrices = {mine: name for mine, name in matrices.items() if not mine.startswith("mlp")}
+            yield from _expert_pairs(config, names, f"{ours}.mlp", theirs)
+        for mine, name in matrices.items():
             biased = config.has_bias("mlp" if mine.startswith("mlp") else "out")
             for pair in _both(f"{ours}.{mine}", f"{theirs}.{name}", biased, rows=stacked.get(mine, ())):
                 turned = names.how == "conv" and pair.ours.endswith("weight")
@@ -56,6 +60,13 @@ def _decoder_pairs(config: GPTConfig, names: Names) -> Iterator[Pair]:
     yield from _both("norm", names.norm, bias)
     if not config.tied:
         yield from _both("output", names.output, config.output_bias)
+
+
+def _expert_pairs(config: GPTConfig, names: Names, ours: str, theirs: str) -> Iterator[Pair]:
+    yield from _both(f"{ours}.router", f"{theirs}.{names.router}", bias=False)
+    for mine, name in names.experts.items():
+        each = tuple(f"{theirs}.{name.format(expert)}.weight" for expert in range(config.experts))
+        yield Pair(f"{ours}.experts.{mine}", each, "stacked")
 
 
 def _qkv_pairs(config: GPTConfig, names: Names, ours: str, theirs: str) -> Iterator[Pair]:

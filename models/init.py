@@ -21,7 +21,7 @@ from .linear import use_fastest_product
 
 STD = 0.02  # GPT-2 and BERT alike
 Module = TypeVar("Module", bound=nn.Module)
-RESIDUAL = ("attention.out.weight", "mlp.down.weight")
+RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
 
 
 def initial_values(

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Mask, scaled_dot_product
-from .config import BERTConfig, GPTConfig, TransformerConfig
+from .config import BERTConfig, GPTConfig
+from .experts import RoutedFeedForward
 from .rotary import Rotary, rotate
+from .transformer import TransformerConfig
 
 
 class LayerMemory(Protocol):
@@ -150,9 +152,8 @@ def attending(
 class FeedForward(nn.Module):
     """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
-        size = config.feed_forward_size
         bias = config.has_bias("mlp")
         self.up = nn.Linear(config.width, size, bias=bias)
         self.gate = nn.Linear(config.width, size, bias=bias) if config.gated else None
@@ -166,6 +167,15 @@ class FeedForward(nn.Module):
         return self.down(self.activation(gate) * up)
 
 
+def make_feed_forward(config: TransformerConfig, layer: int) -> nn.Module:
+    """That of a layer: one, or experts."""
+    if not isinstance(config, GPTConfig) or not config.has_experts(layer):
+        return FeedForward(config, config.feed_forward_size)
+    size = config.shared_experts * config.expert_size
+    shared = FeedForward(config, size) if size else None
+    return RoutedFeedForward(config, activation_function(config.activation), shared)
+
+
 class Block(nn.Module):
     """Attention and feed-forward, each a residual branch, with the norms where the config places them.
 
@@ -173,7 +183,7 @@ class Block(nn.Module):
     With a parallel residual both branches read the block's input (Wang and Komatsuzaki 2021, GPT-J).
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__()
         self.way = "before" if isinstance(config, BERTConfig) and config.norm_first else "sum"
         if isinstance(config, GPTConfig):
@@ -184,7 +194,7 @@ class Block(nn.Module):
         if self.way == "around":
             self.attention_after_norm = make_norm(config)
         self.mlp_norm = nn.Identity() if self.way == "shared" else make_norm(config)
-        self.mlp = FeedForward(config)
+        self.mlp = make_feed_forward(config, layer)
         if self.way == "around":
             self.mlp_after_norm = make_norm(config)
 

@@ -39,6 +39,9 @@ TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
     ("blocks.*.mlp.up.*", 0),
     ("blocks.*.mlp.gate.*", 0),
     ("blocks.*.mlp.down.weight", 1),
+    ("blocks.*.mlp.shared.up.*", 0),  # experts are whole: each process routes its part of the row through them
+    ("blocks.*.mlp.shared.gate.*", 0),
+    ("blocks.*.mlp.shared.down.weight", 1),
     ("mlm_transform.*", "same"),  # the heads of BERT work on selected positions, the same on every process
     ("mlm_norm.*", "same"),
     ("pooler.*", "same"),
@@ -163,7 +166,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     gpt, wide = config if isinstance(config, GPTConfig) else None, config.feed_forward_size
     qkv, out, mlp = (config.has_bias(part) for part in ("qkv", "out", "mlp"))
     around = gpt is not None and gpt.norm_place == "around"
-    for block in (f"blocks.{layer}" for layer in range(config.layers)):
+    for layer in range(config.layers):
+        block = f"blocks.{layer}"
         norm(f"{block}.attention_norm")
         if heads == keys:
             linear(f"{block}.attention.qkv", 3 * heads, bias=qkv)
@@ -179,10 +183,13 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             norm(f"{block}.attention_after_norm")
         if not gpt or gpt.residual != "shared":
             norm(f"{block}.mlp_norm")
-        linear(f"{block}.mlp.up", wide, bias=mlp)
-        if config.gated:
-            linear(f"{block}.mlp.gate", wide, bias=mlp)
-        linear(f"{block}.mlp.down", width, wide, bias=mlp)
+        if gpt and gpt.has_experts(layer):
+            shapes |= {f"{block}.mlp.{name}": shape for name, shape in _expert_shapes(gpt).items()}
+        else:
+            linear(f"{block}.mlp.up", wide, bias=mlp)
+            if config.gated:
+                linear(f"{block}.mlp.gate", wide, bias=mlp)
+            linear(f"{block}.mlp.down", width, wide, bias=mlp)
         if around:
             norm(f"{block}.mlp_after_norm")
     norm("norm")
@@ -194,6 +201,20 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         linear("nsp", 2)
     if gpt and not gpt.tied:
         linear("output", config.vocab_size, bias=gpt.output_bias)
+    return shapes
+
+
+def _expert_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Of a feed-forward of experts (`models/experts.py`)."""
+    width, experts, size = config.width, config.experts, config.expert_size
+    names = ("up", "gate") if config.gated else ("up",)
+    shapes: dict[str, tuple[int, ...]] = {"balance_bias": (experts,)} if config.balance_bias else {}
+    shapes["router.weight"] = (experts, width)
+    shapes |= {f"experts.{name}": (experts, size, width) for name in names}
+    shapes["experts.down"] = (experts, width, size)
+    if shared := config.shared_experts * size:
+        shapes |= {f"shared.{name}.weight": (shared, width) for name in names}
+        shapes["shared.down.weight"] = (width, shared)
     return shapes
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.errors import Refused
-from ...models.config import TransformerConfig
+from ...models.transformer import TransformerConfig
 
 NO_KERNELS = {"shape_call", "signal", "wait", "constant"}
 PRODUCTS = {"gemm", "runtime_fusion"}  # of weights; attention has its own kernel, called …_mha_…

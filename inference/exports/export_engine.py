@@ -13,7 +13,7 @@ from ...core.console import warn
 from ...core.errors import WrongUse
 from ...core.files import sha256_file
 from ...core.hardware import machine
-from ...models.config import TransformerConfig
+from ...models.transformer import TransformerConfig
 from ..graphs.graph_options import GraphOptions
 from ..graphs.parity import BOUNDS, sweep
 from ..runtimes.backends import on_engine

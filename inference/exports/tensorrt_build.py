@@ -13,7 +13,8 @@ from typing import Any
 from ...core.console import warn
 from ...core.errors import Failed, WrongUse
 from ...core.files import write_atomic
-from ...models.config import GPTConfig, TransformerConfig
+from ...models.config import GPTConfig
+from ...models.transformer import TransformerConfig
 
 RTX_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0")
 

@@ -10,7 +10,8 @@ import numpy as np
 import onnx
 
 from ...core.errors import Refused
-from ...models.config import GPTConfig, ModelConfig, TransformerConfig
+from ...models.config import GPTConfig, ModelConfig
+from ...models.transformer import TransformerConfig
 from .graph_options import GraphOptions
 from .onnx_blocks import grouped
 from .parity import Tally

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.errors import Refused
-from ...models.config import GPTConfig, TransformerConfig
+from ...models.config import GPTConfig
 from ...models.families import refuse_beyond
+from ...models.transformer import TransformerConfig
 from .graph_options import GraphOptions
 from .onnx_products import Products, int8_by_output
 from .onnx_writer import CONTRIB, Graph

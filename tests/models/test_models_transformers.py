@@ -37,6 +37,7 @@ WINDOW = {"attention_window": 5}
 GEMMA = {"activation": "gelu_tanh", "tied": True, "head_width": 16, "query_scalar": 24, "norm_from_one": True}
 GEMMA |= {"norm_place": "around", "scaled_embeddings": True, "logit_softcap": 2.0}
 NEOX = TINY | {"positions": "rotary", "activation": "gelu", "tied": False, "rope_width": 4}
+EXPERTS = {"bias": False, "experts": 6, "experts_per_token": 2}
 DECODERS = {  # our fields, and the `model_type` there
     "gpt2": (TINY, "gpt2"),
     "llama": (LIKE_LLAMA, "llama"),
@@ -70,6 +71,12 @@ DECODERS = {  # our fields, and the `model_type` there
         | {"rope_local_theta": 30.0, "rope_scaling": "linear", "rope_factor": 8.0},
         "gemma3_text",
     ),
+    "mixtral": (LIKE_LLAMA | WINDOW | EXPERTS, "mixtral"),
+    "qwen3-moe": (
+        LIKE_LLAMA | EXPERTS | {"qk_norm": "head", "expert_width": 24, "expert_every": 2, "experts_per_token": 3},
+        "qwen3_moe",
+    ),
+    "olmoe": (LIKE_LLAMA | EXPERTS | {"qk_norm": "whole", "router_normalised": False}, "olmoe"),
     "neox": (NEOX | {"residual": "parallel"}, "gpt_neox"),
     "neox-sequential": (NEOX | {"linear_bias": "mlp"}, "gpt_neox"),
     "gptj": (
@@ -116,6 +123,7 @@ def theirs(model, directory):
         directory, dtype=model.token_table.weight.dtype, output_loading_info=True
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded.config._experts_implementation = "eager"  # its grouped products are not in float64
     return loaded.eval()
 
 

@@ -1,0 +1,132 @@
+"""Experts: a feed-forward of several, of which each token goes through a few (Shazeer et al. 2017, Fedus et al. 2021).
+
+A router scores the experts for each token. The tokens are sorted by their expert, each expert computes its own in one
+product of a group, and a token gets the sum of its experts' answers, weighted by their scores. No token is dropped.
+Sorting and putting back are permutations, whose gradients need no sums in an order that a GPU leaves open.
+
+Nothing here knows of processes. Two plain attributes are for who trains: `RoutedFeedForward.watch` is told each routing
+and may change its weights, and a forward of `Experts` that sends tokens elsewhere can be put in place of its own.
+
+Shape letters: N tokens, E experts, K experts of a token, M = N x K tokens in the order of their experts, W width, F
+width of an expert.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from .config import GPTConfig
+from .linear import linear
+
+
+class Routing(NamedTuple):
+    """Where the tokens of rows go."""
+
+    logits_NE: Tensor  # in float32 at least, as the scores
+    scores_NE: Tensor
+    chosen_NK: Tensor  # experts
+    weights_NK: Tensor  # of their answers
+
+
+class RoutedFeedForward(nn.Module):
+    """A router, its experts, and a `shared` feed-forward that every token goes through."""
+
+    def __init__(
+        self, config: GPTConfig, activation: Callable[[Tensor], Tensor], shared: nn.Module | None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.router = nn.Linear(config.width, config.experts, bias=False)
+        self.balance_bias = None
+        if config.balance_bias:  # moved by the load of the experts, not by a gradient (Wang et al. 2024)
+            self.balance_bias = nn.Parameter(torch.empty(config.experts), requires_grad=False)
+        self.experts = Experts(config, activation)
+        self.shared = shared
+        self.watch: Callable[[Routing, int], Routing] | None = None
+
+    def forward(self, x_BSW: Tensor) -> Tensor:
+        x_NW = x_BSW.flatten(0, 1)
+        routing = self.route(x_NW)
+        if self.watch is not None:
+            routing = self.watch(routing, len(x_BSW))
+        chosen_M = routing.chosen_NK.flatten()
+        order_M = chosen_M.argsort(stable=True)
+        place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=x_NW.device))
+        counts_E = torch.bincount(chosen_M, minlength=self.config.experts)
+        copies = routing.chosen_NK.shape[1]
+        sorted_MW = _Taken.apply(x_NW, order_M // copies, place_M, copies)
+        answers_MW = _Taken.apply(self.experts(sorted_MW, counts_E), place_M, order_M, 1)
+        weights_N1K = routing.weights_NK[:, None].to(answers_MW.dtype)
+        y_BSW = torch.bmm(weights_N1K, answers_MW.unflatten(0, (-1, copies))).view_as(x_BSW)
+        return y_BSW if self.shared is None else y_BSW + self.shared(x_BSW)
+
+    def route(self, x_NW: Tensor) -> Routing:
+        """Scores in float32 at least, the best experts by them and the balance bias, their weights."""
+        config, logits_NE = self.config, self.router(x_NW)
+        logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
+        scores_NE = logits_NE.softmax(-1) if config.router_scores == "softmax" else logits_NE.sigmoid()
+        ranked_NE = scores_NE.detach()
+        if self.balance_bias is not None:
+            ranked_NE = ranked_NE + self.balance_bias
+        if config.router_groups > 1:
+            ranked_NE = self._in_best_groups(ranked_NE)
+        chosen_NK = ranked_NE.topk(config.experts_per_token, -1).indices
+        weights_NK = scores_NE.gather(-1, chosen_NK)
+        if config.router_normalised:
+            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        return Routing(logits_NE, scores_NE, chosen_NK, weights_NK * config.router_scale)
+
+    def _in_best_groups(self, ranked_NE: Tensor) -> Tensor:
+        """Minus infinity outside a token's groups (DeepSeek-AI 2024, V3, section 2.1.2)."""
+        groups = ranked_NE.unflatten(-1, (self.config.router_groups, -1))  # (N, groups, experts)
+        best = groups.topk(2, -1).values.sum(-1).topk(self.config.router_groups_per_token, -1).indices
+        kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        return groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+
+
+class Experts(nn.Module):
+    """The matrices of all experts, stacked: one is what `FeedForward` is."""
+
+    def __init__(self, config: GPTConfig, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        outer, inner = (config.experts, config.expert_size, config.width), (config.width, config.expert_size)
+        self.up = nn.Parameter(torch.empty(outer))
+        self.gate = nn.Parameter(torch.empty(outer)) if config.gated else None
+        self.down = nn.Parameter(torch.empty(config.experts, *inner))
+        self.activation = activation
+
+    def forward(self, x_MW: Tensor, counts_E: Tensor) -> Tensor:
+        """Tokens in the order of their experts, of which each has so many -> (M, W)."""
+        up_MF = grouped(x_MW, self.up, counts_E)
+        if self.gate is None:
+            return grouped(self.activation(up_MF), self.down, counts_E)
+        return grouped(self.activation(grouped(x_MW, self.gate, counts_E)) * up_MF, self.down, counts_E)
+
+
+def grouped(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """The product of each group of rows with its own matrix: (M, O)."""
+    if x_MI.is_cuda and x_MI.dtype == torch.bfloat16:
+        return F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32))
+    parts = x_MI.split(counts_E.tolist())
+    return torch.cat([linear(part, weight) for part, weight in zip(parts, weight_EOI.unbind())])
+
+
+class _Taken(torch.autograd.Function):
+    """The rows of an index, in which each row is `copies` times; `back` are the places where they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.copies = copies
+        ctx.save_for_backward(back)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        taken = grad.index_select(0, back)
+        return taken if ctx.copies == 1 else taken.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
