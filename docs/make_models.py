@@ -25,6 +25,9 @@ SHOWN = {  # a model of each family, of its own proportions
     "gpt_neox": "pythia-160m",
     "gptj": "gptj-6b",
     "opt": "opt-125m",
+    "mixtral": "mixtral-8x7b",
+    "qwen3_moe": "qwen3-30b-a3b",
+    "olmoe": "olmoe-1b-7b",
     "starcoder2": "starcoder2-3b",
 }
 HEAD = """# Models

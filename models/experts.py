@@ -55,7 +55,9 @@ class RoutedFeedForward(nn.Module):
             routing = self.watch(routing, len(x_BSW))
         chosen_M = routing.chosen_NK.flatten()
         order_M = chosen_M.argsort(stable=True)
-        place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=x_NW.device))
+        place_M = torch.empty_like(order_M).scatter_(
+            0, order_M, torch.arange(len(order_M), device=x_NW.device)
+        )
         counts_E = torch.bincount(chosen_M, minlength=self.config.experts)
         copies = routing.chosen_NK.shape[1]
         sorted_MW = _Taken.apply(x_NW, order_M // copies, place_M, copies)

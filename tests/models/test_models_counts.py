@@ -45,11 +45,26 @@ def test_count_equals_the_built_model(name):
         ("gptj-6b", 6_050_882_784),
         ("opt-125m", 125_239_296),
         ("starcoder2-3b", 3_030_371_328),
+        ("olmoe-1b-7b", 6_919_161_856),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
         ("gpt-shakespeare", 804_096),  # nanoGPT prints 0.80M, positions left out
     ],
 )
 def test_released_models(name, count):
     assert preset(name).parameter_count() == count
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("olmoe-1b-7b", 1.3),
+        ("mixtral-8x7b", 12.9),
+        ("qwen3-30b-a3b", 3.3),
+    ],  # as the papers and model cards say
+)
+def test_active_parameters_of_experts(name, billions):
+    assert preset(name).active_parameter_count() / 1e9 == pytest.approx(billions, abs=0.06)
 
 
 def test_published_config_files_are_these_presets():

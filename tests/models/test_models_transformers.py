@@ -73,7 +73,9 @@ DECODERS = {  # our fields, and the `model_type` there
     ),
     "mixtral": (LIKE_LLAMA | WINDOW | EXPERTS, "mixtral"),
     "qwen3-moe": (
-        LIKE_LLAMA | EXPERTS | {"qk_norm": "head", "expert_width": 24, "expert_every": 2, "experts_per_token": 3},
+        LIKE_LLAMA
+        | EXPERTS
+        | {"qk_norm": "head", "expert_width": 24, "expert_every": 2, "experts_per_token": 3},
         "qwen3_moe",
     ),
     "olmoe": (LIKE_LLAMA | EXPERTS | {"qk_norm": "whole", "router_normalised": False}, "olmoe"),
