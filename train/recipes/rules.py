@@ -199,6 +199,28 @@ def products_rule(recipe: Recipe) -> Iterable[Problem]:
             yield Problem(f"model.overrides.{name}", text, f'{near} fits, or train.matmul = "same"')
 
 
+def expert_rule(recipe: Recipe) -> Iterable[Problem]:
+    """What is not there yet for a model of experts."""
+    if (config := _config(recipe)) is None or not getattr(config, "experts", 0):
+        return
+    if recipe.optimizer.name != "adamw":
+        text = f"{recipe.optimizer.name} takes the stacked matrices of experts for one"
+        yield Problem("optimizer.name", text, 'name = "adamw"')
+    if recipe.train.matmul != "same":
+        yield Problem("train.matmul", "products of experts are not made in fp8", 'train.matmul = "same"')
+    if recipe.train.offload:
+        yield Problem("train.offload", "experts are not proven with offload", "train.offload = false")
+    if recipe.compression.scheme != "none":
+        text = "gradients of experts are not proven with compression"
+        yield Problem("compression.scheme", text, 'scheme = "none"')
+    for name in ("balance_loss", "router_z_loss", "balance_bias"):
+        if getattr(config, name):
+            text = f"{name} is not in the training loss yet"
+            yield Problem(
+                f"model.overrides.{name}", text, f"{name} = {type(getattr(config, name))()}".lower()
+            )
+
+
 def can_be_had(recipe: Recipe, layout: Layout, micro: int) -> bool:
     """Whether the optimizer, offload and compression of a recipe can be had in another layout."""
     parallel = recipe.parallel.model_copy(
@@ -266,6 +288,7 @@ RULES = (
     parallel_rule,
     spread_rule,
     products_rule,
+    expert_rule,
     compression_rule,
     evaluation_rule,
     target_rule,
