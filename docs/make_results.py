@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What README.md shows: claim -> what was done, with the library that did it where it is not this package.
 HEADLINES = {
     "bpe-fast-vs-datasets-map": "Text to tokens on disk, GPT-2's BPE (encoded by the library gigatoken)",
-    "wordpiece-vs-tokenizers": "Text to tokens on disk, BERT's WordPiece",
+    "wordpiece-vs-tokenizers": "Text to tokens on disk, BERT's WordPiece (encoded by the library tokie)",
     "gpt-time-to-loss": "Small GPT trained to the loss that nanoGPT reaches",
     "gpt124-1024-vs-transformers": "GPT-2 124M trained, rows of 1,024 tokens",
     "eval-124m": "GPT-2 124M scored zero-shot, the same answers",
