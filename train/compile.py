@@ -26,6 +26,7 @@ from ..core.errors import Failed, WrongUse
 from ..core.hardware import machine
 from ..models.attention import Documents
 from ..models.config import ModelConfig
+from ..models.experts import RoutedFeedForward
 from ..models.linear import onednn_is_faster
 from .parallel.collectives import FIT_A_GRAPH
 from .parallel.context import run_ring_eagerly
@@ -63,6 +64,9 @@ def compile_stage(stage: Any, wanted: str) -> None:
     graphs = 2 * SHAPES * (len(stage.trunk.blocks) if stage.trunk.config.attention_random_blocks else 1)
     torch.compiler.config.recompile_limit = graphs  # torch's 8 would leave the others eager without a word
     run_ring_eagerly()
+    for module in stage.trunk.modules():
+        if isinstance(module, RoutedFeedForward):  # whose groups have sizes that only the tokens tell
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
     for block in stage.trunk.blocks.values():
         block.forward = _compiled(block.forward, wanted, block.parameters)
     if stage.is_last:

@@ -31,6 +31,7 @@ from .parallel.pipeline import run_forward
 from .parallel.sharding import before_backward, sum_gradients
 from .parallelize import parallelize
 from .precision import computing_dtype, wide_dtype
+from .routers import Routers
 from .shards import LocalShard, local_shards, make_master
 from .stage import Stage, remove_other_stages
 
@@ -74,6 +75,7 @@ class Engine:
         self.copied: torch.cuda.Event | None = None  # a checkpoint's copies, before which nothing changes
         self.stages: list[Stage] = []
         self.local_shards: list[LocalShard] = []
+        self.routers = Routers(config, mesh)
         self._pipelines: dict[tuple[int, int, int], Any] = {}  # of the shape that the batch has now
         self.sharded = mesh.shard.group is not None
         self._tied_apart = self.layout.stages > 1 and is_tied(config)
@@ -85,6 +87,7 @@ class Engine:
             remove_other_stages(model, index, mesh)
             stage = Stage(model, index, mesh, self.objective.sums)
             parallelize(stage, mesh, precision, matmul, compiling, recomputing)
+            self.routers.watch(stage)
             with memory or nullcontext():
                 stage.to_empty(device=mesh.device)
             self.stages.append(stage.train())
@@ -123,8 +126,8 @@ class Engine:
         signal: Callable[[], int] = lambda: 0,
         upcoming: StepBatch | None = None,
     ) -> Tensor:
-        """Forward and backward of all micro-batches: the mean loss of every term and the norm of the gradient,
-        of the whole batch, and the largest signal that any process has received (terms + 2,), on the device.
+        """Forward and backward of all micro-batches: figures of the routers, the mean loss of every term and the norm
+        of the gradient, of the whole batch, and the largest signal that any process has received, on the device.
 
         `batch` has this process's rows and their counts. With the batch of the next step, `upcoming`, its target
         counts are summed on the same way. The gradients of the local shards are complete afterwards.
@@ -241,8 +244,12 @@ class Engine:
         Every loss and every element counts once.
         """
         terms = len(inverse_counts)
-        totals = torch.zeros(1 + 2 * terms + len(SIGNALS), dtype=torch.float64, device=self.device)
+        known = 1 + 2 * terms + len(SIGNALS)
+        everything = torch.zeros(known + len(self.routers.totals), dtype=torch.float64, device=self.device)
+        totals, routed = everything[:known], everything[known:]
         losses, heard, counts = totals[1 : 1 + terms], totals[1 + terms : -terms], totals[-terms:]
+        routed += self.routers.totals
+        self.routers.totals.zero_()
         if (squares := self._squared_norm()) is not None:
             totals[0] = squares
         if self.mesh.tensor.rank == 0:
@@ -252,13 +259,16 @@ class Engine:
             heard[SIGNALS.index(Signals(signal))].fill_(1.0)
         if upcoming is not None and self.mesh.tensor.rank == self.mesh.pipeline.rank == 0:
             counts += upcoming.counts_there
-        self.mesh.world.all_reduce(totals)
+        self.mesh.world.all_reduce(everything)
         if upcoming is not None:
             upcoming.agreed = self._inverse(counts)
         largest = torch.zeros_like(totals[:1])
         for number, flag in zip(SIGNALS, heard):
             largest.masked_fill_(flag > 0, float(number))
-        return torch.cat((losses.to(self.wide) * inverse_counts, totals[:1].sqrt(), largest))
+        figures = [losses.to(self.wide) * inverse_counts, totals[:1].sqrt(), largest]
+        if self.routers.names:
+            figures.insert(0, self.routers.figures(routed, inverse_counts[0]))
+        return torch.cat(figures)
 
     def _squared_norm(self) -> Tensor | None:
         """This process's share of the square of the gradient's norm, float64."""
@@ -295,6 +305,7 @@ class Engine:
         for local in self.local_shards:
             local.value.grad = local.computed.grad
         optimizer.step()
+        self.routers.move_biases(self.local_shards, finite)
         self.publish()
         self.discard()
 

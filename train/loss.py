@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ..models.experts import Routing
 from ..models.linear import linear
 from ..planner.software import LARGE_VOCABULARY
 from ..planner.tables import even_part
@@ -216,6 +217,21 @@ def gpt_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis) -> Tens
     words = Words(model.config.vocab_size, axis)
     head, softcap = (model.output_weight(), model.output_bias()), model.config.logit_softcap
     return head_loss_sum(hidden_NW, *head, targets_N, words, softcap=softcap).view(1)
+
+
+def router_sums(routing: Routing, chosen_RE: Tensor) -> Tensor:
+    """Of the tokens here the sums of a router's losses and of the entropy of its scores: (3,).
+
+    `chosen_RE` counts how often each row, with its parts on other processes, chose each expert. The balance loss of a
+    token is the sum over experts of its score, as a share of all, times the expert's load in the row over the mean one:
+    1 where all are loaded alike (Fedus et al. 2021, equation 4, row by row as DeepSeek-V3's: so it depends on no
+    layout). The other is the square of the logits' log-sum-exp (Zoph et al. 2022, ST-MoE, equation 5).
+    """
+    scores_NE = routing.scores_NE / routing.scores_NE.sum(-1, keepdim=True)
+    load_RE = chosen_RE / chosen_RE.mean(-1, keepdim=True)
+    balance = (scores_NE.unflatten(0, (len(load_RE), -1)).sum(1) * load_RE.to(scores_NE.dtype)).sum()
+    entropy = -torch.special.xlogy(scores_NE, scores_NE).sum()
+    return torch.stack((balance, routing.logits_NE.logsumexp(-1).square().sum(), entropy.detach()))
 
 
 def bert_sums(model: Model, hidden_BPW: Tensor, batch: Batch, axis: Axis, smoothing: float = 0.0) -> Tensor:

@@ -53,6 +53,7 @@ class StepResult:
     grad_norm: float
     skipped: bool
     gradient_bytes: int = 0  # that this process sent to sum the gradients of copies of the model
+    routers: tuple[float, ...] = ()  # `routers.FIGURES`, of experts
     signal: int = 0  # the largest that any process had received
     read_at: float = 0.0  # time.perf_counter() when the figures were there
 
@@ -62,7 +63,7 @@ class Launched:
     """A step that the device has been given; `read` once, and in the order of the steps."""
 
     trainer: Trainer
-    figures: list[float] | Tensor  # losses, norm, signal: on the host, or (terms + 2,) on their way there
+    figures: list[float] | Tensor  # what `accumulate` returns: on the host, or on its way there
     arrived: torch.cuda.Event | None
     scale: float  # of its loss
     sent: int
@@ -79,6 +80,7 @@ class Launched:
             self.arrived.synchronize()
         read_at, trainer = time.perf_counter(), self.trainer
         *terms, norm, heard = self.figures if isinstance(self.figures, list) else self.figures.tolist()
+        routed, terms = terms[: len(trainer.engine.routers.names)], terms[len(trainer.engine.routers.names) :]
         norm /= self.scale
         finite = all(map(math.isfinite, (*terms, norm)))
         before = trainer.scaler.scale
@@ -87,7 +89,7 @@ class Launched:
             trainer.engine.rescale(trainer.scaler.scale / before)
         trainer.skipped += not finite
         trainer.skipped_in_row = 0 if finite else trainer.skipped_in_row + 1
-        rest = norm, not finite, self.sent, int(heard), read_at
+        rest = norm, not finite, self.sent, tuple(routed), int(heard), read_at
         return StepResult(self.step, sum(terms), tuple(terms), *rest)
 
 

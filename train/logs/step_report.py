@@ -91,6 +91,9 @@ class StepReport:
         }
         if len(result.terms) > 1:
             record |= dict(zip(TERMS[self.plan.family], result.terms))
+        record |= {
+            name: round(figure, 5) for name, figure in zip(self.trainer.engine.routers.names, result.routers)
+        }
         if batch.sequences:
             record["sequences_per_s"] = round(batch.sequences / seconds, 1)
         if scaler.active:

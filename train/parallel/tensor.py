@@ -221,7 +221,11 @@ def apply_tensor_parallel(model: Any, axis: Axis, keeps: bool = False) -> None:
     for name, parameter in list(model.named_parameters()):
         box = tensor_box(name, tuple(parameter.shape), model.config, axis.size, axis.rank)
         path, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(path), attribute, nn.Parameter(parameter.new_empty(box.size)))
+        setattr(
+            model.get_submodule(path),
+            attribute,
+            nn.Parameter(parameter.new_empty(box.size), parameter.requires_grad),
+        )
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             placement = tensor_placement(f"{name}.weight", model.config)

@@ -213,12 +213,6 @@ def expert_rule(recipe: Recipe) -> Iterable[Problem]:
     if recipe.compression.scheme != "none":
         text = "gradients of experts are not proven with compression"
         yield Problem("compression.scheme", text, 'scheme = "none"')
-    for name in ("balance_loss", "router_z_loss", "balance_bias"):
-        if getattr(config, name):
-            text = f"{name} is not in the training loss yet"
-            yield Problem(
-                f"model.overrides.{name}", text, f"{name} = {type(getattr(config, name))()}".lower()
-            )
 
 
 def can_be_had(recipe: Recipe, layout: Layout, micro: int) -> bool:
