@@ -167,7 +167,7 @@ def _tensor_rules(layout: Layout, config: ModelConfig, sequence_length: int) -> 
     for name, size in (("heads", config.heads), ("kv_heads", keys), ("mlp_width", config.feed_forward_size)):
         text = f"{size} {name} cannot be shared by {tensor} processes"
         yield size % tensor, "tensor", text, f"a divisor of {size}"
-    shared = getattr(config, "shared_experts", 0) and config.shared_experts * config.expert_size
+    shared = 0 if isinstance(config, BERTConfig) else config.shared_experts * config.expert_size
     text = f"shared experts of {shared} cannot be shared by {tensor} processes"
     yield shared % tensor, "tensor", text, f"a divisor of {shared}"
     text = "qk_norm = whole is a norm over the heads of all processes"
