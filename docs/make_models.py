@@ -41,7 +41,9 @@ can be set in a recipe too (`model.overrides`), and a preset is a starting point
 
 Logits and the gradient of every parameter equal those of `transformers` in float64 to 1e-10 for a tiny random model of each
 row, texts longer than its windows and than what its rope was trained for, read from files that `transformers` wrote and written to files that it reads;
-decoding with a cache equals the whole forward (`tests/models/test_models_transformers.py`).
+decoding with a cache equals the whole forward (`tests/models/test_models_transformers.py`). The presets of released models are checked against
+copies of their `config.json`, and the names of weights against the index files of released checkpoints: `tests/models/published_configs.json` and
+`published_names.json` say where each was read, and `unsourced` where no copy was found (OLMo 2 1B, Pythia 160M, GPT-J 6B).
 """
 TAIL = """
 What the columns say: *tensor*, *context*: the layouts with these axes, proven equal to one process by rows of `tests/layouts.toml` and refused by name

@@ -7,10 +7,14 @@ import pytest
 import torch
 from throughline.core.errors import WrongUse
 from throughline.models.config import BERTConfig, GPTConfig, family_of
+from throughline.models.huggingface import IGNORED
 from throughline.models.huggingface_config import read_config
+from throughline.models.huggingface_names import pairs
 from throughline.models.init import empty_model
 from throughline.models.presets import preset, preset_names
 from torch.utils.flop_counter import FlopCounterMode
+
+PUBLISHED = json.loads(Path(__file__).with_name("published_names.json").read_text())
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -68,10 +72,25 @@ def test_active_parameters_of_experts(name, billions):
 
 
 def test_published_config_files_are_these_presets():
-    """Every field of the config.json of a released model is known: read, or ignored by a table."""
+    """Every field of the config.json of a released model is known: read, or ignored by a table. `source` says where
+    the fields were read; a model whose file was not found says `unsourced` there.
+    """
     files = json.loads(Path(__file__).with_name("published_configs.json").read_text())
-    for name, fields in files.items():
-        assert read_config(fields, {}, name) == preset(name)
+    for name, file in files.items():
+        assert file["source"] and read_config(file["config"], {}, name) == preset(name), name
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_weight_names_are_those_of_published_files(kind):
+    """The names in a released checkpoint's index are those that we read, and its bytes are two for each parameter."""
+    file = PUBLISHED[kind]
+    config = read_config(file["config"], dict.fromkeys(file["names"]), kind)
+    assert isinstance(config, GPTConfig)
+    ours = {theirs for pair in pairs(config, kind) for theirs in pair.theirs}
+    theirs = {name.replace(".N.", f".{i}.") for name in file["names"] for i in range(config.layers)}
+    assert ours <= theirs and all(IGNORED.search(name) for name in theirs - ours)
+    if file["config"].get("torch_dtype") == "bfloat16" and file["bytes"]:
+        assert file["bytes"] == 2 * config.parameter_count()
 
 
 def published(shared, name):
