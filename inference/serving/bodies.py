@@ -19,6 +19,7 @@ SHAPES = {b'"': Text, b'["': Annotated[list[Text], msgspec.Meta(min_length=1)], 
 LONG = ("prompt", "input", "inputs", "messages", "query", "documents", "texts", "text_1", "text_2")
 FIELD_BYTES = {"tokens": 1 << 19} | dict.fromkeys(LONG, 1 << 62)
 SMALL_BYTES = 1 << 16  # of any other field
+MOST_IDS = 1 << 19  # of a request: Python's lists of two million take the event loop 30 ms
 MOST_PROBLEMS = 8  # told of one body
 FREE_BYTES = 1 << 14  # of each body, which the budget leaves out: large ones must not shut small ones out
 UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
@@ -110,6 +111,8 @@ def _value(name: str, kind: Any, raw: bytes, most_texts: int) -> Any:
         raise ValueError("more than 1000 messages")
     if kind != Texts:
         return msgspec.json.decode(raw, type=kind)
+    if opening[:1] == b"[" and opening != b'["' and raw.count(b",") >= MOST_IDS:
+        raise ValueError(f"more than {MOST_IDS:,} token ids")
     value = msgspec.json.decode(raw, type=SHAPES.get(opening, Ids))
     texts = value if opening in (b'["', b"[[") else [value]
     check_texts(len(texts), most_texts, name)

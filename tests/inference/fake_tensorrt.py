@@ -6,6 +6,7 @@ import ctypes
 import json
 import pickle
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,85 @@ import tensorrt_api
 DTYPES = {"tensor(float16)": "HALF", "tensor(float)": "FLOAT", "tensor(int64)": "INT64"}
 NUMPY = {"HALF": np.float16, "FLOAT": np.float32, "INT64": np.int64}
 HALF = {"Inputs": [{"Name": "x", "Format/Datatype": "Half"}]}
+
+
+def engines(calls: dict[str, Any], new: Callable[..., Any], module: Callable[[], Any]) -> dict[str, Any]:
+    """A plan opened and run: `new` makes an object of a class of the `module`, which is made of this."""
+
+    def deserialize(self: Any, serialized_engine: bytes) -> Any:
+        graph, profiles = pickle.loads(serialized_engine)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(graph, options)
+        values = {value.name: value for value in (*session.get_inputs(), *session.get_outputs())}
+        reads = {value.name for value in session.get_inputs()}
+        return new("ICudaEngine", _session=session, _values=values, _reads=reads, _profiles=profiles)
+
+    def shape_of(self: Any, name: str) -> list[int]:
+        return [dim if isinstance(dim, int) else -1 for dim in self._values[name].shape]
+
+    def context(self: Any, strategy: Any = 0) -> Any:
+        assert (
+            module().ExecutionContextAllocationStrategy(strategy)
+            in module().ExecutionContextAllocationStrategy
+        )
+        made_now = new("IExecutionContext", _engine=self, _profile=0, _shapes={}, _addresses={})
+        calls.setdefault("contexts", []).append(made_now)
+        return made_now
+
+    def use_profile(self: Any, profile_index: int, stream_handle: int) -> bool:
+        self._profile = profile_index
+        return profile_index < len(self._engine._profiles)
+
+    def set_input_shape(self: Any, name: str, shape: Any) -> bool:
+        least, _, most = self._engine._profiles[self._profile][name]
+        self._shapes[name] = tuple(shape)
+        return len(shape) == len(least) and all(a <= dim <= b for a, dim, b in zip(least, shape, most))
+
+    def set_address(self: Any, name: str, memory: int) -> bool:
+        self._addresses[name] = memory
+        return name in self._engine._values and memory != 0
+
+    def execute(self: Any, stream_handle: int) -> bool:
+        engine = self._engine
+        if self._shapes.keys() != engine._reads or self._addresses.keys() != engine._values.keys():
+            return False
+        calls["executed"].append((self._profile, self._shapes["input_ids"]))
+
+        def at(name: str, shape: Any) -> np.ndarray:
+            kind = np.dtype(NUMPY[DTYPES[engine._values[name].type]])
+            size = max(1, int(np.prod(shape))) * kind.itemsize
+            memory = (ctypes.c_char * size).from_address(self._addresses[name])
+            return np.frombuffer(memory, kind, int(np.prod(shape))).reshape(shape)
+
+        feeds = {name: at(name, self._shapes[name]) for name in engine._reads}
+        names = [name for name in engine._values if name not in engine._reads]
+        for name, value in zip(names, engine._session.run(names, feeds)):
+            at(name, value.shape)[...] = value
+        return True
+
+    return {
+        "Runtime": {"deserialize_cuda_engine": deserialize},
+        "ICudaEngine": {
+            "num_io_tensors": lambda self: len(self._values),
+            "num_optimization_profiles": lambda self: len(self._profiles),
+            "get_tensor_name": lambda self, index: list(self._values)[index],
+            "get_tensor_mode": lambda self, name: module().TensorIOMode[
+                "INPUT" if name in self._reads else "OUTPUT"
+            ],
+            "get_tensor_dtype": lambda self, name: module().DataType[DTYPES[self._values[name].type]],
+            "get_tensor_shape": shape_of,
+            "get_tensor_profile_shape": lambda self, name, profile_index: self._profiles[profile_index][name],
+            "create_execution_context": context,
+            "create_engine_inspector": lambda self: new("EngineInspector"),
+        },
+        "IExecutionContext": {
+            "set_optimization_profile_async": use_profile,
+            "set_input_shape": set_input_shape,
+            "set_tensor_address": set_address,
+            "execute_async_v3": execute,
+        },
+    }
 
 
 def fake(gpu: bool = True, product: dict[str, Any] = HALF, mha: str = "_gemm_mha_v2") -> types.ModuleType:
@@ -63,55 +143,6 @@ def fake(gpu: bool = True, product: dict[str, Any] = HALF, mha: str = "_gemm_mha
         graph = Path(network._path).read_bytes()
         return memoryview(pickle.dumps((graph, calls["profiles"])))
 
-    def deserialize(self: Any, serialized_engine: bytes) -> Any:
-        graph, profiles = pickle.loads(serialized_engine)
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(graph, options)
-        values = {value.name: value for value in (*session.get_inputs(), *session.get_outputs())}
-        reads = {value.name for value in session.get_inputs()}
-        return new("ICudaEngine", _session=session, _values=values, _reads=reads, _profiles=profiles)
-
-    def shape_of(self: Any, name: str) -> list[int]:
-        return [dim if isinstance(dim, int) else -1 for dim in self._values[name].shape]
-
-    def context(self: Any, strategy: Any = 0) -> Any:
-        assert made.ExecutionContextAllocationStrategy(strategy) in made.ExecutionContextAllocationStrategy
-        made_now = new("IExecutionContext", _engine=self, _profile=0, _shapes={}, _addresses={})
-        calls.setdefault("contexts", []).append(made_now)
-        return made_now
-
-    def use_profile(self: Any, profile_index: int, stream_handle: int) -> bool:
-        self._profile = profile_index
-        return profile_index < len(self._engine._profiles)
-
-    def set_input_shape(self: Any, name: str, shape: Any) -> bool:
-        least, _, most = self._engine._profiles[self._profile][name]
-        self._shapes[name] = tuple(shape)
-        return len(shape) == len(least) and all(a <= dim <= b for a, dim, b in zip(least, shape, most))
-
-    def set_address(self: Any, name: str, memory: int) -> bool:
-        self._addresses[name] = memory
-        return name in self._engine._values and memory != 0
-
-    def execute(self: Any, stream_handle: int) -> bool:
-        engine = self._engine
-        if self._shapes.keys() != engine._reads or self._addresses.keys() != engine._values.keys():
-            return False
-        calls["executed"].append((self._profile, self._shapes["input_ids"]))
-
-        def at(name: str, shape: Any) -> np.ndarray:
-            kind = np.dtype(NUMPY[DTYPES[engine._values[name].type]])
-            size = max(1, int(np.prod(shape))) * kind.itemsize
-            memory = (ctypes.c_char * size).from_address(self._addresses[name])
-            return np.frombuffer(memory, kind, int(np.prod(shape))).reshape(shape)
-
-        feeds = {name: at(name, self._shapes[name]) for name in engine._reads}
-        names = [name for name in engine._values if name not in engine._reads]
-        for name, value in zip(names, engine._session.run(names, feeds)):
-            at(name, value.shape)[...] = value
-        return True
-
     def information(self: Any, format: Any) -> str:
         layers = []
         for layer in [0, 1] * len(calls["profiles"]):  # every profile has kernels of its own
@@ -144,26 +175,7 @@ def fake(gpu: bool = True, product: dict[str, Any] = HALF, mha: str = "_gemm_mha
         },
         IOptimizationProfile={"set_shape": set_shape},
         ITimingCache={"serialize": lambda self: b"timings"},
-        Runtime={"deserialize_cuda_engine": deserialize},
-        ICudaEngine={
-            "num_io_tensors": lambda self: len(self._values),
-            "num_optimization_profiles": lambda self: len(self._profiles),
-            "get_tensor_name": lambda self, index: list(self._values)[index],
-            "get_tensor_mode": lambda self, name: made.TensorIOMode[
-                "INPUT" if name in self._reads else "OUTPUT"
-            ],
-            "get_tensor_dtype": lambda self, name: made.DataType[DTYPES[self._values[name].type]],
-            "get_tensor_shape": shape_of,
-            "get_tensor_profile_shape": lambda self, name, profile_index: self._profiles[profile_index][name],
-            "create_execution_context": context,
-            "create_engine_inspector": lambda self: new("EngineInspector"),
-        },
-        IExecutionContext={
-            "set_optimization_profile_async": use_profile,
-            "set_input_shape": set_input_shape,
-            "set_tensor_address": set_address,
-            "execute_async_v3": execute,
-        },
+        **engines(calls, new, lambda: made),
         EngineInspector={"get_engine_information": information},
     )
     made.calls = calls
