@@ -2,10 +2,12 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click import FloatRange, IntRange
 
 from ..core.errors import WrongUse
 from .common import PATH, backend_options, throughline_command
@@ -15,6 +17,30 @@ if TYPE_CHECKING:
 
 KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 
+# Name, field of ServerLimits, default, range and help of what a server holds at once, and how long.
+LIMITS: tuple[tuple[str, str, float | None, Any, str], ...] = (
+    ("--slots", "slots", 8, IntRange(1, 256), "Maximum number of sequences that a GPT decodes together."),
+    ("--queue", "queue", 256, IntRange(1), "Maximum number of answers that wait per model; beyond it a request gets "
+     "429 with Retry-After."),
+    ("--max-tokens", "max_tokens", None, IntRange(1), "Maximum number of new tokens per answer (default: what fits the "
+     "context)."),
+    ("--max-n", "max_n", 128, IntRange(1), "Maximum number of answers to one prompt."),
+    ("--max-body", "body_bytes", 4_000_000, IntRange(1000), "Maximum size of a request in bytes."),
+    ("--max-bodies", "bodies_bytes", 64_000_000, IntRange(1000), "Maximum size of all requests that are held at once, "
+     "in bytes; beyond it a request gets 503."),
+    ("--request-timeout", "request_s", 600.0, FloatRange(1), "Seconds after which an answer that is not complete is "
+     "given up."),
+    ("--load-timeout", "load_s", 1800.0, FloatRange(1), "Seconds after which a model that is not open is given up."),
+    ("--hang-timeout", "hang_s", 60.0, FloatRange(2), "Seconds of silence after which the process of a model is "
+     "replaced."),
+)  # fmt: skip
+
+
+def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
+    for flag, name, default, kind, text in reversed(LIMITS):
+        function = click.option(flag, name, default=default, type=kind, help=text)(function)
+    return function
+
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="[NAME=]PATH...")
@@ -22,59 +48,7 @@ KEYS_VARIABLE = "THROUGHLINE_API_KEYS"
 @click.option(
     "--port", default=8000, type=click.IntRange(0, 65535), help="Port to listen on; 0 is any free port."
 )
-@click.option(
-    "--slots",
-    default=8,
-    type=click.IntRange(1, 256),
-    help="Maximum number of sequences that a GPT decodes together.",
-)
-@click.option(
-    "--queue",
-    default=256,
-    type=click.IntRange(1),
-    help="Maximum number of answers that wait per model; beyond it a request gets 429 with Retry-After.",
-)
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    help="Maximum number of new tokens per answer (default: what fits the context).",
-)
-@click.option("--max-n", default=128, type=click.IntRange(1), help="Maximum number of answers to one prompt.")
-@click.option(
-    "--max-body",
-    "body_bytes",
-    default=4_000_000,
-    type=click.IntRange(1000),
-    help="Maximum size of a request in bytes.",
-)
-@click.option(
-    "--max-bodies",
-    "bodies_bytes",
-    default=64_000_000,
-    type=click.IntRange(1000),
-    help="Maximum size of all requests that are held at once, in bytes; beyond it a request gets 503.",
-)
-@click.option(
-    "--request-timeout",
-    "request_s",
-    default=600.0,
-    type=click.FloatRange(1),
-    help="Seconds after which an answer that is not complete is given up.",
-)
-@click.option(
-    "--load-timeout",
-    "load_s",
-    default=1800.0,
-    type=click.FloatRange(1),
-    help="Seconds after which a model that is not open is given up.",
-)
-@click.option(
-    "--hang-timeout",
-    "hang_s",
-    default=60.0,
-    type=click.FloatRange(2),
-    help="Seconds of silence after which the process of a model is replaced.",
-)
+@_limits
 @click.option(
     "--drain-wait",
     default=5.0,

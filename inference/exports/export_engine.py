@@ -98,14 +98,8 @@ def _judge_engine(export: Export, session: EngineSession, options: GraphOptions)
     backend = on_engine(session, config, options.precision)
     candidate = Loaded(config, export.tokenizer, export.opened.input, backend)
     cases = sweep(config.vocab_size, config.sequence_length, session.limits)
-    judge(
-        export,
-        export.reference(export.draft.facts["pooling"]),
-        candidate,
-        BOUNDS[options.precision],
-        "the engine",
-        cases,
-    )
+    reference, bounds = export.reference(export.draft.facts["pooling"]), BOUNDS[options.precision]
+    judge(export, reference, candidate, bounds, "the engine", cases)
     export.report["graph"] = {name: of_graph[name] for name in ("bound", "outputs", "passed")}
 
 

@@ -91,11 +91,9 @@ class Graph:
         """x as float32."""
         return self.node("Cast", x, to=FLOAT) if self.half else x
 
-    def narrow(self, x: str, out: str = "") -> str:
-        """A float32 tensor in the type of the products, called `out` if that is given."""
-        if self.half:
-            return self.node("Cast", x, to=FLOAT16, out=out)
-        return self.node("Identity", x, out=out) if out else x
+    def narrow(self, x: str) -> str:
+        """A float32 tensor in the type of the products."""
+        return self.node("Cast", x, to=FLOAT16) if self.half else x
 
     def split_heads(self, x: str, heads: int, head_size: int) -> str:
         """(batch, sequence, heads * head) to (batch, heads, sequence, head)."""

@@ -29,37 +29,35 @@ Read = tuple[list[Encoding], list[dict[str, np.ndarray]]]
 
 async def embeddings(call: Call, body: EmbeddingBody) -> dict[str, Any]:
     """Embed texts with a BERT."""
-    texts, vectors = await _embedded(call, body.input, body)
 
-    def data() -> list[msgspec.Raw]:
-        given = [_vector(vector, body.encoding_format) for vector in vectors]
-        entries = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(given)]
-        return [msgspec.Raw(msgspec.json.encode(entry)) for entry in entries]
+    def entry(i: int, vector: np.ndarray) -> dict[str, Any]:
+        return {"object": "embedding", "index": i, "embedding": _vector(vector, body.encoding_format)}
 
-    made = await call.beside(sum(map(len, vectors)), data)
-    return {"object": "list", "data": made, "model": call.model.name, "usage": _usage(texts)}
+    texts, data = await _embedded(call, body.input, body, entry)
+    return {"object": "list", "data": data, "model": call.model.name, "usage": _usage(texts)}
 
 
 async def embed(call: Call, body: EmbedBody) -> Response:
     """Embed texts with a BERT, as Text Embeddings Inference answers."""
-    _, vectors = await _embedded(call, body.inputs, body)
-
-    def data() -> list[msgspec.Raw]:
-        return [msgspec.Raw(msgspec.json.encode(vector.tolist())) for vector in vectors]
-
-    return json_response(await call.beside(sum(map(len, vectors)), data))
+    _, data = await _embedded(call, body.inputs, body, lambda _, vector: vector.tolist())
+    return json_response(data)
 
 
 async def _embedded(
-    call: Call, given: list[Any], body: EmbeddingBody | EmbedBody
-) -> tuple[list[Encoding], list[np.ndarray]]:
+    call: Call, given: list[Any], body: EmbeddingBody | EmbedBody, told: Callable[[int, np.ndarray], Any]
+) -> tuple[list[Encoding], list[msgspec.Raw]]:
     want = call.model.sentence.output(body.pooling if isinstance(body, EmbeddingBody) else None)
     texts, answers = await _read_all(call, given, want, body.truncate, body.prompt_name)
     vectors = [answer[want][: body.dimensions] for answer in answers]
     if body.dimensions is not None and body.dimensions > len(answers[0][want]):
         why = f"{body.dimensions} > {len(answers[0][want])}"
         raise WrongUse("a vector has fewer dimensions", where="dimensions", why=why)
-    return texts, [unit(vector) for vector in vectors] if body.normalize else vectors
+
+    def data() -> list[msgspec.Raw]:
+        scaled = map(unit, vectors) if body.normalize else vectors
+        return [msgspec.Raw(msgspec.json.encode(told(i, vector))) for i, vector in enumerate(scaled)]
+
+    return texts, await call.beside(sum(map(len, vectors)), data)
 
 
 async def fill_mask(call: Call, body: FillMaskBody) -> dict[str, Any]:
