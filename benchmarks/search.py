@@ -24,7 +24,7 @@ from walk import ROOT, script, walk
 
 DOCUMENTS = ROOT / "recipes" / "samples" / "xquad-en"
 FIRST = 5
-WEIGHT = 0.3  # of the embeddings in the score of both, as of `throughline search`
+WEIGHT = 0.2  # of the embeddings in the score of both, as of `throughline search`
 QUICK_LINES = 40  # of paragraphs, pairs and questions
 QUICK_NOVEL = "Stevenson_Treasure_1883.txt.bz2"
 UNTRAINED = {"train.steps": 1, "schedule.warmup_steps": 0, "optimizer.learning_rate": 1e-12}  # first values

@@ -10,7 +10,7 @@ import click
 from ..core import console
 from ..core.errors import WrongUse
 from ..core.files import write_atomic
-from .common import PATH, backend_options, throughline_command
+from .common import PATH, backend_options, flag, option, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -30,13 +30,12 @@ def command() -> None:
 
 @command.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path())
-@click.option("--seconds", default=1.0, help="Seconds of measurement for each line of the table.")
-@click.option(
+@option("--seconds", None, "Seconds of measurement for each line of the table.", 1.0)
+@flag(
     "--every-backend",
-    is_flag=True,
-    help="Measure every backend that runs the model here (default: the one that --backend names).",
+    "Measure every backend that runs the model here (default: the one that --backend names).",
 )
-@click.option("--plot", type=PATH, help="HTML file for medians and table (default: none).")
+@option("--plot", PATH, "HTML file for medians and table (default: none).")
 @backend_options
 @throughline_command
 def latency(
@@ -67,36 +66,33 @@ def latency(
 
 @command.command()
 @click.argument("url")
-@click.option("--model", help="Name of the model (default: the first that the server lists).")
-@click.option(
+@option("--model", None, "Name of the model (default: the first that the server lists).")
+@option(
     "--endpoint",
-    type=click.Choice(["completions", "embeddings"]),
-    default="completions",
-    help="Endpoint that is asked; completions are streamed.",
+    click.Choice(["completions", "embeddings"]),
+    "Endpoint that is asked; completions are streamed.",
+    "completions",
 )
-@click.option(
-    "--clients", default="1,8,32", help="Numbers of clients that ask at once, with one run for each."
+@option("--clients", None, "Numbers of clients that ask at once, with one run for each.", "1,8,32")
+@option("--requests count", click.IntRange(1), "Number of requests per run.", 200)
+@option(
+    "--input file",
+    click.Path(exists=True, dir_okay=False, path_type=Path),
+    "File with one request body a line, sent in order and repeated (default: made from the seed).",
 )
-@click.option("--requests", "count", default=200, type=click.IntRange(1), help="Number of requests per run.")
-@click.option(
-    "--input",
-    "file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File with one request body a line, sent in order and repeated (default: made from the seed).",
-)
-@click.option(
+@option(
     "--prompt-words",
-    help="Range of the number of words in a made prompt (default: 16-256, at most a quarter of the model's context).",
+    None,
+    "Range of the number of words in a made prompt (default: 16-256, at most a quarter of the model's context).",
 )
-@click.option(
+@option(
     "--max-tokens",
-    help="Range of the number of tokens to generate (default: 16-256, at most a quarter of the model's context).",
+    None,
+    "Range of the number of tokens to generate (default: 16-256, at most a quarter of the model's context).",
 )
-@click.option("--seed", default=0, help="Seed of the made requests.")
-@click.option(
-    "--api-key-variable", default="OPENAI_API_KEY", help="Environment variable that holds the API key."
-)
-@click.option("--plot", type=PATH, help="HTML file for the curves over clients (default: none).")
+@option("--seed", None, "Seed of the made requests.", 0)
+@option("--api-key-variable", None, "Environment variable that holds the API key.", "OPENAI_API_KEY")
+@option("--plot", PATH, "HTML file for the curves over clients (default: none).")
 @throughline_command
 def serve(
     url: str,

@@ -33,6 +33,17 @@ LATER_S = 2.0
 PATH = click.Path(path_type=Path)
 
 
+def option(names: str, kind: Any, text: str, default: Any = ..., **more: Any) -> Callable[[Any], Any]:
+    """A click option of these names with its type (None: that of the default) and help."""
+    given = {} if default is ... else {"default": default}
+    return click.option(*names.split(), type=kind, help=text, **given, **more)
+
+
+def flag(names: str, text: str) -> Callable[[Any], Any]:
+    """A click option that is given or not."""
+    return click.option(*names.split(), is_flag=True, help=text)
+
+
 class _Terminated(KeyboardInterrupt):
     """SIGTERM: it unwinds like Ctrl-C, half-written output is removed, with an exit code of its own."""
 
@@ -42,14 +53,9 @@ def throughline_command(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.command().
     """
 
-    @click.option(
-        "--json",
-        "json_output",
-        is_flag=True,
-        help="Print one JSON object on stdout, everything else on stderr.",
-    )
-    @click.option("--quiet", "-q", is_flag=True, help="Print only the result, warnings and errors.")
-    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+    @flag("--json json_output", "Print one JSON object on stdout, everything else on stderr.")
+    @flag("--quiet -q", "Print only the result, warnings and errors.")
+    @flag("--debug", "Show the traceback of an error.")
     @functools.wraps(function)
     def wrapped(*args: Any, json_output: bool, quiet: bool, debug: bool, **kwargs: Any) -> Any:
         console.configure(json_output=json_output, quiet=quiet)
@@ -140,16 +146,18 @@ def read_stdin() -> str:
     return sys.stdin.buffer.read().decode("utf-8-sig", "replace")
 
 
-device_option = click.option(
+device_option = option(
     "--device",
-    default="auto",
-    help="Device that runs the model: cpu, cuda or cuda:N; auto is the GPU when there is one.",
+    None,
+    "Device that runs the model: cpu, cuda or cuda:N; auto is the GPU when there is one.",
+    "auto",
 )
-dtype_option = click.option(
+dtype_option = option(
     "--dtype",
-    default="auto",
-    help="Precision of a torch model: fp32, fp16 or bf16; auto is the one its weights are stored in, "
+    None,
+    "Precision of a torch model: fp32, fp16 or bf16; auto is the one its weights are stored in, "
     "where the device computes in it.",
+    "auto",
 )
 
 
@@ -162,19 +170,20 @@ def backend_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
         return function(*args, options=BackendOptions(device, dtype, backend, threads), **kwargs)
 
-    for option in (
-        click.option("--threads", type=click.IntRange(1), help="CPU threads (default: one per core)."),
-        click.option(
+    for decorate in (
+        option("--threads", click.IntRange(1), "CPU threads (default: one per core)."),
+        option(
             "--backend",
-            default="own",
-            help="Library that runs the model: own is the one that the file belongs to, auto measures those "
+            None,
+            "Library that runs the model: own is the one that the file belongs to, auto measures those "
             "that can run it and takes the fastest; or torch, torch-compiled, onnxruntime, openvino, "
             "llamacpp, tensorrt.",
+            "own",
         ),
         dtype_option,
         device_option,
     ):
-        wrapped = option(wrapped)
+        wrapped = decorate(wrapped)
     return wrapped
 
 
@@ -192,21 +201,21 @@ def with_weights(overrides: Sequence[str], init_from: str | None) -> tuple[str, 
     return (*overrides, *([] if init_from is None else [f"model.init_from={init_from}"]))
 
 
-init_from_option = click.option(
+init_from_option = option(
     "--init-from",
-    type=click.Path(),
-    help="Weights to begin with: a run, checkpoint, model or Hugging Face directory; for train a nanoGPT "
+    click.Path(),
+    "Weights to begin with: a run, checkpoint, model or Hugging Face directory; for train a nanoGPT "
     "or Megatron-LM checkpoint too.",
 )
 
 
 def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The RECIPE argument and the repeatable --set (as `overrides`) of every command that takes a recipe."""
-    function = click.option(
-        "--set",
-        "overrides",
+    function = option(
+        "--set overrides",
+        None,
+        "Set a field of the recipe to another value. Repeatable.",
         multiple=True,
         metavar="SECTION.KEY=VALUE",
-        help="Set a field of the recipe to another value. Repeatable.",
     )(function)
     return click.argument("recipe")(function)

@@ -6,13 +6,13 @@ from operator import attrgetter
 import click
 
 from ..core import console
-from .common import throughline_command
+from .common import option, throughline_command
 
 
 @click.command()
 @click.argument("first", type=click.Path())
 @click.argument("second", type=click.Path())
-@click.option("--bound", type=float, default=1e-5, help="Largest relative difference that is accepted.")
+@option("--bound", float, "Largest relative difference that is accepted.", 1e-5)
 @throughline_command
 def command(first: str, second: str, bound: float) -> None:
     """Compare the losses and gradient norms of two runs; exit code 3 when a difference is above the bound.

@@ -4,10 +4,9 @@ import os
 from typing import Any
 
 import click
-from click import option
 
 from ..core import console
-from .common import throughline_command
+from .common import flag, option, throughline_command
 from .data_options import found_in_text, is_given, out_options, read_options, size_of, text_options
 
 BACKENDS = ("auto", "gigatoken", "tokie", "char-numpy", "tokenizers")
@@ -21,28 +20,26 @@ def command() -> None:
 @command.command()
 @text_options
 @option(
-    "--type",
-    "kind",
-    type=click.Choice(["bpe", "wordpiece", "char", "import"]),
-    default="bpe",
-    help="Type of tokenizer to train. With `import`, INPUTS is a GPT-2 or BERT vocabulary or a tokenizer.json.",
+    "--type kind",
+    click.Choice(["bpe", "wordpiece", "char", "import"]),
+    "Type of tokenizer to train. With `import`, INPUTS is a GPT-2 or BERT vocabulary or a tokenizer.json.",
+    "bpe",
 )
 @option(
-    "--vocab-size",
-    type=click.IntRange(3),
-    default=32000,
-    help="Number of entries in the vocabulary, special tokens included.",
+    "--vocab-size", click.IntRange(3), "Number of entries in the vocabulary, special tokens included.", 32000
 )
 @option(
     "--cased/--uncased",
-    default=None,
-    help="For WordPiece: keep capitals and accents (default: uncased; an import keeps its own setting).",
+    None,
+    "For WordPiece: keep capitals and accents (default: uncased; an import keeps its own setting).",
+    None,
 )
 @option(
     "--sample-bytes",
-    default="1G",
+    None,
+    "Maximum size of the text to train on. A larger input is sampled evenly.",
+    "1G",
     callback=size_of,
-    help="Maximum size of the text to train on. A larger input is sampled evenly.",
 )
 @out_options
 @throughline_command
@@ -111,42 +108,36 @@ def tokenizer(
 @command.command()
 @text_options
 @option(
-    "--tokenizer",
-    "tokenizer_path",
+    "--tokenizer tokenizer_path",
+    None,
+    "Path of the tokenizer: an artifact, a model directory or a tokenizer.json.",
     required=True,
-    help="Path of the tokenizer: an artifact, a model directory or a tokenizer.json.",
 )
 @option(
-    "--eos/--no-eos",
-    "append_eos",
-    default=None,
-    help="End every document with the end-of-text token (default: yes when the tokenizer has one).",
+    "--eos/--no-eos append_eos",
+    None,
+    "End every document with the end-of-text token (default: yes when the tokenizer has one).",
+    None,
 )
+@flag("--sentences", "Store every sentence as a sequence of its own, as the sentence pairs of a BERT need.")
+@option("--workers", click.IntRange(1), "Number of worker processes (default: one per core).")
 @option(
-    "--sentences",
-    is_flag=True,
-    help="Store every sentence as a sequence of its own, as the sentence pairs of a BERT need.",
-)
-@option("--workers", type=click.IntRange(1), help="Number of worker processes (default: one per core).")
-@option(
-    "--backend",
-    type=click.Choice(BACKENDS),
-    default="auto",
-    help="Library that encodes. All of them give the same tokens.",
+    "--backend", click.Choice(BACKENDS), "Library that encodes. All of them give the same tokens.", "auto"
 )
 @option(
     "--executor",
-    type=click.Choice(["local", "ray"]),
-    default="local",
-    help="Where the tasks run: on this machine or on a Ray cluster.",
+    click.Choice(["local", "ray"]),
+    "Where the tasks run: on this machine or on a Ray cluster.",
+    "local",
 )
 @option(
     "--shard-bytes",
+    None,
+    "Size of the input of one shard, for example 64M (default: 1/64 of the input, 8 MiB to 256 MiB).",
     callback=size_of,
-    help="Size of the input of one shard, for example 64M (default: 1/64 of the input, 8 MiB to 256 MiB).",
 )
-@option("--task-index", type=click.IntRange(0), help="Number of this process in a job array, counted from 0.")
-@option("--task-count", type=click.IntRange(1), help="Number of processes in the job array.")
+@option("--task-index", click.IntRange(0), "Number of this process in a job array, counted from 0.")
+@option("--task-count", click.IntRange(1), "Number of processes in the job array.")
 @out_options
 @throughline_command
 def tokenize(
@@ -214,10 +205,10 @@ def tokenize(
 
 @command.command()
 @click.argument("store")
-@option("--samples", type=click.IntRange(0), default=3, help="Number of sample documents to show.")
-@option("--top", type=click.IntRange(0), default=3, help="Number of repeated documents to show.")
-@option("--tokenizer", "tokenizer_path", help="Path of the tokenizer of a store that another program wrote.")
-@option("--html", type=click.Path(), help="File to write the same facts to, as a page.")
+@option("--samples", click.IntRange(0), "Number of sample documents to show.", 3)
+@option("--top", click.IntRange(0), "Number of repeated documents to show.", 3)
+@option("--tokenizer tokenizer_path", None, "Path of the tokenizer of a store that another program wrote.")
+@option("--html", click.Path(), "File to write the same facts to, as a page.")
 @throughline_command
 def inspect(store: str, samples: int, top: int, tokenizer_path: str | None, html: str | None) -> None:
     """Show what is in a token store.
@@ -250,19 +241,15 @@ def inspect(store: str, samples: int, top: int, tokenizer_path: str | None, html
 @command.command()
 @click.argument("store")
 @option(
-    "--to",
-    "target",
-    type=click.Choice(["nanogpt", "olmo", "llmc", "parquet"]),
-    required=True,
-    help="Layout to write.",
+    "--to target", click.Choice(["nanogpt", "olmo", "llmc", "parquet"]), "Layout to write.", required=True
 )
 @option(
     "--val-fraction",
-    type=click.FloatRange(0, 0.5),
-    default=0.0,
-    help="For nanogpt: share of the tokens, from the end, that goes to val.bin.",
+    click.FloatRange(0, 0.5),
+    "For nanogpt: share of the tokens, from the end, that goes to val.bin.",
+    0.0,
 )
-@option("--out", required=True, help="Directory to write.")
+@option("--out", None, "Directory to write.", required=True)
 @throughline_command
 def export(store: str, target: str, val_fraction: float, out: str) -> None:
     """Write a token store in another trainer's layout.
@@ -280,11 +267,12 @@ def export(store: str, target: str, val_fraction: float, out: str) -> None:
 
 @command.command()
 @text_options
-@option("--near", is_flag=True, help="Remove near duplicates too, by MinHash over word 5-grams.")
-@option("--dry-run", is_flag=True, help="Count the duplicates and write nothing.")
+@flag("--near", "Remove near duplicates too, by MinHash over word 5-grams.")
+@flag("--dry-run", "Count the duplicates and write nothing.")
 @option(
     "--out",
-    help="Directory for the records that stay, as .jsonl.zst with all their fields. Not needed with --dry-run.",
+    None,
+    "Directory for the records that stay, as .jsonl.zst with all their fields. Not needed with --dry-run.",
 )
 @throughline_command
 def dedup(

@@ -3,8 +3,9 @@
 from typing import Any
 
 import click
-from click import option
 from click.core import ParameterSource
+
+from .common import flag, option
 
 
 def text_options(function: Any) -> Any:
@@ -12,22 +13,23 @@ def text_options(function: Any) -> Any:
     for decorate in (
         option(
             "--max-replaced",
-            type=click.FloatRange(0, 1),
-            default=0.001,
-            help="Largest share of invalid characters that is accepted.",
+            click.FloatRange(0, 1),
+            "Largest share of invalid characters that is accepted.",
+            0.001,
         ),
-        option("--unwrap", is_flag=True, help="Join the hard-wrapped lines of a paragraph with spaces."),
-        option("--split", default="train", help="Split of a data set that is read."),
+        flag("--unwrap", "Join the hard-wrapped lines of a paragraph with spaces."),
+        option("--split", None, "Split of a data set that is read.", "train"),
         option(
             "--field",
-            default="text",
-            help="Name of the field of .jsonl, or of the column of .parquet or a data set, that holds the text.",
+            None,
+            "Name of the field of .jsonl, or of the column of .parquet or a data set, that holds the text.",
+            "text",
         ),
         option(
             "--documents",
-            type=click.Choice(["file", "line", "block"]),
-            default="block",
-            help="What a document of a .txt file is: the file, a line, or a block between blank lines.",
+            click.Choice(["file", "line", "block"]),
+            "What a document of a .txt file is: the file, a line, or a block between blank lines.",
+            "block",
         ),
         click.argument("inputs", nargs=-1, required=True),
     ):
@@ -37,8 +39,8 @@ def text_options(function: Any) -> Any:
 
 def out_options(function: Any) -> Any:
     """Adds --out and --overwrite."""
-    overwrite = option("--overwrite", is_flag=True, help="Replace the artifact that is already at --out.")
-    return option("--out", required=True, help="Directory to write.")(overwrite(function))
+    overwrite = flag("--overwrite", "Replace the artifact that is already at --out.")
+    return option("--out", None, "Directory to write.", required=True)(overwrite(function))
 
 
 def read_options(documents: str, field: str, split: str, unwrap: bool) -> Any:

@@ -17,18 +17,18 @@ from ..core import console
 from ..core.artifact import is_artifact, read_manifest
 from ..core.errors import Failed, WrongUse
 from ..core.files import sha256_file, walk_files
-from .common import PATH, throughline_command
+from .common import PATH, option, throughline_command
 
 PACKAGE = __package__.rsplit(".", 1)[0]
 PROMPT = "ROMEO:\nO"
 
 
 @click.command()
-@click.option("--out", default="runs/demo", type=PATH, help="Directory in which everything is written.")
-@click.option(
+@option("--out", PATH, "Directory in which everything is written.", "runs/demo")
+@option(
     "--text",
-    type=click.Path(exists=True, path_type=Path),
-    help="Path of a text to use instead of the shipped Shakespeare.",
+    click.Path(exists=True, path_type=Path),
+    "Path of a text to use instead of the shipped Shakespeare.",
 )
 @throughline_command
 def command(out: Path, text: Path | None) -> None:

@@ -9,7 +9,7 @@ import click
 from ..core import console
 from ..core.errors import Failed, WrongUse
 from ..core.files import full_disk, json_lines, write_atomic
-from .common import backend_options, read_stdin, throughline_command
+from .common import backend_options, flag, option, read_stdin, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -21,21 +21,20 @@ RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files of records, e
 @click.command()
 @click.argument("path", type=click.Path())
 @click.argument("file", type=click.Path())
-@click.option(
+@option(
     "--out",
-    type=click.Path(),
-    help="File to write: .jsonl, .npy (the vectors alone) or .parquet (default: JSON lines on standard output).",
+    click.Path(),
+    "File to write: .jsonl, .npy (the vectors alone) or .parquet (default: JSON lines on standard output).",
 )
-@click.option(
+@flag(
     "--truncate",
-    is_flag=True,
-    help="Embed the beginning of texts that are longer than the model's context (default: refuse them).",
+    "Embed the beginning of texts that are longer than the model's context (default: refuse them).",
 )
-@click.option("--chunk", is_flag=True, help="Cut longer texts of a file of records into overlapping rows.")
-@click.option(
-    "--prompt", help="Text before every text, or the name of one of the model's (default: the model's own)."
+@flag("--chunk", "Cut longer texts of a file of records into overlapping rows.")
+@option(
+    "--prompt", None, "Text before every text, or the name of one of the model's (default: the model's own)."
 )
-@click.option("--field", default="text", help="Field or column of a file of records that holds the text.")
+@option("--field", None, "Field or column of a file of records that holds the text.", "text")
 @backend_options
 @throughline_command
 def command(

@@ -6,94 +6,79 @@ from typing import Any
 import click
 
 from ..core import console
-from .common import PATH, device_option, dtype_option, throughline_command
+from .common import PATH, device_option, dtype_option, flag, option, throughline_command
 
 
 @click.command()
 @click.argument("path", type=click.Path(), required=False)
-@click.option(
+@option(
     "--tasks",
+    None,
+    "Names of tasks or groups, or task files, separated by commas; see --list. Repeatable.",
     multiple=True,
-    help="Names of tasks or groups, or task files, separated by commas; see --list. Repeatable.",
 )
-@click.option("--list", "listing", is_flag=True, help="List the tasks and the files they look for.")
-@click.option(
+@flag("--list listing", "List the tasks and the files they look for.")
+@option(
     "--data-dir",
-    type=PATH,
-    help="Directory that holds the tasks' files. Neither the shipped samples nor the network are then used.",
+    PATH,
+    "Directory that holds the tasks' files. Neither the shipped samples nor the network are then used.",
 )
-@click.option(
-    "--limit", type=click.IntRange(min=1), help="Maximum number of records per task (default: all)."
+@option("--limit", click.IntRange(min=1), "Maximum number of records per task (default: all).")
+@option(
+    "--shots --num-fewshot shots", click.IntRange(min=0), "Number of solved examples before each question.", 0
 )
-@click.option(
-    "--shots",
-    "--num-fewshot",
-    "shots",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Number of solved examples before each question.",
-)
-@click.option("--seed", type=int, default=0, help="Seed of the draw of the solved examples.")
+@option("--seed", int, "Seed of the draw of the solved examples.", 0)
 @device_option
 @dtype_option
-@click.option(
-    "--bos/--no-bos",
-    "--add-bos/--no-add-bos",
-    "bos",
-    default=None,
-    help="Put the BOS token before every text (default: as the tokenizer's file says).",
+@option(
+    "--bos/--no-bos --add-bos/--no-add-bos bos",
+    None,
+    "Put the BOS token before every text (default: as the tokenizer's file says).",
+    None,
 )
-@click.option(
-    "--window",
-    "--max-length",
-    "window",
-    type=click.IntRange(min=2),
-    help="Maximum number of tokens in an input (default: the model's context).",
+@option(
+    "--window --max-length window",
+    click.IntRange(min=2),
+    "Maximum number of tokens in an input (default: the model's context).",
 )
-@click.option(
+@option(
     "--batch-tokens",
-    type=click.IntRange(min=1),
-    help="Number of tokens in a batch. It bounds memory and changes no score.",
+    click.IntRange(min=1),
+    "Number of tokens in a batch. It bounds memory and changes no score.",
 )
-@click.option(
+@option(
     "--pll",
-    type=click.Choice(["within_word_l2r", "original"]),
-    default="within_word_l2r",
-    help="For a BERT: which tokens of a word are masked while one of them is scored.",
+    click.Choice(["within_word_l2r", "original"]),
+    "For a BERT: which tokens of a word are masked while one of them is scored.",
+    "within_word_l2r",
 )
-@click.option(
+@option(
     "--overlong",
-    type=click.Choice(["truncate", "error", "skip"]),
-    default="truncate",
-    help="What to do with a record whose context is longer than the model's: cut it on its left and count it, "
+    click.Choice(["truncate", "error", "skip"]),
+    "What to do with a record whose context is longer than the model's: cut it on its left and count it, "
     "stop with an error, or leave it out and count it.",
+    "truncate",
 )
-@click.option(
-    "--all-checkpoints",
-    is_flag=True,
-    help="Evaluate every checkpoint of the run and plot the scores against the steps.",
-)
-@click.option(
+@flag("--all-checkpoints", "Evaluate every checkpoint of the run and plot the scores against the steps.")
+@option(
     "--against",
-    type=click.Path(),
-    help="Path of another form of the same model, scored too. Token probabilities that differ by more than "
+    click.Path(),
+    "Path of another form of the same model, scored too. Token probabilities that differ by more than "
     "--bound are an error.",
 )
-@click.option(
+@option(
     "--bound",
-    type=click.FloatRange(min=0),
-    default=1e-3,
-    help="Largest difference of a token's log-probability that --against accepts, in nats.",
+    click.FloatRange(min=0),
+    "Largest difference of a token's log-probability that --against accepts, in nats.",
+    1e-3,
 )
-@click.option(
+@option(
     "--contamination",
-    type=click.Path(),
-    help="Path of a token store. Scores are reported with and without the records found in it.",
+    click.Path(),
+    "Path of a token store. Scores are reported with and without the records found in it.",
 )
-@click.option("--out", type=PATH, help="Directory of the scores (default: PATH.scores).")
-@click.option(
-    "--fresh", is_flag=True, help="Discard the stored answers to these questions of this model and ask again."
-)
+@option("--out", PATH, "Directory of the scores (default: PATH.scores).")
+@flag("--fresh", "Discard the stored answers to these questions of this model and ask again.")
 @throughline_command
 def command(
     path: str | None, tasks: tuple[str, ...], listing: bool, all_checkpoints: bool, **given: Any

@@ -9,7 +9,7 @@ import click
 from ..core import console
 from ..core.errors import WrongUse
 from ..inference.graphs.graph_options import OPSETS, GraphOptions, Names, Outputs, Pooling, Precision
-from .common import PATH, throughline_command
+from .common import PATH, flag, option, throughline_command
 
 _JUDGED = "precision text tasks limit bench device"
 _ENGINE = f"{_JUDGED} calibration pooling batches lengths"
@@ -27,75 +27,65 @@ PRECISIONS = {"huggingface": ("fp32", "fp16", "bf16"), "gguf": ("fp32", "fp16", 
 
 @click.command()
 @click.argument("path", type=click.Path())
-@click.option("--to", "target", type=click.Choice(tuple(USED)), required=True, help="What to write.")
-@click.option("--out", required=True, type=click.Path(), help="Directory to write.")
-@click.option("--overwrite", is_flag=True, help="Replace the artifact that is already at --out.")
-@click.option(
+@option("--to target", click.Choice(tuple(USED)), "What to write.", required=True)
+@option("--out", click.Path(), "Directory to write.", required=True)
+@flag("--overwrite", "Replace the artifact that is already at --out.")
+@option(
     "--precision",
-    type=click.Choice((*get_args(Precision), "bf16")),
-    help="Precision of the products; norms, softmax and outputs stay fp32. int8 and int4 need --text; "
+    click.Choice((*get_args(Precision), "bf16")),
+    "Precision of the products; norms, softmax and outputs stay fp32. int8 and int4 need --text; "
     "in GGUF they are q8_0 and q4_0. (default: fp32, of an engine fp16, for Hugging Face as the model was trained)",
 )
-@click.option(
-    "--for",
-    "--variant",
-    "variant",
-    type=click.Choice(("portable", "cpu", "onnxruntime", "cuda", "tensorrt")),
-    default="portable",
-    help="What the ONNX graph is written for: portable has standard operators alone, cpu (or onnxruntime) those of "
+@option(
+    "--for --variant variant",
+    click.Choice(("portable", "cpu", "onnxruntime", "cuda", "tensorrt")),
+    "What the ONNX graph is written for: portable has standard operators alone, cpu (or onnxruntime) those of "
     "ONNX Runtime's CPU, cuda those that it has CUDA kernels for.",
+    "portable",
 )
-@click.option(
+@option(
     "--opset",
-    type=click.IntRange(OPSETS[0], OPSETS[-1]),
-    help="ONNX opset; below 24 the cache, below 23 attention is written in older operators. (default: 24, and 17 under "
+    click.IntRange(OPSETS[0], OPSETS[-1]),
+    "ONNX opset; below 24 the cache, below 23 attention is written in older operators. (default: 24, and 17 under "
     "optimum's names and for Triton, whose containers lag)",
 )
-@click.option(
+@option(
     "--names",
-    type=click.Choice(get_args(Names)),
-    default="throughline",
-    help="Names of inputs and outputs; optimum: as optimum and onnxruntime-genai look for them.",
+    click.Choice(get_args(Names)),
+    "Names of inputs and outputs; optimum: as optimum and onnxruntime-genai look for them.",
+    "throughline",
 )
-@click.option(
+@option(
     "--pooling",
-    type=click.Choice(get_args(Pooling)),
-    help="How a BERT's sentence embedding is made of its tokens (default: as the directory's modules.json says, else "
+    click.Choice(get_args(Pooling)),
+    "How a BERT's sentence embedding is made of its tokens (default: as the directory's modules.json says, else "
     "the mean).",
 )
-@click.option(
+@option(
     "--outputs",
-    type=click.Choice(get_args(Outputs)),
-    help="Outputs of a BERT's graph: all, or embedding, without the logits of its heads (default: all; of a pretrained "
+    click.Choice(get_args(Outputs)),
+    "Outputs of a BERT's graph: all, or embedding, without the logits of its heads (default: all; of a pretrained "
     "BERT for Triton embedding).",
 )
-@click.option(
-    "--text",
-    type=click.Path(),
-    help="Plain text that the export is judged on; int8 is calibrated on half of it.",
-)
-@click.option(
-    "--calibration", type=click.Path(), help="Calibration artifact, instead of one made from --text."
-)
-@click.option(
+@option("--text", click.Path(), "Plain text that the export is judged on; int8 is calibrated on half of it.")
+@option("--calibration", click.Path(), "Calibration artifact, instead of one made from --text.")
+@option(
     "--capability",
-    default="7.5",
-    help="Compute capability that --to tensorrt-rtx compiles for; TensorRT builds for the GPU that is there.",
+    None,
+    "Compute capability that --to tensorrt-rtx compiles for; TensorRT builds for the GPU that is there.",
+    "7.5",
 )
-@click.option(
-    "--batches", default="1,8", help="Batch sizes that an engine is built for, separated by commas."
-)
-@click.option(
-    "--lengths", default="128,512", help="Lengths in tokens that an engine is built for, separated by commas."
-)
-@click.option("--timing-cache", type=PATH, help="File of TensorRT's kernel timings, read and written.")
-@click.option("--tasks", help="Tasks whose scores may not fall, as in `throughline eval --tasks`.")
-@click.option("--limit", type=click.IntRange(1), help="Maximum number of records per task (default: all).")
-@click.option("--bench/--no-bench", default=True, help="Measure latency.")
-@click.option(
+@option("--batches", None, "Batch sizes that an engine is built for, separated by commas.", "1,8")
+@option("--lengths", None, "Lengths in tokens that an engine is built for, separated by commas.", "128,512")
+@option("--timing-cache", PATH, "File of TensorRT's kernel timings, read and written.")
+@option("--tasks", None, "Tasks whose scores may not fall, as in `throughline eval --tasks`.")
+@option("--limit", click.IntRange(1), "Maximum number of records per task (default: all).")
+@option("--bench/--no-bench", None, "Measure latency.", True)
+@option(
     "--device",
-    default="cpu",
-    help="Device of the comparison with torch and of the latency table: cpu, cuda or cuda:N.",
+    None,
+    "Device of the comparison with torch and of the latency table: cpu, cuda or cuda:N.",
+    "cpu",
 )
 @throughline_command
 def command(
@@ -184,13 +174,13 @@ def _check_used(target: str) -> None:
     """Refuse an option that was given and that this target has no use for."""
     context = click.get_current_context()
     everything = set(" ".join(USED.values()).split())
-    for option in context.command.params:
-        name = str(option.name)
+    for each in context.command.params:
+        name = str(each.name)
         asked = context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
         if asked and name in everything - set(USED[target].split()):
             users = [one for one, names in USED.items() if name in names.split()]
             fix = f"leave it out; it is for --to {', '.join(users)}"
-            raise WrongUse(f"--to {target} does not use {option.opts[0]}", where=option.opts[0], fix=fix)
+            raise WrongUse(f"--to {target} does not use {each.opts[0]}", where=each.opts[0], fix=fix)
 
 
 def _numbers(text: str, where: str) -> tuple[int, ...]:

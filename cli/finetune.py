@@ -5,16 +5,14 @@ from pathlib import Path
 import click
 
 from ..core import console
-from .common import init_from_option, recipe_options, throughline_command, with_weights
+from .common import flag, init_from_option, option, recipe_options, throughline_command, with_weights
 
 
 @click.command()
 @recipe_options
 @init_from_option
-@click.option(
-    "--out", type=click.Path(), help="Directory of the model (default: models/<name of the recipe>)."
-)
-@click.option("--overwrite", is_flag=True, help="Replace the model that is already at --out.")
+@option("--out", click.Path(), "Directory of the model (default: models/<name of the recipe>).")
+@flag("--overwrite", "Replace the model that is already at --out.")
 @throughline_command
 def command(
     recipe: str, overrides: tuple[str, ...], init_from: str | None, out: str | None, overwrite: bool

@@ -7,7 +7,7 @@ import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from .common import PATH, backend_options, read_stdin, throughline_command
+from .common import PATH, backend_options, option, read_stdin, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -16,27 +16,22 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("path", type=click.Path())
 @click.argument("file", type=PATH, required=False)
-@click.option("--prompt", help="Text to continue (default: standard input).")
-@click.option("--max-tokens", default=100, type=click.IntRange(1), help="Maximum number of new tokens.")
-@click.option(
-    "--temperature", default=0.8, help="Temperature of the draw. 0 always takes the most probable token."
-)
-@click.option("--top-k", default=0, help="Number of most probable tokens to draw from. 0 means all.")
-@click.option(
-    "--top-p", default=1.0, help="Draw from the most probable tokens that together have this probability."
-)
-@click.option(
-    "--min-p", default=0.0, help="Draw from tokens at least this many times as probable as the best one."
-)
-@click.option(
+@option("--prompt", None, "Text to continue (default: standard input).")
+@option("--max-tokens", click.IntRange(1), "Maximum number of new tokens.", 100)
+@option("--temperature", None, "Temperature of the draw. 0 always takes the most probable token.", 0.8)
+@option("--top-k", None, "Number of most probable tokens to draw from. 0 means all.", 0)
+@option("--top-p", None, "Draw from the most probable tokens that together have this probability.", 1.0)
+@option("--min-p", None, "Draw from tokens at least this many times as probable as the best one.", 0.0)
+@option(
     "--repetition-penalty",
-    default=1.0,
-    help="Factor by which tokens seen before become less likely. 1 changes nothing.",
+    None,
+    "Factor by which tokens seen before become less likely. 1 changes nothing.",
+    1.0,
 )
-@click.option("--seed", type=click.IntRange(0), help="Seed of the draw (default: a new one each time).")
-@click.option("--stop", multiple=True, help="Text before which the answer ends (default: none). Repeatable.")
-@click.option("--samples", default=1, type=click.IntRange(1, 256), help="Number of continuations.")
-@click.option("--out", type=PATH, help="File to write the answers to; needed with FILE.")
+@option("--seed", click.IntRange(0), "Seed of the draw (default: a new one each time).")
+@option("--stop", None, "Text before which the answer ends (default: none). Repeatable.", multiple=True)
+@option("--samples", click.IntRange(1, 256), "Number of continuations.", 1)
+@option("--out", PATH, "File to write the answers to; needed with FILE.")
 @backend_options
 @throughline_command
 def command(

@@ -11,7 +11,7 @@ import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from .common import pretraining_recipe, throughline_command, with_weights
+from .common import option, pretraining_recipe, throughline_command, with_weights
 
 LAUNCHED = (
     "train RECIPE, finetune RECIPE, study RECIPE, eval PATH, data tokenize INPUTS..., serve (for Kubernetes), "
@@ -23,31 +23,17 @@ ARRAY_MACHINES = 8  # of 8 processes: the 64 shards of a corpus up to 16 GiB
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option(
-    "--nproc",
-    type=click.IntRange(1),
-    help="Number of processes (default: as many as the recipe's layout needs).",
-)
-@click.option(
+@option("--nproc", click.IntRange(1), "Number of processes (default: as many as the recipe's layout needs).")
+@option(
     "--emit",
-    type=click.Choice(["torchrun", "slurm", "kubernetes"]),
-    help="Print a job file of this kind instead of running the command.",
+    click.Choice(["torchrun", "slurm", "kubernetes"]),
+    "Print a job file of this kind instead of running the command.",
 )
-@click.option(
-    "--per-machine",
-    type=click.IntRange(1),
-    default=8,
-    help="Number of processes on each machine in the job file of --emit.",
+@option(
+    "--per-machine", click.IntRange(1), "Number of processes on each machine in the job file of --emit.", 8
 )
-@click.option(
-    "--image", default="throughline:latest", help="Container image in the job file of --emit kubernetes."
-)
-@click.option(
-    "--restarts",
-    type=click.IntRange(0),
-    default=3,
-    help="Maximum number of restarts in a row after a process was lost.",
-)
+@option("--image", None, "Container image in the job file of --emit kubernetes.", "throughline:latest")
+@option("--restarts", click.IntRange(0), "Maximum number of restarts in a row after a process was lost.", 3)
 @click.argument("arguments", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 @throughline_command
 def command(

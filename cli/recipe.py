@@ -7,7 +7,7 @@ import click
 
 from ..core import console
 from ..core.recipe import describe, dump_toml, find_recipe, load_recipe, shipped_recipes
-from .common import PATH, recipe_options, throughline_command
+from .common import PATH, option, recipe_options, throughline_command
 
 
 @click.group()
@@ -81,25 +81,21 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
 
 
 @command.command()
-@click.option("--model", help="Name of a model shape, for example gpt2-124m (asked for on a terminal).")
-@click.option("--data", help="Token store to train on (asked for on a terminal).")
-@click.option(
+@option("--model", None, "Name of a model shape, for example gpt2-124m (asked for on a terminal).")
+@option("--data", None, "Token store to train on (asked for on a terminal).")
+@option(
     "--machine",
-    help="Kind of device or cluster, for example a100-80gb, aws-p4d.24xlarge or cpu (asked for on a terminal).",
+    None,
+    "Kind of device or cluster, for example a100-80gb, aws-p4d.24xlarge or cpu (asked for on a terminal).",
 )
-@click.option(
-    "--gpus", type=click.IntRange(min=1), help="Number of devices (default: 1; asked for on a terminal)."
+@option("--gpus", click.IntRange(min=1), "Number of devices (default: 1; asked for on a terminal).")
+@option("--tokens", click.FloatRange(min=1), "Number of tokens to train on (default: 20 a parameter).")
+@option(
+    "--from init_from",
+    click.Path(),
+    "Weights to train on, instead of --model: a Hugging Face directory, a run or a checkpoint.",
 )
-@click.option(
-    "--tokens", type=click.FloatRange(min=1), help="Number of tokens to train on (default: 20 a parameter)."
-)
-@click.option(
-    "--from",
-    "init_from",
-    type=click.Path(),
-    help="Weights to train on, instead of --model: a Hugging Face directory, a run or a checkpoint.",
-)
-@click.option("--out", type=PATH, required=True, help="File to write, ending in .toml.")
+@option("--out", PATH, "File to write, ending in .toml.", required=True)
 @throughline_command
 def new(
     model: str | None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..core import console
-from .common import PATH, backend_options, throughline_command
+from .common import PATH, backend_options, option, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -15,17 +15,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("folder", type=PATH)
-@click.option(
-    "--model", type=click.Path(), help="BERT whose embeddings are searched too (default: words alone)."
+@option("--model", click.Path(), "BERT whose embeddings are searched too (default: words alone).")
+@option("--split", None, "Split of the folder's qrels that is asked.", "test")
+@option("--weight", click.FloatRange(0, 1), "Share of the embeddings in the score of both.", 0.2)
+@option(
+    "--query-prompt", None, "Prompt before every query, as `embed --prompt` takes it (default: the model's)."
 )
-@click.option("--split", default="test", help="Split of the folder's qrels that is asked.")
-@click.option(
-    "--weight", type=click.FloatRange(0, 1), default=0.3, help="Share of the embeddings in the score of both."
-)
-@click.option(
-    "--query-prompt", help="Prompt before every query, as `embed --prompt` takes it (default: the model's)."
-)
-@click.option("--prompt", help="Prompt before every document (default: the model's).")
+@option("--prompt", None, "Prompt before every document (default: the model's).")
 @backend_options
 @throughline_command
 def command(

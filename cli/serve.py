@@ -10,7 +10,7 @@ import click
 from click import FloatRange, IntRange
 
 from ..core.errors import WrongUse
-from .common import PATH, backend_options, throughline_command
+from .common import PATH, backend_options, flag, option, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -37,54 +37,53 @@ LIMITS: tuple[tuple[str, str, float | None, Any, str], ...] = (
 
 
 def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
-    for flag, name, default, kind, text in reversed(LIMITS):
-        function = click.option(flag, name, default=default, type=kind, help=text)(function)
+    for name, of, default, kind, text in reversed(LIMITS):
+        function = option(f"{name} {of}", kind, text, default)(function)
     return function
 
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="[NAME=]PATH...")
-@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 is every interface.")
-@click.option(
-    "--port", default=8000, type=click.IntRange(0, 65535), help="Port to listen on; 0 is any free port."
-)
+@option("--host", None, "Address to listen on; 0.0.0.0 is every interface.", "127.0.0.1")
+@option("--port", click.IntRange(0, 65535), "Port to listen on; 0 is any free port.", 8000)
 @_limits
-@click.option(
+@option(
     "--drain-wait",
-    default=5.0,
-    type=click.FloatRange(0),
-    help="Seconds between SIGTERM, when /ready turns 503, and the closing of the port.",
+    click.FloatRange(0),
+    "Seconds between SIGTERM, when /ready turns 503, and the closing of the port.",
+    5.0,
 )
-@click.option(
+@option(
     "--api-key-file",
-    type=PATH,
-    help="File with one API key a line, and behind it name=, priority= (-10 to 10), places= (answers at once) and "
+    PATH,
+    "File with one API key a line, and behind it name=, priority= (-10 to 10), places= (answers at once) and "
     f"per_minute= (requests); {KEYS_VARIABLE} takes keys too, with commas between (default: no key).",
 )
-@click.option(
+@flag(
     "--share-prefixes",
-    is_flag=True,
-    help="Let prompts of different keys begin with each other's kept beginnings (default: each with its own).",
+    "Let prompts of different keys begin with each other's kept beginnings (default: each with its own).",
 )
-@click.option(
-    "--allow-host",
-    "hosts",
+@option(
+    "--allow-host hosts",
+    None,
+    "Further name in Host by which a server without keys on a loopback address may be called. Repeatable.",
     multiple=True,
     metavar="NAME",
-    help="Further name in Host by which a server without keys on a loopback address may be called. Repeatable.",
 )
-@click.option(
+@option(
     "--cors",
+    None,
+    "Origin of web pages that may call the server, * for any (default: none). Repeatable.",
     multiple=True,
     metavar="ORIGIN",
-    help="Origin of web pages that may call the server, * for any (default: none). Repeatable.",
 )
-@click.option("--tls-cert", type=PATH, help="Certificate chain in PEM; serves https (default: plain http).")
-@click.option("--tls-key", type=PATH, help="Private key of the certificate in PEM; needed with --tls-cert.")
-@click.option(
+@option("--tls-cert", PATH, "Certificate chain in PEM; serves https (default: plain http).")
+@option("--tls-key", PATH, "Private key of the certificate in PEM; needed with --tls-cert.")
+@option(
     "--access-log/--no-access-log",
-    default=True,
-    help="Write a JSON line per request to stderr: ids, tokens, times, never text.",
+    None,
+    "Write a JSON line per request to stderr: ids, tokens, times, never text.",
+    True,
 )
 @backend_options
 @throughline_command

@@ -6,13 +6,13 @@ from pathlib import Path
 import click
 
 from ..core import console
-from .common import PATH, pretraining_recipe, recipe_options, throughline_command
+from .common import PATH, option, pretraining_recipe, recipe_options, throughline_command
 
 
 @click.command()
 @recipe_options
-@click.option("--out", type=PATH, default="calibration", help="Directory to write.")
-@click.option("--steps", type=click.IntRange(4), default=20, help="Number of timed steps in each short run.")
+@option("--out", PATH, "Directory to write.", "calibration")
+@option("--steps", click.IntRange(4), "Number of timed steps in each short run.", 20)
 @throughline_command
 def command(recipe: str, overrides: tuple[str, ...], out: Path, steps: int) -> None:
     """Probe this machine, run RECIPE for a few steps at two sizes, and write what was learned as a calibration.

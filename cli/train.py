@@ -5,28 +5,30 @@ from pathlib import Path
 import click
 
 from ..core import console
-from .common import init_from_option, pretraining_recipe, recipe_options, throughline_command, with_weights
+from .common import (
+    flag,
+    init_from_option,
+    option,
+    pretraining_recipe,
+    recipe_options,
+    throughline_command,
+    with_weights,
+)
 
 
 @click.command()
 @recipe_options
-@click.option(
-    "--run-dir", type=click.Path(), help="Directory of the run (default: runs/<name of the recipe>)."
-)
+@option("--run-dir", click.Path(), "Directory of the run (default: runs/<name of the recipe>).")
 @init_from_option
-@click.option(
+@option(
     "--resume",
-    type=click.Choice(["auto", "never"]),
-    default="auto",
-    help="Whether to continue the run that is in the directory: auto continues it, never refuses it.",
+    click.Choice(["auto", "never"]),
+    "Whether to continue the run that is in the directory: auto continues it, never refuses it.",
+    "auto",
 )
-@click.option(
-    "--profile", is_flag=True, help="Write a trace of a few steps and the time spent in each class of kernel."
-)
-@click.option("--dry-run", is_flag=True, help="Check everything and print the plan, without training.")
-@click.option(
-    "--show-layout", is_flag=True, help="Print what each process holds and sends in a step, without training."
-)
+@flag("--profile", "Write a trace of a few steps and the time spent in each class of kernel.")
+@flag("--dry-run", "Check everything and print the plan, without training.")
+@flag("--show-layout", "Print what each process holds and sends in a step, without training.")
 @throughline_command
 def command(
     recipe: str,

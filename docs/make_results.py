@@ -32,6 +32,7 @@ SECTIONS = {
     "Bounds": "Throughline against a bound that was set before the measurement, or against itself without a feature.",
     "Proofs": "Equalities of Throughline with itself, with formulas and with published tables; no peer is involved.",
 }
+COLUMNS = ("claim", "ours", "peer", "ratio (range)", "goal", "met", "machine, date")
 MOST_RATIO = 10_000  # of a bound that was met exactly: nothing is divided by
 
 
@@ -55,8 +56,8 @@ class Row:
         low, high = claim["spread"]
         return [
             claim["name"],
-            f"{claim['ours']:.4g} {claim['unit']}",
-            f"{claim['theirs']:.4g} {claim['unit']} ({claim['peer']})",
+            f"{_figure(claim['ours'])} {claim['unit']}",
+            f"{_figure(claim['theirs'])} {claim['unit']} ({claim['peer']})",
             f"{claim['ratio']:.2f} ({low:.2f}-{high:.2f})"
             if claim["ratio"] < MOST_RATIO
             else f"over {MOST_RATIO:,}",
@@ -75,6 +76,19 @@ def rows() -> list[Row]:
     return found
 
 
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def newest(found: list[Row]) -> list[Row]:
+    """Of each claim the row that stands in every page: the one that was measured last."""
+    last: dict[str, Row] = {}
+    for row in found:
+        if row.claim["name"] not in last or row.date > last[row.claim["name"]].date:
+            last[row.claim["name"]] = row
+    return [*last.values()]
+
+
 def machine_of(line: dict[str, Any]) -> str:
     """The machine of a benchmark's line, as the tables name it."""
     facts = line["machine"]
@@ -89,29 +103,44 @@ def results_page(found: list[Row]) -> str:
         "Made by `make reference` from `benchmarks/results/`. `make bench` measures the races again, `make bert-toy` and the",
         "`make prove-…` targets what has one of its own, `make bench-quick` every claim in small. A ratio is oriented so that",
         "larger is better for Throughline: the median of paired measurements, with their range. A goal that was not met stays",
-        "in its table.",
+        "in its table. Of each claim the newest measurement stands here, in README.md and in every other page; older ones,",
+        "of other machines too, are folded below it.",
     ]
     for section, about in SECTIONS.items():
         lines += ["", f"## {section}", "", about]
         mine = [row for row in found if row.section == section]
         for benchmark in sorted({row.benchmark for row in mine}):
-            lines += ["", f"### `benchmarks/{benchmark}.py`", ""]
-            lines += _table(
-                ("claim", "ours", "peer", "ratio (range)", "goal", "met", "machine, date"),
-                [row.cells() for row in mine if row.benchmark == benchmark],
-            )
+            every = [row for row in mine if row.benchmark == benchmark]
+            shown = newest(every)
+            older = [row for row in every if row not in shown]
+            lines += [
+                "",
+                f"### `benchmarks/{benchmark}.py`",
+                "",
+                *_table(COLUMNS, [row.cells() for row in shown]),
+            ]
+            if older:
+                table = _table(COLUMNS, [row.cells() for row in older])
+                lines += [
+                    "",
+                    f"<details><summary>Measured before: {len(older)} rows</summary>",
+                    "",
+                    *table,
+                    "",
+                    "</details>",
+                ]
     return "\n".join(lines) + "\n"
 
 
 def headline_rows(found: list[Row]) -> Iterator[list[str]]:
     """README's rows: what was done, figure, peer and ratio, each from the machine that measured it last."""
     for name, about in HEADLINES.items():
-        rows = [row for row in found if row.claim["name"] == name]
+        rows = [row for row in newest(found) if row.claim["name"] == name]
         if not rows:
             sys.exit(
                 f"README's claim {name} stands in no record of benchmarks/results: measure it, or take it out of HEADLINES"
             )
-        row = max(rows, key=lambda row: row.date)
+        row = rows[0]
         claim, unit = row.claim, row.claim["unit"].partition(",")[0]
         values = (claim["ours"], claim["theirs"])
         ours, theirs = (f"{x:,.0f} {unit}" if x >= 1000 else f"{x:.3g} {unit}" for x in values)
@@ -138,7 +167,7 @@ def latency_rows(found: list[Row]) -> Iterator[list[str]]:
         "gpt-fp32-onnxruntime": "onnxruntime fp32", "gpt-int8-onnxruntime": "onnxruntime int8",
         "gpt-fp32": "llama.cpp f32", "gpt-quantised-q8_0": "llama.cpp q8_0", "gpt-quantised": "llama.cpp q4_0",
     }  # fmt: skip
-    for row in found:
+    for row in newest(found):
         if row.benchmark == "latency":
             share = shares[row.machine].get(names.get(row.claim["name"], ""))
             *cells, measured = row.cells()

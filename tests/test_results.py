@@ -105,6 +105,8 @@ def test_the_page_keeps_a_missed_goal_and_names_each_machine(
         in page
     )
     assert "| - | - | EPYC" in page
+    shown, _, folded = page.partition("<details>")  # one row a claim, the others folded
+    assert "| fast | 1 s" in shown and "| fast | 0.5 s" not in shown and "| fast | 0.5 s" in folded
 
 
 def test_the_readme_shows_the_machine_that_measured_last(
