@@ -30,13 +30,11 @@ from throughline.train.finetune import metrics
 from throughline.train.finetune.recipe import RULES, FinetuneRecipe
 from throughline.train.finetune.records import held_out, pair_row, read_records
 from throughline.train.finetune.run import _split, finetune, plan_task, write_model
-from throughline.train.finetune.tasks import TASKS, best_span
+from throughline.train.finetune.tasks import TASKS, best_span, encoder_inputs
 from throughline.train.loop import train
 
-SPOKEN = (
-    "the a cat dog king moon likes sees hates good bad fine poor in paris rome york new old who where is it"
-)
-WORDS = SPOKEN.split()
+SPOKEN = "the a cat dog king moon likes sees hates good bad fine poor in paris rome york new old"
+WORDS = [*SPOKEN.split(), "who", "where", "is", "it"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>"]
 DRAW = np.random.default_rng(3)
 
@@ -105,12 +103,9 @@ CASES: dict[str, tuple[Any, str, dict[str, str], str, float]] = {
 
 def write_records(task: str, folder: Path, count: int) -> Path:
     records = [CASES[task][0]() for _ in range(count)]
-    if task == "question-answering":
-        path = folder / "records.json"
-        path.write_text(json.dumps({"data": [{"paragraphs": records}]}))
-    else:
-        path = folder / "records.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    squad = [{"data": [{"paragraphs": records}]}] if task == "question-answering" else None
+    path = folder / ("records.json" if squad else "records.jsonl")
+    path.write_text("".join(json.dumps(record) + "\n" for record in squad or records))
     return path
 
 
@@ -120,14 +115,24 @@ def recipe_for(task: str, bases: dict[str, Path], records: Path, **more: Any) ->
     sections = {name: more.pop(name) for name in list(more) if isinstance(more[name], dict)}
     if rate := more.pop("learning_rate", None):
         sections["optimizer"] = {"learning_rate": rate}
-    train = {"batch_rows": 16, "sequence_length": 32} | more
     tree = {
         "task": task,
         "model": {"init_from": str(bases[family])},
         "data": {"train": str(records), **fields},
-        "train": train,
+        "train": {"batch_rows": 16, "sequence_length": 32} | more,
     }
     return build_recipe(tree | {"window_stride": 4} | sections, FinetuneRecipe, RULES)
+
+
+def task_for(task: str, bases: dict[str, Path], **data: str) -> Any:
+    """The task over one of the tiny models."""
+    recipe = build_recipe({"task": task, "data": data}, FinetuneRecipe)
+    return TASKS[task](recipe, Tokenizer.load(bases[CASES[task][1]] / "tokenizer.json"))
+
+
+def vectors_of(task: Any, model: Any, records: list[Any]) -> torch.Tensor:
+    batch = task.batch(task.rows(records), torch.device("cpu"))
+    return task.vectors(model.hidden(**encoder_inputs(batch)), batch)
 
 
 HALVES = {"classification": "bf16", "retrieval": "fp16", "instruction": "bf16"}
@@ -149,16 +154,13 @@ def test_learns_what_can_be_learnt(task: str, precision: str, bases: dict[str, P
     assert read_manifest(tmp_path / "out", "model").facts["task"] == task
     model, tokenizer = open_weights(tmp_path / "out")
     assert tokenizer is not None
-    if task in ("retrieval", "instruction"):
-        assert isinstance(model, BERT if task == "retrieval" else GPT)
-    else:
-        assert isinstance(model, BERTWithHead)
-        assert model.head.kind in (task, f"sequence-{task}")
+    assert type(model) is {"retrieval": BERT, "instruction": GPT}.get(task, BERTWithHead)
+    assert not isinstance(model, BERTWithHead) or model.head.kind in (task, f"sequence-{task}")
     again, (learnt, measured) = TASKS[task](recipe, Tokenizer.load(tokenizer)), _split(recipe)
     again.prepare([*learnt, *measured])
     with torch.no_grad():
         assert again.measure(model.eval(), measured, torch.device("cpu")) == facts["validation"]
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}[precision]
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     before = dict(open_weights(bases[family])[0].named_parameters())
     for name, value in model.named_parameters():
         if name.startswith(again.untrained) and again.untrained:
@@ -207,11 +209,15 @@ def test_stopped_accumulated_and_shared_out_it_learns_the_same(
     assert all(torch.equal(value, whole[name]) for name, value in again.items())
 
 
-def test_a_loss_that_is_not_finite_ends_it(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_what_cannot_be_learnt_leaves_nothing(bases: dict[str, Path], tmp_path: Path) -> None:
+    """A loss that is not finite ends it, and a task of the other family is refused."""
     records = write_records("classification", tmp_path, 60)
     recipe = recipe_for("classification", bases, records, epochs=2, batch_rows=8, learning_rate=1e38)
     with pytest.raises(Failed, match="not finite"):
         finetune(recipe, tmp_path / "out")
+    other = recipe_for("instruction", {"gpt": bases["bert"]}, write_records("instruction", tmp_path, 9))
+    with pytest.raises(WrongUse, match="needs a GPT"):
+        finetune(other, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -220,21 +226,11 @@ def test_the_command_says_what_it_measured(bases: dict[str, Path], tmp_path: Pat
     settings = [f"model.init_from={bases['bert']}", f"data.train={records}", "data.text_field=text"]
     settings += ["train.epochs=1", "train.sequence_length=32"]
     arguments = ["finetune", "finetune-classification", "--out", str(tmp_path / "out"), "--json"]
-    for setting in settings:
-        arguments += ["--set", setting]
-    result = CliRunner().invoke(main, arguments)
+    result = CliRunner().invoke(main, [*arguments, *(word for each in settings for word in ("--set", each))])
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert facts["records"]["train"] + facts["records"]["validation"] == 60
     assert 0 <= facts["validation"]["accuracy"] <= 1
-
-
-def test_a_task_of_the_other_family_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
-    other = {**bases, "gpt": bases["bert"]}
-    recipe = recipe_for("instruction", other, write_records("instruction", tmp_path, 9))
-    with pytest.raises(WrongUse, match="needs a GPT"):
-        finetune(recipe, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_split_is_decided_by_the_content() -> None:
@@ -242,8 +238,7 @@ def test_the_split_is_decided_by_the_content() -> None:
     records = [{"text": f"number {i}", "label": i % 2} for i in range(2000)]
     share = np.mean([held_out(record, ["text"], 0.2) for record in records])
     assert abs(share - 0.2) < 4 * (0.2 * 0.8 / 2000) ** 0.5
-    sides = {held_out({"text": "x", "label": label}, ["text"], 0.5) for label in (0, 1)}
-    assert len(sides) == 1
+    assert len({held_out({"text": "x", "label": label}, ["text"], 0.5) for label in (0, 1)}) == 1
 
 
 def test_pairs_are_cut_as_the_library_cuts_them(bases: dict[str, Path]) -> None:
@@ -330,42 +325,31 @@ def test_embeddings_trained_are_embeddings_given(
 ) -> None:
     """What the loss compares is what `throughline embed` gives, of the base and of the model that was tuned."""
     from throughline.inference.serving.texts import embed_texts
-    from throughline.train.finetune.tasks import Retrieval, encoder_inputs
 
-    tokenizer = Tokenizer.load(bases["bert"] / "tokenizer.json")
-    recipe = build_recipe({"task": "retrieval", "data": {"pair_field": "b"}}, FinetuneRecipe)
     base = shutil.copytree(bases["bert"], tmp_path / "base")
     sentence.write(base, 32, 32)
-    task = Retrieval(recipe, tokenizer, sentence=read_sentence(base))
-    model, _ = open_weights(base)
+    task = task_for("retrieval", bases, pair_field="b")
+    task.sentence, (model, _) = read_sentence(base), open_weights(base)
     texts = ["the cat likes a dog", "the moon"]
-    batch = task.batch(task.rows([{"text": texts[0], "b": texts[1]}]), torch.device("cpu"))
     with torch.no_grad():
-        vectors = task.vectors(model.hidden(**encoder_inputs(batch)), batch)
+        vectors = vectors_of(task, model, [{"text": texts[0], "b": texts[1]}])
     assert np.abs(vectors.numpy() - embed_texts(base, texts, truncate=True)).max() < 1e-5
-    records = [passages() for _ in range(20)]
-    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    tree = {
-        "task": "retrieval",
-        "model": {"init_from": str(base)},
-        "train": {"epochs": 1, "batch_rows": 4, "sequence_length": 32},
-    }
-    tree |= {"data": {"train": str(tmp_path / "records.jsonl"), "pair_field": "passage"}}
-    finetune(build_recipe(tree, FinetuneRecipe, RULES), tmp_path / "out")
+    records = write_records("retrieval", tmp_path, 20)
+    recipe = recipe_for("retrieval", {"bert": base}, records, epochs=1, batch_rows=4)
+    finetune(recipe, tmp_path / "out")
     assert read_sentence(tmp_path / "out") == read_sentence(base)
     bare = json.loads((base / "config.json").read_text()) | {"architectures": ["BertModel"]}
     (base / "config.json").write_text(json.dumps(bare))
     state = {n: v for n, v in load_file(base / "model.safetensors").items() if not n.startswith("cls.")}
     save_file(state, base / "model.safetensors")
-    finetune(build_recipe(tree, FinetuneRecipe, RULES), tmp_path / "bare")
+    finetune(recipe, tmp_path / "bare")
     assert json.loads((tmp_path / "bare" / "config.json").read_text())["architectures"] == ["BertModel"]
 
 
 def test_an_answer_is_learnt_from_its_first_token_to_its_end(bases: dict[str, Path]) -> None:
     """And nothing of the prompt is, of which the end is kept where both are too long."""
-    tokenizer = Tokenizer.load(bases["gpt"] / "tokenizer.json")
-    recipe = build_recipe({"task": "instruction", "data": {"label_field": "answer"}}, FinetuneRecipe)
-    task = TASKS["instruction"](recipe, tokenizer)
+    task = task_for("instruction", bases, label_field="answer")
+    tokenizer = task.tokenizer
     for prompt_words, answer_words in ((1, 1), (6, 3), (3, 6), (4 * task.length, 2)):
         prompt, answer = (" ".join(DRAW.choice(WORDS, size)) for size in (prompt_words, answer_words))
         (row,) = task.rows([{"text": prompt, "answer": answer}])
@@ -377,18 +361,13 @@ def test_an_answer_is_learnt_from_its_first_token_to_its_end(bases: dict[str, Pa
 
 def test_the_rank_of_a_passage_is_its_place_among_all(bases: dict[str, Path]) -> None:
     """Counted plainly: 1 for the nearest of the different passages. Some queries share theirs."""
-    from throughline.train.finetune.tasks import encoder_inputs
-
-    tokenizer = Tokenizer.load(bases["bert"] / "tokenizer.json")
-    recipe = build_recipe({"task": "retrieval", "data": {"pair_field": "b"}}, FinetuneRecipe)
-    task, cpu = TASKS["retrieval"](recipe, tokenizer), torch.device("cpu")
+    task, cpu = task_for("retrieval", bases, pair_field="b"), torch.device("cpu")
     model, _ = open_weights(bases["bert"])
     passages = [" ".join(DRAW.choice(WORDS, 4)) for _ in range(12)]
     records = [{"text": " ".join(DRAW.choice(WORDS, 3)), "b": passages[i % 12]} for i in range(20)]
     with torch.no_grad():
         found = task.measure(model, records, cpu)
-        batch = task.batch(task.rows(records), cpu)
-        vectors = task.vectors(model.hidden(**encoder_inputs(batch)), batch).numpy()
+        vectors = vectors_of(task, model, records).numpy()
     ranks = []
     for number, record in enumerate(records):
         likeness = {other["b"]: vectors[2 * number] @ vectors[2 * i + 1] for i, other in enumerate(records)}
@@ -404,22 +383,16 @@ def test_learning_check_on_sst2(shared: Path, tmp_path: Path) -> None:
     """From random weights, four fifths of SST-2's 872 development rows and the published vocabulary. The rest has
     183 rows, half of each class: 0.6 is 2.7 standard deviations above 0.5.
     """
-    base = tmp_path / "base"
-    base.mkdir()
+    (base := tmp_path / "base").mkdir()
     tokenizer, _ = import_tokenizer(shared / "data" / "bert-base-uncased" / "vocab.txt")
-    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
     shape = BERTConfig(
         vocab_size=tokenizer.vocab_size, sequence_length=64, layers=2, width=64, heads=2, dropout=0.1
     )
-    write_model(build(shape), tokenizer, (tmp_path / "tokenizer.json").read_bytes(), base)
-    tree = {
-        "task": "classification",
-        "model": {"init_from": str(base)},
-        "data": {"train": str(shared / "data" / "sst2" / "test.tsv"), "text_field": "sentence"},
-        "train": {"epochs": 6, "sequence_length": 64},
-        "optimizer": {"learning_rate": 1e-3},
-    }
-    facts = finetune(build_recipe(tree, FinetuneRecipe, RULES), tmp_path / "out")
+    write_model(build(shape), tokenizer, tokenizer.to_json().encode(), base)
+    data = {"train": str(shared / "data" / "sst2" / "test.tsv"), "text_field": "sentence"}
+    usual = {"epochs": 6, "batch_rows": 32, "sequence_length": 64, "learning_rate": 1e-3}
+    recipe = recipe_for("classification", {"bert": base}, Path(), data=data, **usual)
+    facts = finetune(recipe, tmp_path / "out")
     assert facts["records"]["train"] + facts["records"]["validation"] == 872
     assert facts["validation"]["accuracy"] > 0.6, facts["validation"]
     assert facts["validation"]["matthews"] > 0.15

@@ -30,6 +30,14 @@ from throughline.train.recipes.recipe import model_config, resolve
 
 GPT_SHAPE = GPTConfig(vocab_size=48, sequence_length=16, layers=2, width=32, heads=4, activation="gelu")
 BERT_SHAPE = BERTConfig(vocab_size=48, sequence_length=16, layers=2, width=32, heads=4)
+# the same in the words of transformers
+SIZES: dict[str, int] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SIZES |= {"intermediate_size": 128, "max_position_embeddings": 16}
 
 
 def scattered(config: Any) -> Any:
@@ -189,15 +197,7 @@ def test_a_megatron_bert(nsp: bool, tmp_path: Path) -> None:
     same(path, model)
     assert open_weights(path)[0].config == shape
     theirs = transformers.MegatronBertForPreTraining(
-        transformers.MegatronBertConfig(
-            vocab_size=48,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=128,
-            max_position_embeddings=16,
-            layer_norm_eps=1e-5,
-        )
+        transformers.MegatronBertConfig(**SIZES, layer_norm_eps=1e-5)
     ).eval()
     state = megatron_bert_state(model)
     missing, unexpected = theirs.load_state_dict(state, strict=False)
@@ -250,26 +250,9 @@ THEIRS: dict[str, Any] = {
         transformers.GPT2Config(vocab_size=48, n_positions=16, n_embd=32, n_layer=2, n_head=4)
     ),
     "llama": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=48,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=16,
-        )
+        transformers.LlamaConfig(**SIZES | {"intermediate_size": 64}, num_key_value_heads=2)
     ),
-    "bert": lambda: transformers.BertForPreTraining(
-        transformers.BertConfig(
-            vocab_size=48,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=128,
-            max_position_embeddings=16,
-        )
-    ),
+    "bert": lambda: transformers.BertForPreTraining(transformers.BertConfig(**SIZES)),
 }
 
 
@@ -358,16 +341,10 @@ def llama_dir(gpt_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A Llama with the tokenizer of the store beside it, as `save_pretrained` writes both."""
     folder = tmp_path_factory.mktemp("llama")
     shutil.copy(gpt_store / "tokenizer.json", folder)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 64,
-    }
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
-    vocab_size = Tokenizer.load(gpt_store).vocab_size
+    own = {"vocab_size": Tokenizer.load(gpt_store).vocab_size, "intermediate_size": 64}
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(vocab_size=vocab_size, **sizes, **heads)
+    sizes = SIZES | own | {"max_position_embeddings": 64, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, rms_norm_eps=1e-6)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
