@@ -201,16 +201,13 @@ def _rotate(parts: Blocks, x: str, positions: str, tables: list[np.ndarray]) -> 
     ends = (graph.ints(0), graph.ints(size // 2), graph.ints(size))
     first = graph.node("Slice", x, ends[0], ends[1], graph.ints(3))
     second = graph.node("Slice", x, ends[1], ends[2], graph.ints(3))
-    turned = (
+    turned = [
         graph.node("Sub", graph.node("Mul", first, cos), graph.node("Mul", second, sin)),
         graph.node("Add", graph.node("Mul", second, cos), graph.node("Mul", first, sin)),
-    )
-    rest = (
-        graph.node("Slice", x, ends[2], graph.ints(config.head_size), graph.ints(3))
-        if config.rope_width
-        else ""
-    )
-    return graph.node("Concat", *turned, *([rest] if rest else []), axis=-1)
+    ]
+    if config.rope_width:
+        turned.append(graph.node("Slice", x, ends[2], graph.ints(config.head_size), graph.ints(3)))
+    return graph.node("Concat", *turned, axis=-1)
 
 
 def _rotary_tables(config: GPTConfig) -> list[np.ndarray]:

@@ -82,11 +82,10 @@ class LlamaContext:
             batch.token[at], batch.pos[at], batch.logits[at] = token_id, place, wanted
             batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
 
-    def run(self) -> None:
+    def run(self, how: str = "decode") -> None:
         """Compute what the batch holds."""
-        code = self.library.llama_decode(self.pointer, self.batch)
-        if code:
-            raise RuntimeError(f"llama.cpp could not decode this batch (code {code})")
+        if code := getattr(self.library, f"llama_{how}")(self.pointer, self.batch):
+            raise RuntimeError(f"llama.cpp could not {how} this batch (code {code})")
 
     def logits(self, count: int, vocab_size: int) -> np.ndarray:
         """The logits (count, V) of the last run, in llama.cpp's own memory, which moves when it needs more."""
@@ -178,9 +177,7 @@ class LlamaEncoder(OneCall):
             places = np.flatnonzero(real)
             tokens = [(int(ids[place]), at, 0, True) for at, place in enumerate(places)]
             self._context.fill(tokens)
-            code = self.library.llama_encode(self._context.pointer, self._context.batch)
-            if code:
-                raise RuntimeError(f"llama.cpp could not encode this text (code {code})")
+            self._context.run("encode")
             pointer = self.library.llama_get_embeddings(self._context.pointer)
             pointer = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
             hidden[line, places] = np.ctypeslib.as_array(pointer, (len(places), self._width))

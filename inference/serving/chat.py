@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...core.errors import WrongUse
 from ...data.tokenizer import CHAT, CONFIG, TURN_ENDS, Tokenizer, chat_template
@@ -25,10 +28,6 @@ class ChatTemplate:
     """A compiled template with the tokenizer it belongs to. Raises WrongUse when it cannot be compiled."""
 
     def __init__(self, source: str, tokenizer: Tokenizer, names: dict[str, str]) -> None:
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
         usual: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
         environment = ImmutableSandboxedEnvironment(**usual)
         environment.filters["tojson"] = _json
@@ -62,8 +61,6 @@ class ChatTemplate:
 
     def ids(self, messages: Sequence[ChatMessage]) -> np.ndarray:
         """The ids of a conversation up to where the answer begins, int64 (S,). Raises WrongUse."""
-        from jinja2 import TemplateError
-
         given = [
             {"role": message.role, "content": self._plain(message.text())}
             | ({"name": self._plain(message.name)} if message.name else {})
@@ -96,6 +93,4 @@ def _json(value: Any, indent: int | None = None, **_: Any) -> str:
 
 
 def _refuse(message: str) -> None:
-    from jinja2 import TemplateError
-
     raise TemplateError(message)

@@ -70,8 +70,7 @@ def embed_file(
     """
     loaded, tokenizer = open_text_model(path, "bert", options)
     loaded = dataclasses.replace(loaded, sentence=loaded.sentence.prompted(prompt))
-    assert loaded.encoder is not None
-    reader = Reader(tokenizer, loaded.sentence.context(loaded.encoder.context), loaded.encoder.vocab_size)
+    reader = Reader(tokenizer, loaded.sentence.context(loaded.backend.context), loaded.backend.vocab_size)
     given: dict[str, Any] = {"model": loaded.input.hash, "field": field} | (
         {"truncate": True} if truncate else {}
     )
@@ -189,7 +188,6 @@ def _with_own(like: Job, record: dict[str, Any]) -> Job:
 
 
 def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], like: Job) -> Iterator[Record]:
-    assert loaded.causal is not None
     asked: list[tuple[Record, list[str], list[str | None]]] = []  # in the order of the jobs
     refused: list[Record] = []
 
@@ -203,9 +201,9 @@ def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], l
             asked.append(((number, record), [""] * job.n, [None] * job.n))
             yield job
 
-    slots = SLOTS if loaded.causal.device == "cpu" else GPU_SLOTS
+    slots = SLOTS if loaded.backend.device == "cpu" else GPU_SLOTS
     text = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size
-    for place, copy, delta in answer(loaded.causal, jobs(), *text, slots, PREFIX_BYTES):
+    for place, copy, delta in answer(loaded.backend, jobs(), *text, slots, PREFIX_BYTES):
         (number, record), texts, ends = asked[place]
         texts[copy] += delta.text
         ends[copy] = delta.finish
@@ -219,7 +217,6 @@ def _generate(loaded: Loaded, tokenizer: Tokenizer, records: Iterator[Record], l
 def _embed(
     loaded: Loaded, reader: Reader, records: Iterator[Record], truncate: bool, field: str
 ) -> Iterator[Record]:
-    assert loaded.encoder is not None
     while group := list(islice(records, EMBEDDED_TOGETHER)):
         rows, kept = [], []
         for number, record in group:
@@ -229,6 +226,6 @@ def _embed(
             except ThroughlineError as error:
                 yield number, record | {"error": str(error)}
         if kept:
-            vectors = embed(loaded.encoder, rows, reader.tokenizer.pad_id or 0, loaded.sentence.output())
+            vectors = embed(loaded.backend, rows, reader.tokenizer.pad_id or 0, loaded.sentence.output())
             for (number, record), vector in zip(kept, vectors):
                 yield number, record | {"embedding": vector.tolist()}

@@ -34,10 +34,9 @@ def continue_text(
     text is made. Raises WrongUse as `text_job` does and when the model is no GPT.
     """
     loaded, tokenizer = open_text_model(path, "gpt", options)
-    assert loaded.causal is not None
     job = text_job(loaded, tokenizer, prompt, like)
     rest = tokenizer.decode, tokenizer.eos_id, tokenizer.vocab_size, min(job.n, 8)
-    for _, number, delta in answer(loaded.causal, [job], *rest):
+    for _, number, delta in answer(loaded.backend, [job], *rest):
         yield number, delta
 
 
@@ -54,13 +53,12 @@ def embed_texts(
     `truncate` embeds the beginning of what is longer than the model's context, which is refused without it.
     """
     loaded, tokenizer = open_text_model(path, "bert", options)
-    assert loaded.encoder is not None
     sentence = loaded.sentence.prompted(prompt)
-    context = sentence.context(loaded.encoder.context)
-    reader = Reader(tokenizer, context, loaded.encoder.vocab_size)
+    context = sentence.context(loaded.backend.context)
+    reader = Reader(tokenizer, context, loaded.backend.vocab_size)
     named = {f"text {number}: {text[:60]}": sentence.text(text) for number, text in enumerate(texts, 1)}
     rows = [reader.frame({name: text}, truncate) for name, text in named.items()]
-    return embed(loaded.encoder, rows, tokenizer.pad_id or 0, sentence.output())
+    return embed(loaded.backend, rows, tokenizer.pad_id or 0, sentence.output())
 
 
 def open_text_model(path: Path | str, family: str, options: BackendOptions) -> tuple[Loaded, Tokenizer]:
