@@ -132,7 +132,8 @@ def _causal_outputs(
     texts = [ids[:real] for ids, real in zip(case.ids_BS, case.lengths_B)]
     if length <= AT_ONCE_TOKENS:
         spans = [Span(row, 0, ids, min(most, len(ids))) for row, ids in enumerate(texts)]
-        ours, theirs = (on_host(b.step(spans, b.new_cache(batch))) for b in backends)
+        caches = [b.new_cache(batch) for b in backends]  # of llama.cpp the logits are its memory
+        ours, theirs = (on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
         yield "logits at once", ours, theirs
     if length == 1:
         return

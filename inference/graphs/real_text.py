@@ -148,7 +148,8 @@ def _predictions(reference: Loaded, candidate: Loaded, rows: TextRows) -> Iterat
 
 def _next_tokens(backends: tuple[Any, Any], ids: np.ndarray) -> Predictions:
     spans = [Span(row, 0, line, len(line)) for row, line in enumerate(ids)]
-    ours, theirs = (on_host(b.step(spans, b.new_cache(len(ids)))) for b in backends)
+    caches = [backend.new_cache(len(ids)) for backend in backends]  # of llama.cpp the logits are its memory
+    ours, theirs = (on_host(b.step(spans, cache)) for b, cache in zip(backends, caches))
     ours, theirs = (logits.reshape(*ids.shape, -1)[:, :-1] for logits in (ours, theirs))
     return _lines(ours), _lines(theirs), ids[:, 1:].reshape(-1)
 
