@@ -14,6 +14,7 @@ from throughline.core.recipe import dump_toml
 from throughline.planner.constants import FITTED
 from throughline.planner.hardware import this_machine
 from throughline.planner.memory import capacity_bytes
+from throughline.train.build import plan_run
 from throughline.train.recipes.predict import predicted_step_seconds
 from throughline.train.recipes.recipe import Recipe, model_config
 from throughline.train.study import Stretch, predict, probed, refit
@@ -48,13 +49,13 @@ def test_study_writes_a_calibration_that_predictions_use(
     facts = json.loads((out / "calibration.json").read_text())
     assert [row["left_out"] for row in facts["runs"]] == [False, False, True]
     assert all(value > 0 for value in facts["probes"].values())
-    before = predicted_step_seconds(model_config(recipe, 64), recipe)
+    config = plan_run(recipe).config
+    before = predicted_step_seconds(config, recipe)
     monkeypatch.setenv("THROUGHLINE_CALIBRATION", str(out))
-    after = predicted_step_seconds(model_config(recipe, 64), recipe)
-    measured = facts["runs"][0]["measured_seconds"]
-    assert after != before and after == pytest.approx(
-        measured, rel=1.0
-    )  # the clock of a busy machine, not accuracy
+    after = predicted_step_seconds(config, recipe)
+    # what the study said of this run; how near that is to the clock depends on what else the machine does meanwhile
+    assert after != before and after == pytest.approx(facts["runs"][0]["refit_seconds"], rel=1e-6)
+    assert all(row["measured_seconds"] > 0 for row in facts["runs"])
     assert FITTED.launch_s != facts["constants"]["launch_s"]
 
 
