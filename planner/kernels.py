@@ -178,11 +178,12 @@ def kept_bytes(config: ModelConfig, share: Share, software: Software) -> dict[st
     """
     size, tokens, width = software.precision.activation, share.tokens, config.width
     whole = share.tensor if software.sequence_parallel else 1
+    rows_stay = not software.layer_sums and not software.on_host  # our graphs keep what was gathered for products
     heads, keys = config.heads / share.tensor, np.maximum(config.key_value_heads / share.tensor, 1)
     scores = share.rows * config.heads / share.tensor * share.length * share.length / share.context
     terms = {
         "norm inputs": 2.0 * software.precision.stream * tokens * width / whole,
-        "norm outputs": 2.0 * size * tokens * width / whole,
+        "norm outputs": 2.0 * size * tokens * width / (1 if rows_stay else whole),
         "query, key, value": 1.0 * size * tokens * (heads + 2 * keys) * config.head_size,
         "attention output": 1.0 * size * tokens * heads * config.head_size,
         "feed-forward": size

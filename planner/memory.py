@@ -5,6 +5,7 @@ Korthikanti et al. 2022 (sections 4 and 5). The peak is the worst moment, not th
 end of a forward, the gathered weights of a layer while it computes, the update's buffers when activations are gone.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +21,8 @@ Number = Any
 FRAGMENTATION = 0.04  # of the chip's memory that the allocator cannot give out
 HEAP_HOLES = 0.3  # on a processor: of activations and logits, held by the kept heap and of no use
 KEPT = (
-    "weights", "gathered weights", "cast weights", "gradients", "gradient residuals", "optimizer", "activations",
-    "tables", "pipeline buffers", "checkpoint copy", "heap holes", "runtime",
+    "weights", "gathered weights", "cast weights", "gradients", "reduced gradients", "gradient residuals", "optimizer",
+    "activations", "tables", "pipeline buffers", "checkpoint copy", "heap holes", "runtime",
 )  # fmt: skip
 MOMENTS = {
     "loss": (*KEPT, "logits"),
@@ -103,7 +104,9 @@ def state_terms(
     )
     # One buffer holds them from step to step but for shards, for one process's fp32 and for its offload.
     stands = np.where(layouts.world == 1, (numbers.master > 0) & ~offload, layouts.sharding == 0)
-    whole, number = np.where(streamed, owned, held), np.where(offload, numbers.activation, numbers.weight)
+    # the shards of full sharding are the masters
+    whole = np.where(streamed, owned * (numbers.master == 0), held)
+    number = np.where(offload, numbers.activation, numbers.weight)
     return {
         "weights": whole * number + np.where(updated, owned * numbers.weight, 0.0),
         "cast weights": np.where(offload, 0.0, whole * numbers.cast),
@@ -126,12 +129,23 @@ def layer_at_work(work: Work, layouts: Layouts, software: Software) -> Number:
 
 
 def loss_bytes(work: Work, layouts: Layouts, software: Software, tokens: Number) -> Number:
-    """Logits of a micro-batch with what the loss makes of them; one in slices adds its matrix's gradient up in fp32."""
+    """Logits of a micro-batch with what the loss makes of them. One in slices has its matrix's gradient in fp32, or,
+    compiled, a 16-bit one of each slice until all are added up.
+    """
     entries = tokens * targets(work, software) * work.config.vocab_size / layouts.tensor
-    matrix = 4.0 * work.config.vocab_size * work.config.width / layouts.tensor
+    matrix, most = work.config.vocab_size * work.config.width / layouts.tensor, software.logits_at_once
     number = np.maximum(software.loss_bytes, 2 * software.precision.activation)
-    logits = number * np.minimum(entries, software.logits_at_once)
-    return logits + np.where(entries > software.logits_at_once, matrix, 0.0)
+    if software.on_host or math.isinf(most):
+        return number * np.minimum(entries, most) + np.where(entries > most, 4.0 * matrix, 0.0)
+    number, part = 3 * software.precision.activation, software.precision.activation * matrix
+    slices = entries // most
+    last = entries - slices * most
+    moments = (
+        number * np.minimum(entries, most) + np.maximum(slices - 1, 0) * part,
+        number * last + slices * part,
+        software.precision.activation * last + (slices + 1) * part,
+    )
+    return np.where(slices > 0, np.maximum.reduce(np.broadcast_arrays(*moments)), moments[0])
 
 
 def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 0) -> dict[str, Number]:
@@ -141,7 +155,9 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     config, numbers, alone = work.config, software.precision, layouts.pipeline == 1
     held = held_parameters(config, layouts, place if layouts.split else None)
     owned = held / layouts.shards
-    group = largest_group(config, layouts)
+    block = config.block_parameters() / layouts.tensor
+    rest = config.parameter_count() / layouts.tensor - config.layers * block
+    gathered, flying_rows = rest + software.gathered_blocks * block, work.rows / (layouts.data * layouts.micro_rows)
     behind = layouts.pipeline - 1 - place if place >= 0 else 0
     flying = np.where(alone, 1.0, micro_batches_in_flight(work, layouts, software, behind))
     tokens = Share(layouts.micro_rows, work.length * work.fill, context=layouts.context).tokens
@@ -155,7 +171,8 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
         software.on_host * owned * (numbers.master + numbers.moments + numbers.weight * (numbers.master == 0))
     )
     return state_terms(config, layouts, numbers, held, owned) | {
-        "gathered weights": np.where(streamed, software.gathered_blocks * group * numbers.sent, 0.0),
+        "gathered weights": np.where(streamed, gathered * numbers.sent, 0.0),
+        "reduced gradients": np.where(streamed & (flying_rows > 1), rest * numbers.reduced, 0.0),
         "activations": activations,
         "layer at work": layer_at_work(work, layouts, software),
         "tables": np.where(alone | (place == 0), software.dropout * hidden * flying, 0.0),
