@@ -83,6 +83,34 @@ def gather(
 all_reduce = functools.partial(gather, rounds=2)  # seconds of sums: each goes round the ring twice
 
 
+def all_to_all(
+    size: Number,
+    ranks: Number,
+    stride: Number,
+    cluster: Cluster,
+    constants: Constants,
+    calls: Number,
+    copies: int = 0,
+) -> Number:
+    """Seconds of `calls` exchanges in which each rank sends an equal part of `size` bytes, of all calls, to each: what
+    leaves a node has the chip's part of its network, and goes on while the rest passes the links inside. Of rows that
+    go to `copies` ranks at random those that share a node, or a rank, may be sent there once (0: each is sent).
+    """
+    chips, inner = cluster.chips_per_node, cluster.inner_gb_s * 1e9 * constants.link_fraction
+    near = np.clip(chips // np.maximum(stride, 1), 1, ranks)
+    outer = node_bandwidth(cluster, constants, ranks * stride) / chips
+    far, close = (ranks - near) / ranks * size, (near - 1) / ranks * size
+    if copies:
+        far, close = far * sent_once(ranks / near, copies), close * sent_once(ranks, copies)
+    sent = np.maximum(far / outer, close / inner)
+    return np.where(ranks > 1, calls * start_time(ranks, cluster, constants, 2) + sent, 0.0)
+
+
+def sent_once(places: Number, copies: int) -> Number:
+    """Of rows that go to `copies` of so many places at random: the different places, as a share of the copies."""
+    return places * (1 - (1 - 1 / np.maximum(places, 1)) ** copies) / copies
+
+
 def ring_sends(
     size: Number, ranks: Number, stride: Number, cluster: Cluster, constants: Constants, calls: Number
 ) -> Number:

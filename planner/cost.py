@@ -10,15 +10,30 @@ from typing import Any
 import numpy as np
 
 from ..models.config import BERTConfig, ModelConfig
-from .collectives import all_reduce, gather, hop, ring_sends
+from .collectives import all_reduce, all_to_all, gather, hop, ring_sends
 from .constants import FITTED, Constants
 from .hardware import Cluster
 from .kernels import Kernel, Share, head_kernels, layer_kernels, table_kernels
 from .schedule import given_bubble
 from .software import NARROW, Software
 from .tables import BUCKET_BYTES, is_tied
-from .traffic import context_sends, data_passes, partial_parameters, passed_bytes, tensor_sends
-from .work import Layouts, Work, held_parameters, layers_on, owned_parameters
+from .traffic import (
+    context_sends,
+    data_passes,
+    expert_sends,
+    partial_parameters,
+    passed_bytes,
+    tensor_sends,
+)
+from .work import (
+    Layouts,
+    Work,
+    copies_of_experts,
+    held_parameters,
+    layer_parameters,
+    layers_on,
+    owned_parameters,
+)
 
 Number = Any
 PARTS = (
@@ -28,6 +43,7 @@ PARTS = (
     "host issue",
     "tensor",
     "context",
+    "expert",
     "pipeline sends",
     "bubble",
     "data exposed",
@@ -164,7 +180,8 @@ class Step:
     def kernels(self) -> tuple[list[Kernel], list[Kernel], list[Kernel]]:
         """Of one micro-batch and process: those of a layer, of the tables and of the head."""
         work, layouts, software = self.work, self.layouts, self.software
-        share = Share(layouts.micro_rows, work.length * work.fill, layouts.tensor, layouts.context)
+        length = work.length * work.fill
+        share = Share(layouts.micro_rows, length, layouts.tensor, layouts.context, layouts.expert)
         return (
             layer_kernels(work.config, share, software),
             table_kernels(work.config, share, software),
@@ -211,6 +228,7 @@ class Step:
         one["host issue"] = issue if software.drains_queue else np.maximum(issue - busy, 0.0)
         one["tensor"] = self.tensor_time(*slowest)
         one["context"] = np.maximum(layers * self.context_time() - constants.overlap * core, 0.0)
+        one["expert"] = layers * self.expert_time()
         one["pipeline sends"] = self.hop_time()
         spent = sum(one.values())
         per_layer = (spent - has_head * sum_of(head) - has_tables * sum_of(table)) / layers
@@ -247,7 +265,9 @@ class Step:
         bandwidth = memory_bandwidth(self.cluster, self.constants)
         layers = layers_on(self.work.config, self.layouts)[0]
         # every holder of a part of a matrix computes Muon's iterations on the whole
-        iterated = layers * self.work.config.block_matrix_parameters() * self.software.orthogonal_flops
+        matrices = self.work.config.block_matrix_parameters()
+        matrices = matrices + layer_parameters(self.work.config)[0] / self.layouts.expert
+        iterated = layers * matrices * self.software.orthogonal_flops
         once = np.where(offloaded, updated / HOST_UPDATE_BYTES_PER_S, updated / bandwidth)
         return {
             "optimizer": once + iterated / peak_flops(self.cluster, numbers.compute),
@@ -288,6 +308,17 @@ class Step:
             size, self.layouts.context, self.layouts.tensor, self.cluster, self.constants, calls
         )
 
+    def expert_time(self) -> Number:
+        """Seconds of the mean layer's and one micro-batch's exchange of rows with the processes of their experts."""
+        layouts, again = self.layouts, 1 * (self.layouts.recompute == 2)
+        numbers, tensor = self.software.precision, layouts.tensor
+        calls, size = expert_sends(self.work.config, numbers, self.tokens, tensor, again)
+        # other programs count the tensor ranks among those that share the experts
+        stride = 1 if self.software.layer_sums else tensor * layouts.context
+        copies = getattr(self.work.config, "experts_per_token", 0) * self.software.rows_once
+        machine = self.cluster, self.constants
+        return all_to_all(size, layouts.expert, stride, *machine, calls, copies)
+
     def hop_time(self) -> Number:
         """Seconds of a micro-batch's sends between stages, one forward and one backward for each turn."""
         layouts = self.layouts
@@ -312,8 +343,10 @@ class Step:
         micro_batches, numbers, shards = self.micro_batches, software.precision, layouts.shards
         machine, alone = (self.cluster, self.constants), software.one_ring
         overlap = self.constants.overlap
-        held, layers = held_parameters(config, layouts), layers_on(config, layouts)[0]
-        in_layers = layers * config.block_parameters() / layouts.tensor
+        experts, others = layer_parameters(config)
+        layers = layers_on(config, layouts)[0]
+        of_experts, in_layers = layers * experts / layouts.expert, layers * others / layouts.tensor
+        held = held_parameters(config, layouts) - of_experts
         per_layer, per_rest, sums = data_passes(layouts.sharding, layouts.pipeline, micro_batches)
         weights = (per_layer * in_layers + per_rest * (held - in_layers)) * numbers.sent
         gradients = sums * held * np.where(shards > 1, numbers.reduced, self.summed_number)
@@ -326,6 +359,13 @@ class Step:
         summed = summed + all_reduce(
             gradients / shards, *apart, *machine, np.where(shards > 1, calls, buckets), one_adapter=alone
         )
+        if experts:  # their copies are fewer
+            copies, sharded = copies_of_experts(layouts), shards > 1
+            moved, axis = sums * of_experts * numbers.reduced, (copies, layouts.expert, *machine)
+            summed = summed + np.where(
+                sharded, gather(moved, *axis, calls), all_reduce(moved, *axis, buckets)
+            )
+            back = back + gather(per_layer * of_experts * numbers.sent, *axis, per_layer * layers) * sharded
         hides = overlap * software.overlap_data
         unhidden = np.maximum(summed - hides * backward * sums, 0.0)
         unhidden = unhidden + np.maximum(back - hides * (spent - backward), 0.0)

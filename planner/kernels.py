@@ -7,13 +7,14 @@ flash attention, Dao et al. 2022 (backward does five products for the forward's 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from ..models.config import BERTConfig, ModelConfig
+from ..models.config import BERTConfig, GPTConfig, ModelConfig
 from .software import Software
+from .work import has_experts
 
 Kind = Literal["product", "attention", "memory"]
 Phase = Literal["forward", "backward"]
@@ -43,6 +44,7 @@ class Share:
     length: Number
     tensor: Number = 1
     context: Number = 1
+    expert: Number = 1
 
     @property
     def tokens(self) -> Number:
@@ -50,11 +52,20 @@ class Share:
 
 
 def linear(
-    name: str, tokens: Number, inner: Number, outer: Number, size: int, count: int = 1, narrow: bool = False
+    name: str,
+    tokens: Number,
+    inner: Number,
+    outer: Number,
+    size: int,
+    count: int = 1,
+    narrow: bool = False,
+    group: Number = 1,
 ) -> Iterator[Kernel]:
-    """A matrix product forward, and its two backward: gradients of the input and of the weight."""
-    flops = 2.0 * tokens * inner * outer * count
-    moved = float(size) * count * (tokens * inner + inner * outer + tokens * outer)
+    """A matrix product forward, and its two backward: gradients of the input and of the weight. A `group` of them, each
+    of so many tokens, is one kernel.
+    """
+    flops = 2.0 * tokens * inner * outer * count * group
+    moved = float(size) * count * group * (tokens * inner + inner * outer + tokens * outer)
     yield Kernel(name, "forward", "product", flops, moved, inner, count, narrow=narrow)
     yield Kernel(name + " input gradient", "backward", "product", flops, moved, outer, count, narrow=narrow)
     yield Kernel(name + " weight gradient", "backward", "product", flops, moved, tokens, count, narrow=narrow)
@@ -63,15 +74,14 @@ def linear(
 def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list[Kernel]:
     """One transformer layer, forward and backward, without recomputation."""
     size, tokens, width = software.precision.activation, share.tokens, config.width
-    mlp = config.feed_forward_size / share.tensor
+    mlp = width_of_feed_forward(config) / share.tensor
     heads, keys = config.heads / share.tensor, np.maximum(config.key_value_heads / share.tensor, 1)
     rows, ups = (heads + 2 * keys) * config.head_size, 2 if config.gated else 1
     return [
         *linear("query, key, value", tokens, width, rows, size, 1, True),
         *attention(config, share, software),
         *linear("attention output", tokens, heads * config.head_size, width, size, 1, True),
-        *linear("feed-forward up", tokens, width, mlp, size, ups, True),
-        *linear("feed-forward down", tokens, mlp, width, size, 1, True),
+        *feed_forward(config, share, software, ups),
         *pointwise(config, share, software),
         *casts(
             tokens * (2 * width + heads * config.head_size + mlp),
@@ -79,6 +89,58 @@ def layer_kernels(config: ModelConfig, share: Share, software: Software) -> list
             software,
         ),
     ]
+
+
+def width_of_feed_forward(config: ModelConfig) -> float:
+    """That a token goes through in the mean layer."""
+    if not isinstance(config, GPTConfig) or not config.experts:
+        return config.feed_forward_size
+    through = (config.experts_per_token + config.shared_experts) * config.expert_size
+    return config.feed_forward_size + has_experts(config) * (through - config.feed_forward_size)
+
+
+def feed_forward(config: ModelConfig, share: Share, software: Software, ups: int) -> Iterator[Kernel]:
+    """The matrices of the mean layer's feed-forward, and what experts do besides: the router, and the rows sorted by
+    expert and put back.
+    """
+    size, tokens, width, mixed = (
+        software.precision.activation,
+        share.tokens,
+        config.width,
+        has_experts(config),
+    )
+
+    def dense(outer: Number, part: float) -> Iterator[Kernel]:
+        for kernel in (
+            *linear("feed-forward up", tokens, width, outer, size, ups, True),
+            *linear("feed-forward down", tokens, outer, width, size, 1, True),
+        ):
+            yield times(kernel, part) if part < 1 else kernel
+
+    if mixed < 1:
+        yield from dense(config.feed_forward_size / share.tensor, 1 - mixed)
+    if not isinstance(config, GPTConfig) or not mixed:
+        return
+    if config.shared_experts:
+        yield from dense(config.shared_experts * config.expert_size / share.tensor, mixed)
+    here = config.experts / share.expert
+    rows = tokens * config.experts_per_token / share.tensor
+    moved = 4.0 * size * rows * width  # read and written to be sorted, again to be put back
+    for kernel in (
+        *linear("router", tokens / share.tensor, width, config.experts, size),
+        *linear("experts up", rows / here, width, config.expert_size, size, ups, True, here),
+        *linear("experts down", rows / here, config.expert_size, width, size, 1, True, here),
+        Kernel("routing", "forward", "memory", 0, moved, 1, 8),
+        Kernel("routing", "backward", "memory", 0, moved, 1, 8),
+    ):
+        yield times(kernel, mixed)
+
+
+def times(kernel: Kernel, part: float) -> Kernel:
+    """The kernel in this part of the layers."""
+    return replace(
+        kernel, flops=part * kernel.flops, bytes=part * kernel.bytes, launches=part * kernel.launches
+    )
 
 
 def casts(inputs: Number, outputs: Number, software: Software) -> Iterator[Kernel]:
@@ -128,7 +190,7 @@ def pointwise(config: ModelConfig, share: Share, software: Software) -> Iterator
     scale, tokens, width = software.precision.activation / 2, share.tokens, config.width
     stream = software.precision.stream / 2
     whole = share.tensor if software.sequence_parallel else 1
-    ratio = config.feed_forward_size / width * (1.5 if config.gated else 1.0)
+    ratio = width_of_feed_forward(config) / width * (1.5 if config.gated else 1.0)
     fused, activation = software.fused_norms, software.fused_activation
     bias, dropout = int(config.bias), int(software.dropout)
     kernels = 4 if fused else 4 + 4 * bias + 2 * dropout
@@ -178,9 +240,13 @@ def kept_bytes(config: ModelConfig, share: Share, software: Software) -> dict[st
     """
     size, tokens, width = software.precision.activation, share.tokens, config.width
     whole = share.tensor if software.sequence_parallel else 1
-    rows_stay = not software.layer_sums and not software.on_host  # our graphs keep what was gathered for products
+    rows_stay = (
+        not software.layer_sums and not software.on_host
+    )  # our graphs keep what was gathered for products
     heads, keys = config.heads / share.tensor, np.maximum(config.key_value_heads / share.tensor, 1)
     scores = share.rows * config.heads / share.tensor * share.length * share.length / share.context
+    # rows in the order of their experts, and their answers
+    routed = has_experts(config) * config.experts_per_token if isinstance(config, GPTConfig) else 0.0
     terms = {
         "norm inputs": 2.0 * software.precision.stream * tokens * width / whole,
         "norm outputs": 2.0 * size * tokens * width / (1 if rows_stay else whole),
@@ -188,9 +254,8 @@ def kept_bytes(config: ModelConfig, share: Share, software: Software) -> dict[st
         "attention output": 1.0 * size * tokens * heads * config.head_size,
         "feed-forward": size
         * tokens
-        * config.feed_forward_size
         / share.tensor
-        * (3.0 if config.gated else 2.0),
+        * (width_of_feed_forward(config) * (3.0 if config.gated else 2.0) + 2 * routed * width),
         "scores": 0.0 * tokens,
         "dropout masks": (2.0 if software.dropout else 0.0) * tokens * width / whole,
     }

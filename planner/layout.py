@@ -53,6 +53,7 @@ class Layout:
     schedule: Schedule = "1f1b"
     stages_per_process: int = 1
     layers_per_stage: tuple[int, ...] = ()  # () = as even as possible
+    expert: int = 1  # neighbouring data processes that share the experts; no factor of the world's product
 
     @property
     def world(self) -> int:
@@ -99,6 +100,8 @@ class Layout:
             parts.append(f"context {self.context}" + (f" ({self.sharding})" if self.data == 1 else ""))
         if self.tensor > 1:
             parts.append(f"tensor {self.tensor}")
+        if self.expert > 1:
+            parts.append(f"expert {self.expert}")
         return " x ".join(parts) or "one process"
 
     def stages_of(self, pipeline_rank: int) -> list[int]:
@@ -149,6 +152,7 @@ def layout_problems(
             *_tensor_rules(layout, config, sequence_length),
             *_context_rules(layout, config, sequence_length),
             *_data_rules(layout, rows, micro_rows),
+            *_expert_rules(layout, config),
             *_pipeline_rules(layout, config),
             *_micro_batch_rules(layout, rows, micro_rows),
         )
@@ -216,6 +220,16 @@ def _data_rules(layout: Layout, rows: int, micro_rows: int) -> Iterator[Rule]:
         text = f"{data} data processes cannot be {replicas} groups that shard among themselves"
         fix = 'a proper divisor of parallel.data, or parallel.sharding = "replicated"'
         yield data % replicas or data == replicas > 1, "replicas", text, fix
+
+
+def _expert_rules(layout: Layout, config: ModelConfig) -> Iterator[Rule]:
+    expert, experts = layout.expert, getattr(config, "experts", 0)
+    if expert == 1:
+        return
+    text = f"{experts} experts cannot be shared by {expert} processes"
+    yield expert < 1 or experts < expert or experts % expert, "expert", text, f"a divisor of {experts}"
+    text = f"{expert} processes that share experts are no part of {layout.data} data processes"
+    yield layout.data % max(expert, 1), "expert", text, f"a divisor of {layout.data}"
 
 
 def _pipeline_rules(layout: Layout, config: ModelConfig) -> Iterator[Rule]:

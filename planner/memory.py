@@ -15,7 +15,7 @@ from ..models.config import ModelConfig
 from .cost import targets
 from .kernels import Share, kept_bytes
 from .software import Precision, Software
-from .work import Layouts, Work, held_parameters, layers_on, owned_parameters
+from .work import Layouts, Work, held_parameters, layer_parameters, layers_on, owned_parameters
 
 Number = Any
 FRAGMENTATION = 0.04  # of the chip's memory that the allocator cannot give out
@@ -48,7 +48,8 @@ def activation_bytes(work: Work, layouts: Layouts, software: Software) -> dict[s
     Selective keeps all but the attention core (scores); full keeps the layer's input, which sequence parallelism
     divides.
     """
-    share = Share(layouts.micro_rows, work.length * work.fill, layouts.tensor, layouts.context)
+    length = work.length * work.fill
+    share = Share(layouts.micro_rows, length, layouts.tensor, layouts.context, layouts.expert)
     kept = kept_bytes(work.config, share, software)
     full, selective = layouts.recompute == 2, layouts.recompute == 1
     if (
@@ -88,7 +89,8 @@ def evaluation_bytes(work: Work, layouts: Layouts, software: Software) -> Number
 
 def largest_group(config: ModelConfig, layouts: Layouts) -> Number:
     """Parameters that are gathered, or moved by offload, at once: a layer's, or the token table."""
-    return np.maximum(config.block_parameters(), config.vocab_size * config.width) / layouts.tensor
+    experts, others = layer_parameters(config)
+    return np.maximum(experts + others, config.vocab_size * config.width) / layouts.tensor
 
 
 def state_terms(
@@ -119,7 +121,9 @@ def state_terms(
 
 def layer_at_work(work: Work, layouts: Layouts, software: Software) -> Number:
     """Bytes that a layer makes anew in its backward: all it keeps, or in selective recomputation its scores."""
-    none = Layouts(layouts.tensor, context=layouts.context, micro_rows=layouts.micro_rows)
+    none = Layouts(
+        layouts.tensor, context=layouts.context, micro_rows=layouts.micro_rows, expert=layouts.expert
+    )
     kept, number = activation_bytes(work, none, software), software.precision.activation
     again = np.where(layouts.recompute == 2, sum(kept.values()), 0.0)
     again = again + np.where(layouts.recompute == 1, kept["scores"], 0.0)
@@ -153,11 +157,15 @@ def device_terms(work: Work, layouts: Layouts, software: Software, place: int = 
     pipeline, -1 the last (with one stage they are the same).
     """
     config, numbers, alone = work.config, software.precision, layouts.pipeline == 1
-    held = held_parameters(config, layouts, place if layouts.split else None)
-    owned = held / layouts.shards
-    block = config.block_parameters() / layouts.tensor
-    rest = config.parameter_count() / layouts.tensor - config.layers * block
-    gathered, flying_rows = rest + software.gathered_blocks * block, work.rows / (layouts.data * layouts.micro_rows)
+    at = place if layouts.split else None
+    held, owned = held_parameters(config, layouts, at), owned_parameters(config, layouts, at)
+    experts, others = layer_parameters(config)
+    block = others / layouts.tensor + experts / layouts.expert
+    rest = (config.parameter_count() - config.layers * (experts + others)) / layouts.tensor
+    gathered, flying_rows = (
+        rest + software.gathered_blocks * block,
+        work.rows / (layouts.data * layouts.micro_rows),
+    )
     behind = layouts.pipeline - 1 - place if place >= 0 else 0
     flying = np.where(alone, 1.0, micro_batches_in_flight(work, layouts, software, behind))
     tokens = Share(layouts.micro_rows, work.length * work.fill, context=layouts.context).tokens
@@ -249,7 +257,7 @@ def host_terms(
     owned = np.where(offload, owned_parameters(config, layouts) if owned is None else owned, 0.0)
     master, alone = numbers.master or numbers.weight, layouts.world == 1
     summed = work.rows > layouts.data * layouts.micro_rows
-    block = config.block_parameters()
+    block = sum(layer_parameters(config))
     unit = np.where(offload, max(block, config.parameter_count() - config.layers * block), 0.0)
     return {
         "master weights": owned * master,

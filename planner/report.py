@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 from ..core.console import amount, table
+from ..models.config import GPTConfig, ModelConfig
 from .goodput import goodput, node_failures
 from .memory import MOMENTS, stage_memory
 from .run import Run, run_facts, run_lines, saves_of
@@ -41,7 +42,18 @@ def candidate_facts(search: Search, candidate: Candidate, run: Run) -> dict[str,
 def asked(search: Search) -> str:
     """What a plan is for, in a line."""
     work = search.work
-    return f"{search.world:,} chips of {search.cluster.name}; {work.rows:,} rows of {work.length:,} tokens a step"
+    text = f"{search.world:,} chips of {search.cluster.name}; {work.rows:,} rows of {work.length:,} tokens a step"
+    whole, active = work.config.parameter_count(), active_parameters(work.config)
+    return (
+        text
+        if active == whole
+        else f"{text}; {active / 1e9:.3g} of {whole / 1e9:.4g} billion parameters active"
+    )
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Those that a token goes through."""
+    return config.active_parameter_count() if isinstance(config, GPTConfig) else config.parameter_count()
 
 
 def ranked(found: Found, run: Run) -> tuple[dict[str, Any], list[str]]:
@@ -99,6 +111,7 @@ def search_facts(found: Found) -> dict[str, Any]:
         "rows": search.work.rows,
         "length": search.work.length,
         "parameters": search.work.config.parameter_count(),
+        "active_parameters": active_parameters(search.work.config),
         "legal": len(found.seconds),
         "fit": int(found.fits.sum()),
         "capacity_gib": found.capacity / 2**30,

@@ -6,6 +6,7 @@ shown. A test compares the two on random layouts.
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,12 +41,21 @@ class Candidate:
         here = self.layouts
         degrees = here.data, here.tensor, here.pipeline, here.context
         schedule: Schedule = "interleaved-1f1b" if here.turns > 1 else "1f1b"
-        return Layout(*degrees, SHARDINGS[here.sharding], schedule=schedule, stages_per_process=here.turns)
+        expert = math.gcd(here.expert, here.data)  # other programs' may count tensor ranks among them
+        turns = here.turns
+        sharding = SHARDINGS[here.sharding]
+        return Layout(*degrees, sharding, schedule=schedule, stages_per_process=turns, expert=expert)
 
     def describe(self) -> str:
         """One short line: degrees, rows of a micro-batch, and what is shared, recomputed or on the host."""
         here = self.layouts
-        names = (("T", here.tensor), ("P", here.pipeline), ("C", here.context), ("D", here.data))
+        names = (
+            ("T", here.tensor),
+            ("P", here.pipeline),
+            ("C", here.context),
+            ("D", here.data),
+            ("E", here.expert),
+        )
         words = [f"{short}{degree}" for short, degree in names if degree > 1] or ["one process"]
         words += [f"micro {here.micro_rows}"]
         words += [f"turns {here.turns}"] if here.turns > 1 else []
@@ -115,9 +125,15 @@ def enumerate_layouts(search: Search, refused: Counter[str] | None = None) -> La
         )
         offloads = [kind for kind in fixed.get("offload", (0,)) if pipeline == 1 or not kind]
         turns = fixed.get("turns") or turns_of(config.layers, pipeline)
+        shared = shared_experts(search, rest, tensor)
+        if fixed.get("expert") and not shared:
+            asked = dataclasses.replace(degrees, expert=fixed["expert"][0])
+            problems = layout_problems(asked, config, work.length, work.rows, 1)
+            refused.update(f"{problem.field}: {problem.text}" for problem in problems)
+            continue
         before = len(columns)
         columns += [
-            (tensor, pipeline, rest, context, rows, turn, sharding, recompute, offload)
+            (tensor, pipeline, rest, context, rows, turn, sharding, recompute, offload, expert)
             for rows in micro
             if per % rows == 0 and per // rows >= pipeline
             for turn in turns
@@ -126,6 +142,7 @@ def enumerate_layouts(search: Search, refused: Counter[str] | None = None) -> La
             for sharding in (fixed.get("sharding") or shardings)
             for recompute in (fixed.get("recompute") or recomputes)
             for offload in offloads
+            for expert in shared
         ]
         if len(columns) == before:
             text = (
@@ -136,6 +153,16 @@ def enumerate_layouts(search: Search, refused: Counter[str] | None = None) -> La
             ] += 1
     table = np.array(columns, dtype=np.int64).reshape(-1, len(AXES)).T
     return Layouts(*table)
+
+
+def shared_experts(search: Search, data: int, tensor: int) -> list[int]:
+    """Processes of a stage that may share the experts: those of the data axis, and in programs other than ours the
+    tensor ranks too. A dense model has 1.
+    """
+    experts = getattr(search.work.config, "experts", 0)
+    whole = data * (tensor if search.software.layer_sums else 1)
+    asked = search.fixed.get("expert") or (divisors(math.gcd(experts, whole)) if experts else [1])
+    return [n for n in asked if n == 1 or (experts and experts % n == 0 and whole % n == 0)]
 
 
 def turns_of(layers: int, pipeline: int) -> list[int]:
@@ -164,7 +191,7 @@ def find_layouts(search: Search, count: int = 8) -> Found:
         if len(best) == count or not fits[index]:
             break
         candidate = candidate_at(search, layouts.take(index))
-        axes = ("tensor", "pipeline", "context", "sharding", "offload")
+        axes = ("tensor", "pipeline", "context", "sharding", "offload", "expert")
         key = tuple(getattr(candidate.layouts, axis) for axis in axes)
         if key not in seen and not problems_of(search, candidate):
             best.append(candidate)
@@ -216,6 +243,9 @@ def neighbours(search: Search, best: Candidate) -> list[tuple[str, Candidate]]:
             if getattr(here, less) % 2 == 0:
                 change = {more: getattr(here, more) * 2, less: getattr(here, less) // 2}
                 steps.append((f"{more} x 2, {less} / 2", change))
+    for name, expert in (("expert x 2", 2 * here.expert), ("expert / 2", here.expert // 2)):
+        if expert in shared_experts(search, here.data, here.tensor):
+            steps.append((name, {"expert": expert}))
     steps += [("micro-batch x 2", {"micro_rows": here.micro_rows * 2})]
     steps += [("micro-batch / 2", {"micro_rows": here.micro_rows // 2})] if here.micro_rows > 1 else []
     for axis, words in (("recompute", RECOMPUTES), ("sharding", SHARDINGS if here.data > 1 else ())):

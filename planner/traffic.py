@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..models.config import BERTConfig, ModelConfig
+from ..models.config import BERTConfig, GPTConfig, ModelConfig
 from .layout import Layout
 from .software import Precision, Software, find_software
 from .tables import (
@@ -29,7 +29,7 @@ from .tables import (
     low_rank_pays,
     shard_specs,
 )
-from .work import SHARDINGS
+from .work import SHARDINGS, has_experts
 
 Number = Any  # of one layout, or an array over many
 
@@ -98,6 +98,7 @@ def traffic(config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank
     found = [
         *_tensor_traffic(config, layout, batch, pipeline_rank),
         *_context_traffic(config, layout, batch, pipeline_rank),
+        *_expert_traffic(config, layout, batch, pipeline_rank),
         *_pipeline_traffic(config, layout, batch, pipeline_rank),
         *_data_traffic(config, layout, batch, pipeline_rank),
     ]
@@ -209,6 +210,31 @@ def _tensor_traffic(
     ]
     calls = len(bucket_slices(partial))
     yield Traffic("tensor", "all-reduce", calls, sum(partial), "gradients of norms, biases and tables")
+
+
+def expert_sends(
+    config: ModelConfig, numbers: Precision, tokens: Number, tensor: Number, again: Number
+) -> tuple[Number, Number]:
+    """Calls and bytes of the exchanges of tokens with the processes that have their experts, in one mean layer and
+    micro-batch: rows there and answers back, as often in backward, and in a forward that is repeated. Each tensor rank
+    sends the rows of its part of the sequence, to every expert of a token once.
+    """
+    if not isinstance(config, GPTConfig) or not config.experts:
+        return 0.0, 0.0
+    calls = has_experts(config) * (4 + 2 * again)
+    return calls, calls * tokens / tensor * config.experts_per_token * config.width * numbers.sent
+
+
+def _expert_traffic(
+    config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
+) -> Iterator[Traffic]:
+    if layout.expert == 1:
+        return
+    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
+    tokens, again = batch.rows * batch.length // layout.context, int(batch.recompute == "full")
+    calls, size = expert_sends(config, batch.numbers, tokens, layout.tensor, again)
+    times = batch.micro_batches * layers
+    yield Traffic("expert", "all-to-all", round(times * calls), round(times * size), "rows of experts")
 
 
 def _context_traffic(

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ..models.config import ModelConfig
+from ..models.config import GPTConfig, ModelConfig
 from .layout import Layout, Sharding
 
 Number = Any
@@ -42,6 +42,7 @@ class Layouts:
     sharding: Number = 0
     recompute: Number = 0
     offload: Number = 0
+    expert: Number = 1  # processes of a stage that share the experts among themselves
     replicas: Number = 1  # hybrid sharding: groups of data processes that each hold a whole copy
     given: Layout | None = None  # of a recipe that says which layers each stage has; None: an even split
 
@@ -83,6 +84,7 @@ def layouts_of(layout: Layout, micro_rows: int, recompute: str, offload: bool) -
         SHARDINGS.index(layout.sharding),
         RECOMPUTES.index(recompute),
         int(offload),
+        layout.expert,
         1 if layout.sharding == "replicated" else layout.replicas,
         layout if layout.pipeline > 1 and layout.layers_per_stage else None,
     )
@@ -101,24 +103,49 @@ def layers_on(config: ModelConfig, layouts: Layouts) -> list[Number]:
     return [first, last]
 
 
-def owned_parameters(config: ModelConfig, layouts: Layouts) -> Number:
+def has_experts(config: ModelConfig) -> float:
+    """Share of the layers whose feed-forward is of experts."""
+    return config.expert_layers / config.layers if isinstance(config, GPTConfig) else 0.0
+
+
+def layer_parameters(config: ModelConfig) -> tuple[float, float]:
+    """Of the mean layer: the parameters of its experts that a token chooses among, and all others."""
+    experts = 0.0
+    if isinstance(config, GPTConfig) and config.experts:
+        each = config.feed_forward_parameters(config.expert_size)
+        experts = has_experts(config) * config.experts * each
+    return experts, config.block_parameters() + config.expert_parameters() / config.layers - experts
+
+
+def copies_of_experts(layouts: Layouts) -> Number:
+    """Processes of a stage that hold the same experts, and among which their optimizer is sharded."""
+    return np.maximum(layouts.data * layouts.context * layouts.tensor / layouts.expert, 1)
+
+
+def owned_parameters(config: ModelConfig, layouts: Layouts, place: int | None = None) -> Number:
     """Parameters whose optimizer numbers one process holds: its stage's, over tensor and the sharding."""
-    return held_parameters(config, layouts) / layouts.shards
+    held, shards = held_parameters(config, layouts, place), layouts.shards
+    if not (experts := layer_parameters(config)[0]):
+        return held / shards
+    experts = layers_on(config, layouts)[place or 0] * experts / layouts.expert
+    return (held - experts) / shards + experts / np.where(
+        shards > 1, np.minimum(shards, copies_of_experts(layouts)), 1
+    )
 
 
 def held_parameters(config: ModelConfig, layouts: Layouts, place: int | None = None) -> Number:
     """Parameters of the fullest process before sharding: its layers, and a token table at either end. With `place`
     those of one process, where a recipe says how the layers are split.
     """
-    rest = config.parameter_count() - config.layers * config.block_parameters()
+    experts, others = layer_parameters(config)
+    rest = config.parameter_count() - config.layers * (experts + others)
     ends = np.where(
         layouts.pipeline > 1, np.minimum(rest, config.vocab_size * config.width + rest % config.width), rest
     )
     first, last = layers_on(config, layouts)[0], len(layouts.split) - 1
-    block = config.block_parameters()
+    block = others / layouts.tensor + experts / layouts.expert
     if layouts.split:
-        held = [
-            layers * block + (ends if rank in (0, last) else 0.0) for rank, layers in enumerate(layouts.split)
-        ]
-        return (max(held) if place is None else held[place]) / layouts.tensor
-    return (first * block + ends) / layouts.tensor
+        edges = [(ends / layouts.tensor if rank in (0, last) else 0.0) for rank in range(last + 1)]
+        held = [layers * block + edge for layers, edge in zip(layouts.split, edges, strict=True)]
+        return max(held) if place is None else held[place]
+    return first * block + ends / layouts.tensor

@@ -86,7 +86,7 @@ def _case(table: str, row: dict[str, Any]) -> Case:
 
 def _phase(config: Any, row: dict[str, Any]) -> tuple[float, Work, Layouts]:
     work = Work(config, row["rows"], row["length"], row.get("predicted", 1.0), row.get("fill", 1.0))
-    names = ("tensor", "pipeline", "data", "context", "turns", "offload")
+    names = ("tensor", "pipeline", "data", "context", "turns", "offload", "expert")
     layouts = Layouts(
         **{name: row.get(name, int(name != "offload")) for name in names},
         micro_rows=row.get("micro_rows") or row["rows"] / row.get("data", 1),
