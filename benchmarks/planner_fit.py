@@ -138,7 +138,7 @@ def main() -> None:
             )
         )
         return
-    cases = [case for case in published_cases() if not case.left_out]
+    cases = [case for case in published_cases() if not case.left_out and not case.experts]
     halves = {
         "fitted": [case for case in cases if case.fitted],
         "left out": [c for c in cases if not c.fitted],

@@ -26,6 +26,7 @@ from ..planner.software import (
     on_processor,
     with_optimizer,
 )
+from ..planner.traffic import with_compression
 from ..planner.work import AXES, RECOMPUTES, SHARDINGS, Work
 
 if TYPE_CHECKING:
@@ -177,6 +178,8 @@ def make_search(gpus: int, options: dict[str, Any], on: str = "") -> "tuple[Sear
         software = dataclasses.replace(software, dropout=config.dropout > 0)
     if name := options["optimizer"] or (recipe and recipe.optimizer.name):
         software = with_optimizer(software, name, config)
+    if recipe is not None and software.name == "throughline":
+        software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
     measured = read_calibration() if cluster.key == "here" else {}
     if cluster.chip.key == "cpu":  # one processor and one memory, which all processes share
         price, priced = cluster.price_per_chip_hour, cluster.priced

@@ -349,7 +349,8 @@ class Step:
         held = held_parameters(config, layouts) - of_experts
         per_layer, per_rest, sums = data_passes(layouts.sharding, layouts.pipeline, micro_batches)
         weights = (per_layer * in_layers + per_rest * (held - in_layers)) * numbers.sent
-        gradients = sums * held * np.where(shards > 1, numbers.reduced, self.summed_number)
+        number = np.where(shards > 1, numbers.reduced, self.summed_number * software.gradient_share)
+        gradients = sums * held * number
         buckets = np.ceil(gradients / BUCKET_BYTES) if software.overlap_data else 1
         calls = sums * (layers + 1)
         near = shards, layouts.tensor
@@ -361,7 +362,7 @@ class Step:
         )
         if experts:  # their copies are fewer
             copies, sharded = copies_of_experts(layouts), shards > 1
-            moved, axis = sums * of_experts * numbers.reduced, (copies, layouts.expert, *machine)
+            moved, axis = sums * of_experts * number, (copies, layouts.expert, *machine)
             summed = summed + np.where(
                 sharded, gather(moved, *axis, calls), all_reduce(moved, *axis, buckets)
             )

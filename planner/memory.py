@@ -250,22 +250,22 @@ def host_terms(
     work: Work, layouts: Layouts, software: Software, owned: Number | None = None
 ) -> dict[str, Number]:
     """Bytes by term that offload keeps in the host's memory for one process, which updates `owned` parameters: 14 of
-    each (Ren et al. 2021, figure 1) and one block's fp32 gradients; with several micro-batches or processes those of
-    all blocks.
+    each (Ren et al. 2021, figure 1) and one block's fp32 gradients; those of all blocks for one process with several
+    micro-batches.
     """
     numbers, offload, config = software.precision, np.asarray(layouts.offload) > 0, work.config
     owned = np.where(offload, owned_parameters(config, layouts) if owned is None else owned, 0.0)
-    master, alone = numbers.master or numbers.weight, layouts.world == 1
-    summed = work.rows > layouts.data * layouts.micro_rows
+    master = numbers.master or numbers.weight
+    summed = (layouts.world == 1) & (work.rows > layouts.data * layouts.micro_rows)
     block = sum(layer_parameters(config))
-    unit = np.where(offload, max(block, config.parameter_count() - config.layers * block), 0.0)
+    unit = max(block, config.parameter_count() - config.layers * block) / layouts.tensor / layouts.shards
+    unit = np.where(offload, unit, 0.0)
     return {
         "master weights": owned * master,
         "optimizer": owned * numbers.moments,
-        "transfer buffers": np.where(alone, owned * numbers.activation, 0.0),
-        "gradient sums": np.where(alone & summed, owned * master, 0.0),
-        "host gradients": np.where(alone, 0.0, owned * master),
-        "update scratch": np.where(alone & ~summed & (numbers.master > 0), unit * master, 0.0),
+        "transfer buffers": owned * numbers.activation,
+        "gradient sums": np.where(summed, owned * master, 0.0),
+        "update scratch": np.where(~np.asarray(summed) & (numbers.master > 0), unit * master, 0.0),
     }
 
 

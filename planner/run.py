@@ -135,5 +135,7 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
         carbon = f", {facts['co2_kg'] / 1e3:,.3g} t of CO2" if facts["co2_kg"] is not None else ""
         lines += [f"energy of the machines: {facts['kwh'] / 1e3:,.3g} MWh{carbon}"]
     if facts["production"] != 1:
-        lines += [f"days are {facts['production']:g} times the benchmark's, as long runs were reported"]
+        lines += [
+            f"production: days are {facts['production']:g} times the benchmark's, as long runs were reported"
+        ]
     return lines

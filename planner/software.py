@@ -72,6 +72,7 @@ class Software:
     sequence_parallel: bool = False  # norms, dropout and residual divided by the tensor degree
     layer_sums: int = 4  # of a layer over the tensor axis; 0: what our engine sends (traffic.py)
     overlap_data: bool = True  # gradients are summed during backward
+    gradient_share: float = 1.0  # of the bytes of whole gradients, which copies send (compression)
     rows_once: bool = False  # a row for several experts of a node, or of a process, is sent there once
     overlap_tensor: bool = False  # part of the tensor axis' traffic hides behind products
     every_logit: bool = True  # BERT: logits for all positions, not for the masked ones alone

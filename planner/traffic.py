@@ -10,7 +10,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -293,6 +293,23 @@ def _data_traffic(
     yield Traffic("data", "reduce-scatter", calls, size, "gradients")
     if layout.replicas > 1:
         yield Traffic("data", "all-reduce", calls, size // layout.shards, "gradients of the copies")
+
+
+def with_compression(software: Software, config: ModelConfig, scheme: str, rank: int) -> Software:
+    """The program with compressed gradients, once their warm-up is over: copies send fewer bytes, keep what they did
+    not send, and read and write both once more.
+    """
+    if scheme == "none":
+        return software
+    numbers, parts = software.precision, list(shard_specs(config, Layout(data=2), Coordinates()))
+    sent = []
+    for name in (scheme, "none"):
+        batch = StepShape(1, 1, 1, 0, numbers.compute, scheme=name, rank=rank)
+        traffic = _copies_traffic(parts, 2, batch)  # an exchange and a gather are one sum
+        sent.append(sum(entry.bytes for entry in traffic if entry.kind != "all-to-all"))
+    kept = replace(numbers, residual=numbers.gradient)
+    moved = software.optimizer_bytes + 4 * numbers.gradient
+    return replace(software, precision=kept, gradient_share=sent[0] / sent[1], optimizer_bytes=moved)
 
 
 def _copies_traffic(parts: list[ShardSpec], copies: int, batch: StepShape) -> Iterator[Traffic]:

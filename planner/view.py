@@ -11,18 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from ..core.artifact import create_artifact
-from ..core.page import Bar, Chart, Part, page
+from ..core.page import Bar, Chart, Part, made_here, page
 from .actions import Action
 from .cost import Step
 from .goodput import SECONDS_PER_DAY
 from .memory import MOMENTS, stage_memory
 from .report import as_csv, asked, halvings, ranked_cells
-from .run import Run, run_seconds
+from .run import Run, run_lines, run_seconds
 from .schedule import Event, simulate
 from .search import Candidate, Found, band, find_layouts
 
 MOST_EVENTS = 4000  # drawn; a page with more is slow to open
 WIDTH = 900
+KEY = (
+    "T tensor, P pipeline, C context, D data, E expert: processes on each axis. micro: rows of a micro-batch. turns: "
+    "stages of each process. zero1, zero2, full: what data processes share of optimizer, gradients and weights. "
+    "recompute: what a backward computes again. offload: the optimizer on the host. MFU counts model FLOPs, HFU those "
+    "that are computed again too."
+)
 
 
 def write_plan(path: Path, found: Found, facts: dict[str, Any], run: Run) -> None:
@@ -104,15 +110,20 @@ def plan_page(
     parts = {name: value for name, value in best.parts.items() if value}
     note = (
         f"{asked(search)}; {facts['legal']:,} legal layouts, {facts['fit']:,} fit. "
-        f"Band: {band(search):.0%} either way, four predictions in five."
+        f"Band: {band(search):.0%} either way, four predictions in five. {made_here()}"
     )
+    price = search.cluster.price_per_chip_hour
+    whole = run_lines(facts["layouts"][0]["run"])
+    if whole and price:
+        whole += [f"price: {price:g} {search.cluster.currency} a chip and hour, {search.cluster.priced}"]
     fewest = f"Fewest chips that fit: {points[0][0]:,}." if points else ""
     header, cells = ranked_cells(facts["layouts"], search.cluster.currency)
     reasons = [(row["step"], row["reason"]) for row in facts["neighbours"]]
     return page(
         "Plan",
         [
-            Part("Layouts", header=header, rows=cells),
+            Part("Layouts", note=KEY, header=header, rows=cells),
+            Part("The whole run", items=[(line.split(": ")[0], line.split(": ", 1)[1]) for line in whole]),
             Part(
                 f"Step of {best.describe()}: {best.seconds:,.4g} s", bars=shares(parts, best.seconds, 1, "s")
             ),

@@ -39,7 +39,9 @@ def test_what_a_process_holds(seed: int) -> None:
     held = (GPT.layers // pipeline * layer + (rest if pipeline == 1 else table + rest % GPT.width)) / tensor
     shards = layout.shards
     alone = pipeline == 1
-    streamed = sharding == "full" and alone  # the shards are the masters; weights are there while they are gathered
+    streamed = (
+        sharding == "full" and alone
+    )  # the shards are the masters; weights are there while they are gathered
     assert terms["weights"] == pytest.approx(2 * held * (not streamed), rel=2e-3)
     scattered = sharding in ("zero2", "full") and alone
     assert terms["gradients"] == pytest.approx(4 * held / (shards if scattered else 1), rel=2e-3)
@@ -47,13 +49,18 @@ def test_what_a_process_holds(seed: int) -> None:
         12 * held / (1 if sharding == "replicated" else shards), rel=2e-3
     )
     assert terms["gathered weights"] == 2 * (rest + 2 * layer) / tensor * streamed
-    assert terms["reduced gradients"] == 4 * rest / tensor * (streamed and 64 > data * rows)
+    assert terms["reduced gradients"] == 4 * rest / tensor * (streamed and data * rows < 64)
     tokens = rows * 2048 / context
     flying = min(pipeline, 64 // (data * rows))
     of_a_token = GPT.width * (28 / tensor + 4)  # the inputs of the products stay as they were gathered
     assert terms["activations"] == GPT.layers / pipeline * flying * tokens * of_a_token
     assert terms["layer at work"] == terms["evaluated"] == 0
-    logits, sliced, done, worst = tokens * GPT.vocab_size / tensor, tokens * GPT.vocab_size / tensor > 2**27, 0, 0.0
+    logits, sliced, done, worst = (
+        tokens * GPT.vocab_size / tensor,
+        tokens * GPT.vocab_size / tensor > 2**27,
+        0,
+        0.0,
+    )
     while logits > 0:  # a slice in 16 bits and in fp32, then in 16 bits beside its gradient of the matrix
         part, done = min(logits, 2**27), done + 1
         worst = max(worst, 6 * part + 2 * (done - 1) * table / tensor)

@@ -31,6 +31,8 @@ def test_plan_is_an_artifact_to_look_at(tmp_path: Path, model: str, chips: int) 
     HTMLParser().feed(text)
     assert not re.search(r"(src|href)=|@import|url\(|<link", text)  # nothing is fetched
     assert "capacity" in text and "Days against chips" in text
+    for said in ("failures a day", "cost with spares", "energy of the machines", "T tensor, P pipeline"):
+        assert said in text
     rows = list(csv.DictReader((tmp_path / "plan" / "layouts.csv").open()))
     first = rows[0]
     parts = [float(value) for name, value in first.items() if name.startswith("seconds ")]
