@@ -51,7 +51,8 @@ def command(
     """
     from ..train.recipes.own_text import is_text, recipe_for_text
 
-    directory = Path(run_dir) if run_dir else Path("runs") / Path(recipe).stem
+    name = Path(recipe).name.removesuffix(".toml") if not is_text(recipe) else Path(recipe).stem
+    directory = Path(run_dir) if run_dir else Path("runs") / name
     if is_text(recipe):
         recipe, *given = recipe_for_text(recipe, directory, bool(init_from))
         overrides = (*given, *overrides)
