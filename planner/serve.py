@@ -188,6 +188,8 @@ def plan_service(
     A request waits at most for the batch before its own, so the 99th percentile is taken as two batches.
     Raises WrongUse on what the model or the card cannot do, when the model does not fit or no batch is fast enough.
     """
+    if getattr(config, "experts", 0):
+        raise WrongUse("an engine with experts is not planned yet", where="MODEL", fix="a dense preset")
     chip = cluster.chip
     precision = precision or rates_of(chip, "fp16")[0]
     length = length or min(128, config.sequence_length)

@@ -263,6 +263,8 @@ MODELS = (
     "gpt3-13b",
     "llama-8b",
     "llama-405b",
+    "mixtral-8x7b",
+    "olmoe-toy",
     "bert-large",
     "gpt-shakespeare",
     "bert-tiny",
@@ -278,6 +280,7 @@ AXES = st.fixed_dictionaries(
         "pipeline": st.sampled_from(["1", "2", "3", "8"]),
         "data": st.sampled_from(["1", "2", "7", "8"]),
         "context": st.sampled_from(["1", "2", "4"]),
+        "expert": st.sampled_from(["1", "2", "4", "16"]),
         "micro_rows": st.sampled_from(["1", "2", "3"]),
         "turns": st.sampled_from(["1", "2", "3"]),
         "sharding": st.sampled_from([*SHARDINGS, "z"]),
@@ -345,6 +348,8 @@ def test_random_requests_end_in_an_answer_or_an_error_of_ours(data: st.DataObjec
                     "turns": parallel["stages_per_process"],
                     "micro_rows": row["micro_batch_rows"],
                     "recompute": row["recompute"],
+                    "expert": row["expert"],
                     "offload": int(row["offload"]),
-                } | parallel
+                }
+                held = parallel | held
                 assert str(held[axis]) == value, (words, row)
