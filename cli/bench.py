@@ -10,7 +10,7 @@ import click
 from ..core import console
 from ..core.errors import WrongUse
 from ..core.files import write_atomic
-from .common import FLAG, PATH, Rows, backend_options, options, throughline_command
+from .common import PATH, backend_options, flag, option, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -28,17 +28,14 @@ def command() -> None:
     """
 
 
-LATENCY_OPTIONS: Rows = (
-    ("--seconds", None, "Seconds of measurement for each line of the table.", 1.0),
-    ("--every-backend", FLAG, "Measure every backend that runs the model here (default: the one that --backend "
-     "names)."),
-    ("--plot", PATH, "HTML file for medians and table (default: none)."),
-)  # fmt: skip
-
-
 @command.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path())
-@options(LATENCY_OPTIONS)
+@option("--seconds", None, "Seconds of measurement for each line of the table.", 1.0)
+@flag(
+    "--every-backend",
+    "Measure every backend that runs the model here (default: the one that --backend names).",
+)
+@option("--plot", PATH, "HTML file for medians and table (default: none).")
 @backend_options
 @throughline_command
 def latency(
@@ -67,27 +64,35 @@ def latency(
     console.result({"latency": rows, "verdicts": said}, [*console.table(*latency_lines(rows)), *said])
 
 
-SERVE_OPTIONS: Rows = (
-    ("--model", None, "Name of the model (default: the first that the server lists)."),
-    ("--endpoint", click.Choice(["completions", "embeddings"]), "Endpoint that is asked; completions are "
-     "streamed.", "completions"),
-    ("--clients", None, "Numbers of clients that ask at once, with one run for each.", "1,8,32"),
-    ("--requests count", click.IntRange(1), "Number of requests per run.", 200),
-    ("--input file", click.Path(exists=True, dir_okay=False, path_type=Path), "File with one request body a line, "
-     "sent in order and repeated (default: made from the seed)."),
-    ("--prompt-words", None, "Range of the number of words in a made prompt (default: 16-256, at most a quarter of "
-     "the model's context)."),
-    ("--max-tokens", None, "Range of the number of tokens to generate (default: 16-256, at most a quarter of the "
-     "model's context)."),
-    ("--seed", None, "Seed of the made requests.", 0),
-    ("--api-key-variable", None, "Environment variable that holds the API key.", "OPENAI_API_KEY"),
-    ("--plot", PATH, "HTML file for the curves over clients (default: none)."),
-)  # fmt: skip
-
-
 @command.command()
 @click.argument("url")
-@options(SERVE_OPTIONS)
+@option("--model", None, "Name of the model (default: the first that the server lists).")
+@option(
+    "--endpoint",
+    click.Choice(["completions", "embeddings"]),
+    "Endpoint that is asked; completions are streamed.",
+    "completions",
+)
+@option("--clients", None, "Numbers of clients that ask at once, with one run for each.", "1,8,32")
+@option("--requests count", click.IntRange(1), "Number of requests per run.", 200)
+@option(
+    "--input file",
+    click.Path(exists=True, dir_okay=False, path_type=Path),
+    "File with one request body a line, sent in order and repeated (default: made from the seed).",
+)
+@option(
+    "--prompt-words",
+    None,
+    "Range of the number of words in a made prompt (default: 16-256, at most a quarter of the model's context).",
+)
+@option(
+    "--max-tokens",
+    None,
+    "Range of the number of tokens to generate (default: 16-256, at most a quarter of the model's context).",
+)
+@option("--seed", None, "Seed of the made requests.", 0)
+@option("--api-key-variable", None, "Environment variable that holds the API key.", "OPENAI_API_KEY")
+@option("--plot", PATH, "HTML file for the curves over clients (default: none).")
 @throughline_command
 def serve(
     url: str,

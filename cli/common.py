@@ -44,24 +44,6 @@ def flag(names: str, text: str) -> Callable[[Any], Any]:
     return click.option(*names.split(), is_flag=True, help=text)
 
 
-FLAG = object()  # the type of an option that is given or not
-Rows = tuple[tuple[Any, ...], ...]  # names, type, help, and if need be default and further settings
-
-
-def options(rows: Rows) -> Callable[[Any], Any]:
-    """The options of a table, in its order."""
-
-    def put(function: Any) -> Any:
-        for names, kind, text, *given in reversed(rows):
-            more = given[1] if given[1:] else {}
-            function = (flag(names, text) if kind is FLAG else option(names, kind, text, *given[:1], **more))(
-                function
-            )
-        return function
-
-    return put
-
-
 class _Terminated(KeyboardInterrupt):
     """SIGTERM: it unwinds like Ctrl-C, half-written output is removed, with an exit code of its own."""
 

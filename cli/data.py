@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ..core import console
-from .common import FLAG, Rows, options, throughline_command
+from .common import flag, option, throughline_command
 from .data_options import found_in_text, is_given, out_options, read_options, size_of, text_options
 
 BACKENDS = ("auto", "gigatoken", "tokie", "char-numpy", "tokenizers")
@@ -17,20 +17,30 @@ def command() -> None:
     """Tokenizers and token stores: train, tokenise, inspect, deduplicate, export."""
 
 
-TOKENIZER_OPTIONS: Rows = (
-    ("--type kind", click.Choice(["bpe", "wordpiece", "char", "import"]), "Type of tokenizer to train. With "
-     "`import`, INPUTS is a GPT-2 or BERT vocabulary or a tokenizer.json.", "bpe"),
-    ("--vocab-size", click.IntRange(3), "Number of entries in the vocabulary, special tokens included.", 32000),
-    ("--cased/--uncased", None, "For WordPiece: keep capitals and accents (default: uncased; an import keeps its own "
-     "setting).", None),
-    ("--sample-bytes", None, "Maximum size of the text to train on. A larger input is sampled "
-     "evenly.", "1G", {"callback": size_of}),
-)  # fmt: skip
-
-
 @command.command()
 @text_options
-@options(TOKENIZER_OPTIONS)
+@option(
+    "--type kind",
+    click.Choice(["bpe", "wordpiece", "char", "import"]),
+    "Type of tokenizer to train. With `import`, INPUTS is a GPT-2 or BERT vocabulary or a tokenizer.json.",
+    "bpe",
+)
+@option(
+    "--vocab-size", click.IntRange(3), "Number of entries in the vocabulary, special tokens included.", 32000
+)
+@option(
+    "--cased/--uncased",
+    None,
+    "For WordPiece: keep capitals and accents (default: uncased; an import keeps its own setting).",
+    None,
+)
+@option(
+    "--sample-bytes",
+    None,
+    "Maximum size of the text to train on. A larger input is sampled evenly.",
+    "1G",
+    callback=size_of,
+)
 @out_options
 @throughline_command
 def tokenizer(
@@ -95,26 +105,39 @@ def tokenizer(
     console.result({"path": out, **made.facts(), "counts": facts["counts"]}, lines)
 
 
-TOKENIZE_OPTIONS: Rows = (
-    ("--tokenizer tokenizer_path", None, "Path of the tokenizer: an artifact, a model directory or a "
-     "tokenizer.json.", ..., {"required": True}),
-    ("--eos/--no-eos append_eos", None, "End every document with the end-of-text token (default: yes when the "
-     "tokenizer has one).", None),
-    ("--sentences", FLAG, "Store every sentence as a sequence of its own, as the sentence pairs of a BERT need."),
-    ("--workers", click.IntRange(1), "Number of worker processes (default: one per core)."),
-    ("--backend", click.Choice(BACKENDS), "Library that encodes. All of them give the same tokens.", "auto"),
-    ("--executor", click.Choice(["local", "ray"]), "Where the tasks run: on this machine or on a Ray "
-     "cluster.", "local"),
-    ("--shard-bytes", None, "Size of the input of one shard, for example 64M (default: 1/64 of the input, 8 MiB to "
-     "256 MiB).", ..., {"callback": size_of}),
-    ("--task-index", click.IntRange(0), "Number of this process in a job array, counted from 0."),
-    ("--task-count", click.IntRange(1), "Number of processes in the job array."),
-)  # fmt: skip
-
-
 @command.command()
 @text_options
-@options(TOKENIZE_OPTIONS)
+@option(
+    "--tokenizer tokenizer_path",
+    None,
+    "Path of the tokenizer: an artifact, a model directory or a tokenizer.json.",
+    required=True,
+)
+@option(
+    "--eos/--no-eos append_eos",
+    None,
+    "End every document with the end-of-text token (default: yes when the tokenizer has one).",
+    None,
+)
+@flag("--sentences", "Store every sentence as a sequence of its own, as the sentence pairs of a BERT need.")
+@option("--workers", click.IntRange(1), "Number of worker processes (default: one per core).")
+@option(
+    "--backend", click.Choice(BACKENDS), "Library that encodes. All of them give the same tokens.", "auto"
+)
+@option(
+    "--executor",
+    click.Choice(["local", "ray"]),
+    "Where the tasks run: on this machine or on a Ray cluster.",
+    "local",
+)
+@option(
+    "--shard-bytes",
+    None,
+    "Size of the input of one shard, for example 64M (default: 1/64 of the input, 8 MiB to 256 MiB).",
+    callback=size_of,
+)
+@option("--task-index", click.IntRange(0), "Number of this process in a job array, counted from 0.")
+@option("--task-count", click.IntRange(1), "Number of processes in the job array.")
 @out_options
 @throughline_command
 def tokenize(
@@ -180,17 +203,12 @@ def tokenize(
     console.result({"path": out, "complete": True, "hash": manifest.hash, **flat}, lines)
 
 
-INSPECT_OPTIONS: Rows = (
-    ("--samples", click.IntRange(0), "Number of sample documents to show.", 3),
-    ("--top", click.IntRange(0), "Number of repeated documents to show.", 3),
-    ("--tokenizer tokenizer_path", None, "Path of the tokenizer of a store that another program wrote."),
-    ("--html", click.Path(), "File to write the same facts to, as a page."),
-)  # fmt: skip
-
-
 @command.command()
 @click.argument("store")
-@options(INSPECT_OPTIONS)
+@option("--samples", click.IntRange(0), "Number of sample documents to show.", 3)
+@option("--top", click.IntRange(0), "Number of repeated documents to show.", 3)
+@option("--tokenizer tokenizer_path", None, "Path of the tokenizer of a store that another program wrote.")
+@option("--html", click.Path(), "File to write the same facts to, as a page.")
 @throughline_command
 def inspect(store: str, samples: int, top: int, tokenizer_path: str | None, html: str | None) -> None:
     """Show what is in a token store.
@@ -220,18 +238,18 @@ def inspect(store: str, samples: int, top: int, tokenizer_path: str | None, html
     console.result({"path": store, **found}, lines)
 
 
-EXPORT_OPTIONS: Rows = (
-    ("--to target", click.Choice(["nanogpt", "olmo", "llmc", "parquet"]), "Layout to "
-     "write.", ..., {"required": True}),
-    ("--val-fraction", click.FloatRange(0, 0.5), "For nanogpt: share of the tokens, from the end, that goes to "
-     "val.bin.", 0.0),
-    ("--out", None, "Directory to write.", ..., {"required": True}),
-)  # fmt: skip
-
-
 @command.command()
 @click.argument("store")
-@options(EXPORT_OPTIONS)
+@option(
+    "--to target", click.Choice(["nanogpt", "olmo", "llmc", "parquet"]), "Layout to write.", required=True
+)
+@option(
+    "--val-fraction",
+    click.FloatRange(0, 0.5),
+    "For nanogpt: share of the tokens, from the end, that goes to val.bin.",
+    0.0,
+)
+@option("--out", None, "Directory to write.", required=True)
 @throughline_command
 def export(store: str, target: str, val_fraction: float, out: str) -> None:
     """Write a token store in another trainer's layout.
@@ -247,17 +265,15 @@ def export(store: str, target: str, val_fraction: float, out: str) -> None:
     console.result({"path": out, "files": [file.name for file in files]}, [str(file) for file in files])
 
 
-DEDUP_OPTIONS: Rows = (
-    ("--near", FLAG, "Remove near duplicates too, by MinHash over word 5-grams."),
-    ("--dry-run", FLAG, "Count the duplicates and write nothing."),
-    ("--out", None, "Directory for the records that stay, as .jsonl.zst with all their fields. Not needed with "
-     "--dry-run."),
-)  # fmt: skip
-
-
 @command.command()
 @text_options
-@options(DEDUP_OPTIONS)
+@flag("--near", "Remove near duplicates too, by MinHash over word 5-grams.")
+@flag("--dry-run", "Count the duplicates and write nothing.")
+@option(
+    "--out",
+    None,
+    "Directory for the records that stay, as .jsonl.zst with all their fields. Not needed with --dry-run.",
+)
 @throughline_command
 def dedup(
     inputs: tuple[str, ...], near: bool, dry_run: bool, out: str | None, max_replaced: float, **text: Any

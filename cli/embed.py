@@ -9,7 +9,7 @@ import click
 from ..core import console
 from ..core.errors import Failed, WrongUse
 from ..core.files import full_disk, json_lines, write_atomic
-from .common import FLAG, Rows, backend_options, options, read_stdin, throughline_command
+from .common import backend_options, flag, option, read_stdin, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -18,21 +18,23 @@ FORMS = (".jsonl", ".npy", ".parquet")  # of --out
 RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # files of records, each with a text
 
 
-OPTIONS: Rows = (
-    ("--out", click.Path(), "File to write: .jsonl, .npy (the vectors alone) or .parquet (default: JSON lines on "
-     "standard output)."),
-    ("--truncate", FLAG, "Embed the beginning of texts that are longer than the model's context (default: refuse "
-     "them)."),
-    ("--chunk", FLAG, "Cut longer texts of a file of records into overlapping rows."),
-    ("--prompt", None, "Text before every text, or the name of one of the model's (default: the model's own)."),
-    ("--field", None, "Field or column of a file of records that holds the text.", "text"),
-)  # fmt: skip
-
-
 @click.command()
 @click.argument("path", type=click.Path())
 @click.argument("file", type=click.Path())
-@options(OPTIONS)
+@option(
+    "--out",
+    click.Path(),
+    "File to write: .jsonl, .npy (the vectors alone) or .parquet (default: JSON lines on standard output).",
+)
+@flag(
+    "--truncate",
+    "Embed the beginning of texts that are longer than the model's context (default: refuse them).",
+)
+@flag("--chunk", "Cut longer texts of a file of records into overlapping rows.")
+@option(
+    "--prompt", None, "Text before every text, or the name of one of the model's (default: the model's own)."
+)
+@option("--field", None, "Field or column of a file of records that holds the text.", "text")
 @backend_options
 @throughline_command
 def command(

@@ -6,49 +6,79 @@ from typing import Any
 import click
 
 from ..core import console
-from .common import FLAG, PATH, Rows, device_option, dtype_option, options, throughline_command
-
-WHAT: Rows = (
-    ("--tasks", None, "Names of tasks or groups, or task files, separated by commas; see --list. "
-     "Repeatable.", ..., {"multiple": True}),
-    ("--list listing", FLAG, "List the tasks and the files they look for."),
-    ("--data-dir", PATH, "Directory that holds the tasks' files. Neither the shipped samples nor the network are "
-     "then used."),
-    ("--limit", click.IntRange(min=1), "Maximum number of records per task (default: all)."),
-    ("--shots --num-fewshot shots", click.IntRange(min=0), "Number of solved examples before each question.", 0),
-    ("--seed", int, "Seed of the draw of the solved examples.", 0),
-)  # fmt: skip
-
-
-HOW: Rows = (
-    ("--bos/--no-bos --add-bos/--no-add-bos bos", None, "Put the BOS token before every text (default: as the "
-     "tokenizer's file says).", None),
-    ("--window --max-length window", click.IntRange(min=2), "Maximum number of tokens in an input (default: the "
-     "model's context)."),
-    ("--batch-tokens", click.IntRange(min=1), "Number of tokens in a batch. It bounds memory and changes no score."),
-    ("--pll", click.Choice(["within_word_l2r", "original"]), "For a BERT: which tokens of a word are masked while "
-     "one of them is scored.", "within_word_l2r"),
-    ("--overlong", click.Choice(["truncate", "error", "skip"]), "What to do with a record whose context is longer "
-     "than the model's: cut it on its left and count it, stop with an error, or leave it out and count "
-     "it.", "truncate"),
-    ("--all-checkpoints", FLAG, "Evaluate every checkpoint of the run and plot the scores against the steps."),
-    ("--against", click.Path(), "Path of another form of the same model, scored too. Token probabilities that differ "
-     "by more than --bound are an error."),
-    ("--bound", click.FloatRange(min=0), "Largest difference of a token's log-probability that --against accepts, in "
-     "nats.", 1e-3),
-    ("--contamination", click.Path(), "Path of a token store. Scores are reported with and without the records found "
-     "in it."),
-    ("--out", PATH, "Directory of the scores (default: PATH.scores)."),
-    ("--fresh", FLAG, "Discard the stored answers to these questions of this model and ask again."),
-)  # fmt: skip
+from .common import PATH, device_option, dtype_option, flag, option, throughline_command
 
 
 @click.command()
 @click.argument("path", type=click.Path(), required=False)
-@options(WHAT)
+@option(
+    "--tasks",
+    None,
+    "Names of tasks or groups, or task files, separated by commas; see --list. Repeatable.",
+    multiple=True,
+)
+@flag("--list listing", "List the tasks and the files they look for.")
+@option(
+    "--data-dir",
+    PATH,
+    "Directory that holds the tasks' files. Neither the shipped samples nor the network are then used.",
+)
+@option("--limit", click.IntRange(min=1), "Maximum number of records per task (default: all).")
+@option(
+    "--shots --num-fewshot shots", click.IntRange(min=0), "Number of solved examples before each question.", 0
+)
+@option("--seed", int, "Seed of the draw of the solved examples.", 0)
 @device_option
 @dtype_option
-@options(HOW)
+@option(
+    "--bos/--no-bos --add-bos/--no-add-bos bos",
+    None,
+    "Put the BOS token before every text (default: as the tokenizer's file says).",
+    None,
+)
+@option(
+    "--window --max-length window",
+    click.IntRange(min=2),
+    "Maximum number of tokens in an input (default: the model's context).",
+)
+@option(
+    "--batch-tokens",
+    click.IntRange(min=1),
+    "Number of tokens in a batch. It bounds memory and changes no score.",
+)
+@option(
+    "--pll",
+    click.Choice(["within_word_l2r", "original"]),
+    "For a BERT: which tokens of a word are masked while one of them is scored.",
+    "within_word_l2r",
+)
+@option(
+    "--overlong",
+    click.Choice(["truncate", "error", "skip"]),
+    "What to do with a record whose context is longer than the model's: cut it on its left and count it, "
+    "stop with an error, or leave it out and count it.",
+    "truncate",
+)
+@flag("--all-checkpoints", "Evaluate every checkpoint of the run and plot the scores against the steps.")
+@option(
+    "--against",
+    click.Path(),
+    "Path of another form of the same model, scored too. Token probabilities that differ by more than "
+    "--bound are an error.",
+)
+@option(
+    "--bound",
+    click.FloatRange(min=0),
+    "Largest difference of a token's log-probability that --against accepts, in nats.",
+    1e-3,
+)
+@option(
+    "--contamination",
+    click.Path(),
+    "Path of a token store. Scores are reported with and without the records found in it.",
+)
+@option("--out", PATH, "Directory of the scores (default: PATH.scores).")
+@flag("--fresh", "Discard the stored answers to these questions of this model and ask again.")
 @throughline_command
 def command(
     path: str | None, tasks: tuple[str, ...], listing: bool, all_checkpoints: bool, **given: Any

@@ -9,7 +9,7 @@ import click
 from ..core import console
 from ..core.errors import WrongUse
 from ..inference.graphs.graph_options import OPSETS, GraphOptions, Names, Outputs, Pooling, Precision
-from .common import FLAG, PATH, Rows, options, throughline_command
+from .common import PATH, flag, option, throughline_command
 
 _JUDGED = "precision text tasks limit bench device"
 _ENGINE = f"{_JUDGED} calibration pooling batches lengths"
@@ -25,41 +25,68 @@ USED = {  # of the options below by each target; another one that is given is re
 PRECISIONS = {"huggingface": ("fp32", "fp16", "bf16"), "gguf": ("fp32", "fp16", "int8", "int4")}
 
 
-OPTIONS: Rows = (
-    ("--to target", click.Choice(tuple(USED)), "What to write.", ..., {"required": True}),
-    ("--out", click.Path(), "Directory to write.", ..., {"required": True}),
-    ("--overwrite", FLAG, "Replace the artifact that is already at --out."),
-    ("--precision", click.Choice((*get_args(Precision), "bf16")), "Precision of the products; norms, softmax and "
-     "outputs stay fp32. int8 and int4 need --text; in GGUF they are q8_0 and q4_0. (default: fp32, of an engine "
-     "fp16, for Hugging Face as the model was trained)"),
-    ("--for --variant variant", click.Choice(("portable", "cpu", "onnxruntime", "cuda", "tensorrt")), "What the ONNX "
-     "graph is written for: portable has standard operators alone, cpu (or onnxruntime) those of ONNX Runtime's CPU, "
-     "cuda those that it has CUDA kernels for.", "portable"),
-    ("--opset", click.IntRange(OPSETS[0], OPSETS[-1]), "ONNX opset; below 24 the cache, below 23 attention is "
-     "written in older operators. (default: 24, and 17 under optimum's names and for Triton, whose containers lag)"),
-    ("--names", click.Choice(get_args(Names)), "Names of inputs and outputs; optimum: as optimum and "
-     "onnxruntime-genai look for them.", "throughline"),
-    ("--pooling", click.Choice(get_args(Pooling)), "How a BERT's sentence embedding is made of its tokens (default: "
-     "as the directory's modules.json says, else the mean)."),
-    ("--outputs", click.Choice(get_args(Outputs)), "Outputs of a BERT's graph: all, or embedding, without the logits "
-     "of its heads (default: all; of a pretrained BERT for Triton embedding)."),
-    ("--text", click.Path(), "Plain text that the export is judged on; int8 is calibrated on half of it."),
-    ("--calibration", click.Path(), "Calibration artifact, instead of one made from --text."),
-    ("--capability", None, "Compute capability that --to tensorrt-rtx compiles for; TensorRT builds for the GPU that "
-     "is there.", "7.5"),
-    ("--batches", None, "Batch sizes that an engine is built for, separated by commas.", "1,8"),
-    ("--lengths", None, "Lengths in tokens that an engine is built for, separated by commas.", "128,512"),
-    ("--timing-cache", PATH, "File of TensorRT's kernel timings, read and written."),
-    ("--tasks", None, "Tasks whose scores may not fall, as in `throughline eval --tasks`."),
-    ("--limit", click.IntRange(1), "Maximum number of records per task (default: all)."),
-    ("--bench/--no-bench", None, "Measure latency.", True),
-    ("--device", None, "Device of the comparison with torch and of the latency table: cpu, cuda or cuda:N.", "cpu"),
-)  # fmt: skip
-
-
 @click.command()
 @click.argument("path", type=click.Path())
-@options(OPTIONS)
+@option("--to target", click.Choice(tuple(USED)), "What to write.", required=True)
+@option("--out", click.Path(), "Directory to write.", required=True)
+@flag("--overwrite", "Replace the artifact that is already at --out.")
+@option(
+    "--precision",
+    click.Choice((*get_args(Precision), "bf16")),
+    "Precision of the products; norms, softmax and outputs stay fp32. int8 and int4 need --text; "
+    "in GGUF they are q8_0 and q4_0. (default: fp32, of an engine fp16, for Hugging Face as the model was trained)",
+)
+@option(
+    "--for --variant variant",
+    click.Choice(("portable", "cpu", "onnxruntime", "cuda", "tensorrt")),
+    "What the ONNX graph is written for: portable has standard operators alone, cpu (or onnxruntime) those of "
+    "ONNX Runtime's CPU, cuda those that it has CUDA kernels for.",
+    "portable",
+)
+@option(
+    "--opset",
+    click.IntRange(OPSETS[0], OPSETS[-1]),
+    "ONNX opset; below 24 the cache, below 23 attention is written in older operators. (default: 24, and 17 under "
+    "optimum's names and for Triton, whose containers lag)",
+)
+@option(
+    "--names",
+    click.Choice(get_args(Names)),
+    "Names of inputs and outputs; optimum: as optimum and onnxruntime-genai look for them.",
+    "throughline",
+)
+@option(
+    "--pooling",
+    click.Choice(get_args(Pooling)),
+    "How a BERT's sentence embedding is made of its tokens (default: as the directory's modules.json says, else "
+    "the mean).",
+)
+@option(
+    "--outputs",
+    click.Choice(get_args(Outputs)),
+    "Outputs of a BERT's graph: all, or embedding, without the logits of its heads (default: all; of a pretrained "
+    "BERT for Triton embedding).",
+)
+@option("--text", click.Path(), "Plain text that the export is judged on; int8 is calibrated on half of it.")
+@option("--calibration", click.Path(), "Calibration artifact, instead of one made from --text.")
+@option(
+    "--capability",
+    None,
+    "Compute capability that --to tensorrt-rtx compiles for; TensorRT builds for the GPU that is there.",
+    "7.5",
+)
+@option("--batches", None, "Batch sizes that an engine is built for, separated by commas.", "1,8")
+@option("--lengths", None, "Lengths in tokens that an engine is built for, separated by commas.", "128,512")
+@option("--timing-cache", PATH, "File of TensorRT's kernel timings, read and written.")
+@option("--tasks", None, "Tasks whose scores may not fall, as in `throughline eval --tasks`.")
+@option("--limit", click.IntRange(1), "Maximum number of records per task (default: all).")
+@option("--bench/--no-bench", None, "Measure latency.", True)
+@option(
+    "--device",
+    None,
+    "Device of the comparison with torch and of the latency table: cpu, cuda or cuda:N.",
+    "cpu",
+)
 @throughline_command
 def command(
     path: str, target: str, out: str, overwrite: bool, tasks: str | None, limit: int | None, **given: Any

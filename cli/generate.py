@@ -7,31 +7,31 @@ import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from .common import PATH, Rows, backend_options, options, read_stdin, throughline_command
+from .common import PATH, backend_options, option, read_stdin, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
 
 
-OPTIONS: Rows = (
-    ("--prompt", None, "Text to continue (default: standard input)."),
-    ("--max-tokens", click.IntRange(1), "Maximum number of new tokens.", 100),
-    ("--temperature", None, "Temperature of the draw. 0 always takes the most probable token.", 0.8),
-    ("--top-k", None, "Number of most probable tokens to draw from. 0 means all.", 0),
-    ("--top-p", None, "Draw from the most probable tokens that together have this probability.", 1.0),
-    ("--min-p", None, "Draw from tokens at least this many times as probable as the best one.", 0.0),
-    ("--repetition-penalty", None, "Factor by which tokens seen before become less likely. 1 changes nothing.", 1.0),
-    ("--seed", click.IntRange(0), "Seed of the draw (default: a new one each time)."),
-    ("--stop", None, "Text before which the answer ends (default: none). Repeatable.", ..., {"multiple": True}),
-    ("--samples", click.IntRange(1, 256), "Number of continuations.", 1),
-    ("--out", PATH, "File to write the answers to; needed with FILE."),
-)  # fmt: skip
-
-
 @click.command()
 @click.argument("path", type=click.Path())
 @click.argument("file", type=PATH, required=False)
-@options(OPTIONS)
+@option("--prompt", None, "Text to continue (default: standard input).")
+@option("--max-tokens", click.IntRange(1), "Maximum number of new tokens.", 100)
+@option("--temperature", None, "Temperature of the draw. 0 always takes the most probable token.", 0.8)
+@option("--top-k", None, "Number of most probable tokens to draw from. 0 means all.", 0)
+@option("--top-p", None, "Draw from the most probable tokens that together have this probability.", 1.0)
+@option("--min-p", None, "Draw from tokens at least this many times as probable as the best one.", 0.0)
+@option(
+    "--repetition-penalty",
+    None,
+    "Factor by which tokens seen before become less likely. 1 changes nothing.",
+    1.0,
+)
+@option("--seed", click.IntRange(0), "Seed of the draw (default: a new one each time).")
+@option("--stop", None, "Text before which the answer ends (default: none). Repeatable.", multiple=True)
+@option("--samples", click.IntRange(1, 256), "Number of continuations.", 1)
+@option("--out", PATH, "File to write the answers to; needed with FILE.")
 @backend_options
 @throughline_command
 def command(

@@ -11,7 +11,7 @@ import click
 
 from ..core import console
 from ..core.errors import WrongUse
-from .common import Rows, options, pretraining_recipe, throughline_command, with_weights
+from .common import option, pretraining_recipe, throughline_command, with_weights
 
 LAUNCHED = (
     "train RECIPE, finetune RECIPE, study RECIPE, eval PATH, data tokenize INPUTS..., serve (for Kubernetes), "
@@ -22,18 +22,18 @@ Launched = tuple[int, str, str | None, str, bool]
 ARRAY_MACHINES = 8  # of 8 processes: the 64 shards of a corpus up to 16 GiB
 
 
-OPTIONS: Rows = (
-    ("--nproc", click.IntRange(1), "Number of processes (default: as many as the recipe's layout needs)."),
-    ("--emit", click.Choice(["torchrun", "slurm", "kubernetes"]), "Print a job file of this kind instead of running "
-     "the command."),
-    ("--per-machine", click.IntRange(1), "Number of processes on each machine in the job file of --emit.", 8),
-    ("--image", None, "Container image in the job file of --emit kubernetes.", "throughline:latest"),
-    ("--restarts", click.IntRange(0), "Maximum number of restarts in a row after a process was lost.", 3),
-)  # fmt: skip
-
-
 @click.command(context_settings={"ignore_unknown_options": True})
-@options(OPTIONS)
+@option("--nproc", click.IntRange(1), "Number of processes (default: as many as the recipe's layout needs).")
+@option(
+    "--emit",
+    click.Choice(["torchrun", "slurm", "kubernetes"]),
+    "Print a job file of this kind instead of running the command.",
+)
+@option(
+    "--per-machine", click.IntRange(1), "Number of processes on each machine in the job file of --emit.", 8
+)
+@option("--image", None, "Container image in the job file of --emit kubernetes.", "throughline:latest")
+@option("--restarts", click.IntRange(0), "Maximum number of restarts in a row after a process was lost.", 3)
 @click.argument("arguments", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 @throughline_command
 def command(

@@ -7,7 +7,7 @@ import click
 
 from ..core import console
 from ..core.recipe import describe, dump_toml, find_recipe, load_recipe, shipped_recipes
-from .common import PATH, Rows, options, recipe_options, throughline_command
+from .common import PATH, option, recipe_options, throughline_command
 
 
 @click.group()
@@ -80,21 +80,22 @@ def check(recipe: str, overrides: tuple[str, ...]) -> None:
     console.result({"recipe": resolved.model_dump(mode="json")}, text.splitlines())
 
 
-NEW_OPTIONS: Rows = (
-    ("--model", None, "Name of a model shape, for example gpt2-124m (asked for on a terminal)."),
-    ("--data", None, "Token store to train on (asked for on a terminal)."),
-    ("--machine", None, "Kind of device or cluster, for example a100-80gb, aws-p4d.24xlarge or cpu (asked for on a "
-     "terminal)."),
-    ("--gpus", click.IntRange(min=1), "Number of devices (default: 1; asked for on a terminal)."),
-    ("--tokens", click.FloatRange(min=1), "Number of tokens to train on (default: 20 a parameter)."),
-    ("--from init_from", click.Path(), "Weights to train on, instead of --model: a Hugging Face directory, a run or "
-     "a checkpoint."),
-    ("--out", PATH, "File to write, ending in .toml.", ..., {"required": True}),
-)  # fmt: skip
-
-
 @command.command()
-@options(NEW_OPTIONS)
+@option("--model", None, "Name of a model shape, for example gpt2-124m (asked for on a terminal).")
+@option("--data", None, "Token store to train on (asked for on a terminal).")
+@option(
+    "--machine",
+    None,
+    "Kind of device or cluster, for example a100-80gb, aws-p4d.24xlarge or cpu (asked for on a terminal).",
+)
+@option("--gpus", click.IntRange(min=1), "Number of devices (default: 1; asked for on a terminal).")
+@option("--tokens", click.FloatRange(min=1), "Number of tokens to train on (default: 20 a parameter).")
+@option(
+    "--from init_from",
+    click.Path(),
+    "Weights to train on, instead of --model: a Hugging Face directory, a run or a checkpoint.",
+)
+@option("--out", PATH, "File to write, ending in .toml.", required=True)
 @throughline_command
 def new(
     model: str | None,

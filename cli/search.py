@@ -7,24 +7,21 @@ from typing import TYPE_CHECKING
 import click
 
 from ..core import console
-from .common import PATH, Rows, backend_options, options, throughline_command
+from .common import PATH, backend_options, option, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
 
 
-OPTIONS: Rows = (
-    ("--model", click.Path(), "BERT whose embeddings are searched too (default: words alone)."),
-    ("--split", None, "Split of the folder's qrels that is asked.", "test"),
-    ("--weight", click.FloatRange(0, 1), "Share of the embeddings in the score of both.", 0.2),
-    ("--query-prompt", None, "Prompt before every query, as `embed --prompt` takes it (default: the model's)."),
-    ("--prompt", None, "Prompt before every document (default: the model's)."),
-)  # fmt: skip
-
-
 @click.command()
 @click.argument("folder", type=PATH)
-@options(OPTIONS)
+@option("--model", click.Path(), "BERT whose embeddings are searched too (default: words alone).")
+@option("--split", None, "Split of the folder's qrels that is asked.", "test")
+@option("--weight", click.FloatRange(0, 1), "Share of the embeddings in the score of both.", 0.2)
+@option(
+    "--query-prompt", None, "Prompt before every query, as `embed --prompt` takes it (default: the model's)."
+)
+@option("--prompt", None, "Prompt before every document (default: the model's).")
 @backend_options
 @throughline_command
 def command(

@@ -10,7 +10,7 @@ import click
 from click import FloatRange, IntRange
 
 from ..core.errors import WrongUse
-from .common import FLAG, PATH, Rows, backend_options, option, options, throughline_command
+from .common import PATH, backend_options, flag, option, throughline_command
 
 if TYPE_CHECKING:
     from ..core.backend import BackendOptions
@@ -42,20 +42,6 @@ def _limits(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-OPTIONS: Rows = (
-    ("--share-prefixes", FLAG, "Let prompts of different keys begin with each other's kept beginnings (default: each "
-     "with its own)."),
-    ("--allow-host hosts", None, "Further name in Host by which a server without keys on a loopback address may be "
-     "called. Repeatable.", ..., {"multiple": True, "metavar": "NAME"}),
-    ("--cors", None, "Origin of web pages that may call the server, * for any (default: none). "
-     "Repeatable.", ..., {"multiple": True, "metavar": "ORIGIN"}),
-    ("--tls-cert", PATH, "Certificate chain in PEM; serves https (default: plain http)."),
-    ("--tls-key", PATH, "Private key of the certificate in PEM; needed with --tls-cert."),
-    ("--access-log/--no-access-log", None, "Write a JSON line per request to stderr: ids, tokens, times, never "
-     "text.", True),
-)  # fmt: skip
-
-
 @click.command()
 @click.argument("paths", nargs=-1, required=True, metavar="[NAME=]PATH...")
 @option("--host", None, "Address to listen on; 0.0.0.0 is every interface.", "127.0.0.1")
@@ -73,7 +59,32 @@ OPTIONS: Rows = (
     "File with one API key a line, and behind it name=, priority= (-10 to 10), places= (answers at once) and "
     f"per_minute= (requests); {KEYS_VARIABLE} takes keys too, with commas between (default: no key).",
 )
-@options(OPTIONS)
+@flag(
+    "--share-prefixes",
+    "Let prompts of different keys begin with each other's kept beginnings (default: each with its own).",
+)
+@option(
+    "--allow-host hosts",
+    None,
+    "Further name in Host by which a server without keys on a loopback address may be called. Repeatable.",
+    multiple=True,
+    metavar="NAME",
+)
+@option(
+    "--cors",
+    None,
+    "Origin of web pages that may call the server, * for any (default: none). Repeatable.",
+    multiple=True,
+    metavar="ORIGIN",
+)
+@option("--tls-cert", PATH, "Certificate chain in PEM; serves https (default: plain http).")
+@option("--tls-key", PATH, "Private key of the certificate in PEM; needed with --tls-cert.")
+@option(
+    "--access-log/--no-access-log",
+    None,
+    "Write a JSON line per request to stderr: ids, tokens, times, never text.",
+    True,
+)
 @backend_options
 @throughline_command
 def command(

@@ -6,31 +6,29 @@ import click
 
 from ..core import console
 from .common import (
-    FLAG,
-    Rows,
+    flag,
     init_from_option,
     option,
-    options,
     pretraining_recipe,
     recipe_options,
     throughline_command,
     with_weights,
 )
 
-OPTIONS: Rows = (
-    ("--resume", click.Choice(["auto", "never"]), "Whether to continue the run that is in the directory: auto "
-     "continues it, never refuses it.", "auto"),
-    ("--profile", FLAG, "Write a trace of a few steps and the time spent in each class of kernel."),
-    ("--dry-run", FLAG, "Check everything and print the plan, without training."),
-    ("--show-layout", FLAG, "Print what each process holds and sends in a step, without training."),
-)  # fmt: skip
-
 
 @click.command()
 @recipe_options
 @option("--run-dir", click.Path(), "Directory of the run (default: runs/<name of the recipe>).")
 @init_from_option
-@options(OPTIONS)
+@option(
+    "--resume",
+    click.Choice(["auto", "never"]),
+    "Whether to continue the run that is in the directory: auto continues it, never refuses it.",
+    "auto",
+)
+@flag("--profile", "Write a trace of a few steps and the time spent in each class of kernel.")
+@flag("--dry-run", "Check everything and print the plan, without training.")
+@flag("--show-layout", "Print what each process holds and sends in a step, without training.")
 @throughline_command
 def command(
     recipe: str,
