@@ -206,6 +206,55 @@ def test_planted_bug_is_caught(plant: Callable[[Engine], None], prover: Prover) 
     assert getattr(errors, witness) > 1e5 * BOUNDS["fp64"][witness], errors
 
 
+EXPERTS = {"norm": "rmsnorm", "bias": False, "gated": True, "experts": 6, "expert_width": 40, "shared_experts": 1}
+EXPERTS |= {"balance_loss": 0.5, "balance_bias": True, "balance_rate": 0.02}
+
+
+def forgotten_shared_expert(engine: Engine) -> None:
+    """A layer answers with the experts that were chosen alone."""
+    engine.stages[0].model.blocks["1"].mlp.shared = None
+
+
+def own_load(engine: Engine) -> None:
+    """The balance bias follows the tokens of this process: the processes' models drift apart."""
+    routers, counted = engine.routers, engine.routers.figures
+
+    def figures(totals: torch.Tensor, inverse_count: torch.Tensor) -> torch.Tensor:
+        found = counted(totals, inverse_count)
+        routers.loads_LE = here.pop()
+        return found
+
+    here: list[torch.Tensor] = []
+    totals = engine._totals
+
+    def before(*given: object) -> torch.Tensor:
+        here.append(routers.totals.clone().view(len(routers.layers), -1)[:, 3:])
+        return totals(*given)
+
+    engine._totals, routers.figures = before, figures
+
+
+def load_of_a_part(engine: Engine) -> None:
+    """The balance loss takes the part of a row that a process has for all of it."""
+    import throughline.train.routers as routers
+
+    routers.reduced = lambda x, axis: x
+
+
+PLANTED_IN_EXPERTS = {
+    forgotten_shared_expert: (Layout(data=2), "loss"),
+    own_load: (Layout(data=2), "parameter"),
+    load_of_a_part: (Layout(tensor=2), "gradient"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED_IN_EXPERTS, ids=lambda plant: plant.__name__)
+def test_planted_bug_of_experts_is_caught(plant: Callable[[Engine], None], prover: Prover) -> None:
+    layout, witness = PLANTED_IN_EXPERTS[plant]
+    errors = prover.prove(Case(plant.__name__, layout, steps=2, model=EXPERTS), plant)
+    assert getattr(errors, witness) > 1e5 * BOUNDS["fp64"][witness], errors
+
+
 def no_update(engine: Engine) -> None:
     """The masters stay where they are."""
     engine.update = lambda optimizer, factor: engine.discard()
