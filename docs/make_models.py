@@ -52,6 +52,17 @@ before anything is computed; torch trains, evaluates, generates and serves every
 instead of packed in one line. `throughline plan` counts every field: parameters and products exactly, the norms of queries and keys
 and soft caps as free.
 
+## Experts
+
+`model.overrides.experts = 8` makes every feed-forward one of eight, of which a token goes through `experts_per_token`; the fields below it in
+`models/config.py` are their width, a shared one, dense layers, the router's scores and groups. No token is dropped. Three things keep a router even:
+`balance_loss` (row by row, so that it depends on no layout), `router_z_loss`, and `balance_bias`, which is moved by the load of each step instead of a gradient.
+A step's record has `balance_loss` (1 is even), `router_z_loss`, `router_entropy` and `expert_imbalance` (the largest load over the mean one, of the
+layer where it is largest). Experts train by AdamW with data, sharded, tensor, context and pipeline processes, equal to one
+process (`tests/layouts.toml`, `experts-`): each tensor process holds them whole and routes its part of a row. Other optimizers, fp8, offload and
+compression are refused by name, as are ONNX and GGUF; processes that share experts (expert parallelism) are not there yet. `olmoe-1b-7b` is
+the published recipe, `olmoe-toy` its twin for a laptop.
+
 ## What config.json may say
 
 Every field is read, ignored knowingly (the lists `everywhere` and `ignored` in `families.toml`: ids of special tokens, generation, dropout, which is a

@@ -206,7 +206,14 @@ def test_planted_bug_is_caught(plant: Callable[[Engine], None], prover: Prover) 
     assert getattr(errors, witness) > 1e5 * BOUNDS["fp64"][witness], errors
 
 
-EXPERTS = {"norm": "rmsnorm", "bias": False, "gated": True, "experts": 6, "expert_width": 40, "shared_experts": 1}
+EXPERTS = {
+    "norm": "rmsnorm",
+    "bias": False,
+    "gated": True,
+    "experts": 6,
+    "expert_width": 40,
+    "shared_experts": 1,
+}
 EXPERTS |= {"balance_loss": 0.5, "balance_bias": True, "balance_rate": 0.02}
 
 
