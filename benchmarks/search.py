@@ -42,7 +42,7 @@ def cut_samples(place: Path) -> Path:
     documents, novels = samples / DOCUMENTS.name, samples / "novels"
     documents.mkdir(parents=True)
     novels.mkdir()
-    for name in ("paragraphs.jsonl", "pairs.jsonl"):
+    for name in ("paragraphs.jsonl", "pairs.jsonl", "questions.jsonl"):
         lines = (DOCUMENTS / name).read_text().splitlines(keepends=True)
         (documents / name).write_text("".join(lines[:QUICK_LINES]))
     (novels / QUICK_NOVEL).symlink_to(DOCUMENTS.parent / "novels" / QUICK_NOVEL)
