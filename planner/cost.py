@@ -231,7 +231,7 @@ class Step:
         one["expert"] = layers * self.expert_time()
         one["pipeline sends"] = self.hop_time()
         spent = sum(one.values())
-        per_layer = (spent - has_head * sum_of(head) - has_tables * sum_of(table)) / layers
+        per_layer = (spent - has_head * sum_of(head) - has_tables * sum_of(table)) / np.maximum(layers, 1)
         backward = spent * (1 + full) / (2 + full)
         parts = {name: micro_batches * value for name, value in one.items()}
         parts["tensor"] = parts["tensor"] + self.partial_time()
