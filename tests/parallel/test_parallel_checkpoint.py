@@ -18,6 +18,7 @@ from throughline.planner.layout import Layout  # noqa: E402
 from throughline.prove.forked import run_ranks, warm  # noqa: E402
 from throughline.prove.proof import SEED, Case, make_trainer, own_rows, reference, value_of  # noqa: E402
 from throughline.train.checkpoints import checkpoint  # noqa: E402
+from throughline.train.checkpoints import snapshot as snapshots  # noqa: E402
 from throughline.train.checkpoints.checkpoint import CheckpointWriter, TensorReader, load_model, restore  # noqa: E402
 from throughline.train.checkpoints.finding import find_resumable, verified_share  # noqa: E402
 from throughline.train.engine import Engine  # noqa: E402
@@ -156,7 +157,7 @@ def save_and_tell(case: Case, directory: Path, damaged: bool) -> tuple[list[str]
             file.write_bytes(content)
         return made
 
-    artifact.sha256_file = checkpoint.sha256_file = hash_file
+    artifact.sha256_file = snapshots.sha256_file = hash_file
     checkpoint.write_tensors = write
     writer = CheckpointWriter(
         directory, 0, process=ranks.mesh.rank, processes=2, token=ranks.token, patience_s=1.0

@@ -1,35 +1,12 @@
-"""The copies that a save makes, and the files they become."""
+"""The copies that a save makes."""
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from throughline.train.build import RunPlan, build_trainer
 from throughline.train.checkpoints.checkpoint import CheckpointWriter, TensorReader
 from throughline.train.checkpoints.snapshot import Buffers, take_snapshot
-from throughline.train.checkpoints.tensor_file import NAMES, PIECE_BYTES, write_tensor_file
-
-
-def test_files_are_what_the_library_reads(tmp_path: Path) -> None:
-    """Every dtype, no dims, no elements, more than one spec; the hash is that of the file."""
-    draw = torch.Generator().manual_seed(0)
-    tensors = {str(dtype): torch.randint(0, 2, (3, 5), generator=draw).to(dtype) for dtype in NAMES}
-    tensors |= {
-        "number": torch.tensor(3.5),
-        "empty": torch.empty(0, 4),
-        "long": torch.arange(PIECE_BYTES // 4 + 7).float(),
-    }
-    file = tmp_path / "a.safetensors"
-    assert write_tensor_file(file, tensors) == hashlib.sha256(file.read_bytes()).hexdigest()
-    read = load_file(file)
-    assert read.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(read[name], tensor), name
-    write_tensor_file(tmp_path / "none.safetensors", {})
-    assert load_file(tmp_path / "none.safetensors") == {}
 
 
 def test_the_memory_of_a_copy_is_made_once(make_plan: Callable[..., RunPlan]) -> None:

@@ -10,9 +10,9 @@ A checkpoint is an artifact directory:
     model.json, tokenizer.json, state.json, manifest.json
 
 The chunk table says where each piece of a tensor lies in the whole, so that other layouts write and read the
-same format. The training waits only while the tensors are copied; a thread of each process writes, hashes and reads
-its own files back against the hashes, that of the first renames, and then lets `latest` name the new directory. There
-is no pickle anywhere.
+same format. The training waits only while the tensors are copied; a thread of each process writes its own files, reads
+them back against the copy and hashes them, that of the first renames, and then lets `latest` name the new directory.
+There is no pickle anywhere.
 
 Not `torch.distributed.checkpoint`, though the boxes are its planners' idea: its metadata are a pickle that
 runs what it holds, its files are written in place without hashes, and reading 3,200 chunks on 32 processes
@@ -36,17 +36,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.artifact import (
-    MANIFEST,
-    Draft,
-    Input,
-    create_artifact,
-    is_artifact,
-    verify_artifact,
-)
+from ...core.artifact import MANIFEST, Draft, Input, create_artifact, is_artifact, verify_artifact
 from ...core.console import warn
-from ...core.errors import Failed, Refused
-from ...core.files import full_disk, read_json, sha256_file, write_atomic
+from ...core.errors import Refused
+from ...core.files import full_disk, read_json, write_atomic
 from ...data.tokenizer import copy_chat
 from ...models.config import FAMILIES
 from ...models.init import empty_model
@@ -63,6 +56,7 @@ from .snapshot import (
     Snapshot,
     Table,
     TensorReader,
+    read_back,
     take_snapshot,
     write_table,
     write_tensors,
@@ -147,9 +141,8 @@ class CheckpointWriter:
         try:
             with full_disk(part):
                 part.mkdir(parents=True)
-                table, hashes = write_tensors(part, snapshot, self.process)
-                if damaged := [name for name in hashes if sha256_file(part / name) != hashes[name]]:
-                    raise Failed("a file of a checkpoint is not what was written", where=part / damaged[0])
+                table = write_tensors(part, snapshot, self.process)
+                hashes = read_back(part, snapshot, self.process)
                 aside = part / f"{PART}.tmp"
                 write_atomic(aside, json.dumps({"table": table, "hashes": hashes}))
                 # the last touch: from here on the first process takes the directory away

@@ -7,6 +7,7 @@ so that any layout reads what any other wrote. One process writes one file for e
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from ...core.files import read_json
+from ...core.errors import Failed
+from ...core.files import read_json, sha256_file
 from ...models.config import family_of
 from ...planner.tables import Box
 from ..step import Trainer
-from .tensor_file import write_tensor_file
 
 TENSORS = "tensors.json"
 GROUPS = ("weights", "optimizer", "rng")
@@ -43,9 +45,7 @@ class Snapshot:
     tensors: dict[str, dict[str, tuple[Tensor, Part]]]
     state: dict[str, Any]
     model: dict[str, Any]
-    arrived: torch.cuda.Event | None = (
-        None  # of copies from a GPU, which nothing waits for but who reads them
-    )
+    arrived: torch.cuda.Event | None = None  # of copies from a GPU, for which whoever reads them waits
 
 
 def _whole(tensor: Tensor) -> Part:
@@ -138,21 +138,37 @@ def take_snapshot(trainer: Trainer, buffers: Buffers | None = None) -> Snapshot:
     )
 
 
-def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> tuple[Table, dict[str, str]]:
-    """Write the files of one process, flushed; the table of their tensors and the files' sha256."""
+def write_tensors(directory: Path, snapshot: Snapshot, process: int = 0) -> Table:
+    """Write the files of one process, flushed; the table of their tensors."""
     table: Table = {}
-    hashes = {}
     for group in GROUPS:
         pieces, file = snapshot.tensors[group], f"{group}-{process:05d}.safetensors"
-        hashes[file] = write_tensor_file(
-            directory / file, {name: tensor for name, (tensor, _) in pieces.items()}
-        )
+        save_file({name: tensor for name, (tensor, _) in pieces.items()}, directory / file)
+        with open(directory / file, "rb") as written:
+            os.fsync(written.fileno())
         table[group] = {}
         for name, (tensor, (shape, box)) in pieces.items():
             chunk = {"file": file, "key": name, "offset": list(box.start), "shape": list(box.size)}
             dtype = str(tensor.dtype).removeprefix("torch.")
             table[group][name] = {"shape": list(shape), "dtype": dtype, "chunks": [chunk]}
-    return table, hashes
+    return table
+
+
+def read_back(directory: Path, snapshot: Snapshot, process: int = 0) -> dict[str, str]:
+    """The sha256 of the files of one process. Raises Failed where one is not what it was to be."""
+    hashes = {}
+    for group, pieces in snapshot.tensors.items():
+        file = directory / f"{group}-{process:05d}.safetensors"
+        with safe_open(file, framework="pt") as found:
+            same = (torch.equal(_bytes(found.get_tensor(name)), _bytes(x)) for name, (x, _) in pieces.items())
+            if not all(same):
+                raise Failed("a file of a checkpoint is not what was written", where=file)
+        hashes[file.name] = sha256_file(file)
+    return hashes
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def write_table(directory: Path, snapshot: Snapshot, parts: Sequence[Table]) -> Table:
