@@ -21,7 +21,6 @@ USED = {
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "as the forward",
     "torch.ops.aten._softmax_backward_data": "three passes (tests of models/attention_cpu.py)",
     "torch._C._will_engine_execute_node": "tensor parallel backward computes both gradients",
-    "torch._fused_adam_": "LAMB calls torch.optim.adam.adam (tests of its optimizer)",
     "torch.cuda.memory._dump_snapshot": "train --profile writes no snapshot of memory",
     "torch.cuda.memory._record_memory_history": "train --profile writes no snapshot of memory",
     "torch.ops._c10d_functional.all_gather_into_tensor": "no compiling over a tensor axis (tests of compiled blocks)",

@@ -144,28 +144,26 @@ def _compiled(
         shapes: Any = (torch.is_grad_enabled(), _shapes((args, kwargs)))
         if len(programs) >= SHAPES and shapes not in programs:
             shapes = OTHERS
-        known = programs.get(shapes)
-        if known is None:
+            _say_once(
+                f"more than {SHAPES} shapes of batches: the others share a compiled program, which is slower"
+            )
+        first = shapes not in programs
+        if first:
             parameters[:] = weights()
-            known = programs[shapes] = fixed if shapes is not OTHERS else free
-            if shapes is OTHERS:
-                _say_once(
-                    f"more than {SHAPES} shapes of batches: the others share a compiled program, which is slower"
-                )
-            try:
-                with _without_wide_gradients(parameters):
-                    return known(*args, **kwargs)
-            except _not_compiled() as error:
-                reason = str(error).strip().splitlines()[0]
-                if wanted == "on":
-                    fix = 'set train.compile = "off"'
-                    raise Failed(
-                        "torch.compile failed", where="train.compile", why=reason, fix=fix
-                    ) from error
-                warn(f"training without torch.compile, which failed: {reason}")
-                known = programs[shapes] = plain
-        with _without_wide_gradients(parameters if known is not plain else ()):
-            return known(*args, **kwargs)
+            programs[shapes] = free if shapes is OTHERS else fixed
+        try:
+            with _without_wide_gradients(parameters):
+                return programs[shapes](*args, **kwargs)
+        except _not_compiled() as error:
+            if not first:
+                raise
+            reason = str(error).strip().splitlines()[0]
+            if wanted == "on":
+                fix = 'set train.compile = "off"'
+                raise Failed("torch.compile failed", where="train.compile", why=reason, fix=fix) from error
+            warn(f"training without torch.compile, which failed: {reason}")
+            programs[shapes] = plain
+            return plain(*args, **kwargs)
 
     return call
 

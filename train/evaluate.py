@@ -7,6 +7,7 @@ the batch does not matter.
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,6 @@ class Validation:
     def __init__(self, plan: RunPlan, cache: Path | None = None) -> None:
         self.plan = plan
         self.datasets = validation_rows(plan, cache)
-        self._bytes_per_token: float | None = None
 
     def __call__(self, engine: Engine, step: int) -> dict[str, float]:
         train = self.plan.recipe.train
@@ -61,12 +61,11 @@ class Validation:
         loss = total / count
         figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": int(count)}
         if self.plan.corpus.tokenizer is not None:
-            if self._bytes_per_token is None:
-                self._bytes_per_token = self._count_bytes()
-            figures["bits_per_byte"] = loss / math.log(2) / self._bytes_per_token
+            figures["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
         return figures
 
-    def _count_bytes(self) -> float:
+    @cached_property
+    def bytes_per_token(self) -> float:
         """UTF-8 bytes of text per token of the split; end-of-text tokens are tokens without bytes."""
         tokens = size = 0
         tokenizer = self.plan.corpus.tokenizer

@@ -58,7 +58,7 @@ def train(
     parallel = plan.recipe.parallel
     with (
         Ranks.start(parallel.layout(), plan.device, parallel.timeout_seconds) as ranks,
-        ranks.workspace(run_dir) as workspace,
+        RunWorkspace(run_dir, ranks.token, ranks.leads) as workspace,
     ):
         ranks.first_decides(lambda: claim(workspace, plan.recipe, resume))
         world = ranks.mesh.world
@@ -145,8 +145,9 @@ class Run:
     def _batches(self) -> Loader:
         """The batches of this process from where the run stands."""
         mesh, train = self.ranks.mesh, self.plan.recipe.train
-        with self.ranks.one_first():  # which builds the index that the others find
-            batches = self.plan.batches(mesh, self.workspace.path / "cache")
+        opened = partial(self.plan.batches, mesh, self.workspace.path / "cache")
+        self.ranks.first_decides(lambda: opened() and None)  # builds the index that all find
+        batches = opened()
         return Loader(
             cast(Dataset, batches),
             lambda position: train.rows_at(position) // mesh.data.size,

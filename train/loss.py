@@ -53,13 +53,11 @@ class Words:
 
     @property
     def first(self) -> int:
-        return 0 if self.axis.group is None else even_part(self.size, self.axis.size, self.axis.rank)[0]
+        return even_part(self.size, self.axis.size, self.axis.rank)[0]
 
     @property
     def count(self) -> int:
-        return (
-            self.size if self.axis.group is None else even_part(self.size, self.axis.size, self.axis.rank)[1]
-        )
+        return even_part(self.size, self.axis.size, self.axis.rank)[1]
 
 
 def pad_vocabulary(model: Model, device: torch.device) -> None:

@@ -28,6 +28,5 @@ def parallelize(
     if compiling != "off":
         compile_stage(stage, compiling)  # blocks and head; what gathers or waits around them stays outside
     recompute(trunk, trunk.config, recomputing)  # repeats a block's compiled forward
-    shard_stage(
-        stage, trunk.blocks.values(), mesh, computing_dtype(precision)
-    )  # last: it gathers for all that
+    # last: it gathers for all that
+    shard_stage(stage, trunk.blocks.values(), mesh, computing_dtype(precision))

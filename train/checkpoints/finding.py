@@ -25,10 +25,8 @@ def verified_share(directory: Path, rank: int, world: int) -> set[tuple[Path, st
     """
     with suppress(OSError, ThroughlineError):  # then the first process reads again and says what is wrong
         for path in checkpoints(directory)[:1]:
-            own = sorted(read_manifest(path).files, key=lambda record: (record.bytes, record.name))[
-                rank::world
-            ]
-            return {(path, file.name) for file in own if sha256_file(path / file.name) == file.sha256}
+            files = sorted(read_manifest(path).files, key=lambda file: (file.bytes, file.name))[rank::world]
+            return {(path, file.name) for file in files if sha256_file(path / file.name) == file.sha256}
     return set()
 
 
@@ -80,10 +78,7 @@ def locate(path: Path | str) -> Path:
     if is_artifact(path):
         what, why = f"a model is needed, this is an artifact of kind {read_manifest(path).kind}", ""
     elif (path / "adapter_config.json").is_file():
-        what, why = (
-            "this is an adapter (LoRA), not a model",
-            "it holds changes to the weights of another directory",
-        )
+        what, why = "this is an adapter (LoRA), not a model", "it changes the weights of another directory"
         fix = "merge it first: merge_and_unload() and save_pretrained() of peft"
     elif path.is_dir() and not any(path.iterdir()):
         why = "it is empty"

@@ -27,13 +27,8 @@ from ..engine import Engine
 from .checkpoint import load_model
 from .foreign_weights import megatron_file, read_megatron, read_nanogpt
 
-FREE = (
-    "dropout",
-    "sequence_length",
-    "nsp",
-    "mlm_transform",
-    "huggingface",
-)  # fields that the weights leave open
+# fields that the weights leave open
+FREE = ("dropout", "sequence_length", "nsp", "mlm_transform", "huggingface")
 
 
 def open_weights(path: Path | str) -> tuple[nn.Module, Path | None]:
@@ -52,8 +47,7 @@ def open_weights(path: Path | str) -> tuple[nn.Module, Path | None]:
         return read_nanogpt(path if path.is_file() else path / "ckpt.pt"), None
     if not (path / MANIFEST).is_file() and (found := megatron_file(path)) is not None:
         return read_megatron(found), None
-    model, tokenizer_file = load_model(path)
-    return model, tokenizer_file
+    return load_model(path)
 
 
 def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor]:
@@ -73,14 +67,12 @@ def adopt(model: nn.Module, wanted: ModelConfig, where: str) -> dict[str, Tensor
         "leave model.preset and these overrides out: the recipe takes the shape that lies beside the weights"
     )
     config: Any = model.config
-    names = [field.name for field in fields(config) if field.name not in FREE]
-    pairs = [
-        (name, getattr(config, WHOLE.get(name, name)), getattr(wanted, WHOLE.get(name, name)))
-        for name in names
-    ]
-    if other := [
-        f"{name} is {there}, the recipe asks for {here}" for name, there, here in pairs if there != here
-    ]:
+    other = []
+    for name in (field.name for field in fields(config) if field.name not in FREE):
+        there, here = (getattr(each, WHOLE.get(name, name)) for each in (config, wanted))
+        if there != here:
+            other.append(f"{name} is {there}, the recipe asks for {here}")
+    if other:
         raise Refused("the weights are of another model", where=where, why="\n".join(other), fix=fix)
     given = {name: parameter.detach() for name, parameter in model.named_parameters()}
     theirs = {name: tuple(value.shape) for name, value in given.items()}

@@ -43,17 +43,15 @@ def compare_runs(first: Path | str, second: Path | str) -> list[Difference]:
 
 
 def _largest(name: str, steps: list[int], first: dict[int, Any], second: dict[int, Any]) -> Difference:
-    alone = len(set(first) ^ set(second))
-    worst = Difference(name, len(steps), alone, -1.0, steps[0], None, None)
-    for step in steps:
+    def difference(step: int) -> float:
         a, b = first[step][name], second[step][name]
         if a is None or b is None:
-            difference = 0.0 if a == b else float("inf")
-        else:
-            difference = abs(a - b) / max(abs(a), abs(b), 1e-300)
-        if difference > worst.difference:
-            worst = Difference(name, len(steps), alone, difference, step, a, b)
-    return worst
+            return 0.0 if a == b else float("inf")
+        return abs(a - b) / max(abs(a), abs(b), 1e-300)
+
+    worst = max(steps, key=difference)  # the first of several
+    pair = first[worst][name], second[worst][name]
+    return Difference(name, len(steps), len(set(first) ^ set(second)), difference(worst), worst, *pair)
 
 
 def check_bound(comparison: list[Difference], bound: float, first: Path | str, second: Path | str) -> None:

@@ -10,6 +10,7 @@ Cut parameters: row sums are completed over the tensor axis where columns are cu
 and where rows are cut, and norms over both: two rounds of sums a step for all parameters together.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -113,9 +114,7 @@ def _move(part: LocalShard, found: Tensor, group: dict[str, Any]) -> None:
     """Apply the direction: no host read, the factors stay on the device."""
     parameter, direction = part.value, part.value.grad
     assert direction is not None
-    count = 1
-    for length in part.spec.shape:
-        count *= length
+    count = math.prod(part.spec.shape)
     squares, weights, row_sum = found.unbind()
     mean = row_sum / part.spec.shape[0] if len(part.spec.shape) > 1 else torch.ones_like(row_sum)
     norm = (squares / count * mean).sqrt()  # root mean square of the update

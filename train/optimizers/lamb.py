@@ -23,7 +23,6 @@ from .whole_sums import WholeParameters
 
 # elements of one round, of 20 bytes: what is read again at once stays in a core's cache, or in a GPU's of 40 MB
 ROUND = {"cpu": 1 << 18, "cuda": 1 << 21}
-FUSED_ADAM = torch._fused_adam_ if hasattr(torch, "_fused_adam_") else None
 Slice = tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]  # part, weight, gradient, mean, square, step
 
 
@@ -104,11 +103,10 @@ class Lamb(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         settings = {"lr": 1.0, "beta1": beta1, "beta2": beta2, "weight_decay": 0.0, "eps": group["eps"]}
         settings |= {"amsgrad": False, "maximize": False}
-        if FUSED_ADAM is not None:
-            FUSED_ADAM(ours, gradients, means, variances, [], steps, **settings)
-        else:  # 20 us more a round; it adds 1 to the steps itself, and pieces of one parameter share theirs
-            before = list(torch._foreach_sub(steps, 1))
-            adam(ours, gradients, means, variances, [], before, fused=True, **settings)
+        before = list(
+            torch._foreach_sub(steps, 1)
+        )  # it adds 1 to the steps, which pieces of one parameter share
+        adam(ours, gradients, means, variances, [], before, fused=True, **settings)
         if group["weight_decay"]:
             torch._foreach_add_(ours, weights, alpha=-group["weight_decay"])
         torch._foreach_copy_(gradients, ours)

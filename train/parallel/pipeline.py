@@ -59,9 +59,8 @@ class Pipeline:
             )
             for stage in stages
         ]
-        few = (
-            layout.schedule == "1f1b" and micro_batches < layout.stages
-        )  # a growing batch, which torch's refuses
+        # of a growing batch, which torch's refuses
+        few = layout.schedule == "1f1b" and micro_batches < layout.stages
         schedule = getattr(pipelining, SCHEDULES["gpipe" if few else layout.schedule])
         self.schedule = schedule(
             parts if layout.stages_per_process > 1 else parts[0],

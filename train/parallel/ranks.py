@@ -166,8 +166,12 @@ class Ranks:
         """
         if not self.leads:
             return self._hear()
-        with self._failure_told():
+        try:
             answer = decide()
+        except BaseException as error:
+            self._tell(None, getattr(error, "exit_code", UNFORESEEN))
+            self._until_heard()
+            raise
         self._tell(answer)
         return answer
 
@@ -183,17 +187,6 @@ class Ranks:
         while not _store().check(keys[1:]):
             time.sleep(0.01)
         return [value, *(pickle.loads(_store().get(key)) for key in keys[1:])]  # noqa: S301 (written above)
-
-    @contextmanager
-    def one_first(self) -> Iterator[None]:
-        """The first process does this before the others, who then find what it wrote. Collective."""
-        if self.leads:
-            with self._failure_told():
-                yield
-            self._tell(None)
-        else:
-            self._hear()
-            yield
 
     # At the store of the groups and not in a collective, whose time limit is none for the index or the
     # checkpoint of a large run.
@@ -216,15 +209,6 @@ class Ranks:
             raise SystemExit(exit_code)
         return answer
 
-    @contextmanager
-    def _failure_told(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._tell(None, getattr(error, "exit_code", UNFORESEEN))
-            self._until_heard()
-            raise
-
     def _until_heard(self) -> None:
         """Before the first process ends, and the store with it: wait until the others have its last word."""
         end, others = time.monotonic() + HEARD_SECONDS, self.mesh.world.size - 1 if self.leads else 0
@@ -239,10 +223,6 @@ class Ranks:
     @property
     def alone(self) -> bool:
         return self.mesh.world.group is None
-
-    def workspace(self, path: Path | str) -> RunWorkspace:
-        """The run's directory: owned by the first process, read by the others."""
-        return RunWorkspace(path, self.token, self.leads)
 
     @contextmanager
     def watch(self, directory: Path) -> Iterator[Heartbeat]:

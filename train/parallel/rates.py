@@ -116,6 +116,5 @@ def slowest(rates: Sequence[Rates]) -> str:
         median = statistics.median_high(getattr(each, name) for each in rates)
         shares += [(getattr(each, name) / median, each.rank, name) for each in rates]
     share, rank, name = min(shares)
-    return (
-        f"process {rank} is the slowest: {name} at {100 * share:.0f} % of the median" if share < SLOW else ""
-    )
+    said = f"process {rank} is the slowest: {name} at {100 * share:.0f} % of the median"
+    return said if share < SLOW else ""
