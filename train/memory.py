@@ -85,11 +85,6 @@ def _largest_first(terms: dict[str, int]) -> str:
     return ", ".join(f"{name} {amount(size, 'B')}" for name, size in ordered)
 
 
-def _changed(recipe: Recipe, train: dict[str, Any], parallel: dict[str, Any]) -> Recipe:
-    sections = recipe.train.model_copy(update=train), recipe.parallel.model_copy(update=parallel)
-    return recipe.model_copy(update=dict(zip(("train", "parallel"), sections)))
-
-
 def _saving(
     recipe: Recipe, config: ModelConfig, device: str, tries: Sequence[Change], moments: Sequence[str]
 ) -> list[tuple[str, int]]:
@@ -103,7 +98,9 @@ def _saving(
     found: list[tuple[str, int]] = []
     helping: dict[str, Any] = {}
     for text, train, parallel, joined in tries:
-        changed = _changed(recipe, (helping | train) if joined else train, parallel)
+        more = (helping | train) if joined else train
+        sections = recipe.train.model_copy(update=more), recipe.parallel.model_copy(update=parallel)
+        changed = recipe.model_copy(update=dict(zip(("train", "parallel"), sections)))
         if not any(list(rule(changed)) for rule in RULES) and (size := need(changed)) < need(recipe):
             beside = " with the first changes of train" if joined and helping else ""
             found.append((f"{text}{beside}: {amount(size, 'B')}", size))

@@ -20,7 +20,7 @@ from ..models.config import ModelConfig, family_of
 from ..models.init import empty_model
 from ..planner.traffic import prepared_places
 from .loss import FIGURES, IGNORED, Batch, Model, Sums, bert_sums, gpt_sums
-from .parallel.context import ROW_DOCUMENTS, cut_rows
+from .parallel.context import ROW_DOCUMENTS, cut_rows, documents_of
 from .parallel.mesh import ALONE, Axis
 
 TERMS = {"gpt": ("next",), "bert": ("mlm", "nsp")}
@@ -72,7 +72,9 @@ def prepare(
     `context` axis is prepared. So many `processes` have as many rows, and about as many tokens and sequences.
     """
     total = len(rows["input_ids"])
-    tokens, sequences = _real_tokens(rows), _sequences_in(rows) if family == "bert" else 0
+    numbers = documents_of(rows)
+    tokens = int(np.count_nonzero(numbers >= 0))
+    sequences = int(np.count_nonzero(_begins(numbers) & (numbers >= 0))) if family == "bert" else 0
     rows = cut_rows(rows, context)
     counts = [int(np.count_nonzero(rows["targets"] != IGNORED))]
     if family == "bert":
@@ -107,23 +109,6 @@ def fill_up(rows: dict[str, np.ndarray], row_multiple: int, length_multiple: int
     return filled
 
 
-def _real_tokens(rows: dict[str, np.ndarray]) -> int:
-    """Tokens of the rows, padding left out."""
-    if "attention_mask" in rows:
-        return int(np.count_nonzero(rows["attention_mask"]))
-    if "document_ids" in rows:
-        return int(np.count_nonzero(rows["document_ids"] >= 0))
-    return rows["input_ids"].size
-
-
-def _sequences_in(rows: dict[str, np.ndarray]) -> int:
-    """Sequences of a BERT's rows: whole ones in a packed row, one in every other."""
-    if "document_ids" not in rows:
-        return len(rows["input_ids"])
-    numbers = rows["document_ids"]
-    return int(np.count_nonzero(_begins(numbers) & (numbers >= 0)))
-
-
 def _bert_inputs(rows: dict[str, np.ndarray], mask_fraction: float) -> dict[str, np.ndarray]:
     """Targets as places and values."""
     targets = rows.pop("targets")
@@ -149,12 +134,10 @@ def bound_documents(rows: dict[str, np.ndarray], unpad: bool = False) -> dict[st
         whole_rows = rows.pop(ROW_DOCUMENTS)
         rows["document_bounds"] = _chunk_bounds(whole_rows, rows["input_ids"].shape[1] // 2)
         return rows
-    numbers, real = rows.pop("document_ids", None), rows.pop("attention_mask", None)
-    if numbers is None and (real is None or real.all()):
+    numbers, packed = documents_of(rows), "document_ids" in rows
+    rows = {name: values for name, values in rows.items() if name not in ("document_ids", "attention_mask")}
+    if not packed and numbers.min() == 0:
         return rows
-    if numbers is None:
-        assert real is not None
-        numbers = np.where(real, 0, -1)
     starts, tokens = _begins(numbers).reshape(-1), numbers.size
     if unpad and (room := _room(numbers)) < tokens:
         kept = numbers.reshape(-1) >= 0

@@ -54,21 +54,22 @@ def stretches(recipe: Recipe, steps: int, cache: Path) -> list[Stretch]:
     """The recipe, the same with half the rows, and (left out of the fit) with half the layers. Half the rows go first:
     its memory has nothing in it that another stretch left.
     """
-    rows = recipe.train.rows_per_step
+    train, model = recipe.train, recipe.model
     layers = plan_run(recipe).config.layers
-    half = max(rows // 2, 1)
-    micro, copies = recipe.train.rows_per_micro_batch, recipe.parallel.data
-    kept = micro if half % (micro * copies) == 0 else None  # None: the default for so many rows
-    fewer_rows = {"batch_rows": half, "micro_batch_rows": kept}
-    fewer_layers = {"overrides": recipe.model.overrides | {"layers": max(layers // 2, 1)}}
-    by_rows = _stretch("half the rows", _with(recipe, "train", fewer_rows), steps, cache)
-    by_layers = _stretch("half the layers", _with(recipe, "model", fewer_layers), steps, cache)
-    return [_stretch("as given", recipe, steps, cache), by_rows, by_layers]
-
-
-def _with(recipe: Recipe, section: str, fields: dict[str, Any]) -> Recipe:
-    changed = getattr(recipe, section).model_copy(update=fields)
-    return resolve(recipe.model_copy(update={section: changed}))
+    half, micro = max(train.rows_per_step // 2, 1), train.rows_per_micro_batch
+    kept = micro if half % (micro * recipe.parallel.data) == 0 else None  # None: the default for so many rows
+    fewer_rows = train.model_copy(update={"batch_rows": half, "micro_batch_rows": kept})
+    overrides = model.overrides | {"layers": max(layers // 2, 1)}
+    changes: dict[str, dict[str, Any]] = {
+        "half the rows": {"train": fewer_rows},
+        "half the layers": {"model": model.model_copy(update={"overrides": overrides})},
+        "as given": {},
+    }
+    found = {
+        name: _stretch(name, resolve(recipe.model_copy(update=change)), steps, cache)
+        for name, change in changes.items()
+    }
+    return [found["as given"], found["half the rows"], found["half the layers"]]
 
 
 def _stretch(name: str, recipe: Recipe, steps: int, cache: Path) -> Stretch:
@@ -140,12 +141,6 @@ def refit(
     return with_factors(*min(itertools.product(speeds, launches), key=loss))
 
 
-def memory_without_runtime(run: Stretch, device: torch.device) -> int:
-    """The planner's peak of a stretch, which saves and evaluates nothing, less what the program itself takes."""
-    terms = predicted_memory(run.config, run.recipe, device.type, IN_A_STEP)
-    return sum(terms.values()) - terms.get("runtime", 0)
-
-
 def study(recipe: Recipe, steps: int) -> dict[str, Any]:
     """Probes, stretches and the calibration: what `plan --on here` and the trainer then predict with."""
     plan = plan_run(recipe)
@@ -157,7 +152,9 @@ def study(recipe: Recipe, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:  # of text made into tokens
         runs = stretches(recipe, steps, Path(cache))
     guess = this_machine(recipe.parallel.layout().world)
-    run_bytes = [memory_without_runtime(run, device) for run in runs]
+    # of a stretch, which saves and evaluates nothing, without what the program itself takes
+    terms = [predicted_memory(run.config, run.recipe, device.type, IN_A_STEP) for run in runs]
+    run_bytes = [sum(found.values()) - found.get("runtime", 0) for found in terms]
     runtime = max(runs[1].peak_bytes - run_bytes[1], 0)
     world = recipe.parallel.layout().world if device.type == "cpu" else 1
     by_probes = probed(guess, probes, precision, summed)

@@ -59,27 +59,24 @@ def open_run(
 
 def claim(workspace: RunWorkspace, recipe: Recipe, resume: str) -> None:
     """Become the directory's owner. Raises WrongUse when another run or other files are in it."""
-    _check(workspace, recipe, resume)
-    workspace.own()
-
-
-def _check(workspace: RunWorkspace, recipe: Recipe, resume: str) -> None:
     file = workspace.path / "recipe.toml"
-    if not file.exists():
+    if file.exists():
+        _check_recipe(file, recipe, resume)
+    else:
         names = (path.name for path in workspace.path.iterdir())
         others = [name for name in names if name != "cache" and not name.startswith(".")]
         if others:
             why = f"it holds {others[0]} and no recipe.toml"
-            raise WrongUse(
-                "not a run's directory", where=workspace.path, why=why, fix="choose another --run-dir"
-            )
-        return
+            fix = "choose another --run-dir"
+            raise WrongUse("not a run's directory", where=workspace.path, why=why, fix=fix)
+    workspace.own()
+
+
+def _check_recipe(file: Path, recipe: Recipe, resume: str) -> None:
+    """The recipe of the run that is there, to which this one must be equal but for what may change."""
     if resume == "never":
-        raise WrongUse(
-            "a run is already there",
-            where=workspace.path,
-            fix="--resume auto continues it; --run-dir starts elsewhere",
-        )
+        fix = "--resume auto continues it; --run-dir starts elsewhere"
+        raise WrongUse("a run is already there", where=file.parent, fix=fix)
     before, now = (_leaves(_placeless(tree)) for tree in (load_recipe(file, Recipe), recipe))
     # one left alone sends nothing
     free = (*MAY_CHANGE, "compression.") if recipe.compression.scheme == "none" else MAY_CHANGE

@@ -64,7 +64,7 @@ def finetune(recipe: FinetuneRecipe, out: Path | str, overwrite: bool = False) -
     facts: dict[str, Any] = {
         "family": plan.family,
         "task": recipe.task,
-        "records": {"train": plan.records, "validation": len(plan.measured)},
+        "records": {"train": len(plan.groups), "validation": len(plan.measured)},
         "validation": validation,
         "measured_on": "the validation records given" if recipe.data.validation else LEARNING_CHECK,
     }
@@ -91,10 +91,6 @@ class TaskPlan(RunPlan):
     base: GPT | BERT
     groups: Sequence[list[Row]]  # the rows of each record to learn from
     measured: Sequence[Record]
-
-    @property
-    def records(self) -> int:
-        return len(self.groups)
 
     def objective(self) -> Objective:
         return self.task.objective(self.config)
@@ -132,8 +128,8 @@ class TaskBatches:
     def batch(self, position: int, count: int) -> StepBatch:
         plan, train, task = self.plan, self.plan.recipe.train, self.plan.task
         epoch, first = divmod(position, train.eval_every_steps * train.rows_per_step)
-        order = np.random.default_rng((train.seed, epoch)).permutation(plan.records)
-        groups = [plan.groups[order[place % plan.records]] for place in range(first, first + count)]
+        order = np.random.default_rng((train.seed, epoch)).permutation(len(plan.groups))
+        groups = [plan.groups[order[place % len(order)]] for place in range(first, first + count)]
         micro = train.rows_per_micro_batch
         parts = [
             task.collated([row for group in groups[start : start + micro] for row in group])
@@ -158,6 +154,7 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
     learnt, measured = _split(recipe)
     task.prepare([*learnt, *measured])
     rows, each = task.rows(learnt), task.rows_per_record
+    content, beside = tokenizer_file.read_bytes(), tokenizer_file.parent
     groups = [rows[start : start + each] for start in range(0, len(rows), each)]
     run, config = training_recipe(recipe, len(groups)), base.config
     batch = run.train.sequence_length, run.train.rows_per_step, run.train.rows_per_micro_batch
@@ -168,16 +165,7 @@ def plan_task(recipe: FinetuneRecipe) -> TaskPlan:
         recipe=run,
         config=config,
         device=device,
-        corpus=Corpus(
-            (),
-            (),
-            tokenizer.vocab_size,
-            tokenizer,
-            tokenizer_file.read_bytes(),
-            inputs,
-            0,
-            tokenizer_file.parent,
-        ),
+        corpus=Corpus((), (), tokenizer.vocab_size, tokenizer, content, inputs, 0, beside),
         memory=check_memory(config, run, device),
         task=task,
         base=base,

@@ -83,10 +83,6 @@ class Task:
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         raise NotImplementedError
 
-    def batch(self, rows: Sequence[Row], device: torch.device) -> Batch:
-        batch = self.collated(rows)
-        return {name: torch.from_numpy(values).to(device) for name, values in batch.items()}
-
     def collated(self, rows: Sequence[Row]) -> dict[str, np.ndarray]:
         """Rows of one length; an encoder's padding is a document of its own."""
         batch = collate(rows, self.tokenizer.pad_id or 0)
@@ -97,12 +93,16 @@ class Task:
     def batches(self, rows: Sequence[Row], device: torch.device) -> Iterator[Batch]:
         size = self.recipe.train.batch_rows * self.rows_per_record
         for start in range(0, len(rows), size):
-            yield self.batch(rows[start : start + size], device)
+            batch = self.collated(rows[start : start + size])
+            yield {name: torch.from_numpy(values).to(device) for name, values in batch.items()}
 
-
-def encoder_inputs(batch: Batch) -> dict[str, Tensor]:
-    """What the encoder takes of a batch."""
-    return {name: batch[name] for name in ("input_ids", "token_types", "attention_mask")}
+    def answers(
+        self, model: Any, records: Sequence[Record], device: torch.device
+    ) -> Iterator[tuple[Tensor, Batch]]:
+        """What an encoder, or its head, says of all rows of the records, a batch at a time."""
+        for batch in self.batches(self.rows(records), device):
+            inputs = {name: batch[name] for name in ("input_ids", "token_types", "attention_mask")}
+            yield model(**inputs), batch
 
 
 @dataclass
@@ -130,8 +130,8 @@ class Classification(Task):
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         predicted: list[int] = []
         right: list[int] = []
-        for batch in self.batches(self.rows(records), device):
-            predicted += model(**encoder_inputs(batch)).argmax(-1).tolist()
+        for logits, batch in self.answers(model, records, device):
+            predicted += logits.argmax(-1).tolist()
             right += batch["targets"].tolist()
         return metrics.classification(predicted, right, len(self.labels))
 
@@ -165,9 +165,8 @@ class TokenClassification(Task):
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         predicted: list[list[str]] = []
         right: list[list[str]] = []
-        for batch in self.batches(self.rows(records), device):
-            best = model(**encoder_inputs(batch)).argmax(-1)
-            for said, were in zip(best.tolist(), batch["targets"].tolist()):
+        for logits, batch in self.answers(model, records, device):
+            for said, were in zip(logits.argmax(-1).tolist(), batch["targets"].tolist()):
                 kept = [place for place, target in enumerate(were) if target != IGNORED]
                 predicted.append([self.labels[said[place]] for place in kept])
                 right.append([self.labels[were[place]] for place in kept])
@@ -212,17 +211,17 @@ class QuestionAnswering(Task):
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         """The span of the largest sum of logits over all windows of a question."""
-        rows, best = self.rows(records), [(-np.inf, "")] * len(records)
-        place = 0
-        for batch in self.batches(rows, device):
-            for logits in model(**encoder_inputs(batch)).float().cpu().numpy():
-                number, shift, offsets = self.windows[place]
-                inner = logits[shift : shift + len(offsets)]
-                score, first, last = best_span(inner[:, 0], inner[:, 1], self.recipe.max_answer_tokens)
-                if score > best[number][0]:
-                    context = records[number]["context"]
-                    best[number] = (score, context[offsets[first, 0] : offsets[last, 1]])
-                place += 1
+        best = [(-np.inf, "")] * len(records)
+        rows = (
+            row for logits, _ in self.answers(model, records, device) for row in logits.float().cpu().numpy()
+        )
+        for place, logits in enumerate(rows):
+            number, shift, offsets = self.windows[place]
+            inner = logits[shift : shift + len(offsets)]
+            score, first, last = best_span(inner[:, 0], inner[:, 1], self.recipe.max_answer_tokens)
+            if score > best[number][0]:
+                context = records[number]["context"]
+                best[number] = (score, context[offsets[first, 0] : offsets[last, 1]])
         answers = [[text for _, text in record["answers"]] for record in records]
         return metrics.squad([text for _, text in best], answers)
 
@@ -265,9 +264,8 @@ class Retrieval(Task):
 
     def measure(self, model: Any, records: Sequence[Record], device: torch.device) -> dict[str, float]:
         """Each query against all different passages that were held out: rank of its own."""
-        batches = self.batches(self.rows(records), device)
         hidden = getattr(model, "encoder", model).hidden
-        vectors = torch.cat([self.vectors(hidden(**encoder_inputs(x)), x) for x in batches])
+        vectors = torch.cat([self.vectors(*answer) for answer in self.answers(hidden, records, device)])
         passages = [str(record[self.recipe.data.pair_field]) for record in records]
         first = {text: place for place, text in reversed(list(enumerate(passages)))}
         column = {text: number for number, text in enumerate(first)}

@@ -7,6 +7,7 @@ format, for pytorch.org/memory_viz). Profiled steps are slower than others.
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,6 @@ PLANNED: dict[str, tuple[str, float, int | None]] = {  # of a kind: the planner'
 }
 # the planner's; the other classes move memory
 KINDS = {"matrix products": "product", "attention": "attention", "optimizer": "optimizer"}
-
-
-def kernel_class(name: str) -> str:
-    """The class that a kernel's time is counted under."""
-    return next((kind for kind, pattern in CLASSES if re.search(pattern, name)), "other")
 
 
 class Profile:
@@ -90,8 +86,7 @@ class Profile:
             return
         profiled.export_chrome_trace(str(self.directory / "trace.json"))
         rows = time_per_class(profiled.key_averages(), self._cuda, active)
-        kinds = time_per_kind(rows, self._planned)
-        facts = {"classes": rows, "kinds": kinds}
+        facts = {"classes": rows, "kinds": (kinds := time_per_kind(rows, self._planned))}
         (self.directory / "kernels.json").write_text(json.dumps(facts, indent=1) + "\n")
         if self._snapshot:
             torch.cuda.memory._dump_snapshot(str(self.directory / "memory.pickle"))
@@ -105,29 +100,30 @@ class Profile:
 
 def time_per_class(averages: Any, cuda: bool, steps: int) -> list[dict[str, Any]]:
     """Own time of all operators (on a GPU: of its kernels) per class and step of `steps`, largest first."""
-    times: dict[str, list[float]] = {}
+    times, calls = Counter[str](), Counter[str]()
     for event in averages:
         own = event.self_device_time_total if cuda else event.self_cpu_time_total
         if own and not event.key.startswith("ProfilerStep"):
-            entry = times.setdefault(kernel_class(event.key), [0.0, 0])
-            entry[0] += own
-            entry[1] += event.count
-    total = sum(entry[0] for entry in times.values()) or 1.0
+            kind = next((kind for kind, pattern in CLASSES if re.search(pattern, event.key)), "other")
+            times[kind] += own
+            calls[kind] += event.count
     rows = [
-        {"class": kind, "ms": us / 1000 / steps, "share": 100 * us / total, "calls": round(count / steps)}
-        for kind, (us, count) in times.items()
+        {
+            "class": kind,
+            "ms": us / 1000 / steps,
+            "share": 100 * us / times.total(),
+            "calls": round(calls[kind] / steps),
+        }
+        for kind, us in times.items()
     ]
     return sorted(rows, key=lambda row: -row["ms"])
 
 
 def time_per_kind(rows: list[dict[str, Any]], planned: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     """The classes summed by the kinds of the planner's list of kernels, beside what that list says of a step."""
-    spent: dict[str, float] = dict.fromkeys(planned, 0.0)
-    for row in rows:
-        kind = KINDS.get(row["class"], "memory")
-        spent[kind] = spent.get(kind, 0.0) + row["ms"]
     found = []
-    for kind, ms in spent.items():
+    for kind in dict.fromkeys((*planned, *KINDS.values(), "memory")):
+        ms = sum(row["ms"] for row in rows if KINDS.get(row["class"], "memory") == kind)
         entry: dict[str, Any] = {"kind": kind, "ms": round(ms, 3)}
         for name, (key, factor, digits) in PLANNED.items():
             entry[name] = round(planned[kind][key] * factor, digits) if kind in planned else None

@@ -72,8 +72,7 @@ class StepReport:
         step, recipe, scaler = result.step, self.plan.recipe, self.trainer.scaler
         if step > self.first_step + 1:
             self._tokens, self._seconds = self._tokens + batch.tokens, self._seconds + seconds
-        rate = batch.tokens / seconds
-        mfu = self._mfu(rate)
+        mfu = self._mfu(rate := batch.tokens / seconds)
         shown = f"  MFU {100 * mfu:.0f}%" if mfu is not None else ""
         tokens = batch.rows * recipe.train.sequence_length
         bar.advance(tokens, f"step {step:,}  loss {result.loss:.4f}{shown}")

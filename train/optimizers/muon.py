@@ -173,9 +173,7 @@ def _parts(weight: Tensor, count: int, rows: int) -> list[Tensor]:
     return [weight[None]] if count == 1 else list(weight.view(-1, count, rows, weight.shape[-1]).unbind(1))
 
 
-def orthogonalise(
-    matrices_NRC: Tensor, dtype: torch.dtype = torch.float32, iterations: int = ITERATIONS
-) -> Tensor:
+def orthogonalise(matrices_NRC: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """About U V' for each matrix U S V' of a batch (N, R, C) with R <= C, computed in `dtype`.
 
     bf16 is exact enough, since the quintic leaves singular values between 0.7 and 1.2 anyway, and five times
@@ -183,7 +181,7 @@ def orthogonalise(
     """
     a, b, c = QUINTIC
     x = (matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.to(matrices_NRC.dtype)

@@ -193,11 +193,9 @@ class PowerSum(CommunicationHook):
         self.kept["steps"] = torch.tensor(steps)  # on the host
         if self.communicator.axis.group is None:
             return
-        pays = [
-            steps > self.dense_steps and low_rank_pays(gradient.shape, self.rank) for gradient in gradients
-        ]
-        thin = [index for index, thinned in enumerate(pays) if thinned]
-        self.communicator.sum([gradient for gradient, thinned in zip(gradients, pays) if not thinned])
+        warm = steps > self.dense_steps
+        thin = [i for i, x in enumerate(gradients) if warm and low_rank_pays(x.shape, self.rank)]
+        self.communicator.sum([x for i, x in enumerate(gradients) if i not in thin])
         # at least fp32: of 16-bit gradients too, which no library factorises, and whose errors 16 bits would lose
         dtypes = {index: torch.promote_types(gradients[index].dtype, torch.float32) for index in thin}
         matrices = {index: gradients[index].flatten(1).to(dtypes[index]) for index in thin}

@@ -39,6 +39,14 @@ def head_tail_order(length: int, parts: int) -> np.ndarray:
     return np.concatenate([np.concatenate((chunks[r], chunks[2 * parts - 1 - r])) for r in range(parts)])
 
 
+def documents_of(rows: dict[str, np.ndarray]) -> np.ndarray:
+    """The document of each token of the rows (B, S), -1 for padding; one to a row where they say of none."""
+    if "document_ids" in rows:
+        return rows["document_ids"]
+    real = rows.get("attention_mask", np.ones(rows["input_ids"].shape, bool))
+    return np.where(real, 0, -1)
+
+
 def cut_rows(rows: dict[str, np.ndarray], axis: Axis) -> dict[str, np.ndarray]:
     """This process's part of each row, with explicit positions, and the documents of the whole rows.
 
@@ -51,11 +59,9 @@ def cut_rows(rows: dict[str, np.ndarray], axis: Axis) -> dict[str, np.ndarray]:
     here = order[axis.rank * (length // axis.size) : (axis.rank + 1) * (length // axis.size)]
     cut = {name: values[:, here] for name, values in rows.items() if values.ndim == 2}
     cut.setdefault("positions", np.tile(here, (total, 1)))
-    numbers, real = cut.pop("document_ids", None), cut.pop("attention_mask", None)
-    if numbers is not None:
-        cut[ROW_DOCUMENTS] = rows["document_ids"]
-    elif real is not None:
-        cut[ROW_DOCUMENTS] = np.where(rows["attention_mask"], 0, -1)
+    found = [cut.pop(name, None) is not None for name in ("document_ids", "attention_mask")]
+    if any(found):
+        cut[ROW_DOCUMENTS] = documents_of(rows)
     pairs = rows.get("nsp_targets")
     if pairs is not None and pairs.ndim == 1:
         cut["nsp_targets"] = pairs if axis.rank == 0 else np.full_like(pairs, NO_TARGET)

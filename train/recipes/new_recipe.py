@@ -36,9 +36,7 @@ GPT3 = {
     175e9: (3.2e6, 0.6e-4),
 }
 WARMUP_TOKENS = 375e6  # Brown et al. 2020, appendix B
-MOST_EPOCHS = (
-    4  # passes over the same text that are worth nearly as much as new text: Muennighoff et al. 2023
-)
+MOST_EPOCHS = 4  # passes over a text that are worth nearly as much as new text: Muennighoff et al. 2023
 VALIDATION_ROWS = 32  # of which the mean loss has a standard error of some 2 %
 
 

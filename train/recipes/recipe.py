@@ -166,32 +166,27 @@ def resolve(recipe: Recipe, base: Path | str = ".") -> Recipe:
     precision: str = train.precision
     if precision == "auto":
         precision = usual_precision(train.device) if train.matmul == "same" else "bf16"
-    update: dict[str, Any] = {
-        "data": recipe.data.model_copy(
-            update={"train": sources}
-            | {key: absolute(getattr(recipe.data, key)) for key in ("validation", "tokenizer")}
-        ),
-        "train": train.model_copy(
-            update={
-                "batch_rows": train.rows_per_step,
-                "batch_tokens": None,
-                "micro_batch_rows": micro_rows(recipe),
-                "precision": precision,
-            }
-        ),
-    }
-    tasks = [absolute(task) if task.endswith(".toml") else task for task in recipe.evaluation.tasks]
-    update["evaluation"] = recipe.evaluation.model_copy(
-        update={"tasks": tasks, "data_dir": absolute(recipe.evaluation.data_dir)}
-    )
     family = model_family(recipe)
-    update["model"] = recipe.model.model_copy(
-        update={
+    tasks = [absolute(task) if task.endswith(".toml") else task for task in recipe.evaluation.tasks]
+    changes: dict[str, dict[str, Any]] = {
+        "data": {"train": sources}
+        | {key: absolute(getattr(recipe.data, key)) for key in ("validation", "tokenizer")},
+        "train": {
+            "batch_rows": train.rows_per_step,
+            "batch_tokens": None,
+            "micro_batch_rows": micro_rows(recipe),
+            "precision": precision,
+        },
+        "evaluation": {"tasks": tasks, "data_dir": absolute(recipe.evaluation.data_dir)},
+        "model": {
             "family": family,
             "init_from": absolute(recipe.model.init_from),
             "overrides": _own_fields(recipe),
-        }
-    )
+        },
+    }
+    update: dict[str, Any] = {
+        name: getattr(recipe, name).model_copy(update=fields) for name, fields in changes.items()
+    }
     if family == "bert" and recipe.objective is None:
         update["objective"] = ObjectiveSection()
     return recipe.model_copy(update=update)
