@@ -78,7 +78,6 @@ class RunPlan:
 
     def summary(self) -> dict[str, Any]:
         """What will be trained on what, and what it needs, for `train --dry-run`."""
-        tokens = self.tokens_to_train
         return {
             "family": self.family,
             "parameters": self.config.parameter_count(),
@@ -86,8 +85,7 @@ class RunPlan:
             "train_tokens_in_store": sum(store.tokens for store in self.corpus.train),
             "text_bytes": self.corpus.text_bytes,
             "validation_tokens": sum(store.tokens for store in self.corpus.validation),
-            "tokens_to_train": tokens,
-            "flops": tokens * self.config.flops_per_token(self.recipe.train.sequence_length),
+            "flops": self.tokens_to_train * self.config.flops_per_token(self.recipe.train.sequence_length),
             "memory_bytes": sum(self.memory.values()),
             "memory": self.memory,
             "step_seconds": predicted_step_seconds(self.config, self.recipe),

@@ -33,9 +33,7 @@ class GradientBuffer:
         starts = [0, *accumulate(sizes)]
         self.buckets = [self.flat[starts[part.start] : starts[part.stop]] for part in slices]
         self._bucket_of = [bucket for bucket, part in enumerate(slices) for _ in range(part.start, part.stop)]
-        self._passes = 0  # backward passes that complete a gradient; 0: sums wait for `finish`
-        self._seen = [0] * len(self.parameters)
-        self._missing = [0] * len(self.buckets)
+        self._missing = [-1] * len(self.buckets)  # gradients still to come; below 0: sums wait for `finish`
         self._works: list[dist.Work] = []
         for index, parameter in enumerate(self.parameters):
             if parameter.dtype != dtype:
@@ -46,13 +44,9 @@ class GradientBuffer:
 
     def expect(self, passes: int) -> None:
         """So many backward passes give every parameter its gradient; the last one may start the sums."""
-        self._passes, self._seen = passes, [0] * len(self.parameters)
-        self._missing = [self._bucket_of.count(bucket) for bucket in range(len(self.buckets))]
+        self._missing = [passes * self._bucket_of.count(bucket) for bucket in range(len(self.buckets))]
 
     def _arrived(self, index: int) -> None:
-        self._seen[index] += 1
-        if not self._passes or self._seen[index] != self._passes:
-            return
         self._missing[self._bucket_of[index]] -= 1
         while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:
             self._start()
@@ -68,7 +62,7 @@ class GradientBuffer:
                 self._start()
         for work in self._works:
             work.wait()
-        self._works, self._passes = [], 0
+        self._works, self._missing = [], [-1] * len(self.buckets)
 
     def zero(self) -> None:
         """Forget the gradients; whoever took a view away gives it back."""
