@@ -30,7 +30,7 @@ from throughline.train.finetune import metrics
 from throughline.train.finetune.recipe import RULES, FinetuneRecipe
 from throughline.train.finetune.records import held_out, pair_row, read_records
 from throughline.train.finetune.run import _split, finetune, plan_task, write_model
-from throughline.train.finetune.tasks import TASKS, best_span, encoder_inputs
+from throughline.train.finetune.tasks import TASKS, best_span
 from throughline.train.loop import train
 
 SPOKEN = "the a cat dog king moon likes sees hates good bad fine poor in paris rome york new old"
@@ -128,11 +128,6 @@ def task_for(task: str, bases: dict[str, Path], **data: str) -> Any:
     """The task over one of the tiny models."""
     recipe = build_recipe({"task": task, "data": data}, FinetuneRecipe)
     return TASKS[task](recipe, Tokenizer.load(bases[CASES[task][1]] / "tokenizer.json"))
-
-
-def vectors_of(task: Any, model: Any, records: list[Any]) -> torch.Tensor:
-    batch = task.batch(task.rows(records), torch.device("cpu"))
-    return task.vectors(model.hidden(**encoder_inputs(batch)), batch)
 
 
 HALVES = {"classification": "bf16", "retrieval": "fp16", "instruction": "bf16"}
@@ -332,7 +327,8 @@ def test_embeddings_trained_are_embeddings_given(
     task.sentence, (model, _) = read_sentence(base), open_weights(base)
     texts = ["the cat likes a dog", "the moon"]
     with torch.no_grad():
-        vectors = vectors_of(task, model, [{"text": texts[0], "b": texts[1]}])
+        (answer,) = task.answers(model.hidden, [{"text": texts[0], "b": texts[1]}], torch.device("cpu"))
+    vectors = task.vectors(*answer)
     assert np.abs(vectors.numpy() - embed_texts(base, texts, truncate=True)).max() < 1e-5
     records = write_records("retrieval", tmp_path, 20)
     recipe = recipe_for("retrieval", {"bert": base}, records, epochs=1, batch_rows=4)
@@ -367,7 +363,8 @@ def test_the_rank_of_a_passage_is_its_place_among_all(bases: dict[str, Path]) ->
     records = [{"text": " ".join(DRAW.choice(WORDS, 3)), "b": passages[i % 12]} for i in range(20)]
     with torch.no_grad():
         found = task.measure(model, records, cpu)
-        vectors = vectors_of(task, model, records).numpy()
+        (answer,) = task.answers(model.hidden, records, cpu)
+    vectors = task.vectors(*answer).numpy()
     ranks = []
     for number, record in enumerate(records):
         likeness = {other["b"]: vectors[2 * number] @ vectors[2 * i + 1] for i, other in enumerate(records)}
