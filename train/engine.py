@@ -181,30 +181,32 @@ class Engine:
         return torch.where(counts > 0, 1 / counts, 0).to(self.wide)
 
     @torch.no_grad()
-    def evaluate(self, rows: dict[str, np.ndarray], mask_fraction: float) -> Tensor:
-        """Sums of a validation batch over all processes, (5,) float64 on the host: see `loss.FIGURES`.
+    def evaluate(self, batches: Iterable[dict[str, np.ndarray]], mask_fraction: float) -> Tensor:
+        """Sums of validation batches over all processes, (5,) float64 on the host: see `loss.FIGURES`.
 
-        Every process gives the whole batch and computes its part. Missing rows and ends are filled up without targets.
+        Every process gives the whole batches and computes its part. Missing rows and ends are filled up without
+        targets. Nothing is waited for before the last batch, so each stage of a pipeline has one of its own.
         """
-        data, context, tensor = self.mesh.data, self.mesh.context.size, self.mesh.tensor.size
-        # what a whole row is a multiple of: a table of positions has no more
-        rows = fill_up(rows, data.size, tensor if context == 1 else math.lcm(2 * context, context * tensor))
-        own = len(rows["input_ids"]) // data.size
-        mine = {name: values[data.rank * own : (data.rank + 1) * own] for name, values in rows.items()}
         heads, figures = [stage.head for stage in self.stages], self.objective.figures
         assert figures is not None, "an objective that measures otherwise"
-        how = family_of(self.config), own, self.device, mask_fraction
-        prepared = prepare(mine, *how, context=self.mesh.context)
+        data, context, tensor = self.mesh.data, self.mesh.context.size, self.mesh.tensor.size
+        # what a whole row is a multiple of: a table of positions has no more
+        multiple = tensor if context == 1 else math.lcm(2 * context, context * tensor)
+        total = torch.zeros(5, dtype=torch.float64, device=self.device)
         for stage in self.stages:
-            stage.eval()
-            stage.head = figures
-        sums = run_forward(self.stages, prepared.micro_batches[0], self.layout, self.dtype)
+            stage.eval().head = figures
+        for batch in batches:
+            rows = fill_up(batch, data.size, multiple)
+            own = len(rows["input_ids"]) // data.size
+            mine = {name: values[data.rank * own : (data.rank + 1) * own] for name, values in rows.items()}
+            how = family_of(self.config), own, self.device, mask_fraction
+            prepared = prepare(mine, *how, context=self.mesh.context)
+            sums = run_forward(self.stages, prepared.micro_batches[0], self.layout, self.dtype)
+            if sums is not None and self.mesh.tensor.rank == 0:
+                total += sums
         for stage, head in zip(self.stages, heads):
-            stage.train()
-            stage.head = head
-        if sums is None or self.mesh.tensor.rank:
-            sums = torch.zeros(5, dtype=torch.float64, device=self.device)
-        return self.mesh.world.all_reduce(sums).cpu()
+            stage.train().head = head
+        return self.mesh.world.all_reduce(total).cpu()
 
     @torch.no_grad()
     def finish_gradients(self) -> None:

@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from ..data.samples import Dataset, GPTWindows
 from .build import RunPlan, validation_rows
@@ -37,9 +36,7 @@ class Validation:
 
     def measure(self, engine: Engine, rows: int | None = None) -> dict[str, float]:
         """The figures over the first `rows` rows, or over all. The model's mode is given back as it was."""
-        sums = torch.zeros(5, dtype=torch.float64)
-        for batch in self._rows(rows, engine.layout.data):
-            sums += engine.evaluate(batch, self.plan.recipe.mask_fraction)
+        sums = engine.evaluate(self._rows(rows, engine.layout.data), self.plan.recipe.mask_fraction)
         if self.plan.family == "gpt":
             return self._gpt_figures(*sums[:2].tolist())
         return _bert_figures(*sums.tolist())

@@ -49,7 +49,7 @@ def draw(case: Case) -> list[Drawn]:
         seen.clear()
         rates.clear()
         if step is None:
-            engine.evaluate(make_rows(case, 0), 1.0)
+            engine.evaluate([make_rows(case, 0)], 1.0)
         else:
             engine.accumulate(own_rows(case, engine, 0), step)
             engine.discard()

@@ -2,6 +2,8 @@
 may train.
 """
 
+import time
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -51,12 +53,36 @@ def test_counts_what_one_process_counts(family: str, layout: Layout, length: int
         start_group(device, 60)
         engine = Engine(case.config, make_mesh(layout, device, 60), "fp64", SEED)
         engine.fill()
-        return [engine.evaluate(batch, 1.0).numpy() for batch in batches]
+        return [engine.evaluate([batch], 1.0).numpy() for batch in batches]
 
     model = build(case.config, SEED, dtype=torch.float64).eval()
     single = Engine.holding(model, "fp64", torch.device("cpu"))
-    expected = [single.evaluate(dict(batch), 1.0) for batch in batches]
+    expected = [single.evaluate([dict(batch)], 1.0) for batch in batches]
     assert all(sums[0] > 0 for sums in expected)
     for rank in run_ranks(layout.world, count):
         for found, sums in zip(rank, expected, strict=True):
             assert found == pytest.approx(sums.numpy(), rel=1e-12)
+
+
+def test_a_stage_does_not_wait_for_the_end_of_a_batch() -> None:
+    """Each stage of a pipeline is slow alike: three batches on two stages take four turns and not six."""
+    warm()
+    case = Case("", Layout(pipeline=2), model={"vocab_size": 257})
+    turn = 0.5
+
+    def count() -> tuple[float, list[float]]:
+        device = torch.device("cpu")
+        start_group(device, 60)
+        engine = Engine(case.config, make_mesh(case.layout, device, 60), "fp64", SEED)
+        engine.fill()
+        (stage,) = engine.stages
+        stage.register_forward_pre_hook(lambda *_: time.sleep(turn))
+        whole = engine.evaluate([make_rows(case, 0)], 1.0)
+        torch.distributed.barrier()
+        begun = time.monotonic()
+        sums = engine.evaluate([make_rows(case, 0)] * 3, 1.0)
+        seconds = time.monotonic() - begun
+        return seconds / turn, (sums / whole)[:2].tolist()
+
+    for turns, times in run_ranks(2, count):
+        assert turns < 5.5 and times == pytest.approx([3, 3], rel=1e-12)

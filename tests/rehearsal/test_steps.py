@@ -115,7 +115,7 @@ def test_a_validation_waits_once(family):
     config = model(family)
     case = make(config, "bf16", card(80))
     with Seen() as seen:
-        figures = case.trainer.engine.evaluate(rows(config, 4), 0.15)
+        figures = case.trainer.engine.evaluate([rows(config, 4)], 0.15)
     assert figures.device.type == "cpu" and sum(seen.waits.values()) == 1, seen.waits
 
 

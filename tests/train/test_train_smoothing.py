@@ -60,5 +60,5 @@ def test_validation_is_not_smoothed(make_plan: Callable[..., RunPlan]) -> None:
     for smoothing in (0.0, 0.1):
         plan = make_plan("bert", data={"validation_fraction": 0.2}, objective={"label_smoothing": smoothing})
         batch = validation_rows(plan)[0].batch(0, 8)
-        losses.append(build_trainer(plan).engine.evaluate(batch, 0.15)[0].item())
+        losses.append(build_trainer(plan).engine.evaluate([batch], 0.15)[0].item())
     assert losses[0] == losses[1]
