@@ -17,6 +17,7 @@ over n processes: 2 (n-1)/n x); tests compare the count with what the kernel say
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -202,7 +203,7 @@ class PowerSum(CommunicationHook):
         wanted = {index: x + self.error(f"lost.{index}", x) for index, x in matrices.items()}
         left = [x @ self._factor(index, x) for index, x in wanted.items()]  # (rows, rank)
         self.communicator.sum(left)
-        left = [torch.linalg.qr(factor).Q for factor in left]
+        left = orthonormal(left)
         right = [x.T @ factor for x, factor in zip(wanted.values(), left)]  # (columns, rank)
         self.communicator.sum(right)
         for (index, x), rows, columns in zip(wanted.items(), left, right):
@@ -220,3 +221,16 @@ class PowerSum(CommunicationHook):
             self.kept[name] = torch.randn(shape, generator=torch.Generator().manual_seed(index))
         self.kept[name] = self.kept[name].to(matrix)
         return self.kept[name]
+
+
+def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
+    """A basis of the columns of each matrix: those of one shape in one call, of which a GPU waits for each."""
+    alike: dict[Any, list[int]] = {}
+    for index, factor in enumerate(factors):
+        alike.setdefault((factor.shape, factor.dtype), []).append(index)
+    found = list(factors)
+    for indices in alike.values():
+        bases = torch.linalg.qr(torch.stack([factors[index] for index in indices])).Q
+        for index, basis in zip(indices, bases):
+            found[index] = basis
+    return found
