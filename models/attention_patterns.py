@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Documents, Mask, knows_windows, scaled_dot_product
+from .config import TransformerConfig
 from .layers import Block
 from .pattern import AttentionPattern
 
@@ -223,6 +224,11 @@ def _group_mask(group: _Group, mask: Tensor | None, batch: int) -> Tensor:
     if taken.dtype != torch.bool:
         seen = taken.masked_fill(taken == float("-inf"), 0.0).masked_fill(~seen, float("-inf"))
     return seen.expand(batch, *seen.shape[1:]).flatten(0, 1)
+
+
+def windowed(config: TransformerConfig, blocks: nn.ModuleDict) -> dict[str, nn.Module]:
+    """Those of the blocks that see a part of the sequence."""
+    return {layer: block for layer, block in blocks.items() if config.pattern_of(int(layer))}
 
 
 def apply_pattern(

@@ -1,7 +1,8 @@
 """BERT: a bidirectional encoder with a masked-LM head and a next-sentence head.
 
-Post-norm as published by default; `norm_first` gives the pre-norm order of Megatron's BERT. The masked-LM
-head works on any selection of positions, so that training pays for logits only where there is a target.
+Post-norm as published by default; `norm_first` gives the pre-norm order of Megatron's BERT. The config's fields make
+it a RoBERTa, a DistilBERT, an ELECTRA or a ModernBERT. The masked-LM head works on any selection of positions, so that
+training pays for logits only where there is a target.
 
 Shape letters: B batch, S positions, W width, N selected positions, V vocabulary.
 """
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Documents, Mask
-from .attention_patterns import apply_pattern
+from .attention_patterns import apply_pattern, windowed
 from .config import BERTConfig
 from .layers import Block, RelativeBias, activation_function, make_norm
+from .rotary import layer_tables
 
 
 class BERT(nn.Module):
@@ -29,19 +31,27 @@ class BERT(nn.Module):
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
         self.config = config
-        width = config.width
-        self.token_table = nn.Embedding(config.vocab_size, width)
-        self.position_table = nn.Embedding(config.sequence_length, width)
-        self.type_table = nn.Embedding(config.token_types, width) if config.token_types else None
+        width, table = config.width, config.table_width
+        rows = config.sequence_length + config.position_offset
+        self.token_table = nn.Embedding(config.vocab_size, table)
+        self.position_table = nn.Embedding(rows, table) if config.positions == "learned" else None
+        self.type_table = nn.Embedding(config.token_types, table) if config.token_types else None
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
+        self.projection = nn.Linear(table, width, bias=config.bias) if config.embedding_width else None
         self.relative_bias = RelativeBias(config) if config.relative_buckets else None
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in range(config.layers)})
-        if config.attention_pattern is not None:
-            apply_pattern(self.blocks, config.attention_pattern, causal=False)
-        self.norm = make_norm(config)  # after the embeddings (post-norm) or after the last block (norm_first)
-        self.mlm_transform = nn.Linear(width, width, bias=config.bias) if config.mlm_transform else None
-        self.mlm_norm = make_norm(config) if config.mlm_transform else None
-        self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.bias else None
-        self.pooler = nn.Linear(width, width, bias=config.bias) if config.nsp else None
+        if config.embedding_norm:
+            self.blocks["0"].attention_norm = nn.Identity()  # it reads what is normed
+        if (pattern := config.attention_pattern) is not None:
+            apply_pattern(windowed(config, self.blocks), pattern, causal=False)
+        self.norm = make_norm(
+            config, table
+        )  # after the embeddings (post-norm) or the last block (norm_first)
+        self.mlm_transform = nn.Linear(width, table, bias=config.bias) if config.mlm_transform else None
+        self.mlm_norm = make_norm(config, table) if config.mlm_transform else None
+        self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.decoder_bias else None
+        pooled = config.nsp and config.pooler != "features"
+        self.pooler = nn.Linear(width, width, bias=config.bias) if pooled else None
         self.nsp = nn.Linear(width, 2, bias=config.bias) if config.nsp else None
         self.activation = activation_function(config.activation)
         self.product: Callable[..., Tensor] = F.linear  # of the masked-LM head
@@ -77,10 +87,15 @@ class BERT(nn.Module):
         if self.type_table is not None:
             table = self.type_table
             x_BSW = x_BSW + (table.weight[0] if token_types is None else table(token_types))
-        x_BSW = x_BSW + self.position_table(positions)
+        if self.position_table is not None:
+            offset = self.config.position_offset
+            x_BSW = x_BSW + self.position_table(positions + offset if offset else positions)
+        if self.embedding_norm is not None:
+            x_BSW = self.embedding_norm(x_BSW)
         if not self.config.norm_first:
             x_BSW = self.norm(x_BSW)
-        return F.dropout(x_BSW, self.config.dropout, self.training) if self.config.dropout else x_BSW
+        x_BSW = F.dropout(x_BSW, self.config.dropout, self.training) if self.config.dropout else x_BSW
+        return x_BSW if self.projection is None else self.projection(x_BSW)
 
     def encode(
         self,
@@ -112,8 +127,9 @@ class BERT(nn.Module):
             bias = self.relative_bias(positions).to(x_BSW.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         seen: Mask | None = documents if documents is not None else mask
-        for block in self.blocks.values():
-            x_BSW = block(x_BSW, seen)
+        tables = layer_tables(self.config, positions, x_BSW.dtype)
+        for layer, block in self.blocks.items():
+            x_BSW = block(x_BSW, seen, rotary=tables.get(self.config.kind_of(int(layer))))
         return self.norm(x_BSW) if self.config.norm_first else x_BSW
 
     def mlm_head(self, hidden_NW: Tensor) -> Tensor:
@@ -131,5 +147,8 @@ class BERT(nn.Module):
         return None if self.nsp is None else self.nsp(self.pooled(first_BW))
 
     def pooled(self, first_BW: Tensor) -> Tensor | None:
-        """First position (B, W) -> (B, W): tanh of the dense layer; None without the next-sentence head."""
-        return None if self.pooler is None else torch.tanh(self.pooler(first_BW))
+        """First position (B, W) -> (B, W): tanh, or the config's function, of the dense layer; None without it."""
+        if self.pooler is None:
+            return None
+        bent = torch.tanh if self.config.pooler == "tanh" else activation_function(self.config.pooler)
+        return bent(self.pooler(first_BW))

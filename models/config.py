@@ -5,11 +5,9 @@ against the built models and against the published ones.
 """
 
 import dataclasses
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from .pattern import AttentionPattern
 from .transformer import TransformerConfig
 
 
@@ -17,29 +15,14 @@ from .transformer import TransformerConfig
 class GPTConfig(TransformerConfig):
     """A causal decoder: GPT-2 by default; rotary positions, RMS norm, gated MLP, fewer key heads: a Llama.
 
-    The fields from `position_offset` on are off by default. They make the other decoders of docs/models.md.
+    The fields from `position_offset` on, and below `tied`, are off by default. They make the other decoders of
+    docs/models.md.
     """
 
-    positions: Literal["learned", "rotary"] = "learned"
-    rope_theta: float = 10000.0
     tied: bool = True  # the output matrix is the token table
-    position_offset: int = 0  # rows of the position table before position 0: OPT has 2
-    rope_width: int = 0  # how many numbers of a head rotary positions turn; 0: all
-    rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = "none"  # `rotary.frequencies`
-    rope_factor: float = 1.0
-    rope_original_length: int = 0  # the sequence length before scaling; 0: `sequence_length`
-    rope_low: float = (
-        1.0  # turns in the original length: below, llama3 and yarn divide a frequency by the factor
-    )
-    rope_high: float = 4.0  # and above, they leave it as it is
-    rope_magnitude: float = 0.0  # yarn: of cosines and sines; 0: 0.1 ln(rope_factor) + 1
-    rope_local_theta: float = 0.0  # of layers with a window, unscaled there; 0: as in the others
-    # a letter for each layer, repeated: l has the attention window, g sees all, n sees all and turns nothing
-    layer_pattern: str = ""
     linear_bias: Literal["usual", "qkv", "attention", "mlp"] = (
         "usual"  # where, if not everywhere as `bias` says
     )
-    output_bias: bool = False  # of an untied output matrix
     qk_norm: Literal["none", "head", "whole"] = (
         "none"  # RMS norm of each query and key head, or of all together
     )
@@ -68,17 +51,6 @@ class GPTConfig(TransformerConfig):
     balance_rate: float = 0.001  # by this much a step
     balance_loss: float = 0.0  # coefficients of the losses of train/loss.py that keep a router even
     router_z_loss: float = 0.0  # and its logits small
-    huggingface: str = (
-        ""  # model_type there that it is written as, where its shape has several; "": the first
-    )
-
-    def kind_of(self, layer: int) -> str:
-        """The letter of a layer: `l`, `g` or `n`, see `layer_pattern`."""
-        letters = self.layer_pattern or ("l" if self.attention_window else "g")
-        return letters[layer % len(letters)]
-
-    def pattern_of(self, layer: int) -> AttentionPattern | None:
-        return self.attention_pattern if self.kind_of(layer) == "l" else None
 
     def has_bias(self, part: Literal["qkv", "out", "mlp"]) -> bool:
         parts = {"qkv": ("qkv",), "attention": ("qkv", "out"), "mlp": ("mlp",)}
@@ -91,49 +63,12 @@ class GPTConfig(TransformerConfig):
     def expert_size(self) -> int:
         return self.expert_width or self.feed_forward_size
 
-    @property
-    def rotary_size(self) -> int:
-        return self.rope_width or self.head_size
-
-    def beyond(self, known: Collection[str]) -> list[str]:
-        """The fields that make this more than a GPT-2 or a Llama, and that are not among the known ones."""
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        later = list(fields)[list(fields).index("position_offset") : list(fields).index("huggingface")]
-        used = [name for name in later if getattr(self, name) != fields[name]]
-        used += ["activation"] if self.activation == "relu" else []
-        return [name for name in used if name not in known]
-
     def validate(self) -> list[str]:
         problems = super().validate()
         if problems:
             return problems
-        if self.positions == "rotary" and not self.rope_width and self.head_size % 2:
-            problems.append(f"rotary positions turn pairs of numbers; the head width {self.head_size} is odd")
-        if self.rope_width % 2 or not 0 <= self.rope_width <= self.head_size:
-            problems.append(f"rope_width is {self.rope_width}; it must be even and at most {self.head_size}")
-        for name in ("position_offset", "rope_original_length", "query_scalar", "rope_magnitude"):
-            if getattr(self, name) < 0:
-                problems.append(f"{name} is {getattr(self, name)}; it must be 0 or more")
-        if self.position_offset and self.positions != "learned":
-            problems.append("position_offset belongs to learned positions")
-        if min(self.rope_factor, self.rope_low) <= 0 or self.rope_high <= self.rope_low:
-            problems.append("rope_factor and rope_low must be above 0, and rope_high above rope_low")
-        if self.rope_scaling == "none" and self.rope_factor != 1.0:
-            problems.append(
-                f"rope_factor is {self.rope_factor}, and rope_scaling does not say what it scales"
-            )
-        if self.rope_scaling == "dynamic" and self.rotary_size <= 2:
-            problems.append("dynamic rope_scaling needs more than one pair of numbers to turn")
-        if stray := set(self.layer_pattern) - set("gln"):
-            problems.append(f"layer_pattern has {', '.join(sorted(stray))}; its letters are g, l and n")
-        elif self.layer_pattern and ("l" in self.layer_pattern) != (self.attention_window > 0):
-            problems.append("layers of kind l in layer_pattern and attention_window need each other")
-        elif "n" in self.layer_pattern and self.positions != "rotary":
-            problems.append(
-                "layers of kind n in layer_pattern leave out rotary positions, and there are none"
-            )
-        if self.rope_local_theta and self.attention_pattern is None:
-            problems.append("rope_local_theta is for layers with a window, and attention_window is 0")
+        if self.query_scalar < 0:
+            problems.append(f"query_scalar is {self.query_scalar}; it must be 0 or more")
         if self.output_bias and self.tied:
             problems.append("output_bias is that of an output matrix, and with tied there is none")
         if (self.qk_norm != "none" or self.norm_from_one) and self.norm != "rmsnorm":
@@ -148,7 +83,7 @@ class GPTConfig(TransformerConfig):
 
     def _expert_problems(self) -> list[str]:
         fields = {field.name: field.default for field in dataclasses.fields(self)}
-        names = list(fields)[list(fields).index("experts_per_token") : list(fields).index("huggingface")]
+        names = list(fields)[list(fields).index("experts_per_token") :]
         if not self.experts:
             said = [name for name in names if getattr(self, name) != fields[name]]
             return [f"{name} is of experts, and there are none" for name in said]
@@ -185,7 +120,7 @@ class GPTConfig(TransformerConfig):
         if self.positions == "learned":
             tables += (self.sequence_length + self.position_offset) * self.width
         blocks = self.layers * self.block_parameters() + self.expert_parameters()
-        return tables + blocks + self.norm_parameters()
+        return tables + blocks + (1 + self.embedding_norm) * self.norm_parameters()
 
     @property
     def expert_layers(self) -> int:
@@ -231,10 +166,35 @@ class BERTConfig(TransformerConfig):
     mlm_transform: bool = True  # dense + activation + norm before the tied decoder
     relative_buckets: int = 0  # T5's position bias, shared by all layers, a number a bucket and head; 0: none
     relative_distance: int = 128  # distances beyond this share the last bucket
+    pooler: Literal["tanh", "relu", "gelu", "features"] = (
+        "tanh"  # what becomes of [CLS] in it before a label is
+    )
+    # read off; features: every label is read off what the MLM transform and its norm make of the encoder's output
+    embedding_width: int = 0  # of the tables; 0: `width`; another is brought to it by a matrix (ELECTRA)
+    plain_positions: ClassVar[tuple[str, ...]] = ("learned",)
+
+    @property
+    def table_width(self) -> int:
+        return self.embedding_width or self.width
+
+    @property
+    def decoder_bias(self) -> bool:
+        """Whether the masked-LM logits have a bias."""
+        return self.bias or self.output_bias
 
     def validate(self) -> list[str]:
         if problems := super().validate():
             return problems
+        if self.embedding_norm and not self.norm_first:
+            problems.append("embedding_norm is for norm_first: a post-norm encoder has that norm anyway")
+        if self.embedding_width < 0 or (self.embedding_width and (self.norm_first or not self.mlm_transform)):
+            problems.append("embedding_width is that of a post-norm encoder with an MLM transform, or 0")
+        if self.pooler == "features" and not self.mlm_transform:
+            problems.append("pooler = features reads the MLM transform, and there is none")
+        if self.nsp and self.pooler != "tanh":
+            problems.append(f"the next-sentence head has a tanh; with pooler = {self.pooler} set nsp = false")
+        if self.positions == "alibi":
+            problems.append("positions = alibi look back; an encoder has learned or rotary ones")
         if self.token_types < 0:
             problems.append(f"token_types is {self.token_types}; it must be 0 or more")
         if self.relative_buckets and (self.relative_buckets < 4 or self.relative_buckets % 2):
@@ -249,13 +209,17 @@ class BERTConfig(TransformerConfig):
 
     def parameter_count(self) -> int:
         """Parameters of the built model, heads included; the decoder is the token table and counts once."""
-        linear_bias = self.width if self.bias else 0
-        tables = (self.vocab_size + self.sequence_length + self.token_types) * self.width
+        linear_bias, table = (self.width if self.bias else 0), self.table_width
+        tables = (self.vocab_size + self.token_types) * table
+        if self.positions == "learned":
+            tables += (self.sequence_length + self.position_offset) * table
         tables += self.relative_buckets * self.heads
-        norms = self.norm_parameters()  # on the embeddings or at the end, never both
-        head = self.vocab_size if self.bias else 0
+        tables += (self.width * table + linear_bias) if self.embedding_width else 0
+        norms = self.norm_parameters(table)  # on the embeddings or at the end
+        # with both the first block reads what is normed, and has no norm before attention
+        head = self.vocab_size if self.decoder_bias else 0
         if self.mlm_transform:
-            head += self.width * self.width + linear_bias + self.norm_parameters()
+            head += self.width * table + (table if self.bias else 0) + self.norm_parameters(table)
         if self.nsp:
             head += self.width * self.width + linear_bias + 2 * self.width + (2 if self.bias else 0)
         return tables + norms + self.layers * self.block_parameters() + head
@@ -269,7 +233,8 @@ class BERTConfig(TransformerConfig):
         sequence) are counted.
         """
         length = sequence_length or self.sequence_length
-        head = 6 * self.width * self.vocab_size + (6 * self.width * self.width if self.mlm_transform else 0)
+        table = self.table_width
+        head = 6 * table * self.vocab_size + (6 * self.width * table if self.mlm_transform else 0)
         pooled = 6 * (self.width * self.width + 2 * self.width) if self.nsp else 0
         return self.blocks_flops_per_token(length) + round(predicted * head + pooled / length)
 

@@ -7,12 +7,11 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from ..core.errors import Refused
-from .config import GPTConfig
 from .transformer import TransformerConfig
 
 
 class Names(NamedTuple):
-    """Their names of a decoder's tensors."""
+    """Their names of a model's tensors; "": it has none."""
 
     token: str
     layer: str
@@ -25,6 +24,27 @@ class Names(NamedTuple):
     router: str = ""
     experts: dict[str, str] = {}
     how: str = "split"
+    types: str = ""
+    embedding_norm: str = ""
+    projection: str = ""
+    transform: tuple[str, str, str] = ("", "", "")  # before the masked-LM decoder: matrix, norm; its bias
+    pair: str = ""  # the next-sentence matrix
+    pooler: str = ""
+    classifier: str = "classifier"  # of fine-tuned labels of texts, and of spans
+    question: str = "qa_outputs"
+
+    @property
+    def prefix(self) -> str:
+        """What stands before every name, and is missing where the model was saved without a head."""
+        return self.token.partition(".")[0]
+
+    def whole(self, name: str) -> str:
+        """A tensor's name with the prefix, and without TensorFlow's gamma and beta."""
+        known = (self.token, self.position, self.layer, self.norm, self.embedding_norm, self.projection)
+        inner = {one.split(".")[1] for one in known if one} | {"pooler"}
+        if name.partition(".")[0] in inner:
+            name = f"{self.prefix}.{name}"
+        return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 class Family(NamedTuple):
@@ -42,6 +62,9 @@ class Family(NamedTuple):
     part: tuple[str, float] = ("", 1.0)
     windows: str = ""
     biased: str = ""
+    encoder: bool = False
+    pad: str = "none"
+    dropouts: list[str] = []
 
 
 @cache
@@ -70,7 +93,9 @@ def _merged(before: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
         name: _merged(before.get(name, {}), value) if isinstance(value, dict) else value
         for name, value in said.items()
     }
-    return {name: value for name, value in (before | both).items() if value != "" or name == "biased"}
+    return {
+        name: value for name, value in (before | both).items() if value != "" or name in ("biased", "pad")
+    }
 
 
 def _family(row: dict[str, Any]) -> Family:
@@ -80,8 +105,8 @@ def _family(row: dict[str, Any]) -> Family:
 
 
 def refuse_beyond(config: TransformerConfig, known: Collection[str], who: str) -> None:
-    """Raise Refused where a decoder has fields set, beyond those of a GPT-2 and a Llama, that `who` does not know."""
-    if isinstance(config, GPTConfig) and (unknown := config.beyond(known)):
+    """Raise Refused where a model has fields beyond those of a GPT-2, a Llama or a BERT that `who` does not know."""
+    if unknown := config.beyond(known):
         why = ", ".join(f"{name} = {getattr(config, name)!r}" for name in unknown)
         fix = "docs/models.md has the table of what each family can do; torch generates, evaluates and serves it"
         raise Refused(f"{who} does not know this model", where=f"model.{unknown[0]}", why=why, fix=fix)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Documents, Mask
-from .attention_patterns import apply_pattern
+from .attention_patterns import apply_pattern, windowed
 from .cache import KeyValueCache
 from .config import GPTConfig
 from .layers import Block, make_norm
-from .rotary import Rotary, rotary_table
+from .rotary import alibi, layer_tables
 
 
 class GPT(nn.Module):
@@ -37,10 +37,10 @@ class GPT(nn.Module):
         self.token_table = nn.Embedding(config.vocab_size, config.width)
         rows = config.sequence_length + config.position_offset
         self.position_table = nn.Embedding(rows, config.width) if config.positions == "learned" else None
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.layers)})
         if (pattern := config.attention_pattern) is not None:
-            near = {layer: block for layer, block in self.blocks.items() if config.pattern_of(int(layer))}
-            apply_pattern(near, pattern, causal=True)
+            apply_pattern(windowed(config, self.blocks), pattern, causal=True)
         self.norm = make_norm(config)
         shape = (config.width, config.vocab_size)
         self.output = None if config.tied else nn.Linear(*shape, bias=config.output_bias)
@@ -88,6 +88,8 @@ class GPT(nn.Module):
         if self.position_table is not None:
             places = positions + self.config.position_offset if self.config.position_offset else positions
             x_BSW = x_BSW + self.position_table(places)
+        if self.embedding_norm is not None:
+            x_BSW = self.embedding_norm(x_BSW)
         return F.dropout(x_BSW, self.config.dropout, self.training) if self.config.dropout else x_BSW
 
     def encode(
@@ -111,21 +113,14 @@ class GPT(nn.Module):
             mask = causal_document_mask(document_ids)
         elif document_bounds is not None:
             mask = Documents(document_bounds, min(positions.shape[-1], self.config.sequence_length))
-        tables = self._rotary(positions, x_BSW.dtype)
+        if self.config.positions == "alibi":
+            mask = alibi(self.config.heads, visible(mask, *x_BSW.shape[:2], x_BSW.device), x_BSW.dtype)
+        tables = layer_tables(self.config, positions, x_BSW.dtype)
         is_causal = mask is None or isinstance(mask, Documents)
         for layer, block in self.blocks.items():
             memory = cache.layer(int(layer)) if cache is not None else None
             x_BSW = block(x_BSW, mask, is_causal, tables.get(self.config.kind_of(int(layer))), memory)
         return self.norm(x_BSW)
-
-    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> dict[str, Rotary]:
-        """Cosines and sines by the kind of layer; none where nothing is turned."""
-        config = self.config
-        if config.positions != "rotary":
-            return {}
-        usual = rotary_table(config, positions, dtype)
-        local = rotary_table(config, positions, dtype, local=True) if config.rope_local_theta else usual
-        return {"g": usual, "l": local}
 
     def head(self, hidden_BSW: Tensor) -> Tensor:
         """(..., W) -> logits (..., V)."""
@@ -146,3 +141,14 @@ def causal_document_mask(document_ids: Tensor) -> Tensor:
     """Ids (B, S) -> (B, 1, S, S), True where a token may look: its own document, itself and before."""
     same = document_ids[:, :, None] == document_ids[:, None, :]
     return same.tril()[:, None]
+
+
+def visible(mask: Mask | None, rows: int, length: int, device: torch.device) -> Tensor:
+    """What a decoder's mask says, as a dense one (1 or B, 1, S, P)."""
+    if isinstance(mask, Documents):
+        return mask.mask(rows, length, is_causal=True)
+    return (
+        torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
+        if mask is None
+        else mask
+    )

@@ -1,11 +1,11 @@
 """BERT with a fine-tuned head: one label for a text, one for each token, the span that answers a question, or none.
 
-The heads and their Hugging Face classes (`models/huggingface_heads.py` reads and writes them):
+The heads and the ends of their Hugging Face classes (`models/huggingface_heads.py` reads and writes them):
 
-    sequence-classification   pooled [CLS] -> (B, L)     BertForSequenceClassification
-    token-classification      every token  -> (B, S, L)  BertForTokenClassification
-    question-answering        every token  -> (B, S, 2)  BertForQuestionAnswering: logits of start and end
-    embedding                 none: the encoder alone    BertModel, as sentence-transformers, BGE and E5 write it
+    sequence-classification   pooled [CLS] -> (B, L)     ForSequenceClassification
+    token-classification      every token  -> (B, S, L)  ForTokenClassification
+    question-answering        every token  -> (B, S, 2)  ForQuestionAnswering: logits of start and end
+    embedding                 none: the encoder alone    Model, as sentence-transformers, BGE and E5 write it
 
 Shape letters: B batch, S positions, W width, L labels.
 """
@@ -49,7 +49,9 @@ class BERTWithHead(nn.Module):
         self.config = config = dataclasses.replace(config, nsp=pooled)
         self.head = head
         self.encoder = BERT(config)
-        self.encoder.mlm_transform = self.encoder.mlm_norm = self.encoder.mlm_bias = self.encoder.nsp = None
+        self.encoder.mlm_bias = self.encoder.nsp = None
+        if config.pooler != "features" or head.kind == "embedding":
+            self.encoder.mlm_transform = self.encoder.mlm_norm = None
         self.output = nn.Linear(config.width, len(head.labels)) if head.labels else None
 
     def forward(
@@ -66,13 +68,15 @@ class BERTWithHead(nn.Module):
 
     def classify(self, hidden_BSW: Tensor) -> Tensor:
         """The encoder's output (B, S, W) -> the logits; the same without a head."""
-        if self.head.kind == "sequence-classification":
-            features = self.encoder.pooled(hidden_BSW[:, 0])  # (B, W)
-            assert features is not None, "built with a pooler"
-        else:
-            features = hidden_BSW  # (B, S, W)
         if self.output is None:
-            return features
+            return hidden_BSW
+        features = hidden_BSW[:, 0] if self.head.kind == "sequence-classification" else hidden_BSW
+        if self.config.pooler == "features":
+            features = self.encoder.mlm_features(features)
+        elif self.head.kind == "sequence-classification":
+            pooled = self.encoder.pooled(features)  # (B, W)
+            assert pooled is not None, "built with a pooler"
+            features = pooled
         return self.output(F.dropout(features, self.config.dropout, self.training))
 
 

@@ -1,4 +1,4 @@
-"""Weights in and out of the Hugging Face layouts of the families (`families.toml`) and of BERT.
+"""Weights in and out of the Hugging Face layouts of the families (`families.toml`).
 
 A table says which of their tensors make up each of ours; the same table is read in both directions, and both
 are exact. Only safetensors files are read: a pickle can run code.
@@ -6,7 +6,7 @@ are exact. Only safetensors files are read: a pickle can run code.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..core.errors import Failed, Refused, WrongUse
 from .bert import BERT
+from .families import families
 from .gpt import GPT
 from .huggingface_config import describe, read_config
 from .huggingface_names import Pair, pairs
@@ -22,17 +23,17 @@ from .init import empty_model
 
 State = dict[str, Tensor]
 IGNORED = re.compile(
-    r"(\.(attn|attention)\.(masked_)?bias|position_ids|rotary_emb\.inv_freq|^bert\.pooler\.dense\.(weight|bias)"
-    r"|^lm_head\.weight|decoder\.(weight|bias))$"
+    r"(\.(attn|attention)\.(masked_)?bias|position_ids|rotary_emb\.inv_freq|^\w+\.pooler\.dense\.(weight|bias)"
+    r"|^(lm_head|vocab_projector|generator_lm_head)\.weight|decoder\.(weight|bias)"
+    r"|^discriminator_predictions\..*)$"
 )
 
 
 def to_huggingface(model: GPT | BERT) -> tuple[dict[str, Any], State]:
     """The `config.json` fields and the tensors of a model, in the layout that its shape has at Hugging Face.
 
-    A GPT becomes the family that its config names or the first that has its shape (GPT-2's absent biases are written
-    as zeros: the same function), a post-norm BERT with an MLM transform BERT. Raises `Refused` for a shape that none of
-    them can express.
+    A model becomes the family that its config names or the first that has its shape (GPT-2's absent biases are written
+    as zeros: the same function). Raises `Refused` for a shape that none of them can express.
     """
     config = model.config
     fields, target = describe(config)
@@ -72,7 +73,8 @@ def read_directory(directory: Path) -> tuple[dict[str, Any], Mapping[str, Tensor
         raise Failed("config.json is not valid JSON", where=path, why=str(error)) from error
     if not isinstance(fields, dict):
         raise Failed("config.json is no table of fields", where=path)
-    return fields, _read_tensors(directory)
+    family = families().get(str(fields.get("model_type")))
+    return fields, _read_tensors(directory, (lambda name: name) if family is None else family.names.whole)
 
 
 def fill(
@@ -189,7 +191,7 @@ class _Tensors(Mapping[str, Tensor]):
         return len(self._places)
 
 
-def _read_tensors(directory: Path) -> _Tensors:
+def _read_tensors(directory: Path, named: Callable[[str], str]) -> _Tensors:
     from safetensors import SafetensorError, safe_open
 
     whole = directory / "model.safetensors"
@@ -208,18 +210,7 @@ def _read_tensors(directory: Path) -> _Tensors:
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
-                places |= {_canonical(name): (path, name) for name in file.keys()}  # noqa: SIM118 - not a dict
+                places |= {named(name): (path, name) for name in file.keys()}  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError) as error:
             raise Failed("the weights cannot be read", where=path, why=str(error)) from error
     return _Tensors(places)
-
-
-def _canonical(name: str) -> str:
-    """A tensor's name as today's classes write it: with the base model's prefix, no TensorFlow gamma or beta."""
-    if name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
-        name = f"transformer.{name}"
-    elif name.startswith(("embed_tokens.", "layers.", "norm.")):
-        name = f"model.{name}"
-    elif name.startswith(("embeddings.", "encoder.", "pooler.")):
-        name = f"bert.{name}"
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

@@ -15,24 +15,15 @@ Fields = dict[str, Any]
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu"}
 THEIR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 THEIR_ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh"}
-BERT_FIELDS = {
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "sequence_length",
-    "type_vocab_size": "token_types",
-    "hidden_size": "width",
-    "intermediate_size": "mlp_width",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "hidden_act": "activation",
-    "layer_norm_eps": "norm_epsilon",
-    "hidden_dropout_prob": "dropout",
-}
-BERT_USUAL = {"type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12, "hidden_dropout_prob": 0.1}
-BERT_MUST: dict[str, Collection[Any]] = {"position_embedding_type": ("absolute",), "is_decoder": (False,)}
-BERT_MUST |= {"tie_word_embeddings": (True,), "add_cross_attention": (False,)}
 WHOLE = {"mlp_width": "feed_forward_size", "kv_heads": "key_value_heads", "head_width": "head_size"}
-WHOLE |= {"expert_width": "expert_size"}
-NOT_THEIRS = ("huggingface", "balance_loss", "router_z_loss", "balance_rate")  # a run's own decisions
+WHOLE |= {"expert_width": "expert_size", "embedding_width": "table_width"}
+NOT_THEIRS = (
+    "huggingface",
+    "nsp",
+    "balance_loss",
+    "router_z_loss",
+    "balance_rate",
+)  # a run's own decisions, or told by the tensors
 # our field and its usual value for each of theirs, by the kind of scaled rope
 SCALINGS: dict[str, dict[str, tuple[str, float]]] = {
     "linear": {"factor": ("rope_factor", 1.0)},
@@ -58,21 +49,22 @@ WINDOWS = {  # the fields by which a family says which layers have a window
     "types": ("sliding_window", "layer_types"),
     "bases": ("sliding_window", "layer_types", "sliding_window_pattern", "rope_local_base_freq"),
     "nope": ("no_rope_layers", "no_rope_layer_interval"),
+    "near": ("local_attention", "layer_types", "global_attn_every_n_layers", "local_rope_theta"),
 }
 LAYER_TYPES = {"g": "full_attention", "l": "sliding_attention"}
 
 
 def describe(config: ModelConfig) -> tuple[Fields, ModelConfig]:
     """Their config fields for a shape, and the shape that they imply: GPT-2 always has biases."""
-    if isinstance(config, BERTConfig):
-        return _describe_bert(config), config
     kind = family_of_shape(config)
     return _write(config, kind), _as_family(config, kind)
 
 
-def family_of_shape(config: GPTConfig) -> str:
-    """The `model_type` that a decoder is written as. Raises `Refused`, with what is in the way, where there is none."""
-    kinds = [kind for kind in (config.huggingface, *families()) if kind in families()]
+def family_of_shape(config: ModelConfig) -> str:
+    """The `model_type` that a model is written as. Raises `Refused`, with what is in the way, where there is none."""
+    encoder = isinstance(config, BERTConfig)
+    own = [kind for kind, family in families().items() if family.encoder == encoder]
+    kinds = [kind for kind in (config.huggingface, *own) if kind in own]
     for kind in kinds:
         if not _differences(config, kind):
             return kind
@@ -82,15 +74,15 @@ def family_of_shape(config: GPTConfig) -> str:
     raise Refused("this shape has no Hugging Face layout of ours", where="model", why=why)
 
 
-def _as_family(config: GPTConfig, kind: str) -> GPTConfig:
+def _as_family(config: ModelConfig, kind: str) -> ModelConfig:
     return dataclasses.replace(config, bias=True) if kind == "gpt2" else config
 
 
-def _differences(config: GPTConfig, kind: str) -> list[str]:
+def _differences(config: ModelConfig, kind: str) -> list[str]:
     """Our fields that are others once the config is written as a family and read again."""
     wanted = dataclasses.asdict(_as_family(config, kind))
     wanted["layer_pattern"] = _pattern([config.kind_of(layer) for layer in range(config.layers)])
-    wanted |= {ours: 0 for ours, size in _usual_sizes(wanted).items() if wanted[ours] == size}
+    wanted |= {ours: 0 for ours, size in _usual_sizes(wanted).items() if wanted.get(ours) == size}
     found = dataclasses.asdict(_read(_write(config, kind), families()[kind], ""))
     return [name for name, value in wanted.items() if name not in NOT_THEIRS and found[name] != value]
 
@@ -101,17 +93,21 @@ def _usual_sizes(fields: Fields) -> dict[str, int]:
     sizes["expert_width"] = fields.get("mlp_width") or sizes["mlp_width"]
     sizes["head_width"] = fields["width"] // fields["heads"]
     sizes["rope_width"] = sizes["query_scalar"] = fields.get("head_width") or sizes["head_width"]
-    return sizes
+    return sizes | {"embedding_width": fields["width"]}
 
 
-def _write(config: GPTConfig, kind: str) -> Fields:
+def _write(config: ModelConfig, kind: str) -> Fields:
     family = families()[kind]
     fields = _written(config, family.fields, kind, family.architecture)
     fields |= {name: values[0] for name, values in family.must.items()}
-    if kind == "gpt2":
-        fields |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
-    if kind not in ("gpt2", "llama"):  # theirs is an id of the published vocabulary, which a small one lacks
+    fields |= dict.fromkeys(family.dropouts, config.dropout)
+    if kind == "bert" and isinstance(config, BERTConfig) and config.nsp:
+        fields["architectures"] = ["BertForPreTraining"]
+    if family.pad == "none":  # theirs is an id of the published vocabulary, which a small one lacks
         fields["pad_token_id"] = None
+    elif family.pad == "offset":
+        fields["pad_token_id"] = config.position_offset - 1
+        fields["max_position_embeddings"] += config.position_offset
     if family.biased:
         fields[family.biased] = config.has_bias("qkv")
     if "sliding_window" in WINDOWS[family.windows]:
@@ -123,6 +119,8 @@ def _write(config: GPTConfig, kind: str) -> Fields:
         fields["layer_types"] = [
             LAYER_TYPES.get(config.kind_of(i), "full_attention") for i in range(config.layers)
         ]
+    if family.windows == "near":
+        fields["local_attention"] = 2 * (config.attention_window - 1)
     if family.windows == "nope":
         fields["no_rope_layers"] = [int(config.kind_of(layer) != "n") for layer in range(config.layers)]
     if config.positions == "rotary" and family.theta[0]:
@@ -146,7 +144,7 @@ def _written(config: ModelConfig, table: Mapping[str, str], kind: str, architect
     return fields
 
 
-def _write_rope(config: GPTConfig, family: Family) -> Fields:
+def _write_rope(config: ModelConfig, family: Family) -> Fields:
     names = SCALINGS.get(config.rope_scaling, {})
     rope = {theirs: getattr(config, ours) for theirs, (ours, _) in names.items() if getattr(config, ours)}
     if "original_max_position_embeddings" in names:
@@ -157,40 +155,27 @@ def _write_rope(config: GPTConfig, family: Family) -> Fields:
     if family.part[0]:
         fields[family.part[0]] = rope["partial_rotary_factor"] = config.rotary_size / config.head_size
         fields["rope_scaling"] = rope if names else None
-    if family.windows == "bases":
-        fields["rope_local_base_freq"] = base = config.rope_local_theta or config.rope_theta
+    if family.windows in ("bases", "near"):
+        base = config.rope_local_theta or config.rope_theta
+        fields["rope_local_base_freq" if family.windows == "bases" else "local_rope_theta"] = base
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
     return fields | {"rope_parameters": rope}
-
-
-def _describe_bert(config: BERTConfig) -> Fields:
-    one_to_one = config.key_value_heads == config.heads
-    plain = config.norm == "layernorm" and config.bias and not config.gated and one_to_one
-    parts = config.mlm_transform and config.token_types and not config.relative_buckets
-    if not plain or not parts or config.norm_first or config.attention_pattern is not None:
-        why = "BERT there is post-norm, with biases, a segment table, an MLM transform, and neither relative positions "
-        why += "nor a window"
-        fix = "export it to ONNX, or train a post-norm one (model.overrides.norm_first = false)"
-        raise Refused("this shape has no Hugging Face layout of ours", why=why, fix=fix)
-    kind = "BertForPreTraining" if config.nsp else "BertForMaskedLM"
-    fields = _written(config, BERT_FIELDS, "bert", kind)
-    return fields | {"attention_probs_dropout_prob": config.dropout, "tie_word_embeddings": True}
 
 
 def read_config(fields: Fields, state: Mapping[str, Tensor], where: str) -> ModelConfig:
     """The config for their fields; `state` says which heads are there. Raises `Refused` for another kind."""
     kind = fields.get("model_type")
     try:
-        if kind == "bert":
-            _refuse_others(fields, where, {*BERT_FIELDS, *BERT_MUST}, BERT_MUST)
-            found = _read_table(fields, where, BERT_FIELDS, BERT_USUAL)
-            config: ModelConfig = BERTConfig(**found, nsp="cls.seq_relationship.weight" in state)
-        elif kind in families():
+        if kind in families():
             config = _read(fields, families()[kind], where)
+            if isinstance(config, BERTConfig):
+                pair = families()[kind].names.pair
+                config = dataclasses.replace(config, nsp=bool(pair) and f"{pair}.weight" in state)
         else:
             opening = "; ".join(family.models for family in families().values())
             what = f"models of type {kind!r} cannot be read"
-            raise Refused(what, where=where, fix=f"these can (docs/models.md): {opening}; BERT")
+            why = "its attention adds products of contents and distances" if "deberta" in str(kind) else ""
+            raise Refused(what, where=where, why=why, fix=f"these can (docs/models.md): {opening}")
     except KeyError as error:
         raise Failed(f"config.json has no field {error}", where=where) from error
     except (TypeError, ValueError, AttributeError) as error:
@@ -199,7 +184,7 @@ def read_config(fields: Fields, state: Mapping[str, Tensor], where: str) -> Mode
         raise Failed(
             "config.json describes a model that cannot be built", where=where, why="\n".join(problems)
         )
-    if isinstance(config, GPTConfig) and family_of_shape(config) != kind:
+    if family_of_shape(config) != kind:
         config = dataclasses.replace(config, huggingface=kind)
     return config
 
@@ -220,9 +205,10 @@ def _refuse_others(
             raise unlike_ours(where, f"{name} = {value!r}, a field that may change the numbers")
 
 
-def _read(fields: Fields, family: Family, where: str) -> GPTConfig:
+def _read(fields: Fields, family: Family, where: str) -> ModelConfig:
     known = {*family.fields, *family.must, *family.ignored, *WINDOWS[family.windows], family.biased}
-    known |= {family.theta[0], family.part[0], "rope_parameters", "rope_scaling", "add_cross_attention"}
+    known |= {family.theta[0], family.part[0], *family.dropouts, "rope_parameters", "rope_scaling"}
+    known |= {"add_cross_attention"}
     _refuse_others(fields, where, known, family.must | {"add_cross_attention": (False,)})
     found = family.shape | _read_table(fields, where, family.fields, family.usual)
     if family.biased:
@@ -233,6 +219,12 @@ def _read(fields: Fields, family: Family, where: str) -> GPTConfig:
         found |= _read_rope(fields, family, where, found)
     if family.windows:
         found |= _read_windows(fields, family, found)
+    if family.pad == "offset":
+        given = fields.get("pad_token_id")
+        found["position_offset"] = offset = (1 if given is None else given) + 1
+        found["sequence_length"] -= offset
+    if family.encoder:
+        return BERTConfig(**found)
     width = found["head_width"] if found.get("head_width") else found["width"] // found["heads"]
     for name in ("rope_width", "query_scalar"):
         found[name] = 0 if found.get(name) in (None, width) else found[name]
@@ -286,11 +278,10 @@ def _read_rope(fields: Fields, family: Family, where: str, found: Fields) -> Fie
     if family.part[0]:
         share = rope.get("partial_rotary_factor") or fields.get(family.part[0]) or family.part[1]
         ours["rope_width"] = int((found.get("head_width") or found["width"] // found["heads"]) * share)
-    if family.windows == "bases":
+    if family.windows in ("bases", "near"):
         local: Any = given.get("sliding_attention") or {}
-        ours["rope_local_theta"] = float(
-            local.get("rope_theta") or fields.get("rope_local_base_freq") or 10000.0
-        )
+        name = "rope_local_base_freq" if family.windows == "bases" else "local_rope_theta"
+        ours["rope_local_theta"] = float(local.get("rope_theta") or fields.get(name) or 10000.0)
     return ours
 
 
@@ -311,6 +302,10 @@ def _read_windows(fields: Fields, family: Family, found: Fields) -> Fields:
             window = window if fields.get("use_sliding_window", False) else None
             first = fields.get("max_window_layers", 28)
             letters = ["l" if layer >= first else "g" for layer in range(layers)]
+        elif style == "near":
+            window = fields.get("local_attention", 128) // 2 + 1
+            every = fields.get("global_attn_every_n_layers", 3)
+            letters = ["l" if layer % every else "g" for layer in range(layers)]
         else:
             turn = fields.get("sliding_window_pattern", 6) if style == "bases" else 2
             letters = ["l" if (layer + 1) % turn else "g" for layer in range(layers)]

@@ -1,4 +1,4 @@
-"""Our parameters' names in the Hugging Face layouts of the families and of BERT, read both ways. No torch."""
+"""Our parameters' names in the Hugging Face layouts of the families, read both ways. No torch."""
 
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -21,14 +21,24 @@ def pairs(config: ModelConfig, kind: str = "") -> Iterator[Pair]:
     """Every parameter of ours with the names that it has in the Hugging Face layout of this `model_type`, or of the
     one that the config is written as.
     """
-    if isinstance(config, BERTConfig):
-        yield from _bert_pairs(config)
-        return
     if not kind:
         from .huggingface_config import family_of_shape
 
         kind = family_of_shape(config)
-    yield from _decoder_pairs(config, families()[kind].names)
+    names = families()[kind].names
+    yield from _trunk_pairs(config, names)
+    if isinstance(config, GPTConfig):
+        if not config.tied:
+            yield from _both("output", names.output, config.output_bias)
+        return
+    dense, norm, bias = names.transform
+    yield from _both("mlm_transform", dense, config.bias)
+    yield from _both("mlm_norm", norm, config.bias)
+    if config.decoder_bias:
+        yield Pair("mlm_bias", (bias,))
+    if config.nsp and names.pair:
+        yield from _both("pooler", names.pooler)
+        yield from _both("nsp", names.pair)
 
 
 def _both(ours: str, theirs: str, bias: bool = True, **more: Any) -> Iterator[Pair]:
@@ -36,17 +46,28 @@ def _both(ours: str, theirs: str, bias: bool = True, **more: Any) -> Iterator[Pa
         yield Pair(f"{ours}.{kind}", (f"{theirs}.{kind}",), **more)
 
 
-def _decoder_pairs(config: GPTConfig, names: Names) -> Iterator[Pair]:
+def _reads_normed(config: ModelConfig) -> bool:
+    """Whether the first block reads what is normed, and has no norm of its own before attention."""
+    return isinstance(config, BERTConfig) and config.embedding_norm
+
+
+def _trunk_pairs(config: ModelConfig, names: Names) -> Iterator[Pair]:
+    """What embeds and encodes."""
     bias = config.bias and config.norm == "layernorm"
-    yield Pair("token_table.weight", (f"{names.token}.weight",))
-    if names.position:
-        yield Pair("position_table.weight", (f"{names.position}.weight",))
+    for mine in ("token", "position", "types"):
+        if name := getattr(names, mine):
+            yield Pair(f"{'type' if mine == 'types' else mine}_table.weight", (f"{name}.weight",))
+    if names.embedding_norm:
+        yield from _both("embedding_norm", names.embedding_norm, bias)
+    if isinstance(config, BERTConfig) and config.embedding_width:
+        yield from _both("projection", names.projection, config.bias)
     wide = config.feed_forward_size
     stacked = {"mlp.gate": ((0, wide),), "mlp.up": ((wide, 2 * wide),)} if names.how == "stacked" else {}
     for layer in range(config.layers):
         ours, theirs = f"blocks.{layer}", f"{names.layer}.{layer}"
         for mine, name in names.norms.items():
-            yield from _both(f"{ours}.{mine}", f"{theirs}.{name}", bias)
+            if layer or mine != "attention_norm" or not _reads_normed(config):
+                yield from _both(f"{ours}.{mine}", f"{theirs}.{name}", bias)
         yield from _qkv_pairs(config, names, f"{ours}.attention", theirs)
         matrices = names.matrices
         if config.has_experts(layer):
@@ -58,8 +79,6 @@ def _decoder_pairs(config: GPTConfig, names: Names) -> Iterator[Pair]:
                 turned = names.how == "conv" and pair.ours.endswith("weight")
                 yield pair._replace(how="transposed") if turned else pair
     yield from _both("norm", names.norm, bias)
-    if not config.tied:
-        yield from _both("output", names.output, config.output_bias)
 
 
 def _expert_pairs(config: GPTConfig, names: Names, ours: str, theirs: str) -> Iterator[Pair]:
@@ -69,7 +88,7 @@ def _expert_pairs(config: GPTConfig, names: Names, ours: str, theirs: str) -> It
         yield Pair(f"{ours}.experts.{mine}", each, "stacked")
 
 
-def _qkv_pairs(config: GPTConfig, names: Names, ours: str, theirs: str) -> Iterator[Pair]:
+def _qkv_pairs(config: ModelConfig, names: Names, ours: str, theirs: str) -> Iterator[Pair]:
     """Query, key and value: one matrix of ours, or one and another."""
     fused = config.key_value_heads == config.heads
     size = config.head_size
@@ -89,37 +108,17 @@ def _qkv_pairs(config: GPTConfig, names: Names, ours: str, theirs: str) -> Itera
             yield Pair(f"{ours}.kv.{kind}", three[1:], "split", tuple(stacked[1:]))
 
 
-def _bert_pairs(config: BERTConfig) -> Iterator[Pair]:
-    yield from _encoder_pairs(config)
-    yield from _both("mlm_transform", "cls.predictions.transform.dense")
-    yield from _both("mlm_norm", "cls.predictions.transform.LayerNorm")
-    yield Pair("mlm_bias", ("cls.predictions.bias",))
-    if config.nsp:
-        yield from _both("pooler", "bert.pooler.dense")
-        yield from _both("nsp", "cls.seq_relationship")
-
-
-def head_pairs(config: BERTConfig, output: str) -> Iterator[Pair]:
-    """As `pairs` for a `BERTWithHead`, whose last matrix is `output` there ("": none); `config.nsp`: a pooler."""
-    for pair in _encoder_pairs(config):
+def head_pairs(config: BERTConfig, kind: str, head: str) -> Iterator[Pair]:
+    """As `pairs` for a `BERTWithHead` with a head of this kind ("embedding": none)."""
+    names = families()[kind].names
+    for pair in _trunk_pairs(config, names):
         yield pair._replace(ours=f"encoder.{pair.ours}")
-    if config.nsp:
-        yield from _both("encoder.pooler", "bert.pooler.dense")
-    if output:
-        yield from _both("output", output)
-
-
-def _encoder_pairs(config: BERTConfig) -> Iterator[Pair]:
-    for mine, name in (("token_table", "word"), ("position_table", "position"), ("type_table", "token_type")):
-        yield Pair(f"{mine}.weight", (f"bert.embeddings.{name}_embeddings.weight",))
-    yield from _both("norm", "bert.embeddings.LayerNorm")
-    for layer in range(config.layers):
-        ours, theirs = f"blocks.{layer}", f"bert.encoder.layer.{layer}"
-        for kind in ("weight", "bias"):
-            names = tuple(f"{theirs}.attention.self.{name}.{kind}" for name in ("query", "key", "value"))
-            yield Pair(f"{ours}.attention.qkv.{kind}", names, "split")
-        yield from _both(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
-        yield from _both(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
-        yield from _both(f"{ours}.mlp.up", f"{theirs}.intermediate.dense")
-        yield from _both(f"{ours}.mlp.down", f"{theirs}.output.dense")
-        yield from _both(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
+    if head == "embedding":
+        return
+    if config.pooler == "features":
+        yield from _both("encoder.mlm_transform", names.transform[0], config.bias)
+        yield from _both("encoder.mlm_norm", names.transform[1], config.bias)
+    elif head == "sequence-classification":
+        yield from _both("encoder.pooler", names.pooler)
+    outputs = {"sequence-classification": names.classifier, "question-answering": names.question}
+    yield from _both("output", outputs.get(head, "classifier"))

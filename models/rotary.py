@@ -8,6 +8,9 @@ which they are scaled to texts longer than those that were trained.
 | yarn | divides the slow ones, leaves the fast ones, a ramp between; larger cos and sin | Peng et al. 2023 |
 | llama3 | divides the slow ones, leaves the fast ones, a ramp over their turns | Llama 3.1's own code |
 
+ALiBi (Press et al. 2022) turns nothing: scores fall with the distance, by a slope for each head. It is a bias of all
+scores, so no fused kernel of documents takes it: a dense mask (1 or B, A, S, P).
+
 Everything is float32 whatever the model's dtype, operation by operation as in transformers: angles reach thousands,
 where another rounding of a frequency is another angle.
 """
@@ -17,12 +20,23 @@ import math
 import torch
 from torch import Tensor
 
-from .config import GPTConfig
+from .config import TransformerConfig
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each (1 or B, 1, S, D), D numbers of a head that are turned
 
 
-def rotary_table(config: GPTConfig, positions: Tensor, dtype: torch.dtype, local: bool = False) -> Rotary:
+def layer_tables(config: TransformerConfig, positions: Tensor, dtype: torch.dtype) -> dict[str, Rotary]:
+    """Cosines and sines by the kind of layer; none where nothing is turned."""
+    if config.positions != "rotary":
+        return {}
+    usual = rotary_table(config, positions, dtype)
+    local = rotary_table(config, positions, dtype, local=True) if config.rope_local_theta else usual
+    return {"g": usual, "l": local}
+
+
+def rotary_table(
+    config: TransformerConfig, positions: Tensor, dtype: torch.dtype, local: bool = False
+) -> Rotary:
     """Cosines and sines at `positions` (S,) or (B, S); `local`: of the layers that have a base of their own."""
     angles = positions[..., None].float() * frequencies(config, positions, local)  # (S, D/2) or (B, S, D/2)
     angles = torch.cat((angles, angles), dim=-1)
@@ -34,7 +48,7 @@ def rotary_table(config: GPTConfig, positions: Tensor, dtype: torch.dtype, local
     return cos.to(dtype), sin.to(dtype)
 
 
-def frequencies(config: GPTConfig, positions: Tensor, local: bool = False) -> Tensor:
+def frequencies(config: TransformerConfig, positions: Tensor, local: bool = False) -> Tensor:
     """Radians for each step of position, (D/2,) float32. Only `dynamic` looks at what the positions are."""
     size, device = config.rotary_size, positions.device
     steps = torch.arange(0, size, 2, device=device).float() / size
@@ -60,7 +74,7 @@ def frequencies(config: GPTConfig, positions: Tensor, local: bool = False) -> Te
     return torch.where(slow, whole / factor, torch.where(fast, whole, between))
 
 
-def _ramp(config: GPTConfig, size: int, length: int) -> Tensor:
+def _ramp(config: TransformerConfig, size: int, length: int) -> Tensor:
     """From 0 at the last frequency that yarn leaves alone to 1 at the first that it divides, (D/2,)."""
 
     def place(turns: float) -> float:  # of the frequency that turns so often in the trained length
@@ -78,3 +92,18 @@ def rotate(x_BASD: Tensor, rotary: Rotary) -> Tensor:
         return torch.cat((rotate(turned, rotary), rest), dim=-1)
     first, second = x_BASD.chunk(2, dim=-1)
     return x_BASD * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def alibi(heads: int, visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the scores get for which keys a query may see, (1 or B, 1, S, P) bool -> (1 or B, A, S, P).
+
+    A slope times the key's place: a softmax over a row does not see that the query's place is left out.
+    """
+    whole = 2 ** math.floor(
+        math.log2(heads)
+    )  # the slopes of a power of two, and every second one of the next
+    slopes = [2.0 ** (-8 * (i + 1) / whole) for i in range(whole)]
+    slopes += [2.0 ** (-4 * (2 * i + 1) / whole) for i in range(heads - whole)]
+    places = torch.arange(visible.shape[-1], device=visible.device)
+    bias_AP = torch.tensor(slopes, device=visible.device)[:, None] * places
+    return bias_AP[:, None].to(dtype).masked_fill(~visible, -math.inf)

@@ -5,12 +5,16 @@ sequence.
 """
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from ..core.errors import WrongUse, did_you_mean
 from .pattern import AttentionPattern
 
+# fields of a GPT-2, a Llama or a BERT among those that come late, and one that shapes nothing
+PLAIN = ("tied", "norm_first", "token_types", "nsp", "mlm_transform", "relative_buckets", "relative_distance")
+PLAIN += ("huggingface",)
 SHAPING = ("attention_kind", "attention_block", "attention_global_blocks", "attention_random_blocks")
 
 
@@ -58,6 +62,30 @@ class TransformerConfig:
     attention_block: int = 256
     attention_global_blocks: int = 0
     attention_random_blocks: int = 0
+    positions: Literal["learned", "rotary", "alibi"] = "learned"  # alibi: scores fall with the distance
+    rope_theta: float = 10000.0
+    # from here on off by default, see `beyond`
+    position_offset: int = 0  # rows of the position table before position 0: OPT and RoBERTa have 2
+    rope_width: int = 0  # how many numbers of a head rotary positions turn; 0: all
+    rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = "none"  # `rotary.frequencies`
+    rope_factor: float = 1.0
+    rope_original_length: int = 0  # the sequence length before scaling; 0: `sequence_length`
+    rope_low: float = (
+        1.0  # turns in the original length: below, llama3 and yarn divide a frequency by the factor
+    )
+    rope_high: float = 4.0  # and above, they leave it as it is
+    rope_magnitude: float = 0.0  # yarn: of cosines and sines; 0: 0.1 ln(rope_factor) + 1
+    rope_local_theta: float = 0.0  # of layers with a window, unscaled there; 0: as in the others
+    # a letter for each layer, repeated: l has the attention window, g sees all, n sees all and turns nothing
+    layer_pattern: str = ""
+    embedding_norm: bool = False  # the embeddings have a norm of their own: BLOOM, ModernBERT
+    output_bias: bool = (
+        False  # of the output matrix, untied in a decoder; an encoder with biases has it anyway
+    )
+    huggingface: str = (
+        ""  # model_type there that it is written as, where its shape has several; "": the first
+    )
+    plain_positions: ClassVar[tuple[str, ...]] = ("learned", "rotary")  # of what is not `beyond`
 
     @property
     def key_value_heads(self) -> int:
@@ -81,9 +109,27 @@ class TransformerConfig:
             kind, window, block, self.attention_global_blocks, self.attention_random_blocks
         )
 
+    def kind_of(self, layer: int) -> str:
+        """The letter of a layer: `l`, `g` or `n`, see `layer_pattern`."""
+        letters = self.layer_pattern or ("l" if self.attention_window else "g")
+        return letters[layer % len(letters)]
+
     def pattern_of(self, layer: int) -> AttentionPattern | None:
         """What of the sequence a token sees in this layer; None: all of it."""
-        return self.attention_pattern
+        return self.attention_pattern if self.kind_of(layer) == "l" else None
+
+    @property
+    def rotary_size(self) -> int:
+        return self.rope_width or self.head_size
+
+    def beyond(self, known: Collection[str]) -> list[str]:
+        """The fields that make this more than a GPT-2, a Llama or a BERT, and that are not among the known ones."""
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        later = list(fields)[list(fields).index("position_offset") :]
+        used = [name for name in later if name not in PLAIN and getattr(self, name) != fields[name]]
+        used += ["activation"] if self.activation == "relu" else []
+        used += ["positions"] if self.positions not in self.plain_positions else []
+        return [name for name in used if name not in known]
 
     @property
     def windowed_layers(self) -> int:
@@ -155,13 +201,50 @@ class TransformerConfig:
             problems += [
                 f"{name} shapes a pattern, and attention_window is 0: there is none" for name in shaping
             ]
+        return problems + self._position_problems()
+
+    def _position_problems(self) -> list[str]:
+        problems = []
+        if self.positions == "rotary" and not self.rope_width and self.head_size % 2:
+            problems.append(f"rotary positions turn pairs of numbers; the head width {self.head_size} is odd")
+        if self.rope_width % 2 or not 0 <= self.rope_width <= self.head_size:
+            problems.append(f"rope_width is {self.rope_width}; it must be even and at most {self.head_size}")
+        problems += [
+            f"{name} is {getattr(self, name)}; it must be 0 or more"
+            for name in ("position_offset", "rope_original_length", "rope_magnitude")
+            if getattr(self, name) < 0
+        ]
+        if self.position_offset and self.positions != "learned":
+            problems.append("position_offset belongs to learned positions")
+        if min(self.rope_factor, self.rope_low) <= 0 or self.rope_high <= self.rope_low:
+            problems.append("rope_factor and rope_low must be above 0, and rope_high above rope_low")
+        if self.rope_scaling == "none" and self.rope_factor != 1.0:
+            problems.append(
+                f"rope_factor is {self.rope_factor}, and rope_scaling does not say what it scales"
+            )
+        if self.rope_scaling == "dynamic" and self.rotary_size <= 2:
+            problems.append("dynamic rope_scaling needs more than one pair of numbers to turn")
+        if stray := set(self.layer_pattern) - set("gln"):
+            problems.append(f"layer_pattern has {', '.join(sorted(stray))}; its letters are g, l and n")
+        elif self.layer_pattern and ("l" in self.layer_pattern) != (self.attention_window > 0):
+            problems.append("layers of kind l in layer_pattern and attention_window need each other")
+        elif "n" in self.layer_pattern and self.positions != "rotary":
+            problems.append(
+                "layers of kind n in layer_pattern leave out rotary positions, and there are none"
+            )
+        if self.rope_local_theta and self.attention_pattern is None:
+            problems.append("rope_local_theta is for layers with a window, and attention_window is 0")
+        if self.positions == "alibi" and self.attention_pattern is not None:
+            problems.append(
+                "positions = alibi are a bias of all scores, and attention_window leaves some out"
+            )
         return problems
 
     def parameter_count(self) -> int:
         raise NotImplementedError
 
-    def norm_parameters(self) -> int:
-        return self.width * (2 if self.bias and self.norm == "layernorm" else 1)
+    def norm_parameters(self, size: int = 0) -> int:
+        return (size or self.width) * (2 if self.bias and self.norm == "layernorm" else 1)
 
     def block_matrix_parameters(self) -> int:
         """Weights of one dense block that multiply every token: of query, key, value, output and feed-forward."""

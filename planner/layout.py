@@ -174,8 +174,8 @@ def _tensor_rules(layout: Layout, config: ModelConfig, sequence_length: int) -> 
     shared = 0 if isinstance(config, BERTConfig) else config.shared_experts * config.expert_size
     text = f"shared experts of {shared} cannot be shared by {tensor} processes"
     yield shared % tensor, "tensor", text, f"a divisor of {shared}"
-    text = "qk_norm = whole is a norm over the heads of all processes"
-    yield getattr(config, "qk_norm", "") == "whole", "tensor", text, "tensor = 1"
+    text = "positions = alibi are a bias with a slope for each of all heads"
+    yield config.positions == "alibi", "tensor", text, "tensor = 1"
     text = f"{tensor} processes for a vocabulary of {config.vocab_size}: some would hold no row"
     yield config.vocab_size < tensor, "tensor", text, ""
     text = f"{tokens} tokens of a row cannot be shared by {tensor} processes"
@@ -193,6 +193,7 @@ def _context_rules(layout: Layout, config: ModelConfig, sequence_length: int) ->
     yield config.dropout, "context", text, "context = 1, or dropout = 0"
     text = "a pattern of attention needs whole sequences"
     yield config.attention_pattern is not None, "context", text, "context = 1, or attention_window = 0"
+    yield config.positions == "alibi", "context", "positions = alibi are a bias of whole rows", "context = 1"
     text = "no kernel merges parts of a row under an attention_softcap"
     yield getattr(config, "attention_softcap", 0), "context", text, "context = 1"
     text = "the relative position bias needs whole sequences"

@@ -55,11 +55,16 @@ TENSOR_TABLE: tuple[tuple[str, Placement], ...] = (
 
 def tensor_placement(name: str, config: ModelConfig) -> Placement:
     """How the parameter of this name lies over the tensor axis. The one key head of multi-query attention
-    serves all processes.
+    serves all processes, and its norm with it; a norm over all heads is cut with them.
     """
-    if config.key_value_heads == 1 and ".attention.kv." in name:
+    if config.key_value_heads == 1 and (".attention.kv." in name or ".k_norm." in name):
         return "partial"
+    if ("_norm.weight" in name and ".attention." in name) and getattr(config, "qk_norm", "") == "whole":
+        return 0
     return next(placement for pattern, placement in TENSOR_TABLE if fnmatchcase(name, pattern))
+
+
+FIRST_STAGE = ("position_table.", "type_table.", "relative_bias.", "embedding_norm.", "projection.")
 
 
 @dataclass(frozen=True)
@@ -155,14 +160,18 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.bias and config.norm == "layernorm":
             shapes[f"{name}.bias"] = (size,)
 
-    if bert and config.bias:
+    table = bert.table_width if bert else width
+    if bert and bert.decoder_bias:
         shapes["mlm_bias"] = (config.vocab_size,)
-    shapes["token_table.weight"] = (config.vocab_size, width)
-    if isinstance(config, BERTConfig) or config.positions == "learned":
-        offset = config.position_offset if isinstance(config, GPTConfig) else 0
-        shapes["position_table.weight"] = (config.sequence_length + offset, width)
+    shapes["token_table.weight"] = (config.vocab_size, table)
+    if config.positions == "learned":
+        shapes["position_table.weight"] = (config.sequence_length + config.position_offset, table)
     if bert and bert.token_types:
-        shapes["type_table.weight"] = (bert.token_types, width)
+        shapes["type_table.weight"] = (bert.token_types, table)
+    if config.embedding_norm:
+        norm("embedding_norm")
+    if bert and bert.embedding_width:
+        linear("projection", width, table)
     if bert and bert.relative_buckets:
         shapes["relative_bias.table.weight"] = (bert.relative_buckets, config.heads)
     heads, keys = config.heads * config.head_size, config.key_value_heads * config.head_size
@@ -171,7 +180,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     around = gpt is not None and gpt.norm_place == "around"
     for layer in range(config.layers):
         block = f"blocks.{layer}"
-        norm(f"{block}.attention_norm")
+        if layer or not (bert and config.embedding_norm):
+            norm(f"{block}.attention_norm")
         if heads == keys:
             linear(f"{block}.attention.qkv", 3 * heads, bias=qkv)
         else:
@@ -195,10 +205,10 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             linear(f"{block}.mlp.down", width, wide, bias=mlp)
         if around:
             norm(f"{block}.mlp_after_norm")
-    norm("norm")
+    norm("norm", table)
     if bert and bert.mlm_transform:
-        linear("mlm_transform", width)
-        norm("mlm_norm")
+        linear("mlm_transform", table)
+        norm("mlm_norm", table)
     if bert and bert.nsp:
         linear("pooler", width)
         linear("nsp", 2)
@@ -230,7 +240,7 @@ def stage_holds(name: str, stage: int, config: ModelConfig, layout: Layout) -> b
         return first or (last and is_tied(config))
     if name.startswith("norm."):  # on the embeddings of a post-norm BERT
         return first if isinstance(config, BERTConfig) and not config.norm_first else last
-    return first if name.startswith(("position_table.", "type_table.", "relative_bias.")) else last
+    return first if name.startswith(FIRST_STAGE) else last
 
 
 def is_tied(config: ModelConfig) -> bool:

@@ -209,6 +209,21 @@ class SequenceEmbedding(nn.Module):
         return F.embedding(ids.narrow(-1, self.axis.rank * length, length), self.weight)
 
 
+class HeadsNorm(nn.Module):
+    """An RMS norm over the heads of all processes: each has the scales of its own, squares are summed over the axis."""
+
+    def __init__(self, norm: nn.RMSNorm, whole: int, axis: Axis) -> None:
+        super().__init__()
+        assert norm.eps is not None
+        self.weight, self.eps, self.whole, self.axis = norm.weight, norm.eps, whole, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        # every process's heads hang on the sum, so its gradient is summed over them too
+        squares = _Exchange.apply(wide.square().sum(-1, keepdim=True), self.axis, reduced, reduced)
+        return (wide * torch.rsqrt(squares / self.whole + self.eps)).to(x.dtype) * self.weight
+
+
 def apply_tensor_parallel(model: Any, axis: Axis, keeps: bool = False) -> None:
     """Cut the model's parameters by the table and replace the layers that communicate.
 
@@ -235,6 +250,8 @@ def apply_tensor_parallel(model: Any, axis: Axis, keeps: bool = False) -> None:
                 column.keeps = keeps
             elif placement == 1:
                 model.set_submodule(name, RowLinear(module, axis))
+        elif isinstance(module, nn.RMSNorm) and tensor_placement(f"{name}.weight", model.config) == 0:
+            model.set_submodule(name, HeadsNorm(module, module.normalized_shape[0], axis))
         elif name == "token_table":
             model.token_table = VocabularyEmbedding(module, even_part(rows, axis.size, axis.rank)[0], axis)
         elif name in ("position_table", "type_table"):
