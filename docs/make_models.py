@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from throughline.core.errors import Refused
 from throughline.inference.exports.gguf_writer import architecture_of
@@ -29,6 +30,16 @@ SHOWN = {  # a model of each family, of its own proportions
     "qwen3_moe": "qwen3-30b-a3b",
     "olmoe": "olmoe-1b-7b",
     "starcoder2": "starcoder2-3b",
+    "bloom": "bloom-176b",
+    "bert": "bert-base",
+    "modernbert": "modernbert-base",
+}
+# and of those without a preset, BERT-Base with what makes it one
+OTHERS: dict[str, dict[str, Any]] = {
+    "roberta": {"token_types": 1, "position_offset": 2},
+    "xlm-roberta": {"token_types": 1, "position_offset": 2, "huggingface": "xlm-roberta"},
+    "distilbert": {"token_types": 0, "pooler": "relu"},
+    "electra": {"pooler": "gelu"},
 }
 HEAD = """# Models
 
@@ -36,21 +47,22 @@ Made by `make reference` from the program; a test checks that it is current.
 
 `throughline generate`, `eval`, `serve`, `export`, `finetune` and `train --init-from` open a Hugging Face directory of any family below, and
 `throughline export hf` writes it back as the family that it came from. A family is no class: it is a row of `models/families.toml` that says which
-fields of one config (`models/config.py`) make it and what its tensors are called, and `models/gpt.py` has one forward for all. So every field
+fields of one config (`models/config.py`) make it and what its tensors are called; `models/gpt.py` has one forward for all decoders, `models/bert.py` for encoders. So every field
 can be set in a recipe too (`model.overrides`), and a preset is a starting point (`model.preset`).
 
 Logits and the gradient of every parameter equal those of `transformers` in float64 to 1e-10 for a tiny random model of each
 row, texts longer than its windows and than what its rope was trained for, read from files that `transformers` wrote and written to files that it reads;
-decoding with a cache equals the whole forward (`tests/models/test_models_transformers.py`). The presets of released models are checked against
-copies of their `config.json`, and the names of weights against the index files of released checkpoints: `tests/models/published_configs.json` and
-`published_names.json` say where each was read, and `unsourced` where no copy was found (OLMo 2 1B, Pythia 160M, GPT-J 6B).
+decoding with a cache equals the whole forward (`tests/models/test_models_transformers.py`). The encoders' fine-tuned heads (labels of a text, of
+tokens, spans) are read and written too, with the same logits. The presets of released models are checked against copies of their `config.json`, and
+the names of the weights against the index files of released checkpoints: `tests/models/published_configs.json` and `published_names.json` say where
+each was read, and `unsourced` where no copy was found (OLMo 2 1B, Pythia 160M, GPT-J 6B).
 """
 TAIL = """
 What the columns say: *tensor*, *context*: the layouts with these axes, proven equal to one process by rows of `tests/layouts.toml` and refused by name
 where not; data, sharded and pipeline processes go with every family. *ONNX* is also what TensorRT, OpenVINO and Triton get. A `no` is a refusal by name
-before anything is computed; torch trains, evaluates, generates and serves every family. Models with windows in some layers are served row by row
-instead of packed in one line. `throughline plan` counts every field: parameters and products exactly, the norms of queries and keys
-and soft caps as free.
+before anything is computed; torch trains, evaluates, generates and serves every family. Of encoders *serve, eval* is embedding, reranking and masked
+words. DeBERTa is refused: its attention adds products of contents and distances, which no kernel here has. `throughline plan` counts every field:
+parameters and products exactly, the norms of queries and keys, soft caps and ALiBi's dense masks as free.
 
 ## Experts
 
@@ -71,10 +83,10 @@ run's own decision), or refused by its name: an unknown field may change the num
 
 ## A family that is not here
 
-1. Its fields: whatever is new in its forward becomes a field of `GPTConfig` with its count of parameters (`models/config.py`, `planner/tables.py`) and
+1. Its fields: whatever is new in its forward becomes a field of `GPTConfig` or `BERTConfig` with its count of parameters (`models/config.py`, `planner/tables.py`) and
    a line in `models/layers.py` or `models/gpt.py`; most families need none.
 2. Its row: a section of `models/families.toml`, `like` the nearest one.
-3. Its proof: a line of `DECODERS` in `tests/models/test_models_transformers.py`. Until it is there, nothing says that the row is right.
+3. Its proof: a line of `DECODERS` or `ENCODERS` in `tests/models/test_models_transformers.py`. Until it is there, nothing says that the row is right.
 4. Its layouts, graphs and GGUF: new fields are refused by name until `KNOWN` in `inference/graphs/onnx_blocks.py` lists them, and the family until `WRITTEN`
    in `inference/exports/gguf_writer.py` does; a row of `tests/layouts.toml` proves a layout.
 """
@@ -88,7 +100,7 @@ def models_page() -> str:
     ]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     for kind, family in families().items():
-        config = preset(SHOWN[kind])
+        config = preset(SHOWN[kind]) if kind in SHOWN else preset("bert-base", nsp=False, **OTHERS[kind])
         cells = [
             "yes",
             "yes",
@@ -96,10 +108,9 @@ def models_page() -> str:
             _layout(config, Layout(context=2)),
             _known(lambda config=config: refuse_unknown(config)),
             _known(lambda config=config: architecture_of(config)),
-            "yes" if config.attention_pattern is None else "yes, row by row",
+            "yes",
         ]
         lines.append(f"| `{kind}` | {family.models} | {' | '.join(cells)} |")
-    lines += ["| `bert` | BERT | yes | yes | yes | yes | yes | yes | yes |"]
     return "\n".join(lines) + "\n" + TAIL
 
 

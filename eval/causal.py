@@ -40,6 +40,10 @@ class CausalScorer(BatchedScorer):
         window: int | None = None,
         **how: Any,
     ) -> None:
+        if isinstance(model, GPT) and model.config.positions == "alibi":  # a bias by the places of whole rows
+            from ..inference.runtimes.torch_backend import TorchCausal
+
+            model = TorchCausal(model)
         self.reader = ModuleTrees(model) if isinstance(model, GPT) else BackendTrees(model)
         self.window = min(window or self.reader.context, self.reader.context)
         if bos and tokenizer.bos_id is None:

@@ -191,6 +191,8 @@ class BERTConfig(TransformerConfig):
             problems.append("embedding_width is that of a post-norm encoder with an MLM transform, or 0")
         if self.pooler == "features" and not self.mlm_transform:
             problems.append("pooler = features reads the MLM transform, and there is none")
+        if self.pooler == "gelu" != self.activation:
+            problems.append(f"pooler = gelu goes with activation = gelu, and it is {self.activation}")
         if self.nsp and self.pooler != "tanh":
             problems.append(f"the next-sentence head has a tanh; with pooler = {self.pooler} set nsp = false")
         if self.positions == "alibi":

@@ -114,7 +114,9 @@ class GPT(nn.Module):
         elif document_bounds is not None:
             mask = Documents(document_bounds, min(positions.shape[-1], self.config.sequence_length))
         if self.config.positions == "alibi":
-            mask = alibi(self.config.heads, visible(mask, *x_BSW.shape[:2], x_BSW.device), x_BSW.dtype)
+            mask = alibi(
+                self.config.heads, visible(mask, len(x_BSW), positions.shape[-1], x_BSW.device), x_BSW.dtype
+            )
         tables = layer_tables(self.config, positions, x_BSW.dtype)
         is_causal = mask is None or isinstance(mask, Documents)
         for layer, block in self.blocks.items():

@@ -13,8 +13,16 @@ from ..core.errors import WrongUse, did_you_mean
 from .pattern import AttentionPattern
 
 # fields of a GPT-2, a Llama or a BERT among those that come late, and one that shapes nothing
-PLAIN = ("tied", "norm_first", "token_types", "nsp", "mlm_transform", "relative_buckets", "relative_distance")
-PLAIN += ("huggingface",)
+PLAIN = (
+    "huggingface",
+    "tied",
+    "norm_first",
+    "token_types",
+    "nsp",
+    "mlm_transform",
+    "relative_buckets",
+    "relative_distance",
+)
 SHAPING = ("attention_kind", "attention_block", "attention_global_blocks", "attention_random_blocks")
 
 

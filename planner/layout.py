@@ -174,6 +174,8 @@ def _tensor_rules(layout: Layout, config: ModelConfig, sequence_length: int) -> 
     shared = 0 if isinstance(config, BERTConfig) else config.shared_experts * config.expert_size
     text = f"shared experts of {shared} cannot be shared by {tensor} processes"
     yield shared % tensor, "tensor", text, f"a divisor of {shared}"
+    if getattr(config, "qk_norm", "") == "whole":
+        yield getattr(config, "norm_from_one", False), "tensor", "no whole qk_norm is from one", "tensor = 1"
     text = "positions = alibi are a bias with a slope for each of all heads"
     yield config.positions == "alibi", "tensor", text, "tensor = 1"
     text = f"{tensor} processes for a vocabulary of {config.vocab_size}: some would hold no row"

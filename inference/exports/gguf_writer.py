@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 GGUFPrecision = Literal["f32", "f16", "q8_0", "q4_0"]
 HEADS = ("cls.", "bert.pooler")  # of pretraining, which llama.cpp has no place for
 # llama.cpp's name of a family
-WRITTEN = {name: name for name in ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2")}
+WRITTEN = {
+    name: name for name in ("gpt2", "llama", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2", "bert")
+}
 WRITTEN |= {"mistral": "llama", "gemma3_text": "gemma3"}
 # what its code takes for granted: of any family, and otherwise of some
 GRANTED: dict[str, Any] = {"activation": "silu", "layer_pattern": "", "linear_bias": "usual"}
@@ -50,13 +52,13 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 
 def architecture_of(config: ModelConfig) -> str:
     """The name that llama.cpp has for this shape. Raises Refused for one that it computes differently."""
-    if isinstance(config, BERTConfig):
-        return "bert"
     kind = family_of_shape(config)
     if kind not in WRITTEN:
         why, fix = f"this one is {kind}", "docs/models.md has the table of what each family can do"
-        raise Refused(f"GGUF is written of {', '.join(WRITTEN)} and bert", where="model", why=why, fix=fix)
+        raise Refused(f"GGUF is written of {', '.join(WRITTEN)}", where="model", why=why, fix=fix)
     name = WRITTEN[kind]
+    if isinstance(config, BERTConfig):
+        return name
     granted = GRANTED | OTHERWISE.get(name, {})
     if name.startswith("gemma"):
         del granted["attention_window"]

@@ -50,6 +50,8 @@ def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> G
     x = graph.node("Add", x, graph.node("Gather", parts.weight("position_table.weight"), steps))
     if not config.norm_first:
         x = parts.norm(x, "norm")
+    if config.embedding_width:
+        x = parts.linear(x, "projection")
     fusable = _fusable(parts)
     write_block = _fused_block(parts, mask) if fusable else _block(parts, encoder, mask, length, steps)
     for layer in range(config.layers):
@@ -195,7 +197,11 @@ def _pretraining_heads(parts: Blocks, config: BERTConfig, hidden: str, ids: str)
 
 def _pooled(parts: Blocks, hidden: str) -> str:
     first = parts.graph.node("Gather", hidden, parts.graph.scalar(0), axis=1)
-    return parts.graph.node("Tanh", parts.linear(first, "pooler"))
+    assert isinstance(parts.config, BERTConfig)
+    x, bent = parts.linear(first, "pooler"), parts.config.pooler
+    return (
+        parts.activation(x) if bent == "gelu" else parts.graph.node({"tanh": "Tanh", "relu": "Relu"}[bent], x)
+    )
 
 
 def _fine_tuned_head(parts: Blocks, kind: str, labels: int, hidden: str) -> None:

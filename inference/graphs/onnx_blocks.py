@@ -47,7 +47,7 @@ KNOWN = (
         "residual",
         "position_offset",
     ),
-    *("norm_place", "activation"),
+    *("norm_place", "activation", "pooler", "embedding_width"),
 )
 
 
@@ -296,11 +296,11 @@ class Blocks:
         graph.result(logits, out, ["batch", "asked", config.vocab_size])
 
 
-def _fold(state: dict[str, np.ndarray], config: GPTConfig) -> None:
+def _fold(state: dict[str, np.ndarray], config: TransformerConfig) -> None:
     """Put into the weights what a graph need not compute: the 1 of norms that have one, the rows of positions that are
     before position 0.
     """
-    for name in state if config.norm_from_one else ():
+    for name in state if getattr(config, "norm_from_one", False) else ():
         if name.endswith("norm.weight"):
             state[name] = state[name] + 1
     if config.position_offset:

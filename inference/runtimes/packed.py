@@ -22,6 +22,7 @@ from ...models.cache import KeyValueCache
 from ...models.config import GPTConfig
 from ...models.gpt import GPT
 from ...models.layers import Attention, attending
+from ...models.rotary import alibi
 
 # Places that a group may read in vain before another call of the kernel is cheaper. On a CPU the call costs
 # about 15 us, the time to read 200 places of 12 heads of 64; on a GPU 5 to 10 us, in which it reads 10 MB.
@@ -86,7 +87,7 @@ class Packed:
     def attend_in(self, layer: int) -> Callable[..., Tensor]:
         """The attention of one layer, with the signature of `Attention.attend`."""
         keys, values = self.cache.keys_LBGTD[layer], self.cache.values_LBGTD[layer]
-        pattern = self._config.pattern_of(layer)
+        pattern, sloped = self._config.pattern_of(layer), self._config.positions == "alibi"
         places = torch.arange(self.cache.places, device=keys.device)
 
         def attend(
@@ -100,10 +101,11 @@ class Packed:
                 k, v = keys[rows, :, : part.seen], values[rows, :, : part.seen]
                 q, mask = q_1ATD[:, :, part.start : part.stop], part.mask
                 single = part.stop - part.start == part.rows  # a token of each row
-                if pattern is not None:
-                    own = self.places_1T[0, part.start : part.stop, None]
-                    mask = pattern.sees(own, places[: part.seen], True, layer=layer)
-                    mask = mask[:, None, None] if single else mask
+                if pattern is not None or sloped:
+                    own, seen = self.places_1T[0, part.start : part.stop, None], places[: part.seen]
+                    near = seen <= own if pattern is None else pattern.sees(own, seen, True, layer=layer)
+                    mask = near[:, None, None] if single else near[None, None]
+                    mask = alibi(self._config.heads, mask, q.dtype) if sloped else mask
                 if single:
                     heads = scaled_dot_product(q.permute(2, 1, 0, 3), k, v, mask=mask, softcap=softcap)
                     found.append(heads.permute(2, 1, 0, 3))

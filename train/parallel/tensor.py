@@ -221,7 +221,7 @@ class HeadsNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # every process's heads hang on the sum, so its gradient is summed over them too
         squares = _Exchange.apply(wide.square().sum(-1, keepdim=True), self.axis, reduced, reduced)
-        return (wide * torch.rsqrt(squares / self.whole + self.eps)).to(x.dtype) * self.weight
+        return (wide * torch.rsqrt(squares / self.whole + self.eps) * self.weight).to(x.dtype)
 
 
 def apply_tensor_parallel(model: Any, axis: Axis, keeps: bool = False) -> None:
