@@ -70,7 +70,7 @@ def _trunk_pairs(config: ModelConfig, names: Names) -> Iterator[Pair]:
                 yield from _both(f"{ours}.{mine}", f"{theirs}.{name}", bias)
         yield from _qkv_pairs(config, names, f"{ours}.attention", theirs)
         matrices = names.matrices
-        if config.has_experts(layer):
+        if isinstance(config, GPTConfig) and config.has_experts(layer):
             matrices = {mine: name for mine, name in matrices.items() if not mine.startswith("mlp")}
             yield from _expert_pairs(config, names, f"{ours}.mlp", theirs)
         for mine, name in matrices.items():
