@@ -25,9 +25,27 @@ from .common import PATH, device_option, dtype_option, flag, option, throughline
 )
 @option("--limit", click.IntRange(min=1), "Maximum number of records per task (default: all).")
 @option(
-    "--shots --num-fewshot shots", click.IntRange(min=0), "Number of solved examples before each question.", 0
+    "--shots --num-fewshot shots",
+    click.IntRange(min=0),
+    "Number of solved examples before each question (default: as the task says, mostly 0).",
 )
-@option("--seed", int, "Seed of the draw of the solved examples.", 0)
+@option("--seed", int, "Seed of the draw of the solved examples (default: 0; of --draw harness 1234).")
+@option(
+    "--draw",
+    click.Choice(["own", "harness"]),
+    "Which solved examples: drawn by record, independent of all else, or those that lm-evaluation-harness draws.",
+    "own",
+)
+@option(
+    "--harness-task harness_tasks",
+    PATH,
+    "Path of a task or group file (YAML) of lm-evaluation-harness, read as it is. Repeatable.",
+    multiple=True,
+)
+@flag(
+    "--task-code",
+    "Run the Python functions that a --harness-task names, which lie beside it. They can do all that you can.",
+)
 @device_option
 @dtype_option
 @option(

@@ -14,7 +14,7 @@ import torch
 from ..core.console import say
 from ..core.errors import MissingExtra, ThroughlineError, WrongUse
 from ..core.scorer import Question, Scorer, check_question
-from .kinds import rolling
+from .kinds.texts import rolling
 from .masked import PLL
 from .opening import ScorerOptions, open_scorer
 

@@ -9,11 +9,12 @@ from typing import Any, Literal
 from ..core.console import progress, say
 from ..core.errors import Failed, WrongUse
 from ..core.scorer import Scorer
+from ..data.records import Record
 from .answers import Answers
-from .fewshot import with_examples
+from .fewshot import Before, Draw, HarnessDraw, with_examples
 from .items import Item
-from .kinds import Asks
-from .metrics import METRICS, aggregate, random_baseline
+from .kinds.kind import Asks
+from .metrics import aggregate, random_baseline
 from .task import BoundTask
 
 ANSWERS = 3  # form of the stored answers, part of their keys
@@ -25,8 +26,10 @@ class Settings:
 
     data_dir: Path | None = None
     limit: int | None = None
-    shots: int = 0
-    seed: int = 0
+    shots: int | None = None  # None: as many as the task says
+    seed: int | None = None  # of the draw of examples; None: 0, of the harness's own draw 1234
+    draw: Literal["own", "harness"] = "own"
+    chat: bool = False  # questions stand in the model's chat template
     overlong: Literal["truncate", "error", "skip"] = "truncate"  # a record that loses tokens to the window
 
     def __post_init__(self) -> None:
@@ -48,6 +51,7 @@ class Asked:
 
     def __init__(self, scorer: Scorer, bound: BoundTask, settings: Settings) -> None:
         self.scorer, self.bound, self.settings, self.kind = scorer, bound, settings, bound.kind
+        self.shots = bound.task.shots if settings.shots is None else settings.shots
         self.skipped = 0
         fitting = self._fitting(self._items())
         self.items = [item for _, item, _, _ in fitting]
@@ -60,25 +64,37 @@ class Asked:
 
     def _items(self) -> list[Item]:
         bound, settings = self.bound, self.settings
-        if settings.shots and (why := self.kind.no_examples):
+        task = bound.task
+        if self.shots and (why := self.kind.no_examples):
             raise WrongUse(f"task {bound.name} takes no examples", why=why, fix="leave --shots out")
+        pool = self._pool() if self.shots else []
+        limit = None if pool is None else settings.limit  # the draw does not depend on --limit
+        items = self.kind.items(bound.records(settings.data_dir, limit))
+        if not self.shots and not task.description and not settings.chat:
+            return items
+        own = Draw(bound.name, self.shots, settings.seed or 0, task.first)
+        draw = own if settings.draw == "own" else HarnessDraw(own, settings.seed, task.headroom)
+        before = Before(task.description, task.separator, self.scorer.chat if settings.chat else None)
+        return with_examples(bound.name, items, pool, draw, before)[: settings.limit]
 
-        def items_of(limit: int | None, fewshot: bool = False) -> list[Item]:
-            return bound.items(bound.records(settings.data_dir, limit, fewshot=fewshot))
-
-        if not settings.shots:
-            return items_of(settings.limit)
-        pool = None
-        if bound.source.fewshot_files or bound.source.fewshot_split:
-            try:
-                pool = items_of(None, fewshot=True)
-            except WrongUse as error:
-                why = error.why or error.what
-                say(
-                    f"{bound.name}: no training records at hand ({why}); examples are drawn from the evaluated ones"
-                )
-        items = items_of(None if pool is None else settings.limit)  # the draw does not depend on --limit
-        return with_examples(bound.name, items, pool, settings.shots, settings.seed)[: settings.limit]
+    def _pool(self) -> list[Item] | None:
+        """What examples are made of; None: the evaluated records themselves."""
+        bound = self.bound
+        if bound.task.examples:
+            given = enumerate(bound.task.examples, 1)
+            return self.kind.items(
+                [Record(f"{bound.name}, example {i}", one) for i, one in given], example=True
+            )
+        if not bound.source.fewshot_files and not bound.source.fewshot_split:
+            return None
+        try:
+            return self.kind.items(bound.records(self.settings.data_dir, None, fewshot=True), example=True)
+        except WrongUse as error:
+            why = error.why or error.what
+            say(
+                f"{bound.name}: no training records at hand ({why}); examples are drawn from the evaluated ones"
+            )
+            return None
 
     def _fitting(self, items: list[Item]) -> list[tuple[int, Item, Asks, int]]:
         """(number, item, what is asked, context tokens lost); what is too long is treated as the settings say."""
@@ -129,15 +145,15 @@ class Asked:
                 "record": record,
                 "where": item.where,
                 "answers": found,
-                "metrics": {name: outcome[name] for name in task.metrics},
+                "metrics": {name: outcome[name] for name in self.kind.reported},
             }
             for record, item, found, outcome in zip(self.records, self.items, given, outcomes)
         ]
         metrics = {}
-        for name in task.metrics:
-            value, error = aggregate(name, [outcome[name] for outcome in outcomes])
+        for name in self.kind.reported:
+            how = self.kind.metric(name)
+            value, error = aggregate(how, [outcome[name] for outcome in outcomes])
             baseline = random_baseline(name, self.items)
-            how = METRICS[name]
             metrics[name] = {
                 "value": value,
                 "per": how.per,
@@ -152,8 +168,11 @@ class Asked:
             "kind": task.kind,
             "n": len(self.items),
             "metrics": metrics,
-            "shots": self.settings.shots,
-            "seed": self.settings.seed if self.settings.shots else None,
+            "shots": self.shots,
+            "seed": self.settings.seed if self.shots else None,
+            "draw": self.settings.draw,
+            "chat": self.settings.chat,
+            "groups": bound.groups,
             "prompt_hash": bound.prompt_hash,
             "data_hash": self._data_hash(),
             "checked": task.checked,

@@ -16,7 +16,7 @@ from ..core.artifact import verify_artifact
 from ..core.console import table
 from ..core.errors import WrongUse
 from ..core.workspace import read_records
-from .metrics import METRICS
+from .metrics import metric_of
 from .report import read_scores
 
 
@@ -79,7 +79,7 @@ def paired_test(
     Of a perplexity the difference is that of log-probabilities per record, in nats: its logarithm, not
     itself.
     """
-    how = METRICS[metric]
+    how = metric_of(metric)
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     values = [float(how.aggregate(rows)) for rows in (a, b)]
     if metric.startswith("f1"):  # lines are (gold, predicted): compare right answers

@@ -88,7 +88,7 @@ def contaminated(
     texts = []
     for score in scores:
         task = bound[score.summary["task"]]
-        items = task.items(task.records(settings.data_dir, settings.limit))
+        items = task.kind.items(task.records(settings.data_dir, settings.limit))
         asked = (_text(items[sample["record"]]) for sample in score.samples)
         texts.append([np.asarray(tokenizer.encode(text)) for text in asked])
     found = iter(shared_runs([ids for own in texts for ids in own], store))

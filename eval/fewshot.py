@@ -1,23 +1,73 @@
-"""Few-shot prompts: which solved examples stand before a question is a pure function of (seed, task, record
-number).
+"""What stands before a question: a description, solved examples, a chat template.
 
-So a draw depends on no rank, batch or limit, and two models see the same examples. The form is
-lm-evaluation-harness's: each example solved, two newlines between them.
+Which examples is a pure function of (seed, task, record number), so that a draw depends on no rank, batch or limit, and
+two models see the same ones; or, with `HarnessDraw`, lm-evaluation-harness's own draw, one generator over all records
+in their order. The form is the harness's: each example solved, a separator behind it.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import replace
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..core.errors import WrongUse
-from .items import Item
+from .items import Item, template
 
-SEPARATOR = "\n\n"
+HARNESS_SEED = 1234  # of its draws, unless --fewshot_seed says otherwise
+Chat = Callable[[list[dict[str, str]]], str]  # messages -> the text up to where the answer begins
 
 
-def draw(task: str, record: int, count: int, pool: int, *, seed: int, exclude: int | None) -> list[int]:
+@dataclass(frozen=True)
+class Draw:
+    """`count` different examples for each record; `first`: the first ones, in order."""
+
+    task: str
+    count: int
+    seed: int = 0
+    first: bool = False
+
+    def picks(
+        self, items: Sequence[Item], source: Sequence[Item], own: Sequence[int | None]
+    ) -> list[list[int]]:
+        """For each item the places of its examples in `source`; never `own`, its own place there."""
+        if self.first:
+            places = [range(self.count + (place is not None)) for place in own]
+            return [[i for i in row if i != place][: self.count] for row, place in zip(places, own)]
+        sizes = (self.count, len(source), self.seed)
+        return [draw(self.task, number, *sizes, exclude=place) for number, place in enumerate(own)]
+
+
+class HarnessDraw:
+    """As the harness draws: `random.sample` by one generator, record after record. With `headroom` it draws one more
+    and leaves the question's own record out.
+    """
+
+    def __init__(self, own: Draw, seed: int | None, headroom: bool) -> None:
+        self.own, self.count, self.headroom = own, own.count, headroom
+        self.seed = HARNESS_SEED if seed is None else seed
+
+    def picks(
+        self, items: Sequence[Item], source: Sequence[Item], own: Sequence[int | None]
+    ) -> list[list[int]]:
+        """See `Draw.picks`; a record is left out where its data are the same."""
+        if self.own.first:
+            return self.own.picks(items, source, own)
+        generator = random.Random(self.seed)
+        found = []
+        for item in items:
+            drawn = generator.sample(range(len(source)), self.count + self.headroom)
+            if self.headroom:
+                drawn = [place for place in drawn if source[place].data != item.data][: self.count]
+            if len(drawn) < self.count:  # several copies of the question were drawn
+                others = [place for place, other in enumerate(source) if other.data != item.data]
+                drawn = generator.sample(others, self.count)
+            found.append(drawn)
+        return found
+
+
+def draw(task: str, record: int, count: int, pool: int, seed: int, *, exclude: int | None) -> list[int]:
     """Indices of `count` different examples out of `pool`; never `exclude`, the record's own place there."""
     digest = hashlib.sha256(f"{seed}/{task}/{record}".encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
@@ -26,29 +76,52 @@ def draw(task: str, record: int, count: int, pool: int, *, seed: int, exclude: i
     return [pick + 1 if exclude is not None and pick >= exclude else pick for pick in picks]
 
 
+@dataclass(frozen=True)
+class Before:
+    """How a description and solved examples are put before a question."""
+
+    description: str = ""
+    separator: str = "\n\n"
+    chat: Chat | None = None
+
+    def pairs(self, item: Item, examples: Sequence[Item]) -> tuple[tuple[str, str], ...]:
+        """The pairs of the item with all that comes before. In a chat the description is the system's message, and
+        examples and question are the user's, as the harness has it; the answer follows without a delimiter.
+        """
+        description = template(self.description).render(item.data) if self.description else ""
+        solved = "".join(example.example + self.separator for example in examples)
+        if self.chat is None:
+            return tuple((description + solved + context, answer) for context, answer in item.pairs)
+        system = [{"role": "system", "content": description}] if description else []
+        made = {
+            context: self.chat([*system, {"role": "user", "content": solved + context}])
+            for context in dict(item.pairs)
+        }
+        return tuple((made[context], answer.removeprefix(item.delimiter)) for context, answer in item.pairs)
+
+
 def with_examples(
-    name: str, items: Sequence[Item], pool: Sequence[Item] | None, shots: int, seed: int
+    name: str,
+    items: Sequence[Item],
+    pool: Sequence[Item] | None,
+    draw: Draw | HarnessDraw,
+    before: Before = Before(),
 ) -> list[Item]:
-    """The items with `shots` solved examples before every context. `pool` None: examples are the other
-    evaluated items. A record that is in the pool too, by its file and line, is no example of itself.
+    """The items with solved examples before every context. `pool` None: examples are the other evaluated items. A
+    record that is in the pool too, by its file and line, is no example of itself.
     """
     source = items if pool is None else pool
     places = {item.where: place for place, item in enumerate(source)}
     own = [number if pool is None else places.get(item.where) for number, item in enumerate(items)]
     available = len(source) - any(place is not None for place in own)
-    if shots > available:
+    if draw.count > available:
         raise WrongUse(
-            f"{shots} examples asked for, {available} to choose from",
+            f"{draw.count} examples asked for, {available} to choose from",
             where=f"task {name}",
             fix="lower --shots",
         )
-    made = []
-    for number, item in enumerate(items):
-        picks = draw(name, number, shots, len(source), seed=seed, exclude=own[number])
-        before = "".join(source[pick].example + SEPARATOR for pick in picks)
-        made.append(
-            replace(
-                item, pairs=tuple((before + context, continuation) for context, continuation in item.pairs)
-            )
-        )
-    return made
+    picked = draw.picks(items, source, own) if draw.count else [[] for _ in items]
+    return [
+        replace(item, pairs=before.pairs(item, [source[place] for place in picks]))
+        for item, picks in zip(items, picked)
+    ]

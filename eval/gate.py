@@ -4,7 +4,7 @@ from typing import Any
 
 from ..core.errors import Refused, WrongUse
 from .asked import TaskScores
-from .kinds import KINDS
+from .kinds.table import KINDS
 from .opening import Opened
 
 

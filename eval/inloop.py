@@ -101,9 +101,12 @@ class TaskEvaluator:
         if model is None:
             return {}
         found = evaluate(self._scorer(model), self.tasks, self.settings)
-        means = group_means(found, {task.group: task.task.mean for task in self.tasks if task.group})
+        means = group_means(found)
         inside = {summary["task"] for summary in means}
-        summaries = [*(score.summary for score in found if score.summary["group"] not in inside), *means]
+        summaries = [
+            *(score.summary for score in found if inside.isdisjoint(score.summary["groups"])),
+            *means,
+        ]
         return {
             f"{one['task']}/{name}": metric["value"]
             for one in summaries

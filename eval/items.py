@@ -1,14 +1,14 @@
 """Questions: a prompt block of a task filled in from a record; complaints name file, line and field."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from ..core.errors import Failed
 from ..data.records import Record, whole_line
-from .task_file import Prompt, Task
+from .task_file import Prompt
 from .textops import FILTERS
 
 MASK = "[MASK]"  # in the context of a cloze question: what a BERT is to name
@@ -25,6 +25,9 @@ class Item:
     text: str = ""
     original: str = ""
     answers: tuple[str, ...] = ()
+    right: tuple[int, ...] = ()  # where several choices are right: all of them, the first one being `gold`
+    data: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of its record
+    delimiter: str = ""  # that its answers begin with
     gap: str = ""  # between context and continuation of an example alone: the harness delimits it there too (LAMBADA)
 
     @property
@@ -67,13 +70,15 @@ def _given(value: Any) -> Any:
 
 
 @cache
-def _template(text: str) -> Any:
+def template(text: str) -> Any:
+    """A compiled template."""
     return _environment().from_string(text)
 
 
 @cache
-def _expression(text: str) -> Any:
-    return _environment().compile_expression(text, undefined_to_none=False)
+def expression(text: str) -> Any:
+    """A compiled expression."""
+    return _environment().compileexpression(text, undefined_to_none=False)
 
 
 def joined(records: Sequence[Record]) -> Record:
@@ -90,17 +95,20 @@ def joined(records: Sequence[Record]) -> Record:
 class Form:
     """A record beside the prompt block that fits it, which fills the fields of an item."""
 
-    def __init__(self, name: str, prompt: Prompt, record: Record) -> None:
-        self.name, self.prompt, self.record, self.where = name, prompt, record, record.where
+    def __init__(self, name: str, prompt: Prompt, record: Record, member: Mapping[str, str]) -> None:
+        self.name, self.prompt, self.where = name, prompt, record.where
+        self.data = (
+            record.data | {"member": member} if member else record.data
+        )  # as templates know the record
 
     @classmethod
-    def of(cls, task: Task, name: str, record: Record) -> "Form":
-        """By the first block of the task whose fields the record has. Raises Failed when none has."""
-        for prompt in task.prompt:
+    def of(cls, prompts: Sequence[Prompt], name: str, record: Record, member: Mapping[str, str]) -> "Form":
+        """By the first block whose fields the record has. Raises Failed when none has."""
+        for prompt in prompts:
             if all(field in record.data for field in prompt.fields):
-                return cls(name, prompt, record)
-        missing = [field for field in task.prompt[0].fields if field not in record.data]
-        forms = " or ".join("{" + ", ".join(prompt.fields) + "}" for prompt in task.prompt)
+                return cls(name, prompt, record, member)
+        missing = [field for field in prompts[0].fields if field not in record.data]
+        forms = " or ".join("{" + ", ".join(prompt.fields) + "}" for prompt in prompts)
         raise Failed(
             f"the record lacks the field {missing[0]!r}",
             where=record.where,
@@ -113,7 +121,7 @@ class Form:
 
     def filled(self, key: str) -> str:
         text = self.text(key)
-        if not text.strip():
+        if not text:
             raise self.bad(key, "it is empty")
         return text
 
@@ -127,7 +135,7 @@ class Form:
         if not isinstance(texts, list) or not texts:
             raise self.bad(key, f"{texts!r} is not a list of texts")
         for number, text in enumerate(texts):
-            if not isinstance(text, str) or not text.strip():
+            if not isinstance(text, str) or not text:
                 raise self.bad(
                     f"{key}[{number}]", "it is empty" if isinstance(text, str) else f"{text!r} is not a text"
                 )
@@ -140,20 +148,23 @@ class Form:
             raise self.bad("answers", f"{found!r} is not a list of accepted answers")
         return tuple(found)
 
-    def gold(self, choices: int) -> int:
+    def gold(self, choices: Sequence[str]) -> tuple[int, ...]:
+        """The indices of the right choices, one at least."""
         value = self.evaluate("gold")
-        if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]+\s*", value):
-            value = int(value)
-        if not isinstance(value, int) or not 0 <= value < choices:
-            raise self.bad("gold", f"{value!r} is not the index of one of the {choices} choices")
-        return int(value)
+        right = []
+        for one in value if isinstance(value, list) and value else [value]:
+            number = int(one) if isinstance(one, str) and re.fullmatch(r"\s*-?[0-9]+\s*", one) else one
+            if not isinstance(number, int) or not 0 <= number < len(choices):
+                raise self.bad("gold", f"{one!r} is not the index of one of the {len(choices)} choices")
+            right.append(int(number))
+        return tuple(right)
 
     def render(self, key: str, template: str) -> str:
-        return self.guarded(key, lambda: _encodable(_template(template).render(self.record.data)))
+        return self.guarded(key, lambda: _encodable(template(template).render(self.data)))
 
     def evaluate(self, key: str) -> Any:
         text = getattr(self.prompt, key)
-        return self.guarded(key, lambda: _encodable(_settled(_expression(text)(self.record.data))))
+        return self.guarded(key, lambda: _encodable(_settled(expression(text)(self.data))))
 
     def guarded(self, key: str, action: Any) -> Any:
         from jinja2.exceptions import TemplateError

@@ -67,11 +67,24 @@ def _f1_macro(rows: Rows) -> np.ndarray:
     return np.mean([_f1_of(rows, label) for label in range(int(rows[..., 2].max()))], axis=0)
 
 
+def _mcc(rows: Rows) -> np.ndarray:
+    """Matthews' correlation of two labels; lines are (gold, predicted). 0 where either is constant."""
+    centred = rows[..., :2] - rows[..., :2].mean(axis=-2, keepdims=True)
+    spread = np.sqrt((centred**2).sum(axis=-2).prod(axis=-1))
+    both = centred.prod(axis=-1).sum(axis=-1)
+    return np.divide(both, spread, out=np.zeros(np.shape(both)), where=spread > 0)
+
+
 METRICS: dict[str, Metric] = {
     "acc": Metric(_mean, mean=True),
     "acc_norm": Metric(_mean, mean=True),
     "acc_bytes": Metric(_mean, mean=True),
     "exact_match": Metric(_mean, mean=True),
+    "f1_words": Metric(_mean, mean=True),
+    "contains": Metric(_mean, mean=True),
+    "share_right": Metric(_mean, mean=True),
+    "brier_score": Metric(_mean, higher=False, mean=True),
+    "mcc": Metric(_mcc),
     "p_at_1": Metric(_mean, mean=True),
     "p_at_10": Metric(_mean, mean=True),
     "f1": Metric(lambda rows: _f1_of(rows, 1)),
@@ -87,14 +100,19 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def aggregate(name: str, outcomes: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+def metric_of(name: str) -> Metric:
+    """The metric of this name, with or without that of a chain of filters; one that is not known is a mean."""
+    return METRICS.get(name.partition(",")[0], Metric(_mean, mean=True))
+
+
+def aggregate(how: str | Metric, outcomes: Sequence[Sequence[float]]) -> tuple[float, float | None]:
     """(value, standard error) of a metric over records; the error is None for a single record.
 
     The mean has the closed form sd / sqrt(n) with n - 1 in sd; everything else a bootstrap over records with
     a fixed seed.
     """
+    metric = metric_of(how) if isinstance(how, str) else how
     rows = np.asarray(outcomes, np.float64)
-    metric = METRICS[name]
     value = float(metric.aggregate(rows))
     if len(rows) < 2:
         return value, None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..core.errors import WrongUse
 from .asked import Settings
+from .harness.reader import read_harness_task
 from .opening import ScorerOptions
 from .task import BoundTask, find_tasks
 
@@ -16,6 +17,8 @@ class Request(Settings, ScorerOptions):
 
     path: Path
     tasks: str = ""
+    harness_tasks: tuple[Path, ...] = ()
+    task_code: bool = False
     against: str | None = None
     bound: float = 1e-3
     contamination: str | None = None
@@ -53,6 +56,8 @@ class Request(Settings, ScorerOptions):
 def wanted_tasks(request: Request) -> list[BoundTask]:
     """The tasks. Raises WrongUse when one of the checks asked for would have nothing to look at."""
     tasks = find_tasks([name.strip() for name in request.tasks.split(",") if name.strip()])
+    for file in request.harness_tasks:
+        tasks += read_harness_task(file, code=request.task_code)
     model = Path(os.path.realpath(request.path))
     inside = model.parents[1] if model.parent.name == "checkpoints" else model
     if request.out is not None and Path(os.path.realpath(request.out)).is_relative_to(inside):

@@ -130,27 +130,28 @@ def present(tasks: Sequence[BoundTask], settings: Settings) -> list[BoundTask]:
     return found
 
 
-def group_means(scores: Sequence[TaskScores], groups: dict[str, bool]) -> list[dict[str, Any]]:
-    """Summaries of groups that report a mean: the unweighted mean over members, its error from theirs
-    (independent).
+def group_means(scores: Sequence[TaskScores]) -> list[dict[str, Any]]:
+    """Summaries of groups that report a mean over their members, of each once or of each record once; its error is
+    that of independent members.
     """
     made = []
-    for group, wanted in groups.items():
-        members = [score.summary for score in scores if score.summary["group"] == group]
-        if not wanted or len(members) < 2:
+    groups = {group: weigh for score in scores for group, weigh in score.summary["groups"].items()}
+    for group, by_record in groups.items():
+        members = [score.summary for score in scores if group in score.summary["groups"]]
+        if len(members) < 2:
             continue
         metrics = {}
+        weights = [member["n"] if by_record else 1 for member in members]
+        shares = [weight / sum(weights) for weight in weights]
         counts = ("n", "truncated_records", "truncated_tokens", "skipped_records")
         for name, first in members[0]["metrics"].items():
             each = [member["metrics"][name] for member in members]
             errors = [value["stderr"] for value in each]
-            error = None if None in errors else sum(e * e for e in errors) ** 0.5 / len(each)
-            metrics[name] = first | {
-                "value": sum(value["value"] for value in each) / len(each),
-                "stderr": error,
-            }
+            error = None if None in errors else sum((w * e) ** 2 for w, e in zip(shares, errors)) ** 0.5
+            value = sum(w * one["value"] for w, one in zip(shares, each))
+            metrics[name] = first | {"value": value, "stderr": error}
             if None not in (guesses := [value["random"] for value in each]):
-                metrics[name]["random"] = sum(guesses) / len(each)
+                metrics[name]["random"] = sum(w * guess for w, guess in zip(shares, guesses))
         sums = {key: sum(member[key] for member in members) for key in counts}
         mean = {"task": group, "group": "", "members": len(members), "metrics": metrics}
         made.append(members[0] | mean | sums)

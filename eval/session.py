@@ -94,7 +94,6 @@ def _score(
             against = token_gate(scores, others, request.against, request.bound)
     if ranks.rank:
         return None
-    groups = {task.group: task.task.mean for task in tasks if task.group}
     results: dict[str, Any] = {
         "model": str(request.path),
         "step": opened.step,
@@ -102,7 +101,7 @@ def _score(
         "scorer": opened.scorer.recipe,
         "validation": validation,
         "tasks": [score.summary for score in scores],
-        "groups": group_means(scores, groups),
+        "groups": group_means(scores),
     }
     if against is not None:
         results["against"] = against

@@ -1,7 +1,7 @@
 """Tasks by name: the shipped ones, groups and members, files of one's own; each with its records and questions."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -12,8 +12,9 @@ from ..core.errors import WrongUse, did_you_mean
 from ..core.files import sha256_json
 from ..core.recipe import build_recipe, read_toml
 from ..data.records import KNOWN, Record, find_files, hub_records, read_records, unknown_files
-from .items import Item
-from .kinds import KINDS, Kind
+from .items import expression
+from .kinds.kind import Kind
+from .kinds.table import KINDS
 from .task_file import Source, Task
 
 
@@ -26,42 +27,58 @@ class BoundTask:
     task: Task
     source: Source
     named: bool = False  # the user asked for it itself, not for its group
+    member: Mapping[str, str] = field(default_factory=dict)  # what the group's file says of it
 
     @property
     def prompt_hash(self) -> str:
         """Identity of what is asked: kind, prompts, delimiter and the like (12 hex digits)."""
-        return sha256_json(self.task.model_dump(mode="json", include=set(self.kind.asked)))[:12]
+        asked = self.task.model_dump(mode="json", include=set(self.kind.asked))
+        return sha256_json([asked, dict(self.member)])[:12]
+
+    @property
+    def groups(self) -> dict[str, bool]:
+        """The groups that report a mean over it and others -> whether all records weigh the same in it."""
+        own = [self.group] if self.group and self.task.mean else []
+        parts = [name for name, members in self.task.groups.items() if self.name in members]
+        return dict.fromkeys([*own, *parts], self.task.weighted)
 
     @property
     def kind(self) -> Kind:
         """How it asks and scores."""
-        return KINDS[self.task.kind](self.task, self.name)
-
-    def items(self, records: Sequence[Record]) -> list[Item]:
-        """Questions of the records. Raises Failed naming file, line and field of the first bad one."""
-        return self.kind.items(records)
+        return KINDS[self.task.kind](self.task, self.name, member=self.member)
 
     def files(self, data_dir: Path | None, *, fewshot: bool = False) -> list[Path]:
         """Its files that are at hand."""
-        return find_files(self.source.fewshot_files if fewshot else self.source.files, _root(data_dir))
+        patterns = self.source.fewshot_files if fewshot else self.source.files
+        if self.source.anywhere:
+            return [path for name in patterns if (path := Path(name)).is_file()]
+        return find_files(patterns, _root(data_dir))
 
     def records(self, data_dir: Path | None, limit: int | None, *, fewshot: bool = False) -> list[Record]:
         """The records of the task (or of its few-shot examples). Raises WrongUse when there are none."""
         source, root = self.source, _root(data_dir)
         if paths := self.files(data_dir, fewshot=fewshot):
             cut = source.model_dump(include={"lines", "pages", "tabs"})
-            if records := read_records(paths, limit, **cut):
+            if records := self._kept(read_records(paths, None if source.keep else limit, **cut), limit):
                 return records
             raise WrongUse(f"no records for task {self.name}", where=paths[0], why="the file is empty")
         split = source.fewshot_split if fewshot else source.split
         if data_dir is None and source.dataset and split:
-            return hub_records(source.dataset, source.config, split, limit)
+            found = hub_records(source.dataset, source.config, split, None if source.keep else limit)
+            return self._kept(found, limit)
         patterns = source.fewshot_files if fewshot else source.files
         what = f"no data for task {self.name}"
         if others := unknown_files(patterns, root):
             raise WrongUse(what, where=others[0], why="unknown data format", fix=KNOWN)
         why = "none of these is there: " + ", ".join(patterns or ["(the task names no local files)"])
         raise WrongUse(what, where=root, why=why, fix="put the file there, or choose another --data-dir")
+
+    def _kept(self, records: list[Record], limit: int | None) -> list[Record]:
+        """Those that belong to the task, at most `limit`."""
+        if self.source.keep:
+            wanted = expression(self.source.keep)
+            records = [one for one in records if wanted(one.data | {"member": self.member})]
+        return records[:limit]
 
 
 def _root(data_dir: Path | None) -> Path:
@@ -103,7 +120,9 @@ def find_tasks(names: Sequence[str]) -> list[BoundTask]:
         group = known[name]
         members = _members(group, load_task(shipped_tasks()[group]))
         found += [
-            replace(bound, named=name == bound.name) for bound in members if name in (group, bound.name)
+            replace(bound, named=name == bound.name)
+            for bound in members
+            if name in (group, bound.name) or bound.name in bound.task.groups.get(name, ())
         ]
     chosen: dict[str, BoundTask] = {}
     for bound in found:
@@ -120,8 +139,8 @@ def _known() -> dict[str, str]:
     """Every name that --tasks accepts -> the task file it belongs to."""
     known = {}
     for group, path in shipped_tasks().items():
-        known[group] = group
-        known.update(dict.fromkeys(load_task(path).members, group))
+        task = load_task(path)
+        known.update(dict.fromkeys([group, *task.members, *task.groups], group))
     return known
 
 
@@ -130,8 +149,11 @@ def _members(group: str, task: Task) -> Iterator[BoundTask]:
         yield BoundTask(group, "", task, task.source)
     for name, values in task.members.items():
         fill = {"name": name.removeprefix(f"{group}_"), **values}
-        tree = {key: _fill(value, fill) for key, value in task.source.model_dump().items()}
-        yield BoundTask(name, group, task, Source.model_validate(tree))
+        tree = {
+            key: value if key == "keep" else _fill(value, fill)
+            for key, value in task.source.model_dump().items()
+        }
+        yield BoundTask(name, group, task, Source.model_validate(tree), member=fill)
 
 
 def _fill(value: Any, fill: dict[str, str]) -> Any:
@@ -161,6 +183,9 @@ def load_task(path: Path) -> Task:
 
 
 def _problems(task: Task) -> Iterator[str]:
+    if task.kind not in KINDS:
+        yield f"kind: {task.kind!r} is none of {', '.join(KINDS)}"
+        return
     kind = KINDS[task.kind]
     for name, given in (("[[prompt]]", task.prompt), ("metrics", task.metrics)):
         if not given:

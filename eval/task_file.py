@@ -5,23 +5,11 @@ schema, a repackaged file); the first block whose `fields` a record has is used.
 `answers` and a `choices` or `contexts` that is one string are Jinja expressions, which keep their type.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from ..core.recipe import Section
-
-Kind = Literal[
-    "multiple_choice",
-    "partial",
-    "loglikelihood",
-    "last_token",
-    "rolling",
-    "stream",
-    "generate_until",
-    "cloze",
-    "masked",
-]
 
 
 class Source(Section):
@@ -46,6 +34,10 @@ class Source(Section):
     """A .txt file is WikiText: one record an article."""
     tabs: bool = False
     """A .txt file is a table: tab-separated, with a header."""
+    anywhere: bool = False
+    """The files are paths of their own, not below --data-dir."""
+    keep: str = ""
+    """Expression: whether a record of the files belongs to the task; none: all do."""
 
 
 class Prompt(Section):
@@ -62,7 +54,7 @@ class Prompt(Section):
     target: str = ""
     """Template of the scored text after the context(s)."""
     gold: str = ""
-    """Expression: the index of the right choice."""
+    """Expression: the index of the right choice, or a list of the indices of all that are right."""
     text: str = ""
     """Template of the document to predict."""
     original: str = ""
@@ -71,12 +63,52 @@ class Prompt(Section):
     """Expression: the list of accepted answers."""
 
 
+class Step(Section):
+    """One step of a chain of filters, by which a written answer is made ready to be compared."""
+
+    function: Literal[
+        "regex", "multi_choice_regex", "remove_whitespace", "lowercase", "uppercase", "map", "take_first"
+    ]
+    """What it does: find a pattern, find the letter of a choice, strip blanks, change case, look the answer up;
+    take_first does nothing, since one answer is written a question."""
+    regex_pattern: str = r"#### (\-?[0-9\.\,]+)"
+    """regex, multi_choice_regex: the pattern that is looked for."""
+    group_select: int = 0
+    """The same: which match counts, -1 being the last."""
+    fallback: str = "[invalid]"
+    """The same: the answer where nothing matches."""
+    ignore_case: bool = False
+    """multi_choice_regex: compare choices in lower case."""
+    ignore_punctuation: bool = False
+    """multi_choice_regex: compare choices without punctuation."""
+    regexes_to_ignore: list[str] = []
+    """multi_choice_regex: patterns that are removed before choices are compared."""
+    mapping_dict: dict[str, Any] = {}
+    """map: answer -> what takes its place."""
+    default_value: Any = None
+    """map: what takes the place of an answer that is not there."""
+
+
+class Matching(Section):
+    """What metric exact_match does not see, in the answer and in what is accepted."""
+
+    ignore_case: bool = False
+    """Upper and lower case are the same."""
+    ignore_punctuation: bool = False
+    """ASCII punctuation is removed."""
+    ignore_numbers: bool = False
+    """Digits are removed."""
+    regexes_to_ignore: list[str] = []
+    """Patterns that are removed first, one after another."""
+
+
 class Task(Section):
     """One task, or a group of tasks of one form (BLiMP's paradigms, ANLI's rounds)."""
 
     about: str
     """One line: what it asks, and which split is evaluated."""
-    kind: Kind
+    kind: str
+    """How it asks and scores: one of the kinds below."""
     metrics: list[str]
     """What is reported, the first one being the score."""
     source: Source
@@ -87,14 +119,37 @@ class Task(Section):
     """Kind generate_until: strings that end an answer."""
     max_tokens: Annotated[int, Field(gt=0)] = 32
     """Kind generate_until: longest answer in tokens."""
+    filters: dict[str, list[Step]] = {}
+    """Kind generate_until: chains of filters by name; metrics are reported for each ("exact_match,NAME")."""
+    exact_match: Matching = Matching()
+    """Kind generate_until: what metric exact_match does not see."""
+    description: str = ""
+    """Template of the text before the examples and the question; of a group it may name `member.key`."""
+    shots: Annotated[int, Field(ge=0)] = 0
+    """Number of solved examples where --shots is not given."""
+    examples: list[dict[str, Any]] = []
+    """Records of the solved examples; none: they are those of `fewshot_files`."""
+    example_prompt: list[Prompt] = []
+    """How a solved example is made from its record; none: as a question is."""
+    first: bool = False
+    """The examples are the first ones, in order, and not drawn."""
+    headroom: bool = False
+    """--draw harness: one example more is drawn, and the question itself left out, as the harness does where it knows
+    no other split."""
+    separator: str = "\n\n"
+    """Put behind every solved example."""
     stride: Annotated[int, Field(ge=0)] = 0
     """Kind stream: new targets per window; 0 = windows do not overlap."""
     hidden: Annotated[float, Field(gt=0, le=1)] = 0.15
     """Kind masked: tokens of each window that are hidden at once."""
     members: dict[str, dict[str, str]] = {}
-    """Kind of a group: member name -> values for `{keys}` in `source`."""
+    """Of a group: member name -> values for `{keys}` in `source`; templates know them as `member.key`."""
     mean: bool = False
     """A group reports the mean over its members."""
+    weighted: bool = False
+    """The mean is over the records of all members instead."""
+    groups: dict[str, list[str]] = {}
+    """Means over some of the members: name -> members."""
     checked: Literal["scores", "prompts", "nothing"] = "scores"
     """What the tests compared with lm-evaluation-harness: scores on real records, prompts on hand-written
     ones, or nothing.

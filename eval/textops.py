@@ -7,8 +7,11 @@ are equal character for character.
 import ast
 import re
 import string
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from .task_file import Matching
 
 # WikiText's detokeniser: (pattern, replacement) of literal and regular-expression steps, in this order.
 _WIKITEXT_LITERAL_FIRST = ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."))
@@ -89,11 +92,29 @@ def winograd_option(option: str, text: str, pronoun: str, pronoun_loc: int) -> s
 
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NO_DIGITS = str.maketrans("", "", string.digits)
 
 
-def plain_answer(text: str) -> str:
-    """An answer as exact match compares it: lower case, ASCII punctuation removed, outer blanks removed."""
-    return text.strip().lower().translate(_NO_PUNCTUATION)
+def seen(text: str, matching: Matching) -> str:
+    """A text as exact match compares it."""
+    for pattern in matching.regexes_to_ignore:
+        text = re.sub(pattern, "", text)
+    text = text.lower() if matching.ignore_case else text
+    text = text.translate(_NO_PUNCTUATION) if matching.ignore_punctuation else text
+    return text.translate(_NO_DIGITS) if matching.ignore_numbers else text
+
+
+def squad_words(text: str) -> list[str]:
+    """The words of an answer as SQuAD's own script compares them: lower case, no punctuation, no articles."""
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def f1_words(given: str, wanted: str) -> float:
+    """F1 of the words of an answer (SQuAD, Rajpurkar et al. 2016); of two answers without words 1."""
+    ours, theirs = Counter(squad_words(given)), Counter(squad_words(wanted))
+    if not ours or not theirs:
+        return float(ours == theirs)
+    return 2 * (ours & theirs).total() / (ours.total() + theirs.total())
 
 
 FILTERS: dict[str, Callable[..., Any]] = {

@@ -8,7 +8,7 @@ import torch
 from throughline.core.errors import Failed, WrongUse
 from throughline.eval.asked import Settings
 from throughline.eval.causal import CausalScorer
-from throughline.eval.kinds import hidden
+from throughline.eval.kinds.masks import hidden
 from throughline.eval.masked import MaskedScorer
 from throughline.eval.runner import evaluate
 from throughline.eval.task import find_tasks

@@ -7,7 +7,7 @@ import pytest
 from throughline.core.scorer import Score
 from throughline.eval import metrics as metrics_module
 from throughline.eval.items import Item
-from throughline.eval.kinds import Kind
+from throughline.eval.kinds.kind import Kind
 from throughline.eval.metrics import (
     METRICS,
     aggregate,

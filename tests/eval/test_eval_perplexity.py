@@ -12,7 +12,7 @@ from throughline.core.errors import Failed, WrongUse
 from throughline.data.records import Record
 from throughline.eval.asked import Settings
 from throughline.eval.causal import CausalScorer
-from throughline.eval.kinds import stream
+from throughline.eval.kinds.texts import stream
 from throughline.eval.masked import MaskedScorer
 from throughline.eval.report import rows_of
 from throughline.eval.runner import evaluate

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from throughline.data.records import Record
-from throughline.eval.fewshot import with_examples
+from throughline.eval.fewshot import Draw, with_examples
 from throughline.eval.items import Item
 from throughline.eval.task import find_tasks, load_task, shipped_tasks
 
@@ -155,7 +155,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 def our_items(name: str) -> list[Item]:
     (bound,) = find_tasks([name])
-    return bound.items([Record(f"{name}:{number}", record) for number, record in enumerate(RECORDS[name])])
+    return bound.kind.items(
+        [Record(f"{name}:{number}", record) for number, record in enumerate(RECORDS[name])]
+    )
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -203,8 +205,10 @@ def test_examples_have_the_form_of_the_harness(tmp_path: Path) -> None:
     asked = _harness().requests(tmp_path, two, shots=1)
     for name, records in two.items():
         (bound,) = find_tasks([name])
-        items = bound.items([Record(f"{name}:{number}", record) for number, record in enumerate(records)])
-        for item, theirs in zip(with_examples(name, items, None, 1, 0), asked[name], strict=True):
+        items = bound.kind.items(
+            [Record(f"{name}:{number}", record) for number, record in enumerate(records)]
+        )
+        for item, theirs in zip(with_examples(name, items, None, Draw(name, 1)), asked[name], strict=True):
             wanted = [pair[0] for pair in theirs["arguments"]]
             assert [context for context, _ in item.pairs[: len(wanted)]] == wanted, name
 

@@ -1,0 +1,68 @@
+"""Kinds `multiple_choice` and `partial`: choices by their log-probability."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...core.scorer import Score
+from ..items import Form, Item
+from .kind import Kind, Outcome
+
+
+class MultipleChoice(Kind):
+    """One context with its choices."""
+
+    needs: tuple[str, ...] = ("choices", "gold")
+    metrics = (
+        "acc",
+        "acc_norm",
+        "acc_bytes",
+        "exact_match",
+        "f1",
+        "f1_macro",
+        "mcc",
+        "brier_score",
+        "share_right",
+    )
+    field = "choices[{}]"
+
+    def item(self, form: Form) -> Item:
+        context, choices = form.text("context"), form.texts("choices")
+        pairs = tuple((context, self.task.delimiter + choice) for choice in choices)
+        right = form.gold(choices)
+        return Item(
+            form.where, pairs, choices, right[0], right=right, delimiter=self.task.delimiter, data=form.data
+        )
+
+    def of_scores(self, item: Item, scores: Sequence[Score]) -> Outcome:
+        """Ties go to the first choice. acc compares sums, acc_norm sums per character of the choice, acc_bytes
+        sums per UTF-8 byte, delimiters left out; share_right is the probability of all that is right
+        (TruthfulQA's mc2).
+        """
+        sums = np.array([score.logprob for score in scores])
+        characters = np.array([len(choice) for choice in item.choices])
+        size = np.array([len(choice.encode()) for choice in item.choices])
+        picks = {"acc": sums, "acc_norm": sums / characters, "acc_bytes": sums / size}
+        found = {name: [float(np.argmax(values) in item.right)] for name, values in picks.items()}
+        labels = [float(item.gold), float(np.argmax(sums))]
+        likely = np.exp(sums - sums.max()) / np.exp(sums - sums.max()).sum()
+        right = np.isin(np.arange(len(sums)), item.right)
+        found["exact_match"] = [float(any(scores[choice].greedy for choice in item.right))]
+        found["brier_score"] = [float(((likely - right) ** 2).sum())]
+        found["share_right"] = [float(likely[right].sum())]
+        return found | {"f1": labels, "mcc": labels, "f1_macro": [*labels, float(len(scores))]}
+
+
+class Partial(MultipleChoice):
+    """The choices are contexts, before one target."""
+
+    needs = ("contexts", "target", "gold")
+    field = "target"
+
+    def item(self, form: Form) -> Item:
+        contexts, target = form.texts("contexts"), form.filled("target")
+        pairs = tuple((context, self.task.delimiter + target) for context in contexts)
+        right = form.gold(contexts)
+        return Item(
+            form.where, pairs, contexts, right[0], right=right, delimiter=self.task.delimiter, data=form.data
+        )

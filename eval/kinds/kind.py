@@ -1,0 +1,100 @@
+"""What all kinds of task share. A kind is one class in one file of this folder: what it reads from a record, asks of
+a model, and makes of the answers. `table.py` names them all; nothing else knows one.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ...core.errors import Failed
+from ...core.scorer import Score, Scorer, check_question
+from ...data.records import Record
+from ..answers import packed, unpacked
+from ..items import Form, Item
+from ..metrics import Metric, metric_of
+from ..task_file import Task
+
+Outcome = dict[str, list[float]]  # what a record contributes to each metric
+Asks = list[Any]  # of one record: Questions or, where the model writes, contexts
+
+
+class Kind:
+    """What all kinds share: pairs of a context and a continuation, whose log-probabilities count."""
+
+    needs: tuple[str, ...]  # keys that every [[prompt]] gives
+    metrics: tuple[str, ...]
+    field = "target"  # what a task file calls the scored text; {} stands for its number
+    no_examples = ""  # why solved examples cannot stand before a question
+    probabilities = True  # answers have log-probabilities
+    asked = frozenset(
+        ["kind", "prompt", "delimiter", "until", "max_tokens", "stride", "description", "separator"]
+    )  # what the prompt hash covers
+
+    def __init__(
+        self, task: Task, name: str, form: type[Form] = Form, member: Mapping[str, str] | None = None
+    ) -> None:
+        self.task, self.name, self.form, self.member = task, name, form, member or {}
+
+    @property
+    def reported(self) -> list[str]:
+        """The names of what is reported."""
+        return self.task.metrics
+
+    def metric(self, name: str) -> Metric:
+        """How the contributions to what is reported become a number."""
+        return metric_of(name)
+
+    def item(self, form: Form) -> Item:
+        """The question that a record becomes. Raises Failed naming its file, line and field."""
+        raise NotImplementedError
+
+    def items(self, records: Sequence[Record], *, example: bool = False) -> list[Item]:
+        """The questions of all records, or (`example`) what examples are made of."""
+        prompts = self.task.example_prompt if example and self.task.example_prompt else self.task.prompt
+        return [self.item(self.form.of(prompts, self.name, record, self.member)) for record in records]
+
+    def asks(self, items: Sequence[Item], scorer: Scorer) -> Iterator[tuple[Asks, int]]:
+        """For each item what is asked of the model, and how many context tokens the window takes from it. Raises
+        WrongUse for a model that cannot answer.
+        """
+        for question in scorer.encode([item.pairs for item in items]):
+            yield [question], scorer.lost(question)
+
+    def key(self, ask: Any) -> str:
+        """What an answer depends on besides the model."""
+        return repr(ask.pairs)
+
+    def check(self, item: Item, asks: Asks, scorer: Scorer) -> None:
+        """Raises Failed when there is nothing to score, or too much for the window."""
+        where = f"{item.where} (task {self.name})"
+        fields = [self.field.format(number) for number in range(max(1, len(item.pairs)))]
+        for question in asks:
+            check_question(question, scorer.window, where, fields, scorer.mask)
+        if not asks:
+            why, fix = (
+                "the tokenizer makes no token of it that could be predicted",
+                "mend or remove the record",
+            )
+            raise Failed("nothing to score: text has no tokens", where=where, why=why, fix=fix)
+
+    def answers(
+        self, scorer: Scorer, asks: Asks, where: Callable[[int], str]
+    ) -> Iterator[list[tuple[int, Any]]]:
+        """Yields batches of (index into `asks`, answer as it is stored). Raises Failed for a NaN, saying `where`."""
+        for batch in scorer.score(asks):
+            for place, scores in batch:
+                if not all(math.isfinite(score.logprob) for score in scores):
+                    why = (
+                        "a log-probability is no finite number; among such the first choice would always win"
+                    )
+                    fix = "look for NaN or overflow in its weights; evaluate an earlier checkpoint"
+                    raise Failed("the model predicts nothing", where=where(place), why=why, fix=fix)
+            yield [(place, [packed(score) for score in scores]) for place, scores in batch]
+
+    def outcome(self, item: Item, found: Sequence[Any]) -> Outcome:
+        """What the stored answers to all that was asked for an item contribute."""
+        return self.of_scores(item, [unpacked(values) for answer in found for values in answer])
+
+    def of_scores(self, item: Item, scores: Sequence[Score]) -> Outcome:
+        """The same of answers with log-probabilities."""
+        raise NotImplementedError

@@ -1,0 +1,72 @@
+"""Kind `generate_until`: text that the model writes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ...core.errors import WrongUse
+from ...core.scorer import Scorer
+from ..filters import filtered
+from ..items import Form, Item
+from ..textops import f1_words, seen
+from .kind import Asks, Kind, Outcome
+
+
+class GenerateUntil(Kind):
+    """Text that the model writes: its filters make it ready to be compared with the accepted ones."""
+
+    needs = ("context", "answers")
+    metrics: tuple[str, ...] = ("exact_match", "f1_words", "contains")
+    probabilities = False
+    asked = Kind.asked | {"filters", "exact_match"}
+
+    def item(self, form: Form) -> Item:
+        answers = form.answers()
+        pair = (form.text("context"), self.task.delimiter + answers[0])
+        return Item(form.where, (pair,), answers=answers, data=form.data)
+
+    def asks(self, items: Sequence[Item], scorer: Scorer) -> Iterator[tuple[Asks, int]]:
+        task = self.task
+        room = scorer.window - task.max_tokens
+        if scorer.mask is not None:
+            why, fix = f"task {self.name} asks for generated text", "leave the task out, or evaluate a GPT"
+            raise WrongUse("a BERT cannot write answers", why=why, fix=fix)
+        if room < 1:
+            why = f"answers have {task.max_tokens} tokens, the window {scorer.window}"
+            fix = "evaluate a model with a longer window"
+            raise WrongUse(f"task {self.name} leaves no room for a question", why=why, fix=fix)
+        for item, ids in zip(items, scorer.tokenize([item.context for item in items])):
+            yield [item.context], max(0, len(scorer.bos) + len(ids) - room)
+
+    def key(self, ask: Any) -> str:
+        return f"{ask}\0{self.task.until}\0{self.task.max_tokens}"
+
+    def check(self, item: Item, asks: Asks, scorer: Scorer) -> None:
+        """Any context can be gone on with."""
+
+    def answers(
+        self, scorer: Scorer, asks: Asks, where: Callable[[int], str]
+    ) -> Iterator[list[tuple[int, Any]]]:
+        yield from scorer.generate(asks, self.task.until, self.task.max_tokens)
+
+    @property
+    def reported(self) -> list[str]:
+        """Each metric for each chain of filters."""
+        chains = [f",{name}" for name in self.task.filters] or [""]
+        return [metric + chain for chain in chains for metric in self.task.metrics]
+
+    def outcome(self, item: Item, found: Sequence[Any]) -> Outcome:
+        made: Outcome = {}
+        for name, chain in self.task.filters.items() or [("", [])]:
+            answer = str(filtered(chain, found[0], item.data))
+            values = self.of_answer(item, answer)
+            made |= {f"{metric},{name}" if name else metric: [value] for metric, value in values.items()}
+        return made
+
+    def of_answer(self, item: Item, answer: str) -> dict[str, float]:
+        """Every metric of an answer that its filters have made ready; the best of the accepted answers counts."""
+        given = seen(answer, self.task.exact_match)
+        return {
+            "exact_match": float(any(seen(one, self.task.exact_match) == given for one in item.answers)),
+            "f1_words": max(f1_words(answer, one) for one in item.answers),
+            "contains": float(any(one.lower() in answer.lower() for one in item.answers)),
+        }

@@ -1,0 +1,379 @@
+"""Task files of lm-evaluation-harness, read unchanged, ask what the harness asks, and score as it scores."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from throughline.core.errors import WrongUse
+from throughline.eval.asked import Asked, Settings
+from throughline.eval.harness.reader import read_harness_task
+from throughline.eval.opening import open_scorer
+from throughline.eval.runner import evaluate
+
+lm_eval = pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")
+TASKS = Path(lm_eval.__file__).parent / "tasks"
+LETTERS = "ABCDE"
+
+
+def _beside(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"eval_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[f"eval_{name}"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+small_model = _beside("small").small_model
+
+
+def _lettered(number: int, count: int) -> dict[str, Any]:
+    words = ["king", "queen", "crown", "sword", "horse"][:count]
+    return {"text": words, "label": list(LETTERS[:count])}
+
+
+def _nli(n: int) -> dict[str, Any]:
+    return {"premise": f"The {n} kings sleep.", "hypothesis": f"Nobody wakes {n}.", "label": n % 2}
+
+
+def _mmlu(n: int) -> dict[str, Any]:
+    return {"question": f" What is {n}? ", "choices": [f"it {n}", "that", "this", "none"], "answer": n % 4}
+
+
+def _story(n: int) -> dict[str, Any]:
+    parts = {f"input_sentence_{i}": f"Part {i} of {n}." for i in range(1, 5)}
+    return parts | {
+        "sentence_quiz1": "He left.",
+        "sentence_quiz2": f"He stayed {n}.",
+        "answer_right_ending": 1 + n % 2,
+    }
+
+
+# file below the harness's tasks, and its n-th record (of 6) in the hub's form
+PLAIN: dict[str, Any] = {
+    "arc/arc_easy.yaml": lambda n: {
+        "question": f"Who rules {n}?",
+        "choices": _lettered(n, 4),
+        "answerKey": LETTERS[n % 4],
+    },
+    "commonsense_qa/default.yaml": lambda n: {
+        "question": f" Where is {n}? ",
+        "choices": _lettered(n, 5),
+        "answerKey": LETTERS[n % 5],
+    },
+    "siqa/siqa.yaml": lambda n: {
+        "context": f"Ann has {n}.",
+        "question": "Why?",
+        "answerA": "She must",
+        "answerB": f"She may {n}",
+        "answerC": "No",
+        "label": str(1 + n % 3),
+    },
+    "sciq/sciq.yaml": lambda n: {
+        "support": f" Water {n} boils.",
+        "question": f"What boils {n}?",
+        "distractor1": "fire",
+        "distractor2": "earth",
+        "distractor3": "air",
+        "correct_answer": f"water {n}",
+    },
+    "truthfulqa/truthfulqa_mc1.yaml": lambda n: {
+        "question": f"Is {n} true?",
+        "mc1_targets": {"choices": ["Yes.", f"No, {n}."], "labels": [1, 0]},
+    },
+    "mmlu/default/mmlu_anatomy.yaml": _mmlu,
+    "mmlu/default/mmlu_high_school_world_history.yaml": _mmlu,
+    "gsm8k/gsm8k.yaml": lambda n: {"question": f"What is {n} + {n}?", "answer": f"So {n + n}.\n#### {n + n}"},
+    "gsm8k/gsm8k-cot.yaml": lambda n: {"question": f"What is {n}?", "answer": f"So {n}.\n#### {n}"},
+    "nq_open/nq_open.yaml": lambda n: {"question": f"who is {n}", "answer": [f"The king {n}", "Bob"]},
+    "bbh/cot_fewshot/boolean_expressions.yaml": lambda n: {
+        "input": f"not {bool(n % 2)} is",
+        "target": str(not n % 2),
+    },
+    "bbh/zeroshot/boolean_expressions.yaml": lambda n: {
+        "input": f"not {bool(n % 2)} is",
+        "target": str(not n % 2),
+    },
+    "xnli/xnli_en.yaml": _nli,
+    "xnli/xnli_de.yaml": _nli,
+    "xstorycloze/default_en.yaml": _story,
+    "xstorycloze/default_es.yaml": _story,
+    "glue/cola/default.yaml": lambda n: {"sentence": f"He {n} sleeps.", "label": n % 2},
+    "glue/qnli/default.yaml": lambda n: {"question": f"Who {n}?", "sentence": f"Bob {n}.", "label": n % 2},
+    "glue/qqp/default.yaml": lambda n: {"question1": f"Who {n}?", "question2": f"What {n}?", "label": n % 2},
+    "glue/wnli/default.yaml": lambda n: {"sentence1": f"A {n}.", "sentence2": f"B {n}.", "label": n % 2},
+    "super_glue/multirc/default.yaml": lambda n: {
+        "paragraph": f"Text {n}.",
+        "question": "Who?",
+        "answer": f"Ann {n}",
+        "label": n % 2,
+    },
+    "super_glue/boolq/default.yaml": lambda n: {
+        "passage": f"Text {n}.",
+        "question": f"is {n}",
+        "label": n % 2,
+    },
+    "openbookqa/openbookqa.yaml": lambda n: {
+        "question_stem": f"The sun {n}",
+        "choices": _lettered(n, 4),
+        "answerKey": LETTERS[n % 4],
+    },
+}
+CODE: dict[str, Any] = {
+    "hellaswag/hellaswag.yaml": lambda n: {
+        "activity_label": "Ruling",
+        "ctx_a": f"A king [header] {n} sits.",
+        "ctx_b": "he",
+        "endings": ["rules.", f"sleeps {n}."],
+        "label": str(n % 2),
+    },
+    "winogrande/default.yaml": lambda n: {
+        "sentence": f"The king {n} likes the queen because _ is kind.",
+        "option1": "the king",
+        "option2": "the queen",
+        "answer": str(1 + n % 2),
+    },
+    "truthfulqa/truthfulqa_mc2.yaml": lambda n: {
+        "question": f"Is {n} true?",
+        "mc2_targets": {"choices": ["Yes.", f"No, {n}.", "Perhaps."], "labels": [1, 0, 1]},
+    },
+    "logiqa/logiqa.yaml": lambda n: {
+        "context": f"All {n}.",
+        "question": "Which?",
+        "options": ["one", "two", "three", f"{n}"],
+        "label": "abcd"[n % 4],
+    },
+    "agieval/aqua-rat.yaml": lambda n: {
+        "query": f"Q: {n}? A:",
+        "choices": ["(A)1", "(B)2", f"(C){n}"],
+        "gold": [n % 3, 0],
+    },
+    "xcopa/default_it.yaml": lambda n: {
+        "premise": f"Il re {n} dorme.",
+        "question": ["cause", "effect"][n % 2],
+        "choice1": "Lui sogna.",
+        "choice2": f"E tardi {n}.",
+        "label": n % 2,
+    },
+    "mmlu_pro/mmlu_pro_law.yaml": lambda n: {
+        "question": f"What {n}?",
+        "options": ["one ", "two", f"three {n}"],
+        "answer": "ABC"[n % 3],
+        "cot_content": f"A: Let's think step by step. The answer is ({'ABC'[n % 3]}).",
+        "category": ["law", "math"][n == 4],
+    },
+    "hendrycks_math/hendrycks_math500.yaml": lambda n: {
+        "problem": f"What is {n}?",
+        "solution": f"It is $\\boxed{{{n}}}$.",
+        "answer": str(n),
+    },
+    "super_glue/wsc/default.yaml": lambda n: {
+        "text": f"Mark {n} told Pete many lies about himself , which Pete included in his book .",
+        "span1_text": "Mark",
+        "span2_text": "himself",
+        "span1_index": 0,
+        "span2_index": 7,
+        "label": n % 2,
+    },
+    "wikitext/wikitext.yaml": lambda n: {"page": f" = Title {n} = \n\n The king @-@ like {n} , he said . "},
+}
+FILES = PLAIN | CODE
+SPLITS = ("train", "validation", "test", "dev", "eval", "validation_matched")
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Six records of a file in every split, below a directory for us and as a data set for the harness."""
+    import datasets
+
+    def store(name: str) -> Path:
+        rows = [FILES[name](n) for n in range(6)]
+        fields = _fields(TASKS / name)
+        folder = (
+            tmp_path / "data" / fields["dataset_path"].rpartition("/")[2] / (fields.get("dataset_name") or "")
+        )
+        folder.mkdir(parents=True)
+        for split in SPLITS:
+            (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        made = datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split in SPLITS})
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made)
+        return tmp_path / "data"
+
+    return store
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    from throughline.eval.harness.files import read_fields
+
+    return read_fields(path)
+
+
+def _theirs(name: str) -> Any:
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    return ConfigurableTask(config=load_yaml(TASKS / name))
+
+
+@pytest.fixture(scope="module")
+def model(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = (samples / "tinyshakespeare" / "input.txt").read_text()[:100_000]
+    return small_model(tmp_path_factory.mktemp("model") / "small", text, steps=0, n_positions=1024)
+
+
+@pytest.fixture(scope="module")
+def scorer(model: Path) -> Any:
+    return open_scorer(model).scorer
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_the_harness_asks_what_it_asks_there(
+    name: str, shots: int, stored: Any, scorer: Any
+) -> None:
+    """Every text, character by character, with the harness's own draw of the examples; and the right answers."""
+    data, theirs = stored(name), _theirs(name)
+    if shots and theirs.OUTPUT_TYPE == "loglikelihood_rolling":
+        pytest.skip("documents have no examples")
+    if shots and name == "agieval/aqua-rat.yaml":
+        pytest.skip("the harness itself fails: several right choices are no text of an example")
+    (bound,) = read_harness_task(TASKS / name, code=name in CODE)
+    settings = Settings(data_dir=data, shots=shots, draw="harness")
+    longest = 4 * scorer.window  # no answer is computed here
+    scorer.window, kept = longest, scorer.window
+    try:
+        items = Asked(scorer, bound, settings).items
+    finally:
+        scorer.window = kept
+    if shots:
+        theirs.set_fewshot_seed(seed=1234)
+    docs = list(theirs.eval_docs)
+    assert len(items) == len(docs) > 0
+    for item, doc in zip(items, docs, strict=True):
+        context = theirs.fewshot_context(doc, shots) if theirs.OUTPUT_TYPE != "loglikelihood_rolling" else ""
+        made = theirs.construct_requests(doc, context)
+        asked = [one.args for one in (made if isinstance(made, list) else [made])]
+        if theirs.OUTPUT_TYPE == "loglikelihood_rolling":
+            assert asked == [(item.text,)]
+        elif theirs.OUTPUT_TYPE == "generate_until":
+            assert asked[0][0] == item.context
+            assert [one for one in asked[0][1]["until"] if one] == bound.task.until
+            assert asked[0][1].get("max_gen_toks", 256) == bound.task.max_tokens
+        else:
+            assert list(item.pairs) == asked
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_answers_to_a_file_of_the_harness_score_as_there(name: str, stored: Any, scorer: Any) -> None:
+    """Made-up answers to every question, through the harness's filters and metrics and through ours."""
+    data, theirs = stored(name), _theirs(name)
+    (bound,) = read_harness_task(TASKS / name, code=name in CODE)
+    kind = bound.kind
+    items = kind.items(bound.records(data, None))
+    found: dict[str, list[Any]] = {}
+    ours: dict[str, list[Any]] = {}
+    from lm_eval.api.instance import Instance
+
+    for number, (item, doc) in enumerate(zip(items, theirs.eval_docs, strict=True)):
+        if theirs.OUTPUT_TYPE == "generate_until":
+            answer = _written(item, number)
+            for chain in theirs._filters:
+                one = Instance("generate_until", doc, ("", {}), 0)
+                one.resps = [answer]
+                chain.apply([one])
+                label = chain.name
+                for metric, value in theirs.process_results(doc, [one.filtered_resps[label]]).items():
+                    key = f"{metric},{label}" if bound.task.filters else metric
+                    found.setdefault(key, []).append(value)
+            packed = [answer]
+        elif theirs.OUTPUT_TYPE == "loglikelihood_rolling":
+            packed = [[[-3.0 - number, 0, 4, 0, 0]]]
+            for metric, value in theirs.process_results(doc, [-3.0 - number]).items():
+                found.setdefault(metric, []).append(value)
+        else:
+            sums = [-(1.0 + (7 * number + 5 * place) % 11) for place in range(len(item.pairs))]
+            packed = [[[value, place % 2, 1, 0, 0] for place, value in enumerate(sums)]]
+            for metric, value in theirs.process_results(
+                doc, [(v, bool(i % 2)) for i, v in enumerate(sums)]
+            ).items():
+                found.setdefault(metric, []).append(value)
+        for metric, value in kind.outcome(item, packed).items():
+            ours.setdefault(metric, []).append(value)
+    from throughline.eval.metrics import aggregate
+
+    assert kind.reported
+    for metric in kind.reported:
+        way = theirs.aggregation()[metric.partition(",")[0]]
+        assert aggregate(kind.metric(metric), ours[metric])[0] == pytest.approx(way(found[metric])), metric
+
+
+def _written(item: Any, number: int) -> str:
+    """An answer that is right, or wrong, or nearly."""
+    right = item.answers[0]
+    made = [right, f" The answer is {right}.", f"#### {number + number}"]
+    return [*made, "", f"so $5 {right.upper()} 7.", "the answer is False."][number]
+
+
+def test_scores_of_a_file_are_the_harness_s(stored: Any, model: Path, tmp_path: Path) -> None:
+    """The whole way, two shots drawn as the harness draws: accuracy of `simple_evaluate` with its own model class."""
+    from lm_eval import simple_evaluate
+
+    for name in ("arc/arc_easy.yaml",):
+        data, theirs = stored(name), _theirs(name)
+        theirs._config.num_fewshot = 2
+        wanted = simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(model), "dtype": "float32"},
+            tasks=[theirs],
+            device="cpu",
+            batch_size=2,
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+        (scores,) = evaluate(
+            open_scorer(model).scorer,
+            read_harness_task(TASKS / name),
+            Settings(data_dir=data, shots=2, draw="harness"),
+        )
+        (found,) = wanted["results"].values()
+        for metric in ("acc", "acc_norm"):
+            assert scores.summary["metrics"][metric]["value"] == found[f"{metric},none"]
+        samples = sorted(next(iter(wanted["samples"].values())), key=lambda one: one["doc_id"])
+        for sample, theirs_ in zip(scores.samples, samples, strict=True):
+            sums = [packed[0] for packed in sample["answers"][0]]
+            assert sums == pytest.approx([one[0][0] for one in theirs_["resps"]], abs=1e-3)
+
+
+def test_a_group_is_read_with_its_tags_and_means() -> None:
+    """MMLU's 57 subjects in four groups, by name, each record weighing the same."""
+    found = read_harness_task(TASKS / "mmlu/default/_mmlu.yaml")
+    assert len(found) == 57
+    anatomy = next(bound for bound in found if bound.name == "mmlu_anatomy")
+    assert anatomy.groups == {"mmlu": True, "mmlu_stem": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            "task: x\noutput_type: multiple_choice\ntest_split: t\nprocess_docs: !function u.f\n",
+            "process_docs: !function u.f",
+        ),
+        ("task: x\nclass: !function task.X\n", "'class'"),
+        ("task: x\ntest_split: t\nrepeats: 4\n", "repeats: 4"),
+        ("task: x\ntest_split: t\ngeneration_kwargs: {do_sample: true}\n", "do_sample"),
+        ("task: x\ntest_split: t\nmetric_list: [{metric: bleu}]\n", "metric_list: bleu"),
+        ("task: x\ntest_split: t\nfilter_list: [{name: a, filter: [{function: ner}]}]\n", "filter_list: ner"),
+        ("task: x\ndoc_to_text: a\n", "test_split"),
+        ("group: x\ntask: [nowhere]\n", "nowhere"),
+        ("task: [\n", "no YAML"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_field(text: str, complaint: str, tmp_path: Path) -> None:
+    file = tmp_path / "task.yaml"
+    file.write_text(text)
+    with pytest.raises(WrongUse) as caught:
+        read_harness_task(file)
+    assert complaint in str(caught.value)
