@@ -87,10 +87,13 @@ class ThroughlineLM(LM):
         return [sum(next(scores)[0].logprob for _ in document) for document in windows]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy text; requests that ask for sampling are answered greedily as well."""
+        """Greedy text. Raises WrongUse for a request that asks for sampling."""
         found = [""] * len(requests)
         alike: dict[tuple[tuple[str, ...], int], list[int]] = {}
         for number, request in enumerate(requests):
+            if request.args[1].get("do_sample") and float(request.args[1].get("temperature", 1)) > 0:
+                why, fix = f"task {request.task_name} samples its answers", "set do_sample to false for it"
+                raise WrongUse("answers are greedy here", where="generation_kwargs", why=why, fix=fix)
             most = request.args[1].get("max_gen_toks", 256)
             alike.setdefault((_stops(request), most), []).append(number)
         for (until, most), mine in alike.items():

@@ -29,7 +29,6 @@ class Settings:
     shots: int | None = None  # None: as many as the task says
     seed: int | None = None  # of the draw of examples; None: 0, of the harness's own draw 1234
     draw: Literal["own", "harness"] = "own"
-    chat: bool = False  # questions stand in the model's chat template
     overlong: Literal["truncate", "error", "skip"] = "truncate"  # a record that loses tokens to the window
 
     def __post_init__(self) -> None:
@@ -70,11 +69,11 @@ class Asked:
         pool = self._pool() if self.shots else []
         limit = None if pool is None else settings.limit  # the draw does not depend on --limit
         items = self.kind.items(bound.records(settings.data_dir, limit))
-        if not self.shots and not task.description and not settings.chat:
+        if not self.shots and not task.description:
             return items
         own = Draw(bound.name, self.shots, settings.seed or 0, task.first)
         draw = own if settings.draw == "own" else HarnessDraw(own, settings.seed, task.headroom)
-        before = Before(task.description, task.separator, self.scorer.chat if settings.chat else None)
+        before = Before(task.description, task.separator)
         return with_examples(bound.name, items, pool, draw, before)[: settings.limit]
 
     def _pool(self) -> list[Item] | None:
@@ -171,7 +170,6 @@ class Asked:
             "shots": self.shots,
             "seed": self.settings.seed if self.shots else None,
             "draw": self.settings.draw,
-            "chat": self.settings.chat,
             "groups": bound.groups,
             "prompt_hash": bound.prompt_hash,
             "data_hash": self._data_hash(),

@@ -19,6 +19,10 @@ from ..core.workspace import read_records
 from .metrics import metric_of
 from .report import read_scores
 
+DETECTABLE = (
+    1.960 + 0.842
+)  # standard errors: two-sided 5 % (its 97.5 % point) and a power of 80 % of the normal
+
 
 def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any], list[str]]:
     """Compare two scores artifacts on the tasks both have; returns (JSON, lines to print).
@@ -56,10 +60,13 @@ def compare_scores(first: Path | str, second: Path | str) -> tuple[dict[str, Any
         for metric in tasks[name]["metrics"]:
             pairs = [[sample["metrics"][metric] for sample in part[name]] for part in samples]
             rows.append({"task": name, "metric": metric, **paired_test(metric, *pairs)})
-    header = ("task", "metric", "first", "second", "difference", "stderr", "p", "better")
+    header = ("task", "metric", "first", "second", "difference", "stderr", "detectable", "p", "better")
     lines = table(header, [[row[key] for key in header] for row in rows])
     lines.append(
         "p: chance of a difference at least this large if the two were equal (paired; McNemar exact for 0/1 metrics)"
+    )
+    lines.append(
+        "detectable: the smallest true difference that so many records show four times in five (p < 0.05)"
     )
     return {"first": str(first), "second": str(second), "rows": rows}, lines
 
@@ -102,6 +109,7 @@ def paired_test(
         "second": values[1],
         "difference": float(differences.mean()),
         "stderr": error,
+        "detectable": None if error is None else DETECTABLE * error,
         "p": p,
         "better": better,
     }

@@ -1,4 +1,4 @@
-"""What stands before a question: a description, solved examples, a chat template.
+"""What stands before a question: a description and solved examples.
 
 Which examples is a pure function of (seed, task, record number), so that a draw depends on no rank, batch or limit, and
 two models see the same ones; or, with `HarnessDraw`, lm-evaluation-harness's own draw, one generator over all records
@@ -7,7 +7,7 @@ in their order. The form is the harness's: each example solved, a separator behi
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,6 @@ from ..core.errors import WrongUse
 from .items import Item, template
 
 HARNESS_SEED = 1234  # of its draws, unless --fewshot_seed says otherwise
-Chat = Callable[[list[dict[str, str]]], str]  # messages -> the text up to where the answer begins
 
 
 @dataclass(frozen=True)
@@ -82,22 +81,12 @@ class Before:
 
     description: str = ""
     separator: str = "\n\n"
-    chat: Chat | None = None
 
     def pairs(self, item: Item, examples: Sequence[Item]) -> tuple[tuple[str, str], ...]:
-        """The pairs of the item with all that comes before. In a chat the description is the system's message, and
-        examples and question are the user's, as the harness has it; the answer follows without a delimiter.
-        """
+        """The pairs of the item with all that comes before."""
         description = template(self.description).render(item.data) if self.description else ""
-        solved = "".join(example.example + self.separator for example in examples)
-        if self.chat is None:
-            return tuple((description + solved + context, answer) for context, answer in item.pairs)
-        system = [{"role": "system", "content": description}] if description else []
-        made = {
-            context: self.chat([*system, {"role": "user", "content": solved + context}])
-            for context in dict(item.pairs)
-        }
-        return tuple((made[context], answer.removeprefix(item.delimiter)) for context, answer in item.pairs)
+        before = description + "".join(example.example + self.separator for example in examples)
+        return tuple((before + context, answer) for context, answer in item.pairs)
 
 
 def with_examples(

@@ -27,7 +27,6 @@ class Item:
     answers: tuple[str, ...] = ()
     right: tuple[int, ...] = ()  # where several choices are right: all of them, the first one being `gold`
     data: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of its record
-    delimiter: str = ""  # that its answers begin with
     gap: str = ""  # between context and continuation of an example alone: the harness delimits it there too (LAMBADA)
 
     @property
@@ -78,7 +77,7 @@ def template(text: str) -> Any:
 @cache
 def expression(text: str) -> Any:
     """A compiled expression."""
-    return _environment().compileexpression(text, undefined_to_none=False)
+    return _environment().compile_expression(text, undefined_to_none=False)
 
 
 def joined(records: Sequence[Record]) -> Record:
@@ -159,8 +158,8 @@ class Form:
             right.append(int(number))
         return tuple(right)
 
-    def render(self, key: str, template: str) -> str:
-        return self.guarded(key, lambda: _encodable(template(template).render(self.data)))
+    def render(self, key: str, text: str) -> str:
+        return self.guarded(key, lambda: _encodable(template(text).render(self.data)))
 
     def evaluate(self, key: str) -> Any:
         text = getattr(self.prompt, key)

@@ -74,6 +74,10 @@ def open_scorer(path: Path | str, options: ScorerOptions = ScorerOptions()) -> O
         family, source = family_of(model.config), opened.input
         _check_tokenizer(tokenizer, model.config.vocab_size, file)
     scorer = scorer_of(model, family, tokenizer, options, source.hash)
+    if options.window is not None and options.window > (longest := scorer.recipe["window"]):
+        warn(f"--window {options.window:,} is longer than the model's {longest:,} tokens, which are used")
+    if family != "bert" and options.pll != ScorerOptions.pll:
+        warn("--pll says how a BERT is scored, and this is a GPT: it changes nothing")
     return_freed_memory()  # scoring would come on top of it
     return Opened(scorer, family, source, _step(source.path), module, tokenizer)
 

@@ -76,6 +76,11 @@ def parse_list(value: Any) -> Any:
     return ast.literal_eval(value) if isinstance(value, str) else value
 
 
+def places(labels: Sequence[int]) -> list[int]:
+    """The places of the labels that are 1."""
+    return [place for place, label in enumerate(labels) if label == 1]
+
+
 _CAPITALISED = frozenset(["A", "An", "The", "She", "He", "It", "They", "My", "His", "Her", "Their"])
 _POSSESSIVE = frozenset(["my", "his", "her", "our", "their"])
 
@@ -123,5 +128,6 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "lower_first": lower_first,
     "which": which,
     "parse_list": parse_list,
+    "places": places,
     "winograd_option": winograd_option,
 }

@@ -19,7 +19,7 @@ def _loader(folder: Path) -> Any:
     """A loader of YAML for files of this folder. A function stays a name, with its place."""
     import yaml
 
-    loader = type("Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
+    loader: Any = type("Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
     loader.add_constructor("!function", lambda made, node: f"{CALL}{folder}/{made.construct_scalar(node)}")
     return loader
 

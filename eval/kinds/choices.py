@@ -30,9 +30,7 @@ class MultipleChoice(Kind):
         context, choices = form.text("context"), form.texts("choices")
         pairs = tuple((context, self.task.delimiter + choice) for choice in choices)
         right = form.gold(choices)
-        return Item(
-            form.where, pairs, choices, right[0], right=right, delimiter=self.task.delimiter, data=form.data
-        )
+        return Item(form.where, pairs, choices, right[0], right=right, data=form.data)
 
     def of_scores(self, item: Item, scores: Sequence[Score]) -> Outcome:
         """Ties go to the first choice. acc compares sums, acc_norm sums per character of the choice, acc_bytes
@@ -63,6 +61,4 @@ class Partial(MultipleChoice):
         contexts, target = form.texts("contexts"), form.filled("target")
         pairs = tuple((context, self.task.delimiter + target) for context in contexts)
         right = form.gold(contexts)
-        return Item(
-            form.where, pairs, contexts, right[0], right=right, delimiter=self.task.delimiter, data=form.data
-        )
+        return Item(form.where, pairs, contexts, right[0], right=right, data=form.data)

@@ -79,7 +79,7 @@ class Stream(Rolling):
 
     metrics = ("adjusted_perplexity", "token_perplexity", "bits_per_byte")
 
-    def items(self, records: Sequence[Record]) -> list[Item]:
+    def items(self, records: Sequence[Record], *, example: bool = False) -> list[Item]:
         items = super().items(records)
         return items if len(items) == 1 else super().items([joined(records)])
 

@@ -11,6 +11,7 @@ from throughline.core.scorer import Question
 from throughline.eval.causal import CausalScorer
 from throughline.eval.items import Item
 from throughline.eval.logits import token_logprobs
+from throughline.eval.opening import ScorerOptions, open_scorer
 from throughline.eval.task import find_tasks
 from throughline.eval.tree import plant
 from throughline.inference.runtimes.torch_backend import TorchCausal
@@ -242,6 +243,13 @@ def test_wrong_questions_are_refused(small_gpt, gpt2_tokenizer, bert_tokenizer) 
     )
     with pytest.raises(WrongUse, match="does not belong to the model"):
         CausalScorer(tiny, gpt2_tokenizer)
+
+
+def test_what_an_option_does_not_do_is_said(gpt_directory, capsys) -> None:
+    opened = open_scorer(gpt_directory, ScorerOptions(window=4096, pll="original"))
+    said = capsys.readouterr().err
+    assert opened.scorer.window == 128
+    assert "--window 4,096 is longer than the model's 128 tokens" in said and "--pll" in said
 
 
 def test_greedy_text_equals_argmax_steps(small_gpt, gpt2_tokenizer) -> None:

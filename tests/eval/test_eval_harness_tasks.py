@@ -12,6 +12,7 @@ from throughline.eval.asked import Asked, Settings
 from throughline.eval.harness.reader import read_harness_task
 from throughline.eval.opening import open_scorer
 from throughline.eval.runner import evaluate
+from throughline.eval.task import find_tasks
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra `eval` (lm_eval)")
 TASKS = Path(lm_eval.__file__).parent / "tasks"
@@ -177,9 +178,35 @@ CODE: dict[str, Any] = {
         "span2_index": 7,
         "label": n % 2,
     },
+    "glue/mnli/default.yaml": lambda n: _nli(n) | {"hypothesis": f" Nobody wakes {n}" + "." * (n % 2)},
     "wikitext/wikitext.yaml": lambda n: {"page": f" = Title {n} = \n\n The king @-@ like {n} , he said . "},
 }
 FILES = PLAIN | CODE
+# our task -> the harness's file that it says in other words
+SHIPPED = {
+    "commonsense_qa": "commonsense_qa/default.yaml",
+    "social_iqa": "siqa/siqa.yaml",
+    "sciq": "sciq/sciq.yaml",
+    "truthfulqa_mc1": "truthfulqa/truthfulqa_mc1.yaml",
+    "truthfulqa_mc2": "truthfulqa/truthfulqa_mc2.yaml",
+    "mmlu_anatomy": "mmlu/default/mmlu_anatomy.yaml",
+    "mmlu_high_school_world_history": "mmlu/default/mmlu_high_school_world_history.yaml",
+    "mmlu_pro_law": "mmlu_pro/mmlu_pro_law.yaml",
+    "gsm8k": "gsm8k/gsm8k.yaml",
+    "nq_open": "nq_open/nq_open.yaml",
+    "logiqa": "logiqa/logiqa.yaml",
+    "cola": "glue/cola/default.yaml",
+    "qnli": "glue/qnli/default.yaml",
+    "qqp": "glue/qqp/default.yaml",
+    "wnli": "glue/wnli/default.yaml",
+    "mnli_matched": "glue/mnli/default.yaml",
+    "multirc": "super_glue/multirc/default.yaml",
+    "xnli_en": "xnli/xnli_en.yaml",
+    "xnli_de": "xnli/xnli_de.yaml",
+    "xcopa_it": "xcopa/default_it.yaml",
+    "xstorycloze_en": "xstorycloze/default_en.yaml",
+    "xstorycloze_es": "xstorycloze/default_es.yaml",
+}
 SPLITS = ("train", "validation", "test", "dev", "eval", "validation_matched")
 
 
@@ -314,6 +341,35 @@ def _written(item: Any, number: int) -> str:
     right = item.answers[0]
     made = [right, f" The answer is {right}.", f"#### {number + number}"]
     return [*made, "", f"so $5 {right.upper()} 7.", "the answer is False."][number]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_task_says_what_the_harness_s_file_says(name: str, stored: Any, scorer: Any) -> None:
+    """The same questions, examples included, the same right answers, filters and limits of an answer."""
+    data = stored(SHIPPED[name])
+    (bound,) = find_tasks([name])
+    (theirs,) = read_harness_task(TASKS / SHIPPED[name], code=True)
+    assert bound.task.shots == theirs.task.shots
+    longest, kept = 4 * scorer.window, scorer.window
+    scorer.window = longest
+    try:
+        for shots in (0, 2):
+            settings = Settings(data_dir=data, shots=shots, draw="harness")
+            both = [Asked(scorer, one, settings).items for one in (bound, theirs)]
+            for ours, wanted in zip(*both, strict=True):
+                assert ours.pairs == wanted.pairs and ours.answers == wanted.answers
+                assert ours.right == wanted.right or name == "truthfulqa_mc2"  # scored by a function there
+    finally:
+        scorer.window = kept
+    if bound.task.kind == "generate_until":
+        for key in ("until", "max_tokens", "exact_match"):
+            assert getattr(bound.task, key) == getattr(theirs.task, key), key
+        answers = [_written(ours, number) for number, ours in enumerate(both[0])]
+        found = [
+            [one.kind.outcome(item, [answer]) for item, answer in zip(both[0], answers)]
+            for one in (bound, theirs)
+        ]
+        assert found[0] == found[1]
 
 
 def test_scores_of_a_file_are_the_harness_s(stored: Any, model: Path, tmp_path: Path) -> None:

@@ -176,6 +176,11 @@ def test_the_adapter_gives_the_harness_our_scores(
         [Instance("generate_until", {}, ("The king", {"until": ["\n"], "max_gen_toks": 4}), 0)]
     )
     assert len(written) == 1 and "\n" not in written[0]
+    sampled = Instance(
+        "generate_until", {}, ("The king", {"do_sample": True, "temperature": 0.7}), 0, ("t", 0, 1)
+    )
+    with pytest.raises(WrongUse, match="greedy"):
+        model.generate_until([sampled])
 
 
 def test_arguments_of_the_adapter_are_options_of_eval(samples: Path, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_records_that_are_too_long_are_cut_refused_or_left_out(small_gpt, gpt2_t
     [
         ('{"query": "Q", "choices": ["a", "b"], "gold": 2}', "gold"),
         ('{"query": "Q", "choices": ["a", "b"], "gold": -1}', "gold"),
-        ('{"query": "Q", "choices": ["a", " "], "gold": 0}', r"choices\[1\]"),
+        ('{"query": "Q", "choices": ["a", ""], "gold": 0}', r"choices\[1\]"),
         ('{"query": "Q", "choices": [], "gold": 0}', "choices"),
         ('{"query": "Q", "gold": 0}', "lacks the field"),
         (
