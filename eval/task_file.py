@@ -66,23 +66,15 @@ class Prompt(Section):
 class Step(Section):
     """One step of a chain of filters, by which a written answer is made ready to be compared."""
 
-    function: Literal[
-        "regex", "multi_choice_regex", "remove_whitespace", "lowercase", "uppercase", "map", "take_first"
-    ]
-    """What it does: find a pattern, find the letter of a choice, strip blanks, change case, look the answer up;
-    take_first does nothing, since one answer is written a question."""
+    function: Literal["regex", "remove_whitespace", "lowercase", "uppercase", "map", "take_first"]
+    """What it does: find a pattern, strip blanks, change case, look the answer up; take_first does nothing, since one
+    answer is written a question."""
     regex_pattern: str = r"#### (\-?[0-9\.\,]+)"
-    """regex, multi_choice_regex: the pattern that is looked for."""
+    """regex: the pattern that is looked for."""
     group_select: int = 0
-    """The same: which match counts, -1 being the last."""
+    """regex: which match counts, -1 being the last."""
     fallback: str = "[invalid]"
-    """The same: the answer where nothing matches."""
-    ignore_case: bool = False
-    """multi_choice_regex: compare choices in lower case."""
-    ignore_punctuation: bool = False
-    """multi_choice_regex: compare choices without punctuation."""
-    regexes_to_ignore: list[str] = []
-    """multi_choice_regex: patterns that are removed before choices are compared."""
+    """regex: the answer where nothing matches."""
     mapping_dict: dict[str, Any] = {}
     """map: answer -> what takes its place."""
     default_value: Any = None
@@ -120,7 +112,8 @@ class Task(Section):
     max_tokens: Annotated[int, Field(gt=0)] = 32
     """Kind generate_until: longest answer in tokens."""
     filters: dict[str, list[Step]] = {}
-    """Kind generate_until: chains of filters by name; metrics are reported for each ("exact_match,NAME")."""
+    """Kind generate_until: chains of filters by name; metrics are reported for each as
+    "exact_match,NAME", of a chain called `none` without its name."""
     exact_match: Matching = Matching()
     """Kind generate_until: what metric exact_match does not see."""
     description: str = ""

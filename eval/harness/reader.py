@@ -56,7 +56,7 @@ DEFAULT_METRICS = {
     "loglikelihood_rolling": ["word_perplexity", "byte_perplexity", "bits_per_byte"],
     "generate_until": ["exact_match"],
 }
-METRIC_KEYS = {"metric", "aggregation", "higher_is_better", "hf_evaluate"}
+METRIC_KEYS = {"metric", "aggregation", "higher_is_better", "hf_evaluate", *Matching.model_fields}
 SUMS = {
     "mean",
     "nanmean",
@@ -268,11 +268,7 @@ class _Reading:
             kind = KINDS["rolling" if output == "loglikelihood_rolling" else output]
             if not own and name not in kind.metrics:
                 raise self.refuse(f"metric_list: {name}", f"known: {', '.join(kind.metrics)}")
-            if not own and name == "exact_match" and output == "generate_until":
-                unknown = entry.keys() - METRIC_KEYS - Matching.model_fields.keys()
-            else:
-                unknown = set() if own else entry.keys() - METRIC_KEYS
-            if unknown:
+            if not own and (unknown := entry.keys() - METRIC_KEYS):
                 raise self.refuse(f"metric_list: {name}.{min(unknown)}")
             way = entry.get("aggregation", "mean")
             if isinstance(way, str) and way.startswith(CALL):
@@ -303,14 +299,14 @@ class _Reading:
             if entry["metric"] == "exact_match":
                 keep = Matching.model_fields.keys() & entry.keys()
                 made["exact_match"] = {key: entry[key] for key in keep if entry[key] is not None}
-        if "process_results" in self.fields:
-            self.plain_filters()
-        else:
-            made["filters"] = {str(one["name"]): list(map(self.step, one["filter"])) for one in self.chains()}
+        chains = {str(one["name"]): one["filter"] for one in self.fields.get("filter_list") or []}
+        if "process_results" not in self.fields:
+            made["filters"] = {name: list(map(self.step, chain)) for name, chain in chains.items()}
+        elif any(step["function"] != "take_first" for chain in chains.values() for step in chain):
+            raise self.refuse(
+                "filter_list beside process_results", "that function scores answers as they are"
+            )
         return made
-
-    def chains(self) -> Sequence[Fields]:
-        return self.fields.get("filter_list") or []
 
     def step(self, given: Fields) -> Fields:
         name = str(given.get("function"))
@@ -319,14 +315,6 @@ class _Reading:
             shown = name.removeprefix(CALL).rpartition("/")[2]
             raise self.refuse(f"filter_list: {shown}", f"known: {', '.join(known)}")
         return {key: value for key, value in given.items() if value is not None}
-
-    def plain_filters(self) -> None:
-        """A task's own function scores the answer as it is written."""
-        for chain in self.chains():
-            if [one["function"] for one in chain["filter"]] != ["take_first"]:
-                raise self.refuse(
-                    f"filter_list: {chain['name']}", "process_results scores answers as they are"
-                )
 
 
 def _patterns(places: Sequence[str], name: str | None, split: str) -> list[str]:

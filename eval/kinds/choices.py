@@ -37,15 +37,16 @@ class MultipleChoice(Kind):
         sums per UTF-8 byte, delimiters left out; share_right is the probability of all that is right
         (TruthfulQA's mc2).
         """
+        correct = item.right or (item.gold,)
         sums = np.array([score.logprob for score in scores])
         characters = np.array([len(choice) for choice in item.choices])
         size = np.array([len(choice.encode()) for choice in item.choices])
         picks = {"acc": sums, "acc_norm": sums / characters, "acc_bytes": sums / size}
-        found = {name: [float(np.argmax(values) in item.right)] for name, values in picks.items()}
+        found = {name: [float(np.argmax(values) in correct)] for name, values in picks.items()}
         labels = [float(item.gold), float(np.argmax(sums))]
         likely = np.exp(sums - sums.max()) / np.exp(sums - sums.max()).sum()
-        right = np.isin(np.arange(len(sums)), item.right)
-        found["exact_match"] = [float(any(scores[choice].greedy for choice in item.right))]
+        right = np.isin(np.arange(len(sums)), correct)
+        found["exact_match"] = [float(any(scores[choice].greedy for choice in correct))]
         found["brier_score"] = [float(((likely - right) ** 2).sum())]
         found["share_right"] = [float(likely[right].sum())]
         return found | {"f1": labels, "mcc": labels, "f1_macro": [*labels, float(len(scores))]}

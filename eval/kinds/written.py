@@ -10,6 +10,8 @@ from ..items import Form, Item
 from ..textops import f1_words, seen
 from .kind import Asks, Kind, Outcome
 
+PLAIN = "none"  # the chain of filters whose name stands beside no metric
+
 
 class GenerateUntil(Kind):
     """Text that the model writes: its filters make it ready to be compared with the accepted ones."""
@@ -51,15 +53,17 @@ class GenerateUntil(Kind):
     @property
     def reported(self) -> list[str]:
         """Each metric for each chain of filters."""
-        chains = [f",{name}" for name in self.task.filters] or [""]
+        chains = ["" if name == PLAIN else f",{name}" for name in self.task.filters] or [""]
         return [metric + chain for chain in chains for metric in self.task.metrics]
 
     def outcome(self, item: Item, found: Sequence[Any]) -> Outcome:
         made: Outcome = {}
-        for name, chain in self.task.filters.items() or [("", [])]:
-            answer = str(filtered(chain, found[0], item.data))
+        for name, chain in self.task.filters.items() or [(PLAIN, [])]:
+            answer = str(filtered(chain, found[0]))
             values = self.of_answer(item, answer)
-            made |= {f"{metric},{name}" if name else metric: [value] for metric, value in values.items()}
+            made |= {
+                metric if name == PLAIN else f"{metric},{name}": [value] for metric, value in values.items()
+            }
         return made
 
     def of_answer(self, item: Item, answer: str) -> dict[str, float]:

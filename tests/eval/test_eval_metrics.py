@@ -55,10 +55,10 @@ def test_outcomes_of_answers_and_of_log_likelihoods() -> None:
         "perplexity": [-2.5],
     }
     assert kind("lambada_openai").of_scores(Item("x"), [Score(-2.5, 2, 3)])["acc"] == [0.0]
-    assert written.outcome(Item("x", answers=("Paris", "City of Light")), [" city of light. "]) == {
-        "exact_match": [1.0]
-    }
-    assert written.outcome(Item("x", answers=("Paris",)), ["Paris, France"]) == {"exact_match": [0.0]}
+    right = written.outcome(Item("x", answers=("Paris", "City of Light")), [" city of light. "])
+    assert right["exact_match"] == right["f1_words"] == right["contains"] == [1.0]
+    near = written.outcome(Item("x", answers=("Paris",)), ["Paris, France"])
+    assert (near["exact_match"], near["f1_words"], near["contains"]) == ([0.0], [2 / 3], [1.0])
 
 
 def test_aggregates_are_their_definitions() -> None:

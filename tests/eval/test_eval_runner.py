@@ -101,7 +101,7 @@ def test_examples_depend_on_the_record_alone(scorer) -> None:
 
 
 def test_a_group_is_the_mean_of_its_members(wanted) -> None:
-    (group,) = group_means(wanted, {"blimp": True})
+    (group,) = group_means(wanted)
     values = [score.summary["metrics"]["acc"]["value"] for score in wanted[1:]]
     errors = [score.summary["metrics"]["acc"]["stderr"] for score in wanted[1:]]
     assert group["metrics"]["acc"]["value"] == pytest.approx(np.mean(values)) and group["n"] == 2 * LIMIT
@@ -198,7 +198,7 @@ def test_a_record_is_no_example_of_itself(tmp_path: Path) -> None:
         "".join(json.dumps({"q": f"Q{number}"}) + "\n" for number in range(4))
     )
     (task,) = find_tasks([str(tmp_path / "own.toml")])
-    items = task.items(task.records(tmp_path, None))
+    items = task.kind.items(task.records(tmp_path, None))
     pool = task.items(task.records(tmp_path, None, fewshot=True))
     for number, item in enumerate(with_examples("own", items, pool, Draw("own", 3))):
         shown = [example.split()[0] for example in item.context.split("\n\n")]
