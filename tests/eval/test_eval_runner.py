@@ -199,7 +199,7 @@ def test_a_record_is_no_example_of_itself(tmp_path: Path) -> None:
     )
     (task,) = find_tasks([str(tmp_path / "own.toml")])
     items = task.kind.items(task.records(tmp_path, None))
-    pool = task.items(task.records(tmp_path, None, fewshot=True))
+    pool = task.kind.items(task.records(tmp_path, None, fewshot=True))
     for number, item in enumerate(with_examples("own", items, pool, Draw("own", 3))):
         shown = [example.split()[0] for example in item.context.split("\n\n")]
         assert shown[-1] == f"Q{number}" and sorted(shown) == ["Q0", "Q1", "Q2", "Q3"]
