@@ -12,7 +12,7 @@ from ..core.errors import WrongUse, did_you_mean
 from ..core.files import sha256_json
 from ..core.recipe import build_recipe, read_toml
 from ..data.records import KNOWN, Record, find_files, hub_records, read_records, unknown_files
-from .items import expression
+from .items import Item, expression
 from .kinds.kind import Kind
 from .kinds.table import KINDS
 from .task_file import Source, Task
@@ -46,6 +46,10 @@ class BoundTask:
     def kind(self) -> Kind:
         """How it asks and scores."""
         return KINDS[self.task.kind](self.task, self.name, member=self.member)
+
+    def items(self, records: Sequence[Record]) -> list[Item]:
+        """Questions of the records. Raises Failed naming file, line and field of the first bad one."""
+        return self.kind.items(records)
 
     def files(self, data_dir: Path | None, *, fewshot: bool = False) -> list[Path]:
         """Its files that are at hand."""

@@ -62,7 +62,7 @@ def test_wikitext_by_megatron_is_normalised_by_original_words(
     scorer = CausalScorer(small_gpt, gpt2_tokenizer, window=48)
     (task,) = find_tasks(["wikitext_megatron_2"])
     (scores,) = evaluate(scorer, [task], Settings(data_dir=tmp_path))
-    (item,) = task.items(task.records(tmp_path, None))
+    (item,) = task.kind.items(task.records(tmp_path, None))
     ids = gpt2_tokenizer.encode(item.text).tolist()
     total = 0.0
     for read, target in megatron(ids, 48, 32):
@@ -115,7 +115,7 @@ def test_pseudo_perplexity_masks_each_token_once(bert, bert_tokenizer, tmp_path:
     (task,) = find_tasks(["wikitext_2"])
     scorer = MaskedScorer(bert, bert_tokenizer, pll="original", window=13)
     (scores,) = evaluate(scorer, [task], Settings(data_dir=tmp_path, limit=1))
-    ids = bert_tokenizer.encode(task.items(task.records(tmp_path, 1))[0].text).tolist()
+    ids = bert_tokenizer.encode(task.kind.items(task.records(tmp_path, 1))[0].text).tolist()
     room, total = 11, 0.0
     assert 2 * room < len(ids) and len(ids) % room
     for place, token in enumerate(ids):
