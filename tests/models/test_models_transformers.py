@@ -1,5 +1,4 @@
-"""The models compute what transformers' models compute: logits and every gradient in float64, and weights
-through files.
+"""The models compute what transformers' do: logits and every gradient in float64, and weights through files.
 
 A row of `DECODERS` is a tiny model of a family: texts of 24 tokens are longer than its windows and than the
 length that its rope was trained for.
