@@ -19,7 +19,7 @@ from ...planner.software import (
     on_processor,
 )
 from ...planner.tables import optimizer_numbers, parameter_shapes
-from ...planner.traffic import StepShape, prepared_places
+from ...planner.traffic import StepShape, prepared_places, with_compression
 from ...planner.work import Layouts, Work, layouts_of
 from .recipe import Recipe
 
@@ -48,19 +48,16 @@ def described(config: ModelConfig, recipe: Recipe, device: str = "cuda") -> tupl
     layouts = layouts_of(layout, train.rows_per_micro_batch, train.recompute, train.offload)
     shapes = parameter_shapes(config).items()
     slots = sum(optimizer_numbers(recipe.optimizer.name, name, shape) for name, shape in shapes)
-    number = software.precision.gradient
-    numbers = dataclasses.replace(
-        software.precision,
-        moments=number * slots / config.parameter_count(),
-        residual=0 if recipe.compression.scheme == "none" else number,
-    )
+    moments = software.precision.gradient * slots / config.parameter_count()
+    numbers = dataclasses.replace(software.precision, moments=moments)
+    software = dataclasses.replace(software, precision=numbers)
+    software = with_compression(software, config, recipe.compression.scheme, recipe.compression.rank)
     if device == "cpu":
         measured = read_calibration().get("runtime_bytes", PROCESSOR_RUNTIME_BYTES)
         software = on_processor(software, measured)
     evaluated = train.sequence_length * evaluated_rows(device, config.vocab_size, train.sequence_length)
     software = dataclasses.replace(
         software,
-        precision=numbers,
         loss_bytes=12 if config.vocab_size < LARGE_VOCABULARY else software.loss_bytes,
         dropout=config.dropout > 0,
         forwards_first=recipe.parallel.schedule == "gpipe",
