@@ -21,6 +21,7 @@ from throughline.train.evaluate import Validation
 from throughline.train.logs.compare import check_bound, compare_runs
 from throughline.train.logs.metrics import Metrics, flat, read_metrics
 from throughline.train.logs.report import write_report
+from throughline.train.logs.step_report import StepReport
 from throughline.train.loop import train
 from throughline.train.recipes.recipe import Recipe
 
@@ -55,6 +56,14 @@ def test_records_hold_what_is_promised(make_plan: Callable[..., RunPlan], tmp_pa
     assert {"mlm_loss", "mlm_accuracy", "nsp_accuracy"} <= set(records[2]["validation"])
     events = [event["event"] for event in read_records(tmp_path / "run/events.jsonl")]
     assert events == ["started", "checkpoint", "finished"]
+
+
+def test_a_share_above_the_peak_is_not_told() -> None:
+    """A peak that was measured on a busy machine is lower than what the run reaches later."""
+    shares = [
+        StepReport._mfu(SimpleNamespace(peak=peak, _flops_per_token=2.0), 30.0) for peak in (0, 59, 120)
+    ]
+    assert shares == [None, None, 0.5]
 
 
 @pytest.mark.parametrize("packing", [False, True])

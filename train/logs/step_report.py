@@ -1,5 +1,6 @@
 """What is told of the steps of a run: how long each took, what memory it held, its record and its line."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,7 +107,9 @@ class StepReport:
         self.last = self.metrics.add(record)
 
     def _mfu(self, rate: float) -> float | None:
-        return round(rate * self._flops_per_token / self.peak, 4) if self.peak else None
+        """None above 1 too: that peak was measured while other programs took the processor."""
+        share = rate * self._flops_per_token / self.peak if self.peak else math.inf
+        return round(share, 4) if share <= 1 else None
 
     def summary(self) -> dict[str, Any]:
         """What the steps of this process came to."""
