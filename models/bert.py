@@ -71,10 +71,11 @@ class BERT(nn.Module):
     ) -> Tensor:
         """Ids (B, S) -> (B, S, W).
 
-        `token_types` (B, S): sentence A (0, when absent) or B (1). `attention_mask` (B, S) bool: True for
-        real tokens. `positions` (B, S): 0, 1, 2, ... when absent. `document_ids` (B, S): tokens of a packed
-        row see only their own document. `document_bounds` (N + 1,): the same for documents that are runs of
-        tokens, see `Documents`, without a dense mask; padding is a document of its own.
+        `token_types` (B, S): sentence A (0, when absent, and for a model of one type) or B (1).
+        `attention_mask` (B, S) bool: True for real tokens. `positions` (B, S): 0, 1, 2, ... when absent.
+        `document_ids` (B, S): tokens of a packed row see only their own document. `document_bounds` (N +
+        1,): the same for documents that are runs of tokens, see `Documents`, without a dense mask; padding
+        is a document of its own.
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -85,8 +86,8 @@ class BERT(nn.Module):
         """Ids (B, S), positions (S,) or (B, S), types (B, S) -> (B, S, W)."""
         x_BSW = self.token_table(input_ids)
         if self.type_table is not None:
-            table = self.type_table
-            x_BSW = x_BSW + (table.weight[0] if token_types is None else table(token_types))
+            table, alike = self.type_table, token_types is None or self.config.token_types == 1
+            x_BSW = x_BSW + (table.weight[0] if alike else table(token_types))
         if self.position_table is not None:
             offset = self.config.position_offset
             x_BSW = x_BSW + self.position_table(positions + offset if offset else positions)

@@ -45,7 +45,8 @@ def bert_graph(model: "BERT | BERTWithHead", options: GraphOptions = PLAIN) -> G
     steps = graph.steps(length)
     x = parts.rows("token_table.weight", ids)
     if config.token_types:
-        types = graph.input("token_type_ids", INT64, ["batch", "sequence"])
+        several = config.token_types > 1
+        types = graph.input("token_type_ids", INT64, ["batch", "sequence"]) if several else graph.scalar(0)
         x = graph.node("Add", x, graph.node("Gather", parts.weight("type_table.weight"), types))
     x = graph.node("Add", x, graph.node("Gather", parts.weight("position_table.weight"), steps))
     if not config.norm_first:

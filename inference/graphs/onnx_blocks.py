@@ -82,8 +82,7 @@ class Blocks:
         self.state = {
             name: value.detach().float().cpu().numpy() for name, value in model.state_dict().items()
         }
-        if isinstance(config, GPTConfig):
-            _fold(self.state, config)
+        _fold(self.state, config)
         self.fused = options.variant in ("onnxruntime", "cuda") and config.norm == "layernorm"
         self.grouped = grouped(config, options)
 
@@ -284,7 +283,7 @@ class Blocks:
         once; with 8 or fewer bits the product has a copy of its own.
         """
         graph, config = self.graph, self.config
-        flat = graph.node("Reshape", hidden, graph.ints(-1, config.width))
+        flat = graph.node("Reshape", hidden, graph.ints(-1, self.state[table].shape[1]))
         if self.options.precision in ("int8", "int4") and not self.options.static:
             offset = self.state[bias] if bias else None
             logits = self.products.linear(flat, "output", self.state[table], offset, bits=8)

@@ -52,8 +52,11 @@ def test_gpt_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
         {"norm_first": True, "nsp": False, "token_types": 0, "activation": "gelu_tanh"},
         {"relative_buckets": 8, "relative_distance": 20, "mlm_transform": False, "bias": False},
         {"kv_heads": 2, "gated": True, "norm": "rmsnorm", "activation": "silu"},
+        {"token_types": 1, "position_offset": 2, "nsp": False},
+        {"token_types": 0, "nsp": False},
+        {"embedding_width": 16, "nsp": False},
     ],
-    ids=["bert", "pre-norm", "relative", "modern"],
+    ids=["bert", "pre-norm", "relative", "modern", "roberta", "distilbert", "electra"],
 )
 def test_bert_graph_equals_the_module(switches: dict, tmp_path: Path) -> None:
     model = opinionated_model(dataclasses.replace(BERT, **switches))
