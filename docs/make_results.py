@@ -81,10 +81,10 @@ def _figure(value: float) -> str:
 
 
 def newest(found: list[Row]) -> list[Row]:
-    """Of each claim the row that stands in every page: the one that was measured last."""
+    """Of each claim the row that stands in every page: the one that was measured last (of one day: of the last file)."""
     last: dict[str, Row] = {}
     for row in found:
-        if row.claim["name"] not in last or row.date > last[row.claim["name"]].date:
+        if row.claim["name"] not in last or row.date >= last[row.claim["name"]].date:
             last[row.claim["name"]] = row
     return [*last.values()]
 
