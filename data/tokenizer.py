@@ -103,6 +103,18 @@ class Tokenizer:
             raise Refused("not a tokenizer.json", where=file, why=why, fix=CONVERT)
         return cls(text, _stated_roles(file) if special is None else special, str(file))
 
+    @cached_property
+    def separators(self) -> int:
+        """Separators between the two texts of a pair, as the file's template has them: BERT's one, RoBERTa's two."""
+        made = self.config.get("post_processor") or {}
+        for part in made.get("processors", [made]):
+            if part.get("type") == "RobertaProcessing":
+                return 2
+            places = [at for at, piece in enumerate(part.get("pair") or ()) if "Sequence" in piece]
+            if len(places) == 2:
+                return max(places[1] - places[0] - 1, 1)
+        return 1
+
     # Whoever needs these two parses anew: kept, GPT-2's would take 50 MB as Python objects.
     @property
     def config(self) -> dict[str, Any]:

@@ -98,6 +98,8 @@ class Reader:
             check_ids(own, self.vocab_size, where)
             ids = [*ids, *own, *behind]
             ends.append(len(ids))
+            if len(ends) < len(texts):
+                ids += behind * (self.tokenizer.separators - 1)
         if len(ids) > self.context:
             raise self._longer(f"{len(ids)} tokens with the special ones > {self.context}", where)
         first = ends[0] if len(ends) > 1 else None

@@ -18,6 +18,7 @@ from throughline.core.errors import Failed, WrongUse
 from throughline.core.recipe import build_recipe, recipe_hash
 from throughline.data.import_tokenizer import import_tokenizer
 from throughline.data.tokenizer import Tokenizer
+from throughline.inference.serving.encoding import Reader
 from throughline.models.bert import BERT
 from throughline.models.config import BERTConfig, GPTConfig
 from throughline.models.gpt import GPT
@@ -32,6 +33,7 @@ from throughline.train.finetune.records import held_out, pair_row, read_records
 from throughline.train.finetune.run import _split, finetune, plan_task, write_model
 from throughline.train.finetune.tasks import TASKS, best_span
 from throughline.train.loop import train
+from tokenizers import processors
 
 SPOKEN = "the a cat dog king moon likes sees hates good bad fine poor in paris rome york new old"
 WORDS = [*SPOKEN.split(), "who", "where", "is", "it"]
@@ -236,26 +238,28 @@ def test_the_split_is_decided_by_the_content() -> None:
     assert len({held_out({"text": "x", "label": label}, ["text"], 0.5) for label in (0, 1)}) == 1
 
 
-def test_pairs_are_cut_as_the_library_cuts_them(bases: dict[str, Path]) -> None:
-    """`longest_first` of the tokenizers library: one token at a time from the longer text."""
-    tokenizer = Tokenizer.load(bases["bert"] / "tokenizer.json")
+@pytest.mark.parametrize("form", [processors.BertProcessing, processors.RobertaProcessing])
+def test_pairs_are_cut_as_the_library_cuts_them(form: type, bases: dict[str, Path]) -> None:
+    """`longest_first` of the tokenizers library; RoBERTa's has two separators between. Served pairs are alike."""
     library = tokenizers.Tokenizer.from_file(str(bases["bert"] / "tokenizer.json"))
-    library.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    library.post_processor = form(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer = Tokenizer(library.to_str())
+    whole = library.encode("the king", "dog").ids
+    assert Reader(tokenizer, 12, 99).frame({"a": "the king", "b": "dog"}).ids.tolist() == whole
     library.enable_truncation(12, strategy="longest_first")
     for first, second in ((9, 3), (3, 9), (10, 10), (6, 4), (2, 2)):
         texts = [" ".join(DRAW.choice(WORDS, size)) for size in (first, second)]
         expected = library.encode(*texts)
         row = pair_row(tokenizer, tokenizer.encode(texts[0]), tokenizer.encode(texts[1]), 12)
         assert row["input_ids"].tolist() == expected.ids
-        assert row["token_types"].tolist() == expected.type_ids
+        assert row["token_types"].tolist() == expected.type_ids or form is processors.RobertaProcessing
 
 
 def test_classification_scores_are_scikit_learns() -> None:
     sklearn = pytest.importorskip("sklearn.metrics")
-    for labels in (2, 5):
+    for labels, average in ((2, "binary"), (5, "macro")):
         right, said = (DRAW.integers(0, labels, 200).tolist() for _ in range(2))
         ours = metrics.classification(said, right, labels)
-        average = "binary" if labels == 2 else "macro"
         assert ours["accuracy"] == pytest.approx(sklearn.accuracy_score(right, said))
         assert ours["f1"] == pytest.approx(sklearn.f1_score(right, said, average=average))
         assert ours["matthews"] == pytest.approx(sklearn.matthews_corrcoef(right, said))

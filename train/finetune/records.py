@@ -64,17 +64,21 @@ def fields_of(records: Iterable[Record], *fields: str) -> Iterator[tuple[Any, ..
 
 
 def pair_row(tokenizer: Tokenizer, first: np.ndarray, second: np.ndarray | None, length: int) -> Row:
-    """[CLS] A [SEP], or [CLS] A [SEP] B [SEP], of at most `length` tokens: the longer one is shortened first."""
+    """[CLS] A [SEP], or [CLS] A [SEP] B [SEP] with the tokenizer's separators between, of at most `length` tokens: the
+    longer one is shortened first.
+    """
     parts = [first] if second is None else [first, second]
-    room = length - 1 - len(parts)
+    between = 0 if second is None else tokenizer.separators - 1  # beside the one that ends each
+    room = length - 1 - len(parts) - between
     sizes = [len(part) for part in parts]
     while sum(sizes) > room:
         longest = int(np.argmax(sizes))
         sizes[longest] -= max(1, min(sum(sizes) - room, sizes[longest] - min(sizes)))
     ids, types = [np.array([tokenizer.cls_id])], [np.zeros(1, np.int64)]
     for kind, (part, size) in enumerate(zip(parts, sizes)):
-        ids += [part[:size], np.array([tokenizer.sep_id])]
-        types.append(np.full(size + 1, kind))
+        ends = 1 + between * (kind == 0)
+        ids += [part[:size], np.full(ends, tokenizer.sep_id)]
+        types.append(np.full(size + ends, kind))
     return {"input_ids": np.concatenate(ids).astype(np.int64), "token_types": np.concatenate(types)}
 
 
