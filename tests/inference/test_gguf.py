@@ -101,6 +101,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused() -> None:
         ({"layer_pattern": "gn"}, "smollm3 otherwise"),
         (GEMMA | {"layers": 3, "layer_pattern": "llg", "attention_softcap": 5.0}, "gemma2 otherwise"),
         ({"logit_softcap": 3.0, "qk_norm": "head"}, "no Hugging Face layout"),
+        ({"experts": 4, "experts_per_token": 2}, "GGUF is written of"),
     ):
         with pytest.raises(Refused, match=said):
             architecture_of(dataclasses.replace(SHAPES["llama"], **fields))

@@ -15,6 +15,7 @@ from throughline.inference.exports.export import write_graph
 from throughline.inference.graphs.graph_options import GraphOptions
 from throughline.inference.graphs.parity import compare, require
 from throughline.inference.runtimes.backends import run_graph, torch_backend
+from throughline.models.config import ModelConfig
 from throughline.models.init import build
 
 QWEN3 = {"qk_norm": "head", "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 16}
@@ -206,3 +207,19 @@ def test_a_torch_model_without_finite_outputs_is_told_apart(value: str, tmp_path
         model.mlm_bias[0] = float(value)
     with pytest.raises(Refused, match="the torch model itself"):
         require(compare(torch_backend(model, None, NOWHERE), candidate), "the graph")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (dataclasses.replace(GPT, experts=4, experts_per_token=2), "experts"),
+        (dataclasses.replace(GPT, attention_softcap=5.0), "attention_softcap"),
+        (dataclasses.replace(GPT, positions="alibi"), "alibi"),
+        (dataclasses.replace(BERT, positions="rotary", embedding_norm=True, nsp=False), "embedding_norm"),
+    ],
+    ids=["experts", "soft caps", "alibi", "modernbert"],
+)
+def test_what_a_graph_lacks_is_refused_by_name(config: ModelConfig, said: str, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=said):
+        write_graph(build(config).eval(), tmp_path / "model.onnx", {}, GraphOptions())
+    assert not list(tmp_path.iterdir())
