@@ -57,9 +57,11 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 @contextmanager
 def one_kernel() -> Iterator[None]:
-    """Every matrix product on the same kernel, whatever its size, which what shares a batch decides."""
+    """Every matrix product on the same kernel, whatever its size, which what shares a batch decides. One without rows,
+    of an expert that no token chose, computes nothing and stays torch's.
+    """
     global LEAST_PRODUCTS
-    before, LEAST_PRODUCTS = LEAST_PRODUCTS, 0
+    before, LEAST_PRODUCTS = LEAST_PRODUCTS, 1
     try:
         yield
     finally:

@@ -64,6 +64,14 @@ def test_every_product_of_a_model_that_is_made(through_onednn, monkeypatch, fami
     assert layers and {type(layer) for layer in layers} == {nn.Linear}
 
 
+def test_no_rows_are_no_product(through_onednn) -> None:
+    """An expert that no token chose, also where evaluation asks for one kernel whatever the size."""
+    with module.one_kernel():
+        assert linear(torch.empty(0, 96), torch.ones(160, 96)).shape == (0, 160)
+        assert linear(torch.ones(1, 96), torch.ones(160, 96)).shape == (1, 160)
+    assert through_onednn == [(1, 96, 160)]
+
+
 def test_a_product_of_real_size_is_in_one_graph() -> None:
     """Whichever library takes it: what decides is no reason to break a graph. `fullgraph` raises at a break."""
     pytest.importorskip("torch._inductor")
