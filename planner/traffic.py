@@ -225,12 +225,16 @@ def expert_sends(
     return calls, calls * tokens / tensor * config.experts_per_token * config.width * numbers.sent
 
 
+def _layers_here(config: ModelConfig, layout: Layout, pipeline_rank: int) -> int:
+    return sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
+
+
 def _expert_traffic(
     config: ModelConfig, layout: Layout, batch: StepShape, pipeline_rank: int
 ) -> Iterator[Traffic]:
     if layout.expert == 1:
         return
-    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
+    layers = _layers_here(config, layout, pipeline_rank)
     tokens, again = batch.rows * batch.length // layout.context, int(batch.recompute == "full")
     calls, size = expert_sends(config, batch.numbers, tokens, layout.tensor, again)
     times = batch.micro_batches * layers
@@ -242,7 +246,7 @@ def _context_traffic(
 ) -> Iterator[Traffic]:
     if layout.context == 1:
         return
-    layers = sum(len(layout.layers_of(stage, config.layers)) for stage in layout.stages_of(pipeline_rank))
+    layers = _layers_here(config, layout, pipeline_rank)
     tokens, again = batch.rows * batch.length // layout.context, int(batch.recompute != "none")
     times = batch.micro_batches * layers
     degrees = layout.tensor, layout.context

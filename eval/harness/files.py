@@ -58,7 +58,7 @@ def members(path: Path) -> Iterator[tuple[Path, Fields]]:
     if "group" not in fields:
         yield path, fields
         return
-    known = _names(path.parent.resolve())
+    known = files_by_name(path.parent.resolve())
     for name in [fields["task"]] if isinstance(fields["task"], str) else fields["task"]:
         own = {} if isinstance(name, str) else {key: value for key, value in name.items() if key != "task"}
         title = name if isinstance(name, str) else str(name.get("task", name.get("group")))
@@ -73,7 +73,7 @@ def members(path: Path) -> Iterator[tuple[Path, Fields]]:
 
 
 @cache
-def _names(folder: Path) -> dict[str, list[Path]]:
+def files_by_name(folder: Path) -> dict[str, list[Path]]:
     """Every name of a task, a group or a tag below a folder -> its files, in order."""
     found: dict[str, list[Path]] = {}
     for file in sorted(folder.rglob("*.yaml")):

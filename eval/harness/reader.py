@@ -17,7 +17,7 @@ from ..kinds.kind import Kind
 from ..kinds.table import KINDS
 from ..task import BoundTask
 from ..task_file import Matching, Step, Task
-from .files import CALL, Fields, function, members, read_fields
+from .files import CALL, Fields, files_by_name, function, members, read_fields
 from .form import HarnessChoices, HarnessForm, by_function
 
 # Fields that decide nothing here: names, notes, what only the harness's own program reads.
@@ -124,10 +124,8 @@ def _groups(path: Path, fields: Fields) -> Iterator[tuple[str, tuple[set[str], b
         given = [listed] if isinstance(listed, Mapping) else listed
         by_record = all(one.get("weight_by_size", True) for one in given)
         yield str(fields["group"]), ({str(one["task"]) for _, one in members(path)}, by_record)
-    from .files import _names
-
     for name in [fields["task"]] if isinstance(fields["task"], str) else fields["task"]:
-        for file in _names(path.parent.resolve()).get(name, ()) if isinstance(name, str) else ():
+        for file in files_by_name(path.parent.resolve()).get(name, ()) if isinstance(name, str) else ():
             yield from _groups(file, read_fields(file))
 
 
