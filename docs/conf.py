@@ -12,3 +12,5 @@ myst_heading_anchors = 3  # links to #sections resolve, and one that does not is
 exclude_patterns = ["conf.py", "*.py"]
 html_theme = "furo"
 html_title = "Throughline"
+html_static_path = ["_static"]
+html_css_files = ["book.css"]

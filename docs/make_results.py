@@ -32,7 +32,7 @@ SECTIONS = {
     "Bounds": "Throughline against a bound that was set before the measurement, or against itself without a feature.",
     "Proofs": "Equalities of Throughline with itself, with formulas and with published tables; no peer is involved.",
 }
-COLUMNS = ("claim", "ours", "peer", "ratio (range)", "goal", "met", "machine, date")
+COLUMNS = ("claim", "ratio (range)", "goal", "met", "Throughline", "peer")
 MOST_RATIO = 10_000  # of a bound that was met exactly: nothing is divided by
 
 
@@ -51,20 +51,28 @@ class Row:
             return "Proofs"
         return "Bounds" if self.benchmark in BOUNDS else "Races"
 
+    @property
+    def peer(self) -> str:
+        """The peer without its settings."""
+        return re.split(r", | \{| \(|; |: ", self.claim["peer"])[0]
+
     def cells(self) -> list[str]:
         claim = self.claim
-        low, high = claim["spread"]
+        unit = claim["unit"].partition(",")[0]
+        low, high = (f"{ratio:.2f}" for ratio in claim["spread"])
+        ratio = f"{claim['ratio']:.2f}" + (f" ({low}-{high})" if low != high else "")
         return [
             claim["name"],
-            f"{_figure(claim['ours'])} {claim['unit']}",
-            f"{_figure(claim['theirs'])} {claim['unit']} ({claim['peer']})",
-            f"{claim['ratio']:.2f} ({low:.2f}-{high:.2f})"
-            if claim["ratio"] < MOST_RATIO
-            else f"over {MOST_RATIO:,}",
-            "-" if claim["goal"] is None else f"{claim['goal']:g}",
+            ratio if claim["ratio"] < MOST_RATIO else f"over {MOST_RATIO:,}",
+            "-" if claim["goal"] is None else f"{claim['goal']:.3g}",
             {True: "yes", False: "**no**", None: "-"}[claim["met"]],
-            f"{self.machine}, {self.date}",
+            f"{_figure(claim['ours'])} {unit}",
+            f"{_figure(claim['theirs'])} ({self.peer})",
         ]
+
+    @property
+    def measured(self) -> str:
+        return f"{self.machine}, {self.date}"
 
 
 def rows() -> list[Row]:
@@ -92,7 +100,8 @@ def newest(found: list[Row]) -> list[Row]:
 def machine_of(line: dict[str, Any]) -> str:
     """The machine of a benchmark's line, as the tables name it."""
     facts = line["machine"]
-    return f"{(facts['gpus'] or [facts['cpu']])[0]}, {facts['cores']} cores"
+    cores = f"{facts['cores']} core{'s' * (facts['cores'] != 1)}"
+    return f"{(facts['gpus'] or [facts['cpu']])[0]}, {cores}"
 
 
 def results_page(found: list[Row]) -> str:
@@ -100,11 +109,11 @@ def results_page(found: list[Row]) -> str:
     lines = [
         "# Results",
         "",
-        "Made by `make reference` from `benchmarks/results/`. `make bench` measures the races again, `make bert-toy` and the",
-        "`make prove-…` targets what has one of its own, `make bench-quick` every claim in small. A ratio is oriented so that",
-        "larger is better for Throughline: the median of paired measurements, with their range. A goal that was not met stays",
-        "in its table. Of each claim the newest measurement stands here, in README.md and in every other page; older ones,",
-        "of other machines too, are folded below it.",
+        "Made by `make reference` from `benchmarks/results/`, by the script of `benchmarks/` that is named over each table.",
+        "`make bench` measures the races again, `make bert-toy` and the `make prove-…` targets what has one of its own,",
+        "`make bench-quick` every claim in small. A ratio is oriented so that larger is better for Throughline: the median of",
+        "paired measurements, with their range. A goal that was not met stays in its table. Of each claim the newest",
+        "measurement stands here, in README.md and in every other page; older ones, of other machines too, are folded below it.",
     ]
     for section, about in SECTIONS.items():
         lines += ["", f"## {section}", "", about]
@@ -112,24 +121,30 @@ def results_page(found: list[Row]) -> str:
         for benchmark in sorted({row.benchmark for row in mine}):
             every = [row for row in mine if row.benchmark == benchmark]
             shown = newest(every)
-            older = [row for row in every if row not in shown]
-            lines += [
-                "",
-                f"### `benchmarks/{benchmark}.py`",
-                "",
-                *_table(COLUMNS, [row.cells() for row in shown]),
-            ]
-            if older:
-                table = _table(COLUMNS, [row.cells() for row in older])
-                lines += [
-                    "",
-                    f"<details><summary>Measured before: {len(older)} rows</summary>",
-                    "",
-                    *table,
-                    "",
-                    "</details>",
-                ]
+            lines += ["", f"### `{benchmark}.py`"]
+            for measured in dict.fromkeys(row.measured for row in shown):
+                rows = [row.cells() for row in shown if row.measured == measured]
+                lines += ["", f"{measured}:", "", *_table(COLUMNS, rows)]
+            lines += ["", *_folded("The peers' settings", _settings(shown))]
+            before = [[*row.cells(), row.measured] for row in every if row not in shown]
+            lines += _folded(f"Measured before: {len(before)} rows", _table((*COLUMNS, "measured"), before))
     return "\n".join(lines) + "\n"
+
+
+def _settings(shown: list[Row]) -> list[str]:
+    """What the tables leave out of the peers, once for all claims that share it."""
+    claims: dict[str, list[str]] = {}
+    for row in shown:
+        if row.peer != row.claim["peer"]:
+            claims.setdefault(row.claim["peer"], []).append(row.claim["name"])
+    return [f"- {', '.join(names)}: {peer}" for peer, names in claims.items()]
+
+
+def _folded(title: str, lines: list[str]) -> list[str]:
+    """Lines that a click unfolds; nothing of none, and of a table without rows."""
+    if len(lines) == 0 or lines[-1].startswith("| --- "):
+        return []
+    return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>", ""]
 
 
 def headline_rows(found: list[Row]) -> Iterator[list[str]]:
@@ -144,8 +159,7 @@ def headline_rows(found: list[Row]) -> Iterator[list[str]]:
         claim, unit = row.claim, row.claim["unit"].partition(",")[0]
         values = (claim["ours"], claim["theirs"])
         ours, theirs = (f"{x:,.0f} {unit}" if x >= 1000 else f"{x:.3g} {unit}" for x in values)
-        peer = re.split(r", | \{", claim["peer"])[0]  # without its settings
-        yield [about, ours, f"{theirs} ({peer})", f"{claim['ratio']:.1f}", row.machine]
+        yield [about, ours, f"{theirs} ({row.peer})", f"{claim['ratio']:.1f}", row.machine]
 
 
 def lines_of(benchmark: str) -> Iterator[dict[str, Any]]:
@@ -170,8 +184,7 @@ def latency_rows(found: list[Row]) -> Iterator[list[str]]:
     for row in newest(found):
         if row.benchmark == "latency":
             share = shares[row.machine].get(names.get(row.claim["name"], ""))
-            *cells, measured = row.cells()
-            yield [*cells, "-" if share is None else f"{share:.0%}", measured]
+            yield [*row.cells(), "-" if share is None else f"{share:.0%}", row.measured]
 
 
 def precision_rows() -> Iterator[list[str]]:
@@ -199,16 +212,7 @@ def block(name: str, text: str, header: tuple[str, ...], cells: list[list[str]])
 def inference_page(found: list[Row]) -> str:
     """docs/inference.md with its two measured tables."""
     text = (ROOT / "docs" / "inference.md").read_text()
-    columns = (
-        "claim",
-        "Throughline",
-        "peer",
-        "ratio (range)",
-        "goal",
-        "met",
-        "share of bandwidth",
-        "machine, date",
-    )
+    columns = (*COLUMNS, "share of bandwidth", "machine, date")
     text = block("latency", text, columns, list(latency_rows(found)))
     columns = ("model, form", "mean KL", "top-1", "where right with p < 0.9", "loss (torch)")
     return block("precision", text, columns, list(precision_rows()))
